@@ -1,8 +1,8 @@
-"""Writes the profiles that are worked out from data sheets, or from published formulas.
+"""Writes the profiles that are derived from data sheets or published formulas.
 
 python benchmarks/analytic_profiles.py [FOLDER | --quick]      (default: profiles)
 
---quick writes them to a temporary folder.
+--quick writes to a temporary folder.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""What batch jobs cost and what they leave to others, over HTTP.
+"""The cost of batch jobs, and their effect on real-time requests, over HTTP.
 
     python benchmarks/batch_jobs.py [--parts validation,prefixes,interference] [--json FILE]
 
-The embedded model in fp32 on this machine, served by `bros serve`. Nothing else may run on it.
+`bros serve` with the embedded model in fp32 on this machine. Run nothing else on it.
 
-validation    Files of 50,000 rows, of some 0.5 kB and of some 4 kB each: seconds until all of it is
-              checked, and how long the server takes to answer GET /health meanwhile.
-prefixes      200 rows over 4 system prompts of 800 tokens, taken in turn: the job with rows that
-              begin alike next to each other and the prefix cache, and without both.
-interference  Real-time requests beside a batch job, without it, and the job alone: how many of the
-              former meet both objectives, and the throughput of the latter.
+validation    Files of 50,000 rows of about 0.5 kB or 4 kB: seconds until they are validated, and
+              the latency of GET /health meanwhile.
+prefixes      200 rows that alternate between 4 system prompts of 800 tokens: the job with rows
+              grouped by prefix and the prefix cache, and without either.
+interference  Real-time requests beside a batch job, without it, and the job alone: attainment of
+              both objectives, and throughput of the job.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ def large_file(bytes_per_row: int) -> list[bytes]:
     return lines
 
 
-async def ping(url: str, answers_ms: list[float]) -> None:
-    """Ask for /health again and again, on one connection."""
+async def ping(url: str, latencies_ms: list[float]) -> None:
+    """Poll /health on one connection."""
     async with aiohttp.ClientSession() as session:
         while True:
             began = time.perf_counter()
-            async with session.get(f"{url}/health") as answer:
-                await answer.read()
-            answers_ms.append(1e3 * (time.perf_counter() - began))
+            async with session.get(f"{url}/health") as response:
+                await response.read()
+            latencies_ms.append(1e3 * (time.perf_counter() - began))
             await asyncio.sleep(PING_EVERY_S)
 
 
@@ -102,26 +102,26 @@ async def validated(url: str, lines: list[bytes], bytes_per_row: int, idle: list
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         began = time.perf_counter()
-        async with session.post(f"{url}/v1/files", data=form) as answer:
-            file = await answer.json()
+        async with session.post(f"{url}/v1/files", data=form) as response:
+            file = await response.json()
         uploaded = time.perf_counter()
         wanted = {"input_file_id": file["id"], "endpoint": ENDPOINT, "completion_window": "24h"}
         pinging = asyncio.create_task(ping(url, busy))
-        async with session.post(f"{url}/v1/batches", json=wanted) as answer:
-            batch = await answer.json()
+        async with session.post(f"{url}/v1/batches", json=wanted) as response:
+            batch = await response.json()
         while batch["status"] == "validating":
             await asyncio.sleep(0.05)
-            async with session.get(f"{url}/v1/batches/{batch['id']}") as answer:
-                batch = await answer.json()
+            async with session.get(f"{url}/v1/batches/{batch['id']}") as response:
+                batch = await response.json()
         ended = time.perf_counter()
         pinging.cancel()
         assert batch["request_counts"]["total"] == ROWS, batch
-        async with session.post(f"{url}/v1/batches/{batch['id']}/cancel") as answer:
-            batch = await answer.json()
+        async with session.post(f"{url}/v1/batches/{batch['id']}/cancel") as response:
+            batch = await response.json()
         while batch["status"] == "cancelling":
             await asyncio.sleep(0.2)
-            async with session.get(f"{url}/v1/batches/{batch['id']}") as answer:
-                batch = await answer.json()
+            async with session.get(f"{url}/v1/batches/{batch['id']}") as response:
+                batch = await response.json()
     return {
         "bytes_per_row": bytes_per_row,
         "megabytes": len(content) / 1e6,
@@ -138,7 +138,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def prefix_job(tokenizer: Tokenizer) -> list[bytes]:
-    """Rows over each of the system prompts in turn."""
+    """Rows that alternate between the system prompts."""
     rng = random.Random(7)
     systems = []
     for _ in range(SYSTEM_PROMPTS):
@@ -182,8 +182,8 @@ async def timed_job(url: str, lines: list[bytes]) -> Row:
         batch: Any = {"status": "in_progress"}
         while batch["status"] in ("in_progress", "finalizing"):
             await asyncio.sleep(0.1)
-            async with session.get(f"{url}/v1/batches/{job.id}") as answer:
-                batch = await answer.json()
+            async with session.get(f"{url}/v1/batches/{job.id}") as response:
+                batch = await response.json()
         seconds = time.perf_counter() - began
         assert batch["request_counts"]["completed"] == JOB_ROWS, batch
     usage = batch["usage"]
@@ -194,7 +194,7 @@ async def timed_job(url: str, lines: list[bytes]) -> Row:
 
 
 def interference(options: argparse.Namespace) -> Row:
-    """`bros bench` with the job in the place of the best-effort requests."""
+    """`bros bench` with the job as its best-effort load."""
     with tempfile.TemporaryDirectory() as folder:
         flags = {
             "--policies": "bros",
@@ -258,9 +258,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", default="validation,prefixes,interference")
-    parser.add_argument("--rounds", type=int, default=3, help="of prefixes")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of prefixes")
     parser.add_argument("--rate", type=float, default=0.25, help="real-time requests per second")
-    parser.add_argument("--duration", type=float, default=300.0, help="of each run")
+    parser.add_argument("--duration", type=float, default=300.0, help="duration of each run")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the figures to this file")
     add_quick(parser, parts="prefixes", rounds=1)
     options = parser.parse_args()

@@ -1,10 +1,10 @@
-"""What the client of `bros bench` costs: processor time per chunk, and how late it sends.
+"""The cost of the client of `bros bench`: processor time per chunk, and its lateness.
 
     python benchmarks/bench_client_speed.py [--streams 24] [--rates 10,100] [--duration 10]
 
-A server in a process of its own streams tokens at a steady rate to so many clients in a closed
-loop. Asked for: 24 streams of 10 chunks a second below 5 % of all cores. The processor time is
-that of the client's process, prompts of 512 token ids included.
+A server in another process streams tokens at a steady rate to a closed loop of clients. Target: 24
+streams of 10 chunks per second take less than 5 % of all cores. The processor time is that of the
+client's process, including prompts of 512 token ids.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from quick import add_quick
 from rich.console import Console
 from rich.table import Table
 
-from bros.bench.client import AiohttpHttp, Client, Outcome
-from bros.bench.dialects import Wording, dialect_of
+from bros.bench.client import AiohttpTransport, Client, Outcome
+from bros.bench.dialects import RequestFormat, dialect_of
 from bros.bench.load import LoadResult, OfferedLoad, drive
 from bros.bench.plan import Piece, Planned, Session, Turn
 from bros.core.clock import SystemClock, process_cpu_s
@@ -32,7 +32,7 @@ from bros.scheduler.profiles import available_cores
 TOKENS = 64
 PROMPT = list(range(1000, 1512))
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-# As long as the chunks of real servers are.
+# As long as the chunks of real servers.
 FRAME = {"id": "cmpl-0123456789abcdef", "object": "text_completion", "created": 1_700_000_000}
 FRAME |= {"model": "SmolLM2-135M-Instruct", "service_tier": "default"}
 
@@ -49,7 +49,7 @@ def choice(text: str, reason: str | None = None) -> list[object]:
 async def answer(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, interval_s: float
 ) -> None:
-    """One connection: a chunk after each interval, for as many requests as come."""
+    """Serve the requests of one connection: a chunk after each interval."""
     token = chunk(choice(" token"))
     usage = {"prompt_tokens": len(PROMPT), "completion_tokens": TOKENS}
     end = chunk(choice("", "length")) + chunk([], usage) + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
@@ -71,12 +71,12 @@ async def answer(
         writer.close()
 
 
-def serve(chunks_per_s: float, told: Connection) -> None:
+def serve(chunks_per_s: float, port_pipe: Connection) -> None:
     async def main() -> None:
         server = await asyncio.start_server(
             lambda reader, writer: answer(reader, writer, 1 / chunks_per_s), "127.0.0.1", 0
         )
-        told.send(server.sockets[0].getsockname()[1])
+        port_pipe.send(server.sockets[0].getsockname()[1])
         await server.serve_forever()
 
     asyncio.run(main())
@@ -92,7 +92,7 @@ def planned(name: str, service_class: ServiceClass) -> Planned:
 
 
 def load(streams: int, duration_s: float) -> OfferedLoad:
-    """The streams in a closed loop, and four requests a second that come by themselves."""
+    """The streams as a closed loop, and an open loop of four requests per second."""
     times = [i / 4 for i in range(int(4 * duration_s))]
     return OfferedLoad(
         duration_s=duration_s,
@@ -103,9 +103,9 @@ def load(streams: int, duration_s: float) -> OfferedLoad:
 
 
 async def measure(url: str, streams: int, duration_s: float) -> LoadResult:
-    wording = Wording(dialect=dialect_of("bros"), model="m")
-    async with AiohttpHttp() as http:
-        client = Client(http, url, wording, lambda _: (PROMPT, ""))
+    request_format = RequestFormat(dialect=dialect_of("bros"), model="m")
+    async with AiohttpTransport() as http:
+        client = Client(http, url, request_format, lambda _: (PROMPT, ""))
         return await drive(
             load(streams, duration_s),
             client,
@@ -137,7 +137,7 @@ def main() -> None:
     args = parser.parse_args()
     cores = available_cores()
     table = Table(title=f"{args.streams} streams, and 4 requests/s beside them; {cores} cores")
-    for name in ("chunks/s each", "requests", "not whole", "chunks", "of all cores"):
+    for name in ("chunks/s each", "requests", "incomplete", "chunks", "of all cores"):
         table.add_column(name, justify="right")
     for name in ("us per chunk", "gap error p50 / p99 ms", "sent late p50 / p99 / max ms"):
         table.add_column(name, justify="right")

@@ -1,12 +1,11 @@
-"""How long one iteration takes, and how much of it is host work, beside transformers.
+"""Step times of the engine and its host overhead, compared with transformers.
 
     python benchmarks/engine_speed.py [--rounds 5] [--json benchmarks/results/engine_speed.json]
 
-Everything is measured in one run on the embedded model, back ends in turn within each round,
-so that a slow minute of the machine hits all of them; the figures are medians. Decode: all
-rows have a 64-token prompt and generate greedily. Prefill: one prompt in one step.
-Host overhead: scheduling (schedule + apply) and preparation of the inputs, which the step
-includes. Run it with nothing else on the machine.
+Everything is measured in one run on the embedded model. Back ends alternate within each round, so
+that a slow minute of the machine affects all of them; figures are medians. Decode: all rows have a
+64-token prompt and generate greedily. Prefill: one prompt in one step. Host overhead: scheduling
+(schedule + apply) and building the inputs; steps include it. Run nothing else on the machine.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ PROMPT_TOKENS = 64
 DECODE_STEPS = 12
 DECODE_ROWS = (1, 8, 32)
 PREFILL_TOKENS = (256, 1024)
-ASKED_MS = {
+TARGET_MS = {
     ("bros fp32", "decode 1"): 36,
     ("bros fp32", "decode 8"): 42,
     ("bros fp32", "decode 32"): 72,
@@ -55,7 +54,7 @@ Samples = dict[str, list[float]]
 
 
 class RecordingExecutor:
-    """Passes plans on and notes how long each took in the executor."""
+    """Forwards plans and records the last one and its time in the executor."""
 
     def __init__(self, inner: object) -> None:
         self._inner = inner
@@ -75,7 +74,7 @@ class RecordingExecutor:
 
 
 class BrosTarget:
-    """One engine of bros, stepped by hand."""
+    """A bros engine that the benchmark steps."""
 
     def __init__(self, files: ModelFiles, weights: str, policy: str = "bros") -> None:
         config = EngineConfig(
@@ -93,7 +92,7 @@ class BrosTarget:
         for _ in range(rows):
             self._submit(PROMPT_TOKENS, DECODE_STEPS + rows + 2)
         begun: set[str] = set()
-        while len(begun) < rows:  # their prompts may take several steps
+        while len(begun) < rows:  # prefill may take several steps
             begun |= {output.request_id for output in self._engine.step()}
         times, host = [], []
         for _ in range(DECODE_STEPS):
@@ -134,7 +133,7 @@ class BrosTarget:
 
 
 class TransformersTarget:
-    """The same weights in transformers, fp32, greedy, with its dynamic cache."""
+    """The same weights in transformers: fp32, greedy, dynamic cache."""
 
     def __init__(self, files: ModelFiles) -> None:
         self._model = load_in_transformers(files)
@@ -164,7 +163,7 @@ class TransformersTarget:
 
 
 def measure(files: ModelFiles, rounds: int, report: Callable[[str], None]) -> dict[str, Samples]:
-    """Milliseconds by target and case; the first round warms up and is dropped."""
+    """Target -> case -> milliseconds. The first round is a warm-up and is dropped."""
     bros = {f"bros {weights}": BrosTarget(files, weights) for weights in ("fp32", "int4")}
     targets: dict[str, BrosTarget | TransformersTarget] = {
         **bros,
@@ -187,7 +186,7 @@ def measure(files: ModelFiles, rounds: int, report: Callable[[str], None]) -> di
 
 
 def environment() -> dict[str, object]:
-    """Where the figures come from."""
+    """The machine and the versions of the measurement."""
     here = bench_environment(SystemClock())
     return {
         "cpu": here.cpu,
@@ -201,21 +200,21 @@ def environment() -> dict[str, object]:
 
 
 def show(medians: dict[str, dict[str, float]], console: Console) -> None:
-    """Print medians, and what was asked where something was."""
+    """Print medians, with their targets where there are any."""
     cases = [f"decode {rows}" for rows in DECODE_ROWS]
     cases += [f"prefill {count}" for count in PREFILL_TOKENS]
-    table = Table(title="milliseconds per iteration, median (asked for: at most)")
+    table = Table(title="milliseconds per step, median (target: at most)")
     table.add_column("")
     for case in cases:
         table.add_column(case, justify="right")
     for name, row in medians.items():
         cells = []
         for case in cases:
-            asked = ASKED_MS.get((name, case))
+            target_ms = TARGET_MS.get((name, case))
             value = f"{row[case]:.4g}" if case in row else "-"
-            if asked is not None:
-                colour = "green" if row[case] <= asked else "red"
-                value = f"[{colour}]{value}[/] ({asked:g})"
+            if target_ms is not None:
+                color = "green" if row[case] <= target_ms else "red"
+                value = f"[{color}]{value}[/] ({target_ms:g})"
             cells.append(value)
         table.add_row(name, *cells)
     console.print(table)

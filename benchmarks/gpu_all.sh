@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# All that needs a GPU: the tests, then the measurements.
+# Everything that needs a GPU: the tests, then the measurements.
 #
 #   [PYTHON=python3] [COMMIT=...] [SECONDS_IN_ALL=550] benchmarks/gpu_all.sh FOLDER [STEP ...]
 #
-# STEP: doctor, tests, tune, speed; all of them unless some are named. Each may take the time that
-# those after it can spare, and what it printed and measured until then is in FOLDER.
+# STEP: doctor, tests, tune, speed (default: all). A step may use the time that earlier steps left
+# over. Its output so far is in FOLDER even if it runs out of time.
 set -uo pipefail
 folder=$(mkdir -p "${1:?usage: benchmarks/gpu_all.sh FOLDER [STEP ...]}" && cd "$1" && pwd) || exit 2
 steps=("${@:2}")
@@ -22,7 +22,7 @@ for name in "${steps[@]}"; do
 done
 [ $left -ge 0 ] || { echo "SECONDS_IN_ALL: ${steps[*]} need $((-left)) s more"; exit 2; }
 
-limit_of() { # of a step, with what was not used before it, or less if too much was
+limit_of() { # seconds for a step, plus the time saved so far or minus the excess
     echo $((needed[$1] + (left > -20 ? left : -20)))
 }
 
@@ -42,9 +42,9 @@ doctor() {
     step doctor "$python" -m bros doctor
 }
 
-# As `make test-gpu`, for machines without make. What runs the engine comes first, for the time may
-# not do for all kernels. The tests end before they are killed, so that what failed is said;
-# warnings of libraries that meet a GPU are no errors; one that hangs says where.
+# As `make test-gpu`, for machines without make. Tests of the engine run first, because the time may
+# not suffice for all kernels. The session timeout ends pytest before it is killed, so that it reports
+# failures; library warnings on a GPU are not errors; a test that hangs dumps its stack.
 tests() {
     local marked='mark[.]gpu' engine=(tests/executor tests/integration) files
     mapfile -t files < <(grep -rl "$marked" --include='test_*.py' "${engine[@]}"

@@ -1,4 +1,4 @@
-"""What the parts of gpu_speed.py measure with: a model, a timer, and steps in a row."""
+"""The tools of the parts of gpu_speed.py: a model, a timer, and pipelined steps."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from gpu_timing import Ceilings, Run, Timer, Timing
 from bros.core.plan import StepPlan
 
 VARIANTS = 3
-"""Plans of one shape that read other blocks, in turn."""
+"""Plans of one shape that read different blocks; they alternate."""
 
 PIPELINED = 12
-"""Steps in a row, each launched while the one before runs."""
+"""Consecutive steps, each launched while the previous one runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What a part needs."""
+    """The model and the timer of a part."""
 
     model: Model
     timer: Timer
     ceilings: Ceilings
 
     def step(self, plans: list[StepPlan]) -> Timing:
-        """From the plan to the tokens on the host."""
+        """The time of one step, from the plan to the tokens on the host."""
         runner = self.model.runner
         return self.timer.by_the_clock(lambda i: runner.execute(plans[i % len(plans)]))
 
     def steps_in_a_row(self, plans: list[StepPlan]) -> Timing:
-        """Per step, when the host launches the next one meanwhile, as the engine does."""
+        """Time per step when the host launches the next step meanwhile, as the engine does."""
         return self.rows_of_steps([plans])[0]
 
     def rows_of_steps(self, series: Sequence[list[StepPlan]]) -> list[Timing]:
-        """The same for several lists of plans that are compared: a row of each in turn."""
+        """Likewise for several lists of plans that are compared; they alternate."""
         launch = getattr(self.model.runner, "launch", None)
         if launch is None:
             execute = self.model.runner.execute
@@ -56,5 +56,5 @@ class Bench:
         return [whole.over(PIPELINED) for whole in self.timer.by_the_clock_in_turn(runs)]
 
     def kernels(self, runs: Sequence[Run]) -> list[Timing]:
-        """Of kernels that put work on the device and never wait for it, in turn."""
+        """Times of kernels that launch work and never wait for it; they alternate."""
         return self.timer.alternating(runs, recorded=self.model.has_graphs)

@@ -1,7 +1,7 @@
-"""The operations of a decode step, each by itself; for gpu_speed.py.
+"""The operations of a decode step, measured one by one; for gpu_speed.py.
 
-Where a step misses its floor, these lines say which kernels take the time, and the sum of all of
-them how much is lost between kernels.
+If a step is far above its floor, these lines show which kernels take the time, and their sum shows
+the time lost between kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from bros.executor.models.decoder import Block, GatedMlp
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """run(layer): once. times: a step does it. bytes, flops: the least that one of them takes."""
+    """One operation.
+
+    times: how often a step runs it.
+    run: run(layer) runs it once.
+    bytes, flops: the minimum for one run.
+    """
 
     name: str
     times: int
@@ -30,7 +35,7 @@ class Operation:
 
 
 def layer(bench: Bench) -> Iterator[Line]:
-    """Every operation of a layer, with weights and KV of all layers in turn, and the head."""
+    """Every operation of a layer, alternating between all layers, and the head."""
     model, context = bench.model, bench.model.sizes.contexts[0]
     for rows in model.sizes.layer_rows:
         spent = floor = 0.0
@@ -41,7 +46,9 @@ def layer(bench: Bench) -> Iterator[Line]:
             spent += operation.times * timing.median
             floor += operation.times * least
         whole = bench.steps_in_a_row([model.decode_plan(rows, context) for _ in range(VARIANTS)])
-        yield timed_line("layer", f"all of a step, {rows} x {context}", _alike(spent), floor)
+        yield timed_line(
+            "layer", f"all of a step, {rows} x {context}", _constant_timing(spent), floor
+        )
         yield Line(
             "layer",
             f"the step, {rows} x {context}",
@@ -53,7 +60,7 @@ def layer(bench: Bench) -> Iterator[Line]:
 
 
 def operations(model: Model, rows: int, context: int) -> list[Operation]:
-    """What a step of one token per row does between its embedding and the choice of tokens."""
+    """The operations of a decode step between the embedding and sampling."""
     decoder, spec, size = model.runner._decoder, model.spec, model.dtype.itemsize
     assert decoder is not None and decoder.final_norm is not None
     hidden, inner, layers = spec.hidden_size, spec.intermediate_size, spec.num_layers
@@ -81,7 +88,7 @@ def operations(model: Model, rows: int, context: int) -> list[Operation]:
         )
 
     def product(name: str, times: int, run: Callable[[int], object], k: int, n: int) -> Operation:
-        """Of x [rows, k] and a matrix [n, k]."""
+        """The matrix product of x [rows, k] and a matrix [n, k]."""
         moved = (rows * k + n * k + rows * n) * size
         return Operation(name, times, run, moved, 2 * rows * n * k)
 
@@ -93,7 +100,7 @@ def operations(model: Model, rows: int, context: int) -> list[Operation]:
             4 * x.nbytes,
         ),
         product("QKV", layers, lambda i: block(i).attention.qkv(x), hidden, layout.qkv_size),
-        # Q and K are read and written, V is read, K and V go into the cache.
+        # Reads and writes Q and K, reads V, and writes K and V to the cache.
         Operation(
             "rotation and cache", layers, rope, 2 * qkv.nbytes + rows * layout.kv_size * size
         ),
@@ -115,5 +122,5 @@ def operations(model: Model, rows: int, context: int) -> list[Operation]:
     ]
 
 
-def _alike(seconds: float) -> Timing:
+def _constant_timing(seconds: float) -> Timing:
     return Timing(seconds, seconds, seconds)

@@ -1,7 +1,7 @@
-"""A random-weight model on a device, plans that run it, and what they must read and compute.
+"""A random-weight model on a device, plans for it, and their minimum of bytes and operations.
 
-For gpu_speed.py. Nothing is downloaded: speed does not depend on what the weights are, as long as
-they are not all alike.
+For gpu_speed.py. Nothing is downloaded: speed does not depend on the values of the weights, as long
+as they differ.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ TINY = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured: shapes that are asked about, or tiny ones that try the program itself.
+    """The measured shapes: real ones, or tiny ones that only test the program.
 
-    few_sharers: rows with a common prefix whose tiles are smaller than those of `sharers`.
+    sharers: numbers of rows with a shared prefix.
+    few_sharers: likewise, so few that their tiles are smaller.
     """
 
     model: dict[str, object]
@@ -80,7 +81,7 @@ class Sizes:
 
 REAL = Sizes(
     model=LLAMA_3_8B,
-    kv_blocks=36_864,  # 72 GiB, which hold 128 x 4096 tokens and some
+    kv_blocks=36_864,  # 72 GiB: 128 x 4096 tokens and a reserve
     host_blocks=512,
     batches=(1, 8, 32, 128, 256),
     contexts=(512, 4096),
@@ -123,7 +124,7 @@ SMALL = Sizes(
 
 
 class Model:
-    """The runner of a random model with KV memory full of random numbers."""
+    """The runner of a random model, whose KV memory holds random numbers."""
 
     def __init__(self, sizes: Sizes, device: torch.device, kernels: str) -> None:
         self.sizes = sizes
@@ -149,11 +150,11 @@ class Model:
                 for cache in layer:
                     cache.normal_()
 
-    # The benchmark looks inside the runner for what a server never has to know.
+    # Internals of the runner that only this benchmark needs.
 
     @property
     def kernels(self) -> Kernels:
-        return self.runner._feed._kernels
+        return self.runner._uploader._kernels
 
     @property
     def layers(self) -> Sequence[tuple[Tensor, Tensor]]:
@@ -165,7 +166,7 @@ class Model:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
+        """The data type of activations."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     @property
@@ -175,11 +176,11 @@ class Model:
     def without_graphs(self) -> Switched:
         return Switched(self.runner, "_graphs", None)
 
-    # What there is to read and to compute.
+    # Minimum of bytes and operations.
 
     @property
     def layer_weights(self) -> int:
-        """Numbers in all matrices of the layers."""
+        """The number of weights in the matrices of all layers."""
         spec, layout = self.spec, self.layout
         attention = spec.hidden_size * (layout.qkv_size + layout.q_size)
         return spec.num_layers * (attention + 3 * spec.hidden_size * spec.intermediate_size)
@@ -190,29 +191,29 @@ class Model:
 
     @property
     def kv_token_bytes(self) -> int:
-        """K and V of one token in all layers."""
+        """The size of K and V of one token in all layers."""
         return 2 * self.spec.num_layers * self.layout.kv_size * self.layers[0][0].element_size()
 
     def bytes_of(self, contexts: Sequence[int], new_tokens: int) -> float:
-        """Weights once, cached K and V once, new K and V, and logits written and read."""
+        """Bytes of a step: weights, cached KV, new KV, and logits written and read."""
         weights = (self.layer_weights + self.head_weights) * self.dtype.itemsize
         kv = (sum(contexts) + new_tokens) * self.kv_token_bytes
         return weights + kv + 2 * 4 * len(contexts) * self.spec.vocab_size
 
     def flops_of(self, contexts: Sequence[int], chunks: Sequence[int]) -> float:
-        """Matrix products and attention; one row of logits per chunk."""
+        """Operations of a step: matrix products and attention; one row of logits per chunk."""
         pairs = sum(n * (c + (n + 1) / 2) for c, n in zip(contexts, chunks, strict=True))
         attention = 4 * pairs * self.layout.q_size * self.spec.num_layers
         head = 2 * self.head_weights * len(chunks)
         return 2 * self.layer_weights * sum(chunks) + head + attention
 
-    # Plans. A few blocks in front are for what steps write.
+    # Plans. Steps write to the first few blocks.
 
     def blocks_for(self, counts: Sequence[int]) -> list[np.ndarray]:
-        """So many blocks for each row, scattered over the memory.
+        """`counts` blocks for each row, scattered over the memory.
 
-        Rows with more blocks together than there are get the same ones in another order: memory
-        far larger than the cache of the device has to be read all the same.
+        If there are too few blocks for all rows, blocks repeat in another order; the memory read is
+        still far larger than the device's cache.
         """
         first = -(-max(self.config.max_num_seqs, self.config.max_batch_tokens) // BLOCK)
         usable = self.sizes.kv_blocks - first
@@ -227,8 +228,8 @@ class Model:
         return self.plan_of([full_segments(blocks, context) for blocks in owned], context)
 
     def plan_of(self, segments: Sequence[np.ndarray], context: int, shared: int = 0) -> StepPlan:
-        """One new token for each row, with these segments, the first `shared` of which are those
-        of all rows and read once."""
+        """One new token for each row. All rows share their first `shared` segments, which the step
+        reads once."""
         chunks = [
             self._chunk(row, context, [7 + row], listed, row) for row, listed in enumerate(segments)
         ]
@@ -253,7 +254,7 @@ class Model:
             sample=GREEDY,
         )
 
-    # Attention by itself.
+    # Attention alone.
 
     def prepared(self, batch: AttentionBatch) -> AttentionBatch:
         return self.kernels.prepare(batch, self.layout, self.device)
@@ -262,19 +263,19 @@ class Model:
         return torch.randn(tokens, self.layout.qkv_size, device=self.device).to(self.dtype)
 
     def attend(self, qkv: Tensor, batch: AttentionBatch, layer: int) -> Tensor:
-        """batch: prepared. Layers are taken in turn, so that nothing is in the device's cache."""
+        """Run attention of a prepared batch; alternate `layer`, so that KV is not in the cache."""
         k_cache, v_cache = self.layers[layer % len(self.layers)]
         scale = self.layout.head_dim**-0.5
         return self.kernels.attention(qkv, self.layout, k_cache, v_cache, batch, scale)
 
     def attention_bytes(self, contexts: Sequence[int]) -> float:
-        """K and V of the contexts, and Q and the output of one token per row."""
+        """Bytes of KV of the contexts, and of Q and the output of one token per row."""
         kv = 2 * sum(contexts) * self.layout.kv_size * self.layers[0][0].element_size()
         return kv + 2 * len(contexts) * self.layout.q_size * self.dtype.itemsize
 
 
 class Switched:
-    """Sets an attribute for the time of a block."""
+    """Sets an attribute within a `with` block."""
 
     def __init__(self, owner: object, name: str, value: object) -> None:
         self._owner, self._name, self._value = owner, name, value
@@ -288,7 +289,7 @@ class Switched:
 
 
 def full_segments(blocks: np.ndarray, context: int) -> np.ndarray:
-    """[n, 3]: all of each block, and of the last one what is left."""
+    """Segments [n, 3] of full blocks, the last one possibly partial."""
     segments = np.stack([blocks, np.zeros_like(blocks), np.full_like(blocks, BLOCK)], axis=1)
     if len(blocks):
         segments[-1, 2] = context - BLOCK * (len(blocks) - 1)
@@ -296,7 +297,7 @@ def full_segments(blocks: np.ndarray, context: int) -> np.ndarray:
 
 
 def batch_of(segments: Sequence[np.ndarray], shared: SharedParts | None = None) -> AttentionBatch:
-    """One new token per row."""
+    """A batch with one new token per row."""
     lengths = np.array([len(each) for each in segments], np.int32)
     start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     listed = np.concatenate([*segments, np.empty((0, 3), np.int32)]).astype(np.int32)
@@ -309,7 +310,7 @@ def batch_of(segments: Sequence[np.ndarray], shared: SharedParts | None = None) 
 
 
 def shared_by_all(blocks: np.ndarray, rows: int) -> SharedParts:
-    """One part that every row reads."""
+    """A prefix that all rows share."""
     return SharedParts(
         row_start=torch.tensor([0, rows], dtype=torch.int32),
         rows=torch.arange(rows, dtype=torch.int32),

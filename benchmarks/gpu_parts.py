@@ -53,7 +53,7 @@ def prefill(bench: Bench) -> Iterator[Line]:
 
 
 def attention(bench: Bench) -> Iterator[Line]:
-    """The attention kernel alone, of one layer."""
+    """The attention kernel of one layer alone."""
     model = bench.model
     asked_for = model.sizes.attention
     others = {(rows, context) for rows in model.sizes.batches for context in model.sizes.contexts}
@@ -75,7 +75,7 @@ def attention(bench: Bench) -> Iterator[Line]:
 
 
 def chunks(bench: Bench) -> Iterator[Line]:
-    """The attention kernel alone on a chunk of a prompt, without and with what came before."""
+    """The attention kernel alone on a chunk of a prompt, without and with earlier context."""
     model, tokens = bench.model, max(bench.model.sizes.contexts)
     for context in (0, tokens):
         [blocks] = model.blocks_for([context // BLOCK])
@@ -90,12 +90,12 @@ def chunks(bench: Bench) -> Iterator[Line]:
 
 
 def layout(bench: Bench) -> Iterator[Line]:
-    """The same number of tokens in blocks with one owner, and in blocks with two.
+    """The same number of tokens in blocks with one owner and in blocks with two.
 
-    plain           each row's last block is full from the left, and is its own
-    bidirectional   rows two by two have their last tokens in one block, from either side
-    reversed        all rows grow from the right
-    halves          two rows in every block, which is as bad as it gets: twice the segments
+    plain           each row has its own last block, filled from the left
+    bidirectional   pairs of rows share their last block, filled from both sides
+    reversed        all rows fill their last block from the right
+    halves          two rows in every block, the worst case: twice as many segments
     """
     model = bench.model
     rows, context = model.sizes.layout
@@ -147,7 +147,7 @@ def layout(bench: Bench) -> Iterator[Line]:
 
 
 def shared(bench: Bench) -> Iterator[Line]:
-    """A long prefix that all rows have, loaded once for all of them or once for each."""
+    """A long prefix shared by all rows, read once for all or once per row."""
     model, sizes = bench.model, bench.model.sizes
     prefix_blocks = sizes.prefix // BLOCK
     for rows in sizes.sharers:
@@ -189,7 +189,7 @@ def shared(bench: Bench) -> Iterator[Line]:
 
 
 def attending(model: Model, rows: int, batches: list[AttentionBatch]) -> list[Run]:
-    """The kernel on each of these batches, which are prepared, with the same queries."""
+    """The attention kernel on each of these prepared batches, with the same queries."""
     qkv = model.qkv(rows)
     return [lambda i, batch=batch: model.attend(qkv, batch, i) for batch in batches]
 
@@ -205,7 +205,7 @@ def compared(
     *,
     faster: bool = False,
 ) -> Line:
-    """Judged by its time over another one's, or the other way round."""
+    """A line whose share is its time over `other`'s; faster: the inverse."""
     share = other.median / timing.median if faster else timing.median / other.median
     return Line(
         part=part,
@@ -220,7 +220,7 @@ def compared(
 
 
 def copies(bench: Bench) -> Iterator[Line]:
-    """KV to the host and back: how fast, and what it adds to a step that runs beside it."""
+    """KV copies to the host and back: bandwidth, and the time they add to a concurrent step."""
     model, sizes, kv = bench.model, bench.model.sizes, bench.model.runner._kv
     slots = _slots(model, sizes.copied)
     host = array("i", range(sizes.copied))
@@ -272,14 +272,14 @@ def copies(bench: Bench) -> Iterator[Line]:
 
 
 def _slots(model: Model, count: int) -> array[int]:
-    """Of whole blocks that lie anywhere."""
+    """The slots of whole blocks that are scattered over the memory."""
     [blocks] = model.blocks_for([-(-count // BLOCK)])
     slots = (blocks[:, None] * BLOCK + np.arange(BLOCK, dtype=np.int32)).ravel()[:count]
     return array("i", slots.astype(np.int32).tobytes())
 
 
-class Watched:
-    """Passes plans on to an executor and notes how long the host was in it."""
+class TimedExecutor:
+    """Forwards plans to an executor and sums up the host's time in it."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -290,8 +290,8 @@ class Watched:
     def execute(self, *arguments: Any) -> Any:
         return self._timed(self._inner.execute, *arguments)
 
-    def _launch(self, plan: StepPlan) -> WatchedStep:
-        return WatchedStep(self, self._timed(self._inner.launch, plan))
+    def _launch(self, plan: StepPlan) -> TimedStep:
+        return TimedStep(self, self._timed(self._inner.launch, plan))
 
     def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
         began = time.perf_counter()
@@ -300,43 +300,43 @@ class Watched:
         return result
 
     def close(self) -> None:
-        pass  # the model is used further
+        pass  # the model is still in use
 
 
-class WatchedStep:
-    def __init__(self, watched: Watched, running: Any) -> None:
-        self._watched, self._running = watched, running
+class TimedStep:
+    def __init__(self, timed: TimedExecutor, running: Any) -> None:
+        self._executor, self._running = timed, running
 
     def result(self) -> Any:
-        return self._watched._timed(self._running.result)
+        return self._executor._timed(self._running.result)
 
 
 def overhead(bench: Bench) -> Iterator[Line]:
-    """What the engine adds to the steps it runs, with as many rows as there are places.
+    """The overhead of the engine per step, with a full batch.
 
-    An engine decodes; its time per step is compared with that of the same steps without an engine,
-    one launched after the other. host work: scheduling, without what the executor does.
+    The time per step of a decoding engine is compared with that of the same pipelined steps
+    without an engine. Scheduling: the host's time outside the executor.
     """
     model, sizes = bench.model, bench.model.sizes
     rows, prompt = sizes.engine_rows, 4 * BLOCK
     plans = [model.decode_plan(rows, prompt + sizes.engine_steps // 2) for _ in range(VARIANTS)]
     bare = bench.steps_in_a_row(plans)
-    watched = Watched(model.runner)
-    ahead = hasattr(watched, "launch")
+    timed = TimedExecutor(model.runner)
+    ahead = hasattr(timed, "launch")
     scheduler = build_scheduler(model.config, model.info, None, depth=2 if ahead else 1)
-    engine = Engine(scheduler, watched, SystemClock(), model.info, async_scheduling="auto")
+    engine = Engine(scheduler, timed, SystemClock(), model.info, async_scheduling="auto")
     sampling = SamplingParams(temperature=0, max_tokens=sizes.engine_steps + 20, ignore_eos=True)
     for row in range(rows):
         ids = [(31 * row + 7 * i) % model.spec.vocab_size for i in range(prompt)]
         engine.submit(EngineRequest(request_id=str(row), prompt_token_ids=ids, sampling=sampling))
     whole, host = [], []
     while engine.has_work:
-        before, began = watched.seconds, time.perf_counter()
+        before, began = timed.seconds, time.perf_counter()
         outputs = engine.step()
         seconds = time.perf_counter() - began
         if sum(len(output.token_ids) for output in outputs) == rows:
             whole.append(seconds)
-            host.append(seconds - (watched.seconds - before))
+            host.append(seconds - (timed.seconds - before))
     step, work = Timing.of(whole[2:] or whole), Timing.of(host[2:] or host)
     added = (step.median - bare.median) * 1e3
     yield Line(
@@ -354,5 +354,5 @@ def overhead(bench: Bench) -> Iterator[Line]:
         f"scheduling, {rows} rows",
         measured=work.median * 1e3,
         spread=(work.low * 1e3, work.high * 1e3),
-        note="beside the device's work" if ahead else "before each step",
+        note="hidden behind the device's work" if ahead else "before each step",
     )

@@ -1,4 +1,4 @@
-"""What others do on the same device with the same shapes; for gpu_speed.py. All are optional."""
+"""Other implementations on the same device and shapes; for gpu_speed.py. All are optional."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NEW_TOKENS = (8, 40)
 
 
 def attention(bench: Bench) -> Iterator[Line]:
-    """One layer's attention over K and V that lie in one piece, without blocks."""
+    """Attention of one layer over contiguous K and V."""
     model = bench.model
     rows, context = model.sizes.attention
     tokens = max(model.sizes.contexts)
@@ -57,8 +57,8 @@ def _timed(
     causal = inputs[0][0].shape[2] > 1
     try:
         timing = bench.timer.on_device(lambda i: attend(*inputs[i % _SETS], causal))
-    except Exception as error:  # of a library that we do not know here
-        yield Line("peers", name, skipped=_words(error))
+    except Exception as error:  # libraries raise various errors
+        yield Line("peers", name, skipped=_error_text(error))
         return
     yield timed_line("peers", name, timing, floor_s)
 
@@ -84,7 +84,7 @@ def _sdpa(timer: Timer) -> Attend | str:
 def _flex(timer: Timer) -> Attend | str:
     if not timer.on_cuda:
         return "only with CUDA"
-    # Late: it is slow to import, and compiles.
+    # Lazy: slow to import, and it compiles.
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     compiled = torch.compile(flex_attention)
@@ -121,22 +121,22 @@ def _xformers(timer: Timer) -> Attend | str:
 
 
 def continuous_batching(sizes: Sizes, timer: Timer, ceilings: Ceilings) -> Iterator[Line]:
-    """transformers' own engine: time per decode step, from two lengths of output."""
+    """transformers' own engine: time per decode step, derived from two output lengths."""
     if importlib.util.find_spec("transformers") is None:
         yield Line("peers", "transformers, continuous batching", skipped="not installed")
         return
     model = _transformers_model(sizes, timer.device)
-    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)  # it warns in each call
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)  # it warns on each call
     for rows, context in ((1, sizes.contexts[0]), sizes.beside):
         name = f"transformers, continuous batching, step {rows} x {context}"
         try:
-            with torch.inference_mode(False):  # its buffers are changed by a thread of its own
+            with torch.inference_mode(False):  # another thread changes its buffers
                 seconds = _step_seconds(model, sizes, rows, context)
         except Exception as error:  # as above
-            yield Line("peers", name, skipped=_words(error))
+            yield Line("peers", name, skipped=_error_text(error))
             continue
         finally:
-            # Its memory is sized for the first requests it gets.
+            # It sizes its memory for its first requests.
             if hasattr(model, "destroy_cached_continuous_batching_manager"):
                 model.destroy_cached_continuous_batching_manager()
         yield Line("peers", name, measured=seconds * 1e3)
@@ -174,8 +174,8 @@ def _step_seconds(model: torch.nn.Module, sizes: Sizes, rows: int, context: int)
 
 
 def _batching(sizes: Sizes, tokens: int, rows: int) -> dict[str, object]:
-    """Memory for what is needed, where the version that is installed lets one say so. One engine
-    for all that follows: each would record its steps anew."""
+    """Options for the required memory, if the installed version has them. One engine serves all
+    calls, because each new one would capture its graphs again."""
     try:
         from transformers import ContinuousBatchingConfig
     except ImportError:
@@ -194,5 +194,5 @@ def _batching(sizes: Sizes, tokens: int, rows: int) -> dict[str, object]:
     }
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()}"[:300]

@@ -11,7 +11,7 @@ from gpu_timing import Line, timed_line
 from bros.core.errors import ConfigError
 from bros.kernels.dispatch import select_kernels
 
-SPREAD = 3.0  # of logits: 5,000 of 128,256 tokens have 0.9 of the mass, which is hard for top_p
+SPREAD = 3.0  # of logits: 5,000 of 128,256 tokens hold 0.9 of the mass, a hard case for top_p
 TOP_K, TOP_P = 50, 0.9
 WAYS = {
     "greedy": (0.0, 0, 1.0),
@@ -23,14 +23,14 @@ WAYS = {
 
 
 def sampling(bench: Bench) -> Iterator[Line]:
-    """One token for each row. The floor reads the logits once."""
+    """Sample one token per row. The floor is reading the logits once."""
     device, vocab = bench.model.device, bench.model.spec.vocab_size
     try:
         select_kernels("triton", device)
     except ConfigError as error:
         yield Line("sampling", "by Triton", skipped=str(error))
         return
-    # Late, because it needs Triton.
+    # Lazy: it needs Triton.
     from bros.kernels.triton.sampling import SamplingTensors, sample_tokens
 
     for rows in bench.model.sizes.sampled:

@@ -1,25 +1,25 @@
-"""How near to what the device can do bros runs a model of the shape of Llama-3-8B in bf16.
+"""How close bros comes to the limits of the device, on the shape of Llama-3-8B in bf16.
 
     python benchmarks/gpu_speed.py [--parts decode,prefill] [--json FILE]
-    python benchmarks/gpu_speed.py --device cpu --tiny      tries the program, measures nothing
+    python benchmarks/gpu_speed.py --device cpu --tiny      only tests the program
 
-Weights are random, so nothing is downloaded. What the device can do is measured first, in the same
-run: a large copy, a large product of random bf16 matrices, pinned copies over the bus. Each time
-is a median, beside its floor: the larger of the bytes that have to be read and written over the
-copy's rate, and the operations over the product's. Have nothing else running on the device.
+Weights are random, so nothing is downloaded. The limits of the device are measured first, in the
+same run: a large copy, a large product of random bf16 matrices, pinned copies over the bus. Times
+are medians. The floor of a time is the larger of its bytes over the copy's rate and its operations
+over the product's rate. Run nothing else on the device.
 
-    decode     steps of one token per row: as the engine runs them, each launched while the one
-               before runs; one at a time; without CUDA graphs
-    layer      the operations of such a step, each by itself
+    decode     decode steps: pipelined as in the engine (each is launched while the previous one
+               runs), one at a time, and without CUDA graphs
+    layer      the operations of a decode step, one by one
     prefill    one prompt in one step
     attention  the kernel alone
     layout     blocks with two owners against blocks with one
-    shared     a prefix that all rows have, read once or by each
-    sampling   greedy, top-k and top-p, by the kernel alone
-    copies     KV to the host and back, also beside steps
-    overhead   what the engine adds to its steps
+    shared     a prefix shared by all rows, read once or by each row
+    sampling   greedy, top-k and top-p; the kernel alone
+    copies     KV to the host and back, also concurrent with steps
+    overhead   the overhead of the engine per step
     peers      attention by torch and xformers, steps by transformers
-    tune       (not unless asked for) finds tile sizes for this device and stores them
+    tune       (only on request) finds tile sizes for this device and stores them
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. Returns 1 if there is no such device, else 0, whatever was measured."""
+    """Measure and print. Returns 1 if there is no such device, else 0."""
     args = _arguments(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device; --device cpu --tiny tries the program")
+        print("no CUDA device; --device cpu --tiny only tests the program")
         return 1
     device = torch.device(args.device)
     sizes = SMALL if args.tiny else REAL
@@ -118,7 +118,7 @@ def _measure(
 
 
 def _tune(sizes: Sizes, timer: Timer, folder: Path | None) -> Iterator[Line]:
-    # Late, because it needs Triton.
+    # Lazy: it needs Triton.
     from gpu_tune import tune
 
     quick = dataclasses.replace(timer, repeats=min(timer.repeats, 9), budget_s=0.1)
@@ -131,13 +131,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--parts", type=_parts, default=[*PARTS, "peers"], metavar="A,B")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--kernels", default="auto", help="as of bros serve")
+    parser.add_argument("--kernels", default="auto", help="as for bros serve")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, few repeats")
-    parser.add_argument("--repeats", type=int, default=30, help="at most so many")
+    parser.add_argument("--repeats", type=int, default=30, help="maximum repeats of a measurement")
     parser.add_argument("--budget", type=float, default=1.0, help="seconds per measurement")
-    parser.add_argument("--tuned", type=Path, help="folder for what tune finds; see gpu_tune.py")
+    parser.add_argument("--tuned", type=Path, help="output folder of part tune; see gpu_tune.py")
     parser.add_argument("--json", type=Path, help="where to save the figures")
-    parser.add_argument("--commit", help="for the figures, where there is no git")
+    parser.add_argument("--commit", help="commit to record if there is no git")
     return parser.parse_args(argv)
 
 
@@ -197,7 +197,7 @@ def _write(
 def _show(
     environment: dict[str, object], ceilings: Ceilings, lines: list[Line], judged: bool
 ) -> None:
-    """judged: with what was asked for, and whether it is met."""
+    """judged: with targets, and whether they are met."""
     title = (
         f"{environment['device']}: copy {ceilings.copy / 1e12:.2f} TB/s, "
         f"bf16 product {ceilings.matmul / 1e12:.0f} TFLOP/s, to host "
@@ -207,13 +207,13 @@ def _show(
     rows = [_cells(line) for line in lines]
     if not judged:
         print(plain_table(title, headings, rows, left=2))
-        print("only tried: these times mean nothing")
+        print("test of the program only: the times are meaningless")
         return
     rows = [(*row, *_verdict(line)) for row, line in zip(rows, lines, strict=True)]
-    print(plain_table(title, (*headings, "asked", ""), rows, left=2))
+    print(plain_table(title, (*headings, "target", ""), rows, left=2))
     asked = [line for line in lines if line.met is not None]
     missed = [f"{line.part}, {line.name}" for line in asked if not line.met]
-    print(f"{len(asked) - len(missed)} of {len(asked)} asked for are met")
+    print(f"{len(asked) - len(missed)} of {len(asked)} targets are met")
     for name in missed:
         print(f"missed: {name}")
 

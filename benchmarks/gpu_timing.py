@@ -1,10 +1,9 @@
-"""Timing on a device, what the device can do at all, and lines of results; for gpu_speed.py.
+"""Timing on a device, the limits of the device, and lines of results; for gpu_speed.py.
 
 Times are medians of repeats, each between two CUDA events (on the CPU, by the clock). Launching a
-small kernel takes the host longer than running it takes the device; so the device is kept busy
-until all repeats are launched, or many calls are recorded in a CUDA graph. Ceilings are measured
-in the same run, by copying and multiplying: nothing that moves or computes as much can be faster
-than that, so every time is given beside the floor they make.
+small kernel takes longer than running it, so the device is kept busy until all repeats are
+launched, or many calls are captured in a CUDA graph. Ceilings are measured in the same run, by
+copies and matrix products; they bound every time from below (its floor).
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from dataclasses import dataclass, field
 import torch
 
 Run = Callable[[int], object]
-"""run(i): the i-th repeat, on inputs of its own."""
+"""run(i): the i-th repeat, on its own inputs."""
 
 WARM_UP = 3
-MOST_CALLS = 32  # in a graph: as many as the model has layers, so that each reads other memory
+MOST_CALLS = 32  # in a graph: one per layer of the model, so that each reads other memory
 GRAPH_S = 3e-3
 MOST_AHEAD_S = 0.2
-CYCLES_PER_S = 2e9  # about what GPUs run at; a slower one only keeps busy for longer
+CYCLES_PER_S = 2e9  # roughly; a slower GPU only stays busy for longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +42,13 @@ class Timing:
         return cls(statistics.median(ordered), ordered[quarter], ordered[-1 - quarter])
 
     def over(self, count: int) -> Timing:
-        """Of one, if this is of `count` of them."""
+        """The time of one, if this is the time of `count`."""
         return Timing(self.median / count, self.low / count, self.high / count)
 
 
 @dataclass(frozen=True, slots=True)
 class Timer:
-    """Takes times on one device. budget_s: about how long one measurement may take."""
+    """Measures times on one device. budget_s: approximate limit of one measurement."""
 
     device: torch.device
     repeats: int
@@ -64,14 +63,15 @@ class Timer:
             torch.cuda.synchronize(self.device)
 
     def on_device(self, run: Run, *, recorded: bool = False) -> Timing:
-        """Of work put on the current stream; recorded: see alternating."""
+        """The time of work on the current stream. recorded: see `alternating`."""
         return self.alternating([run], recorded=recorded)[0]
 
     def alternating(self, runs: Sequence[Run], *, recorded: bool = False) -> list[Timing]:
-        """Of several things that are compared: in turn, so that a slow moment hits all.
+        """The times of several runs that are compared; they alternate, so that a slow moment
+        affects all.
 
-        recorded: they never wait for the device and may be recorded in a CUDA graph, which leaves
-        nothing of the host in their times.
+        recorded: the runs never wait for the device, so they may be captured in a CUDA graph, which
+        removes the host from their times.
         """
         for index, run in itertools.product(range(WARM_UP), runs):  # compiles and warms up
             run(index)
@@ -90,11 +90,11 @@ class Timer:
         ]
 
     def by_the_clock(self, run: Run) -> Timing:
-        """Of something that ends with the host knowing the result."""
+        """The time of a run whose result is on the host at its end."""
         return self.by_the_clock_in_turn([run])[0]
 
     def by_the_clock_in_turn(self, runs: Sequence[Run]) -> list[Timing]:
-        """The same of several things that are compared."""
+        """Likewise for several runs that are compared; they alternate."""
         for index, run in itertools.product(range(2), runs):
             run(index)
         _, done = self._once(lambda index: [run(index) for run in runs])
@@ -107,7 +107,7 @@ class Timer:
         return [Timing.of(times) for times in taken]
 
     def _once(self, run: Run) -> tuple[float, float]:
-        """Seconds until it is launched, and until it is done."""
+        """(seconds until the run is launched, until it is done)"""
         self.synchronize()
         began = time.perf_counter()
         run(2)
@@ -116,17 +116,17 @@ class Timer:
         return launched - began, time.perf_counter() - began
 
     def _affordable(self, once: float) -> int:
-        """How many repeats fit the budget; three in any case, unless fewer are asked for."""
+        """The number of repeats within the budget, at least 3 and at most `repeats`."""
         affordable = max(3, int(self.budget_s / max(once, 1e-6)))
         return min(self.repeats, affordable)
 
     def _recorded(self, run: Run) -> tuple[Run, int]:
-        """So many calls in a graph, a few milliseconds of them; itself if it cannot be recorded."""
+        """(graph of a few milliseconds of calls, their number), or (run, 1) if capturing fails."""
         calls = max(1, min(MOST_CALLS, int(GRAPH_S / max(self._once(run)[1], 1e-6))))
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
-            # Not by torch.cuda.graph, which gives free memory back each time: that takes long.
+            # Not by torch.cuda.graph, which frees cached memory each time: that is slow.
             with torch.cuda.stream(stream):
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
@@ -141,12 +141,12 @@ class Timer:
         return lambda _: graph.replay(), calls
 
     def _keep_busy(self, seconds: float) -> None:
-        """The device, for about twice as long, while the host launches what is to be timed."""
+        """Occupy the device for about twice as long, while the host launches the timed work."""
         if self.on_cuda:
             torch.cuda._sleep(int(CYCLES_PER_S * min(MOST_AHEAD_S, 1e-3 + 2 * seconds)))
 
     def _timed(self, run: Run, index: int) -> Callable[[], float]:
-        """What it took, to be asked for after synchronize."""
+        """Run once; returns a function for its seconds, to be called after synchronize."""
         if not self.on_cuda:
             began = time.perf_counter()
             run(index)
@@ -161,7 +161,7 @@ class Timer:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Bytes read plus bytes written per second; FLOP per second; bytes per second over the bus."""
+    """copy: bytes read plus written per second. matmul: FLOP/s. to_host, to_device: bytes/s."""
 
     copy: float
     matmul: float
@@ -169,7 +169,7 @@ class Ceilings:
     to_device: float
 
     def floor_s(self, num_bytes: float, flops: float = 0.0) -> float:
-        """The least time for so much to be read or written and computed."""
+        """The minimum time to read or write num_bytes and compute flops."""
         return max(num_bytes / self.copy, flops / self.matmul)
 
 
@@ -196,10 +196,13 @@ def measure_ceilings(timer: Timer, dtype: torch.dtype, tiny: bool) -> Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One thing that was measured.
+    """One measurement.
 
-    measured, floor: in `unit`. share: what was asked about, e.g. floor / measured or a factor.
-    asked: (">=" or "<=", number) for share. skipped: why there is no figure.
+    measured, floor: in `unit`.
+    share: the judged ratio, e.g. floor / measured; share_of says of what.
+    asked: target of `share`, (">=" or "<=", number).
+    spread: quartiles around `measured`.
+    skipped: why there is no measurement.
     """
 
     part: str
@@ -216,7 +219,7 @@ class Line:
 
     @property
     def met(self) -> bool | None:
-        """None if nothing was asked, or nothing measured."""
+        """Whether the target is met; None without a target or a measurement."""
         if self.asked is None or self.share is None:
             return None
         sign, bound = self.asked
@@ -236,7 +239,7 @@ def timed_line(
     asked: float | None = None,
     note: str = "",
 ) -> Line:
-    """Milliseconds beside a floor; asked: the least share of the floor that time has to be."""
+    """Milliseconds with a floor. asked: required minimum of floor / measured."""
     return Line(
         part=part,
         name=name,
@@ -252,19 +255,19 @@ def timed_line(
 
 @dataclass(slots=True)
 class Report:
-    """Lines as they come; save is called after each, so that a time limit loses little."""
+    """Collects lines; calls `save` after each, so that a time limit loses little."""
 
     save: Callable[[list[Line]], None]
     say: Callable[[str], None]
     lines: list[Line] = field(default_factory=list)
 
     def run(self, part: str, measure: Callable[[], Iterator[Line]]) -> None:
-        """A part that fails is a line that says so, and the next one runs."""
+        """Run a part. A failure becomes a line, and the next part can run."""
         began = time.perf_counter()
         try:
             for line in measure():
                 self._add(line)
-        except Exception as error:  # whatever it is: the lease of the machine goes on
+        except Exception as error:  # any failure: the other parts must still run
             self._add(Line(part, "stopped", skipped=f"{type(error).__name__}: {error}"[:500]))
         self.say(f"{part}: {time.perf_counter() - began:.1f} s")
 

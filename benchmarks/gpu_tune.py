@@ -1,13 +1,12 @@
-"""Finds tile sizes of the attention kernels for the device that is there; for gpu_speed.py.
+"""Tunes the tile sizes of the attention kernels for the present device; for gpu_speed.py.
 
-Each launch that the workloads below need is tried with tiles, warps and stages around the default,
-one launch at a time, on all workloads that it decides; what counts is the mean of how many times
-as fast they are. The best is written to where the kernels read it,
-bros/kernels/triton/tuned/DEVICE.json. Merging has nothing to choose, and is part of every time.
+For each launch shape of the workloads below, candidate tiles, warps and stages around the default
+are timed on all workloads that use it, and the best geometric mean wins. The result is stored where
+the kernels read it, bros/kernels/triton/tuned/DEVICE.json. The merge kernel has no parameters; all
+times include it.
 
-Compiling takes longer than measuring, so processes beside this one compile all candidates first;
-Triton keeps what they make on disk. What has been found is written after each launch, and when the
-time is up it is what counts.
+Compiling takes longer than measuring, so worker processes first compile all candidates into
+Triton's disk cache. The result is saved after each launch shape, so a time limit loses little.
 """
 
 from __future__ import annotations
@@ -38,32 +37,32 @@ T = TypeVar("T")
 RunAll = Callable[..., Iterable[list[Shape]]]
 
 KEYS, WARPS = (32, 64, 128), (4, 8)
-# Of rows of one token, Triton 3.6 makes the same of 2 to 4: one tile is loaded ahead; of 5, two.
+# For rows of one token, Triton 3.6 compiles 2 to 4 alike: it prefetches one tile; with 5, two.
 STAGES: dict[Kind, tuple[int, ...]] = {"one": (3, 5, 7), "tile": (2, 3, 4)}
-SMALLER_TILE = 64  # rows, tried beside larger ones
-MOST_SHARED = 227 * 1024  # bytes of shared memory that a program can have on Hopper; less before
+SMALLER_TILE = 64  # rows, tried in addition to larger ones
+MOST_SHARED = 227 * 1024  # bytes of shared memory per program on Hopper; less on older GPUs
 PROGRAMS: dict[Kind, tuple[int, ...]] = {"one": (2, 4, 8), "tile": (1, 2, 4)}
 WORKERS = 12
 COMPILE_S, MEASURE_S = 30.0, 25.0
-COLD_BYTES = 2**28  # of K and V, read in turn: more than a device caches
+COLD_BYTES = 2**28  # of KV, more than the cache of a device; runs alternate between copies
 TUNED = Path(triton_settings.__file__).parent / "tuned"
 
 
 @dataclass(frozen=True, slots=True)
-class Watched(TritonSettings):
-    """Settings that note which launches are asked for."""
+class RecordingSettings(TritonSettings):
+    """Settings that record the requested launch shapes."""
 
-    asked: list[Shape] = field(default_factory=list)
+    requested: list[Shape] = field(default_factory=list)
 
     def launch(self, shape: Shape) -> LaunchConfig:
-        if shape not in self.asked:
-            self.asked.append(shape)
+        if shape not in self.requested:
+            self.requested.append(shape)
         return self.tuned.get(shape) or self.default(shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Attention of one layer. kind: of the launches that it is there for."""
+    """Attention of one layer. kind: of the launches that it tunes."""
 
     name: str
     kind: Kind
@@ -73,7 +72,7 @@ class Workload:
 
 
 def workloads(sizes: Sizes) -> list[Workload]:
-    """Decodes, a chunk of a prompt, and rows with a common prefix."""
+    """Decode batches, a chunk of a prompt, and rows with a shared prefix."""
     found = []
     longest = max(sizes.contexts)
     for rows in sorted({min(8, sizes.attention[0]), sizes.attention[0]}):
@@ -93,8 +92,8 @@ def workloads(sizes: Sizes) -> list[Workload]:
     return found
 
 
-class Attending:
-    """One workload's tensors, run with any settings."""
+class AttentionRun:
+    """The tensors of one workload, to be run with any settings."""
 
     def __init__(self, sizes: Sizes, work: Workload, device: torch.device) -> None:
         spec = ModelSpec.from_config(sizes.model)
@@ -117,9 +116,9 @@ class Attending:
 
 
 def tune(sizes: Sizes, timer: Timer, folder: Path | None = None) -> Iterator[Line]:
-    """Best launches of one device, a line for each; saved before it, and what is there replaced.
+    """Tune one device; yields a line per launch shape, after saving the result so far.
 
-    folder: where; by default where the kernels look.
+    folder: output folder; by default the one that the kernels read.
     """
     deadline = time.perf_counter() + COMPILE_S + MEASURE_S
     best = dataclasses.replace(settings_for(timer.device), tuned={})
@@ -139,7 +138,7 @@ def tune(sizes: Sizes, timer: Timer, folder: Path | None = None) -> Iterator[Lin
         best = options[chosen]
         _save(file, best)
         note = f"{len(times)} of {len(options)} tried on {', '.join(work.name for work in works)}"
-        yield _line(f"{shape.kind}, {shape.rows} rows: {_words(chosen)}", times, chosen, note)
+        yield _line(f"{shape.kind}, {shape.rows} rows: {_launch_text(chosen)}", times, chosen, note)
     for kind, counts in PROGRAMS.items():
         works = next(works for shape, works in shapes.items() if shape.kind == kind)
         each = dict.fromkeys((best.programs[kind], *(counts if timer.on_cuda else ())))
@@ -153,7 +152,7 @@ def tune(sizes: Sizes, timer: Timer, folder: Path | None = None) -> Iterator[Lin
 
 
 def _save(file: Path, settings: TritonSettings) -> None:
-    """Whole or not at all, whenever the process is killed."""
+    """Write atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_suffix(".new")
     new.write_text(triton_settings.as_json(settings), encoding="utf-8")
@@ -161,10 +160,10 @@ def _save(file: Path, settings: TritonSettings) -> None:
 
 
 def measured(
-    runs: Sequence[Attending], options: Mapping[T, TritonSettings], timer: Timer, deadline: float
+    runs: Sequence[AttentionRun], options: Mapping[T, TritonSettings], timer: Timer, deadline: float
 ) -> dict[T, float]:
-    """Seconds of each option that runs: the geometric mean over `runs`, so that each of them
-    counts the same. At least one option; no more once time.perf_counter() is past the deadline."""
+    """Option -> geometric mean of the seconds over `runs`, for options that run. Stops after the
+    deadline (time.perf_counter()), but not before the first option."""
     times: dict[T, float] = {}
     for option, settings in options.items():
         if times and time.perf_counter() > deadline:
@@ -176,8 +175,8 @@ def measured(
     return times
 
 
-def _runs(sizes: Sizes, works: Sequence[Workload], timer: Timer) -> list[Attending]:
-    return [Attending(sizes, work, timer.device) for work in works]
+def _runs(sizes: Sizes, works: Sequence[Workload], timer: Timer) -> list[AttentionRun]:
+    return [AttentionRun(sizes, work, timer.device) for work in works]
 
 
 def with_launch(settings: TritonSettings, shape: Shape, launch: LaunchConfig) -> TritonSettings:
@@ -189,26 +188,30 @@ def _programs(settings: TritonSettings, kind: Kind, count: int) -> TritonSetting
 
 
 def _shapes(sizes: Sizes, settings: TritonSettings, run_all: RunAll) -> dict[Shape, list[Workload]]:
-    """Each launch, and the workloads that it decides. run_all: map, or that of a pool."""
+    """Launch shape -> the workloads that use it. run_all: map, or that of a pool."""
     works = workloads(sizes)
     found: dict[Shape, list[Workload]] = {}
-    asked = run_all(_asked, *zip(*[(sizes, i, settings) for i in range(len(works))], strict=True))
-    for work, shapes in zip(works, asked, strict=True):
+    requested = run_all(
+        _requested_shapes, *zip(*[(sizes, i, settings) for i in range(len(works))], strict=True)
+    )
+    for work, shapes in zip(works, requested, strict=True):
         for shape in shapes:
             if shape.kind == work.kind:
                 found.setdefault(shape, []).append(work)
     return found
 
 
-def _asked(sizes: Sizes, number: int, settings: TritonSettings) -> list[Shape]:
-    """What the number-th workload launches, with the defaults, which are compiled by that."""
-    watched = Watched(settings.device, settings.processors, settings.major, settings.programs)
-    _run_once(sizes, number, watched)
-    return watched.asked
+def _requested_shapes(sizes: Sizes, number: int, settings: TritonSettings) -> list[Shape]:
+    """The launch shapes of a workload; running it compiles the defaults."""
+    recording = RecordingSettings(
+        settings.device, settings.processors, settings.major, settings.programs
+    )
+    _run_once(sizes, number, recording)
+    return recording.requested
 
 
 def _candidates(shape: Shape, default: LaunchConfig, many: bool) -> Iterator[LaunchConfig]:
-    if not many:  # to try the program
+    if not many:  # only a test of the program
         yield default._replace(block_n=KEYS[0])
         return
     for rows in sorted({default.block_m, min(default.block_m, SMALLER_TILE)}, reverse=True):
@@ -219,22 +222,22 @@ def _candidates(shape: Shape, default: LaunchConfig, many: bool) -> Iterator[Lau
 
 
 def _tile_bytes(shape: Shape, launch: LaunchConfig) -> int:
-    """Shared memory of a tile of queries: its rows, and K and V for every stage."""
+    """Bytes of shared memory of a tile: its queries, and K and V for every stage."""
     tokens = launch.block_m + 2 * launch.stages * launch.block_n
     return tokens * shape.head_dim * shape.element_bytes
 
 
-def _seconds(run: Attending, settings: TritonSettings, timer: Timer) -> float | None:
-    """None if it cannot be launched: too much shared memory, for one."""
+def _seconds(run: AttentionRun, settings: TritonSettings, timer: Timer) -> float | None:
+    """None if it cannot be launched, e.g. for lack of shared memory."""
     try:
         return timer.on_device(run.with_settings(settings), recorded=True).median
-    except Exception as error:  # Triton has many kinds of them
+    except Exception as error:  # Triton raises many kinds
         print(f"  {type(error).__name__}: {error}"[:200])
         return None
 
 
 def _compiled(sizes: Sizes, settings: TritonSettings, until: float) -> dict[Shape, list[Workload]]:
-    """As _shapes; what is not compiled in time is when it is measured, if it still is."""
+    """As _shapes, and compiles the candidates until the deadline, the rest when measured."""
     names = [work.name for work in workloads(sizes)]
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
         shapes = _shapes(sizes, settings, pool.map)
@@ -253,18 +256,18 @@ def _compile_one(sizes: Sizes, number: int, settings: TritonSettings) -> None:
     try:
         _run_once(sizes, number, settings)
         torch.cuda.synchronize()
-    except Exception as error:  # it will be seen again when it is measured
+    except Exception as error:  # it occurs again when measured
         print(f"  {type(error).__name__}")
 
 
 def _run_once(sizes: Sizes, number: int, settings: TritonSettings) -> None:
-    """By number, because workloads hold tensors, which processes would share by open files."""
+    """Run a workload by its number: passing tensors between processes would hold open files."""
     device = torch.device("cpu" if settings.interpreted else "cuda")
-    Attending(sizes, workloads(sizes)[number], device).with_settings(settings)(0)
+    AttentionRun(sizes, workloads(sizes)[number], device).with_settings(settings)(0)
 
 
 def _line(name: str, times: Mapping[T, float], chosen: T, note: str) -> Line:
-    """The first of the times is of what was there before."""
+    """A line for the chosen option; the first of `times` is the previous setting."""
     return Line(
         "tune",
         name,
@@ -275,5 +278,5 @@ def _line(name: str, times: Mapping[T, float], chosen: T, note: str) -> Line:
     )
 
 
-def _words(launch: LaunchConfig) -> str:
+def _launch_text(launch: LaunchConfig) -> str:
     return f"{launch.block_m} x {launch.block_n}, {launch.warps} warps, {launch.stages} stages"

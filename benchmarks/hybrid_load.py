@@ -1,16 +1,16 @@
-"""Real-time chats and best-effort jobs on one real engine, under one policy after another.
+"""Real-time chats and best-effort load on one real engine, under each policy.
 
     python benchmarks/hybrid_load.py [--duration 120] [--json FILE]
 
 The embedded model in fp32 on this machine. Real-time requests arrive as a Poisson process with the
 lengths of the BROS paper's LMSYS row; 16 best-effort requests are always in flight (prompts of
-512 to 1024 tokens, outputs of 32 to 128). All policies see the same requests at the same times.
-The driver is the simulator's, on the machine's clock instead of a virtual one; the executor is
-the real one, loaded once. Figures are the engine's own: arrival to commit, without HTTP.
+512 to 1024 tokens, outputs of 32 to 128). All policies get the same requests at the same times.
+The driver is the simulator's on the wall clock; the executor is the real one, loaded once. Figures
+are measured in the engine, from arrival to commit, without HTTP.
 
-Prompts are cut at --longest-prompt tokens (200): on two cores a longer one takes more than half
-of the objective for the first token even when nothing else runs, and would measure the machine
-instead of the policy. Run it with nothing else on the machine.
+Prompts are cut at --longest-prompt tokens (200): on two cores the prefill of a longer one takes
+more than half of the TTFT objective even on an idle engine, and would measure the machine instead
+of the policy. Run nothing else on the machine.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ RUNS = (
     ("edf", "edf", 1, IN_FLIGHT),
     ("bros", "bros", 1, IN_FLIGHT),
 )
-ASKED = "asked of bros: both >= 97 %, p99 gap <= 0.3 s, BE >= 85 % of fcfs"
+TARGETS = "targets of bros: both >= 97 %, p99 gap <= 0.3 s, BE >= 85 % of fcfs"
 
 
 class WallClock(SystemClock):
-    """The machine's clock from 0 on; waiting is waiting."""
+    """The machine's clock, starting at 0; advancing it sleeps."""
 
     def __init__(self) -> None:
         self._start_s = super().now()
@@ -74,7 +74,7 @@ class WallClock(SystemClock):
 
 
 class TimedExecutor:
-    """Passes plans on and adds up how long they take."""
+    """Forwards plans and sums up their time."""
 
     def __init__(self, inner: ModelRunner) -> None:
         self._inner = inner
@@ -97,7 +97,7 @@ class TimedExecutor:
 def load(
     config: EngineConfig, files: ModelFiles, report: Callable[[str], None]
 ) -> tuple[ModelRunner, EngineInfo, CostModel]:
-    """The model, what is known of it, and its step times on this machine."""
+    """The executor, its description, and its cost model on this machine."""
     executor, info = load_executor(config, files)
     folders = profile_folders(default_cache_dir())
     model = step_time_model(config, executor, info, SystemClock(), folders, report)
@@ -106,7 +106,7 @@ def load(
 
 
 def arrivals(rate: float, duration_s: float, seed: int, longest: int) -> list[Arrival]:
-    """The paper's row with prompts cut at `longest` tokens."""
+    """Arrivals with the lengths of the paper's row and prompts cut at `longest` tokens."""
     found = PoissonLoad(rate, "lmsys").arrivals(duration_s, seed)
     return [
         Arrival(a.time_s, Size(min(a.size.prompt_tokens, longest), a.size.output_tokens))
@@ -115,7 +115,7 @@ def arrivals(rate: float, duration_s: float, seed: int, longest: int) -> list[Ar
 
 
 def figures(result: SimulationResult, slo: Slo, scheduling_s: float) -> dict[str, object]:
-    """What the table shows, and more."""
+    """The figures of one run."""
     report = report_of(result, slo)
     rt, be = report.by_class[RT], report.by_class[BE]
     gaps = [
@@ -150,17 +150,18 @@ def figures(result: SimulationResult, slo: Slo, scheduling_s: float) -> dict[str
 
 def run(
     executor: ModelRunner,
+    info: EngineInfo,
+    model: CostModel,
     config: EngineConfig,
-    build: dict[str, object],
     found: list[Arrival],
     in_flight: int,
     seed: int,
     duration_s: float,
 ) -> dict[str, object]:
-    """One policy; a scheduler of its own on the shared executor."""
-    info = dataclasses.replace(build["info"], policy=config.policy)  # type: ignore[type-var]
+    """Run one policy: a new scheduler on the shared executor."""
+    info = dataclasses.replace(info, policy=config.policy)
     clock, timed = WallClock(), TimedExecutor(executor)
-    engine = Engine(build_scheduler(config, info, build["model"]), timed, clock, info)  # type: ignore[arg-type]
+    engine = Engine(build_scheduler(config, info, model), timed, clock, info)  # type: ignore[arg-type]
     simulation = Simulation(
         engine, timed, clock, rt=found, be=BeLoad(in_flight), seed=seed, duration_s=duration_s
     )  # type: ignore[arg-type]
@@ -170,7 +171,7 @@ def run(
 
 
 def show(results: dict[str, dict[str, object]], console: Console) -> None:
-    table = Table(title=f"hybrid load ({ASKED})")
+    table = Table(title=f"hybrid load ({TARGETS})")
     columns = ("RT", "both %", "TTFT %", "TPOT %", "TTFT p50 / p99 s", "gap p99 s")
     columns += ("BE tok/s", "of fcfs", "step ms", "scheduling")
     table.add_column("")
@@ -204,7 +205,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--duration", type=float, default=120.0, help="seconds per policy")
     parser.add_argument("--rate", type=float, default=0.25, help="real-time requests per second")
-    parser.add_argument("--longest-prompt", type=int, default=200, help="tokens, see above")
+    parser.add_argument(
+        "--longest-prompt", type=int, default=200, help="maximum prompt in tokens, see above"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="comma-separated labels, e.g. fcfs,bros")
     parser.add_argument("--json", type=Path, help="where to save the figures")
@@ -216,7 +219,6 @@ def main() -> None:
     files = resolve_model(None, default_cache_dir(), console.print)
     config = EngineConfig(weights="fp32", max_model_len=2048)
     executor, info, model = load(config, files, console.print)
-    build = {"info": info, "model": model}
     wanted = args.only.split(",") if args.only else [label for label, *_ in RUNS]
     results = {}
     for label, policy, share, in_flight in RUNS:
@@ -226,7 +228,7 @@ def main() -> None:
         found = arrivals(share * args.rate, args.duration, args.seed, args.longest_prompt)
         policy_config = dataclasses.replace(config, policy=policy)
         results[label] = run(
-            executor, policy_config, build, found, in_flight, args.seed, args.duration
+            executor, info, model, policy_config, found, in_flight, args.seed, args.duration
         )
     show(results, console)
     if args.json:

@@ -2,10 +2,10 @@
 
     python benchmarks/kernels_speed.py [--threads 2] [--repeats 30] [--only shared]
 
-Prints medians in microseconds. KV caches of 30 layers take turns, so that decode reads memory
-rather than the processor's cache, as in a real step. The second table is of decode steps whose
-rows have a prefix in common: attention of all layers, with the prefix read by each row and read
-once for all of them, the two in turn.
+Prints medians in microseconds. Calls alternate between the KV of 30 layers, so that decode reads
+memory rather than the processor's cache, as in a real step. The second table is about decode steps
+with a shared prefix: attention of all layers, with the prefix read by each row or read once; the
+two alternate.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ATTENTION_ROWS = {
     "decode 32 x 512": [(1, 512)] * 32,
     "prefill 224 + decode 32 x 512": [(224, 0)] + [(1, 512)] * 32,
 }
-# (rows, tokens that they have in common); each has PRIVATE_TOKENS more.
+# (rows, tokens of the shared prefix); each row has PRIVATE_TOKENS more.
 SHARED_PREFIXES = [(16, 64), (16, 256), (16, 1500), (16, 6000)]
 SHARED_PREFIXES += [(2, 64), (2, 256), (2, 1500), (4, 64), (4, 1500), (8, 1500), (32, 1500)]
 PRIVATE_TOKENS = 100
@@ -48,7 +48,7 @@ KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table. `run(kernels)` does the work once; `note` adds to the median."""
+    """One line of the table. run(kernels): runs once. note(seconds): text beside the median."""
 
     name: str
     run: Callable[[Kernels], object]
@@ -56,7 +56,7 @@ class Case:
 
 
 def elementwise_cases(tokens: int) -> Iterator[Case]:
-    """The four operations on whole activations of `tokens` tokens."""
+    """The four elementwise operations on activations of `tokens` tokens."""
     x, residual = torch.randn(tokens, HIDDEN), torch.randn(tokens, HIDDEN)
     weight = torch.ones(HIDDEN)
     gate_up = torch.randn(tokens, 2 * INTERMEDIATE)
@@ -118,7 +118,7 @@ def random_caches(num_blocks: int, kv_dtype: str) -> Tensor:
 
 
 def batch_with_prefix(rows: int, prefix: int) -> tuple[AttentionBatch, int]:
-    """A decode step whose rows begin with the same blocks, and how many blocks there are."""
+    """A decode step whose rows share a prefix, and the number of its blocks."""
     num_common, num_own = prefix // BLOCK_SIZE, -(-(PRIVATE_TOKENS + prefix % BLOCK_SIZE) // 16)
     num_blocks = num_common + rows * num_own
     blocks = iter(torch.randperm(num_blocks).tolist())
@@ -136,8 +136,8 @@ def batch_with_prefix(rows: int, prefix: int) -> tuple[AttentionBatch, int]:
 def shared_seconds(
     kernels: Kernels, rows: int, prefix: int, kv_dtype: str, repeats: int
 ) -> dict[str, float]:
-    """Attention of all layers, where each row reads the prefix, and where it is read once; and
-    finding that out."""
+    """Median seconds of attention of all layers: "alone", each row reads the prefix; "together",
+    it is read once; "grouping", the time to prepare the latter."""
     clock = SystemClock()
     alone, num_blocks = batch_with_prefix(rows, prefix)
     caches = random_caches(num_blocks, kv_dtype)
@@ -165,7 +165,7 @@ def shared_row(kernels: Kernels, rows: int, prefix: int, kv_dtype: str, repeats:
     medians = shared_seconds(kernels, rows, prefix, kv_dtype, repeats)
     ratio = medians["alone"] / (medians["grouping"] + medians["together"])
     return [
-        f"{rows} rows, {prefix} in common, {kv_dtype}",
+        f"{rows} rows, {prefix} shared, {kv_dtype}",
         *(f"{median * 1e6:,.0f}" for median in medians.values()),
         f"{ratio:.2f}",
     ]
@@ -174,7 +174,7 @@ def shared_row(kernels: Kernels, rows: int, prefix: int, kv_dtype: str, repeats:
 def shared_table(kernels: Kernels, repeats: int) -> Table:
     table = Table(title=f"Attention of a decode step, microseconds, {kernels.name}")
     table.add_column("rows, tokens", no_wrap=True)
-    for name in ("each reads it", "grouping", "read once", "times as fast"):
+    for name in ("read by each row", "grouping", "read once", "speed-up"):
         table.add_column(name, justify="right")
     for kv_dtype in KV_DTYPES:
         for rows, prefix in SHARED_PREFIXES:
@@ -191,7 +191,7 @@ def all_cases() -> Iterator[Case]:
 
 
 def back_ends() -> list[Kernels]:
-    """The reference, then whatever compiled levels exist here, slowest first."""
+    """The reference, then the compiled levels of this machine, slowest first."""
     try:
         # Optional: without a compiler there is only the reference to measure.
         from bros.kernels.cpu_ops import CpuKernels, levels
@@ -201,7 +201,7 @@ def back_ends() -> list[Kernels]:
 
 
 def median_s(case: Case, kernels: Kernels, repeats: int) -> float:
-    """Median duration of `repeats` calls after a few to warm up."""
+    """Median duration of `repeats` calls after a warm-up."""
     clock = SystemClock()
     durations = []
     for _ in range(3 + repeats):

@@ -1,19 +1,17 @@
-"""What bookkeeping of KV memory costs per block, and whether that grows with the memory.
+"""The cost of KV bookkeeping per block, and whether it grows with the memory.
 
     python benchmarks/kv_cache_speed.py [--quick] [--json FILE]
 
-Two hundred requests of both classes hold 40 % of the blocks, finished prompts that others may find
-are in the rest, and none is free. For robbing, best-effort requests hold all of it. Only integers
-are moved here, no KV. The last row is one whole step of the scheduler: 64 requests decode in a
-cache full of other prompts.
+Two hundred requests of both classes hold 40 % of the blocks, cached prompts fill the rest, and no
+block is free. For preemption, best-effort requests hold all blocks. Only bookkeeping runs, no KV is
+copied. The last row is one whole step of the scheduler: 64 requests decode in a full cache.
 
-Some rows are several operations on a block, which are not told apart: whoever is robbed is chosen,
-loses it, gets slots on the host for copies, and it is filled by the other one. The second column
-says how many there are; times are for all of them together.
+Some rows combine several operations on a block: for a preemption, choosing the victim, taking its
+block, allocating host slots for the copies, and giving the block to the other request. The second
+column is their number; times are for all of them together.
 
-At most 10 microseconds per operation are asked for, and rows are held to that as a whole, however
-many operations they are; the exit status is 1 if one takes longer. Run it with nothing else on the
-machine.
+The target is 10 microseconds per row, however many operations it combines; the exit status is 1 if
+one takes longer. Run nothing else on the machine.
 """
 
 from __future__ import annotations
@@ -51,28 +49,29 @@ SIZES = (1_000, 10_000, 100_000)
 BLOCK = 16
 HOLDERS = 200
 PROMPT = 16
-"""Blocks of a prompt that comes and goes."""
+"""Blocks of a prompt that is computed and freed."""
 ROWS, STEPS = 64, 50
-ASKED_US = 10.0
+TARGET_US = 10.0
 
 OPERATIONS = {
-    "append, evicting": 2,  # evict, push
-    "pop, with checkpoint": 3,  # pop, slots on the host, push
-    "pop, copied before": 3,
-    "pop of one token": 3,
-    "restore": 2,  # find the copies, push
+    "append, evicting": 2,  # evict, append
+    "preempt, with checkpoint": 3,  # preempt, host slots, append
+    "preempt, copied before": 3,
+    "preempt one token": 3,
+    "restore": 2,  # find the copies, append
 }
-"""On each block, where it is not one."""
+"""Operations per block, where they are more than one."""
 
 Samples = dict[str, list[float]]
 """Microseconds per block, by operation."""
 
 
 class Pool:
-    """A KvCacheManager, what is in it, and a watch.
+    """A KvCacheManager with requests ("holders"), and the times of its operations.
 
-    held: share of the blocks that the holders have. full: all of them best-effort, and two more
-    requests have the rest; "spare" as much as the others need beside what they are robbed of.
+    held: share of the blocks that the holders have.
+    full: all holders are best-effort, and two more requests take the rest: "the rest" and "spare",
+        whose blocks let victims restore what they lost.
     """
 
     def __init__(self, num_blocks: int, held: float, *, full: bool = False) -> None:
@@ -88,7 +87,7 @@ class Pool:
         if full:
             free = self.kv.num_blocks - self.kv.num_used_blocks
             assert self.kv.append("the rest", (free - 2 * PROMPT) * BLOCK, Side.RIGHT)
-            self.have_the_spare()
+            self.take_spare_blocks()
 
     @staticmethod
     def side(number: int) -> Side:
@@ -102,39 +101,39 @@ class Pool:
         return result
 
     def compute(self, name: str, tokens: int, side: Side) -> list[bytes]:
-        """A request with a prompt that nobody else has; the keys of its full blocks."""
+        """Compute a request with a unique prompt; returns the keys of its full blocks."""
         keys = [self._random.randbytes(16) for _ in range(tokens // BLOCK)]
         match = self.kv.match(keys)
         assert self.kv.append(name, tokens, side, match=match)
         self.kv.computed(name, keys, side)
         return keys
 
-    def have_the_spare(self) -> None:
+    def take_spare_blocks(self) -> None:
         blocks = self.kv.num_blocks - self.kv.num_used_blocks
         assert self.kv.append("spare", blocks * BLOCK, Side.RIGHT)
 
-    def pass_by(self, side: Side) -> None:
-        """A prompt comes and goes, and stays in the cache."""
+    def cache_prompt(self, side: Side) -> None:
+        """Compute and free a prompt, which stays in the cache."""
         self.prompts.append(self.compute("passing", PROMPT * BLOCK, side))
         self.kv.free("passing")
 
     def fill_cache(self) -> None:
-        """Prompts of both classes come and go until no block is free."""
+        """Compute and free prompts of both classes until no block is free."""
         free = self.kv.num_blocks - self.kv.num_used_blocks
         for number in range(free // PROMPT + 1):
-            self.pass_by(self.side(number))
-        assert self.kv.num_cached_blocks == free, "none is free"
+            self.cache_prompt(self.side(number))
+        assert self.kv.num_cached_blocks == free, "a block is free"
 
-    def any_cached_prompt(self) -> list[bytes]:
-        """The keys of one that is there as a whole; not always the one used last."""
+    def random_cached_prompt(self) -> list[bytes]:
+        """The keys of a random prompt that is completely cached."""
         while True:
             keys = self._random.choice(self.prompts)
             if len(self.kv.match(keys).nodes) == PROMPT:
                 return keys
 
 
-def come_and_go(pool: Pool, number: int) -> None:
-    """A prompt that is new, for which others are evicted, and which stays in the cache."""
+def compute_and_free(pool: Pool, number: int) -> None:
+    """Compute and free a new prompt: it evicts others and stays in the cache."""
     kv, side, tokens = pool.kv, pool.side(number), PROMPT * BLOCK
     prompt = array("i", (pool_token(number, index) for index in range(tokens)))
     keys: list[bytes] = []
@@ -153,9 +152,9 @@ def pool_token(number: int, index: int) -> int:
     return number * PROMPT * BLOCK + index
 
 
-def share(pool: Pool, number: int) -> None:
-    """A prompt that is cached, found by two requests; then the blocks of a third are free."""
-    kv, keys, side = pool.kv, pool.any_cached_prompt(), pool.side(number)
+def share_prefix(pool: Pool, number: int) -> None:
+    """Two requests share a cached prompt; then blocks are freed and reused uncached."""
+    kv, keys, side = pool.kv, pool.random_cached_prompt(), pool.side(number)
     match = pool.timed("match", PROMPT, lambda: kv.match(keys))
 
     def join(name: str, found: Match) -> None:
@@ -172,11 +171,11 @@ def share(pool: Pool, number: int) -> None:
     pool.timed("free, for good", PROMPT, lambda: kv.free("passing", keep=False))
     pool.timed("append, free", PROMPT, lambda: kv.append("passing", PROMPT * BLOCK, side))
     kv.free("passing", keep=False)
-    pool.pass_by(side)  # so that no block is free again
+    pool.cache_prompt(side)  # so that again no block is free
 
 
 def decode(pool: Pool) -> None:
-    """One token for everybody, in turn; a sixteenth of them needs a block for it."""
+    """Append one token to each holder; a sixteenth of them needs a new block."""
     kv = pool.kv
 
     def step() -> None:
@@ -186,58 +185,61 @@ def decode(pool: Pool) -> None:
     pool.timed("decode append (per token)", HOLDERS, step)
 
 
-def rob_and_restore(pool: Pool, number: int, operation: str) -> None:
-    """A real-time prompt takes blocks from others, who then bring back what they miss."""
+def preempt_and_restore(pool: Pool, number: int, operation: str) -> None:
+    """A real-time prompt preempts victims, which then restore their missing tokens."""
     kv, first = pool.kv, number * PROMPT % HOLDERS
     order = [*pool.holders[first:], *pool.holders[:first]]
 
-    def rob() -> None:
+    def preempt() -> None:
         assert kv.append("prompt", PROMPT * BLOCK, Side.LEFT, lambda: order)
         kv.take_losses()
         kv.take_copies()
 
-    pool.timed(operation, PROMPT, rob)
-    robbed = [name for name in order if kv.num_missing(name)]
-    assert sum(map(kv.num_missing, robbed)) == PROMPT * BLOCK
+    pool.timed(operation, PROMPT, preempt)
+    victims = [name for name in order if kv.num_missing(name)]
+    assert sum(map(kv.num_missing, victims)) == PROMPT * BLOCK
     kv.free("prompt", keep=False)
     kv.free("spare", keep=False)
-    pool.timed("restore", PROMPT, lambda: restore(pool, robbed))
-    for name in robbed:
+    pool.timed("restore", PROMPT, lambda: restore(pool, victims))
+    for name in victims:
         kv.truncate(name, kv.num_tokens(name) - 1)
-    pool.have_the_spare()
+    pool.take_spare_blocks()
 
 
-def rob_tokens(pool: Pool, number: int) -> None:
-    """A real-time request decodes over the tokens of others, one by one."""
-    kv, first = pool.kv, (number * PROMPT + PROMPT // 2) % HOLDERS  # of whom there are no copies
+def preempt_tokens(pool: Pool, number: int) -> None:
+    """A real-time request decodes and preempts one token of a victim at a time."""
+    kv, first = (
+        pool.kv,
+        (number * PROMPT + PROMPT // 2) % HOLDERS,
+    )  # victims without copies on the host
     order = [*pool.holders[first:], *pool.holders[:first]]
 
-    def rob() -> None:
+    def preempt() -> None:
         for _ in range(BLOCK):
             assert kv.append("chat", 1, Side.LEFT, lambda: order)
             kv.take_losses()
         kv.take_copies()
 
-    pool.timed("pop of one token", BLOCK, rob)
-    robbed = [name for name in order if kv.num_missing(name)]
-    assert sum(map(kv.num_missing, robbed)) == BLOCK
+    pool.timed("preempt one token", BLOCK, preempt)
+    victims = [name for name in order if kv.num_missing(name)]
+    assert sum(map(kv.num_missing, victims)) == BLOCK
     kv.free("chat", keep=False)
     kv.free("spare", keep=False)
-    restore(pool, robbed)
-    for name in robbed:
+    restore(pool, victims)
+    for name in victims:
         kv.truncate(name, kv.num_tokens(name) - 1)
-    pool.have_the_spare()
+    pool.take_spare_blocks()
 
 
-def restore(pool: Pool, robbed: list[str]) -> None:
-    for name in robbed:
+def restore(pool: Pool, victims: list[str]) -> None:
+    for name in victims:
         assert pool.kv.append(name, 1, Side.RIGHT)
     pool.kv.take_copies()
-    assert not pool.kv.take_cuts(), "there was room on the host"
+    assert not pool.kv.take_cuts(), "the host pool was full"
 
 
 def decoding_step_us(num_blocks: int) -> list[float]:
-    """Microseconds of schedule and apply for 64 rows, in a cache full of finished prompts."""
+    """Microseconds of schedule and apply for 64 rows, with a cache full of finished prompts."""
     info = EngineInfo(
         model="none", weights="", kernels="", kv_dtype="", device="", max_model_len=4096,
         vocab_size=2**31 - 1, block_size=BLOCK, num_kv_blocks=num_blocks, policy="bros",
@@ -270,12 +272,12 @@ def decoding_step_us(num_blocks: int) -> list[float]:
 
 
 def measure(num_blocks: int, rounds: int) -> dict[str, float]:
-    """Median microseconds per block of each operation."""
+    """Operation -> median microseconds per block."""
     pool = Pool(num_blocks, held=0.4)
     pool.fill_cache()
     for number in range(rounds):
-        come_and_go(pool, number)
-        share(pool, number)
+        compute_and_free(pool, number)
+        share_prefix(pool, number)
     for number, name in enumerate(pool.holders):
         pool.kv.append(name, 1 + number % BLOCK, pool.side(number))
     for _ in range(BLOCK):
@@ -283,18 +285,18 @@ def measure(num_blocks: int, rounds: int) -> dict[str, float]:
     pool.kv.check_integrity()
     full = Pool(num_blocks, held=0.8, full=True)
     for number in range(min(rounds, HOLDERS // PROMPT)):
-        # The same ones again, of whom there are copies already.
-        rob_and_restore(full, number, "pop, with checkpoint")
-        rob_and_restore(full, number, "pop, copied before")
-        rob_tokens(full, number)
+        # The second time, copies of the same victims exist already.
+        preempt_and_restore(full, number, "preempt, with checkpoint")
+        preempt_and_restore(full, number, "preempt, copied before")
+        preempt_tokens(full, number)
     full.kv.check_integrity()
     samples = pool.samples | full.samples
     return {operation: statistics.median(times) for operation, times in samples.items()}
 
 
 def show(found: dict[int, dict[str, float]], steps: dict[int, float], console: Console) -> None:
-    """Sizes side by side, so that what grows with the memory is seen."""
-    table = Table(title=f"microseconds per block, by blocks in the cache (asked: {ASKED_US:g})")
+    """Print the sizes side by side, which shows what grows with the memory."""
+    table = Table(title=f"microseconds per block, by blocks in the cache (target: {TARGET_US:g})")
     table.add_column("")
     table.add_column("operations", justify="right")
     for size in found:
@@ -303,7 +305,7 @@ def show(found: dict[int, dict[str, float]], steps: dict[int, float], console: C
     sizes = list(found)
     for operation in found[sizes[0]]:
         row = [found[size][operation] for size in sizes]
-        cells = [f"[{'green' if us <= ASKED_US else 'red'}]{us:.2f}[/]" for us in row]
+        cells = [f"[{'green' if us <= TARGET_US else 'red'}]{us:.2f}[/]" for us in row]
         count = str(OPERATIONS.get(operation, 1))
         table.add_row(operation, count, *cells, f"{row[-1] / row[0]:.2f}")
     table.add_section()
@@ -316,7 +318,7 @@ def show(found: dict[int, dict[str, float]], steps: dict[int, float], console: C
 def slow_ones(found: dict[int, dict[str, float]]) -> Iterator[str]:
     for size, medians in found.items():
         for operation, us in medians.items():
-            if us > ASKED_US:
+            if us > TARGET_US:
                 yield f"{operation} at {size:,} blocks: {us:.1f} microseconds per block"
 
 
@@ -338,7 +340,7 @@ def main() -> None:
         result = {
             "environment": asdict(environment(SystemClock())),
             "rounds": rounds,
-            "asked_us": ASKED_US,
+            "asked_us": TARGET_US,
             "operations_per_block": OPERATIONS,
             "us_per_block": found,
             "scheduler_step_us": steps,

@@ -1,4 +1,4 @@
-"""Part of prefix_cache.py: what it costs to move KV to the host and back."""
+"""Part of prefix_cache.py: the cost of copying KV to the host and back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DECODING_ROWS, CONTEXT = 8, 512
 
 Result = dict[str, float]
 Row = dict[str, Any]
-"""Of a table: a Result, and what it is of."""
+"""Row of a table: a Result and its label."""
 Report = Callable[[str], None]
 
 
@@ -35,7 +35,7 @@ def medians(samples: list[Result]) -> Result:
 
 
 class Copier:
-    """KV memory of its own, so that copies and steps do not touch the same."""
+    """Copies within its own KV memory, which steps do not touch."""
 
     def __init__(self, spec: ModelSpec, kv_dtype: str) -> None:
         blocks = max(COPIED_TOKENS) // SIZE
@@ -47,7 +47,7 @@ class Copier:
         self._random = random.Random(1)
 
     def copies(self, tokens: int, *, out: bool) -> KvCopies:
-        """Of blocks from all over the cache, last token first, as requests are robbed."""
+        """Copies of scattered blocks, last token first, as preemption takes them from victims."""
         blocks = self._random.sample(range(self._blocks), tokens // SIZE)
         device = array("i")
         for block in blocks:
@@ -69,7 +69,7 @@ def timed_ms(call: Callable[..., object], *args: object) -> float:
 
 
 def step_plan(rows: int, context: int, tokens: int) -> StepPlan:
-    """Rows with so much context, each with so many new tokens, one block after another."""
+    """A step of rows with `context` tokens each and `tokens` new ones, in contiguous blocks."""
     chunks = []
     blocks = -(-(context + tokens) // SIZE)
     for row in range(rows):
@@ -87,10 +87,10 @@ def step_plan(rows: int, context: int, tokens: int) -> StepPlan:
 def copy_costs(
     executor: ModelRunner, spec: ModelSpec, kv_dtype: str, rounds: int, report: Report
 ) -> list[Row]:
-    """One row per number of tokens: milliseconds of copies, of steps with them, of computing."""
+    """One row per number of tokens: milliseconds of copies, steps with copies, and recomputing."""
     copier, execute = Copier(spec, kv_dtype), executor.execute
     decoding = step_plan(DECODING_ROWS, CONTEXT, 1)
-    # A thread beside the model's: with more of torch's they would only wait for each other.
+    # The copying thread uses one torch thread: more would only contend with the model's.
     threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
     pool.submit(copier.copy, copier.copies(SIZE, out=True)).result()
@@ -125,17 +125,17 @@ def copy_costs(
 
 def show_copies(rows: list[Row], console: Console) -> None:
     table = Table(
-        title=f"milliseconds to move KV; the step decodes {DECODING_ROWS} rows of {CONTEXT} tokens"
+        title=f"milliseconds to copy KV; the step decodes {DECODING_ROWS} rows of {CONTEXT} tokens"
     )
     names = {
         "out_ms": "out",
         "back_ms": "back",
         "step_ms": "step",
         "out_inline_ms": "out, then step",
-        "out_beside_ms": "out beside it",
+        "out_beside_ms": "out, concurrent",
         "back_inline_ms": "back, then step",
-        "back_beside_ms": "back beside it",
-        "compute_ms": "compute again",
+        "back_beside_ms": "back, concurrent",
+        "compute_ms": "recompute",
     }
     for column in ("tokens", *names.values()):
         table.add_column(column, justify="right")

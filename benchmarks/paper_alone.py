@@ -1,11 +1,11 @@
-"""Figure 12: real-time requests alone, `bros` beside `fcfs` (which stands for vLLM), simulated.
+"""Figure 12: real-time requests alone, `bros` against `fcfs` (a stand-in for vLLM), simulated.
 
-There is no best-effort work, so the second part of the packing has nothing to do, as in the paper.
+There is no best-effort load, as in the paper.
 
-Rates are shares of what the device can do at all: the requests per second that `fcfs` finishes when
-far more arrive (OFFERED). They go past that, because before it there is next to nothing to decide.
-Runs are ten minutes long, as in the paper. It matters: beyond the capacity the queue grows for as
-long as the run lasts, and latencies with it.
+Rates are relative to the capacity of the device: the requests per second that `fcfs` finishes under
+overload (OFFERED). They exceed the capacity, because below it policies hardly differ. Runs last ten
+minutes, as in the paper. The length matters: beyond the capacity the queue grows until the end of
+the run, and the latency with it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from paper_drawing import (
 )
 
 Pair = tuple[Run, Run]
-"""The same load under `fcfs` and under `bros`."""
+"""(run under `fcfs`, run under `bros`) of the same load."""
 
 POLICIES = ("fcfs", "bros")
 SHARES = (0.6, 0.75, 0.9, 1.05, 1.2)
@@ -77,7 +77,7 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def rates_up_to(capacity: float) -> list[float]:
-    """SHARES of it, in requests per second."""
+    """SHARES of the capacity, in requests per second."""
     return [round(part * capacity, 2) for part in SHARES]
 
 
@@ -112,7 +112,7 @@ def _table(pairs: Sequence[tuple[float, Pair]]) -> Iterator[str]:
 
 
 def _means(pairs: Sequence[Pair]) -> Iterator[str]:
-    """`bros` against `fcfs`."""
+    """The cells of a row: `bros` relative to `fcfs`."""
     latency = mean([_ratio(pair, "normalized_latency_s") for pair in pairs])
     yield f"{100 * (latency - 1):+.1f} %"
     yield f"{mean([_ratio(pair, 'rt_requests_per_s') for pair in pairs]):.2f}x"
@@ -128,7 +128,7 @@ def _ratio(pair: Pair, name: str) -> float:
 
 
 def _run_table(pairs: Sequence[tuple[float, Pair]]) -> Iterator[str]:
-    """The two numbers of a cell are those of `fcfs` and `bros`."""
+    """Every load. The two numbers of a cell are those of `fcfs` and `bros`."""
     yield from head(
         "model", "chats", "load / capacity", "req/s", "normalized latency s", "finished req/s",
         "TTFT in time", "TPOT in time", "preemptions",

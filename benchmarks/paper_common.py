@@ -1,32 +1,29 @@
-"""What the parts of the BROS paper's reproduction share: models, policies, simulated runs, files.
+"""Shared by the parts of the BROS paper's reproduction: models, policies, simulated runs, files.
 
-A part measures one or two of the paper's figures. It keeps what it has measured as JSON, and makes
-tables and plots from that alone, so that a page is rewritten without measuring anything again.
+A part measures one or two of the paper's figures. It stores its measurements as JSON and renders
+tables and plots from that file alone, so that the page can be rewritten without new measurements.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.progress import Progress
 
 from bros.bench.metrics import ClassMetrics
 from bros.bench.results import environment
+from bros.cli.simulate_tables import progress_bar
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.core.request import ServiceClass
 from bros.scheduler.profiles import Profile
 from bros.simulator.metrics import ClassReport, Report
 from bros.simulator.simulation import SimulatedScenario, device_of, read_profile
-from bros.simulator.sweep import Progress as Reported
 from bros.simulator.sweep import run_sweep
 from bros.workload.arrivals import BeLoad, PoissonLoad
 
@@ -37,7 +34,7 @@ MODELS = {
     "4x-a100-40g/opt-30b-fp16": "OPT-30B, 4x A100 40 GB",
     "8x-a100-80g/llama-3-70b-fp16": "Llama-3-70B, 8x A100 80 GB",
 }
-"""Analytic profiles (analytic_profiles.py), and what they are called in tables and plots."""
+"""Analytic profile (analytic_profiles.py) -> name in tables and plots."""
 LENGTHS = {"sharegpt": "ShareGPT", "lmsys": "LMSYS"}
 NUM_RATES = 5
 BE_IN_FLIGHT = 256
@@ -46,7 +43,7 @@ _PAPER: dict[str, Any] = {"packing": "paper", "late": "edf", "batch_growth": "ad
 POLICIES: dict[str, EngineConfig] = {
     "fcfs": dataclasses.replace(_COMMON, policy="fcfs"),
     "rr": dataclasses.replace(_COMMON, policy="rr"),
-    # The paper's RR runs whole prompts and knows no token budget.
+    # The paper's RR runs whole prompts without a token budget.
     "rr (no budget)": dataclasses.replace(_COMMON, policy="rr", max_batch_tokens=1 << 20),
     "bros": _COMMON,
     "bros (paper)": dataclasses.replace(_COMMON, **_PAPER),
@@ -57,7 +54,7 @@ Results = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """quick: little of everything, to see that it works. jobs: simulations at the same time."""
+    """quick: a short run that only tests the program. jobs: parallel simulations."""
 
     quick: bool = False
     jobs: int = 2
@@ -70,7 +67,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Seconds that a run lasts, and how many at its beginning do not count."""
+    """Duration of a run, and the warm-up at its start that is not measured."""
 
     duration_s: float
     warm_up_s: float
@@ -78,7 +75,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A model on its machine (key of MODELS), and a kind of chats (key of LENGTHS)."""
+    """profile: key of MODELS. lengths: key of LENGTHS."""
 
     profile: str
     lengths: str
@@ -86,8 +83,11 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One simulated run. policy: key of POLICIES. rate: real-time requests per second. config: of
-    a variant of the policy.
+    """One simulated run.
+
+    policy: key of POLICIES.
+    rate: real-time requests per second.
+    config: replaces the policy's options.
     """
 
     setting: Setting
@@ -109,13 +109,13 @@ class Case:
 
     @property
     def labels(self) -> dict[str, Any]:
-        """What distinguishes the record of this run from others."""
+        """The fields that identify this run among the records."""
         return {"policy": self.policy, "rate": self.rate, **dataclasses.asdict(self.setting)}
 
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """What the page shows of a part. blocks: Markdown by name; plots: caption and picture."""
+    """A part on the page. blocks: name -> Markdown. plots: name -> (caption, figure)."""
 
     blocks: Mapping[str, str]
     plots: Mapping[str, tuple[str, Figure]]
@@ -123,10 +123,13 @@ class Rendering:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """name: of its files and of its places in the page. figures: the paper's numbers of them.
+    """A part of the reproduction.
 
-    takes: for people, how long it measures in full. measure gives what is kept as JSON; lists in it
-    are written one element per line. render gets it back.
+    name: of its files and of its placeholders in the page.
+    figures: numbers of the paper's figures.
+    takes: human-readable duration of the full measurement.
+    measure: returns the results, which are stored as JSON with one line per list element.
+    render: renders the stored results.
     """
 
     name: str
@@ -150,18 +153,18 @@ def settings(options: Options) -> list[Setting]:
 def simulate(
     text: str, cases: Sequence[Case], span: Span, options: Options
 ) -> list[dict[str, Any]]:
-    """One record per case, in their order. text: what is being done, for people."""
+    """One record per case, in their order. text: label of the progress bar."""
     scenarios = [case.scenario(span, options.seed) for case in cases]
-    with progress(text, len(scenarios)) as told:
-        reports = run_sweep(scenarios, options.jobs, told)
+    with progress_bar(len(scenarios), text) as on_progress:
+        reports = run_sweep(scenarios, options.jobs, on_progress)
     return [{**case.labels, **figures(report)} for case, report in zip(cases, reports, strict=True)]
 
 
 def figures(report: Report) -> dict[str, Any]:
-    """What is kept of a simulated run."""
+    """The record of a simulated run."""
     rt, be = report.by_class[ServiceClass.RT], report.by_class[ServiceClass.BE]
     return {
-        **figures_of_users(rt),
+        **rt_figures(rt),
         "rt_finished": rt.finished,
         "normalized_latency_s": rounded(rt.normalized_latency_s),
         "rt_tokens_per_s": rounded(rt.tokens_per_s),
@@ -175,8 +178,8 @@ def figures(report: Report) -> dict[str, Any]:
     }
 
 
-def figures_of_users(rt: ClassReport | ClassMetrics) -> dict[str, Any]:
-    """Of real-time requests, simulated or not: shares as [met, decided], times in seconds."""
+def rt_figures(rt: ClassReport | ClassMetrics) -> dict[str, Any]:
+    """Figures of real-time requests, simulated or not. Shares are [met, decided]."""
     found: dict[str, Any] = {"rt_requests": rt.requests}
     for name, summary in (("ttft", rt.ttft_s), ("tpot", rt.tpot_s)):
         found[f"{name}_p50_s"] = rounded(summary.p50)
@@ -198,7 +201,7 @@ def even_rates(highest: float) -> list[float]:
 
 
 def provenance(span: Span, options: Options) -> dict[str, Any]:
-    """Where and how long was measured."""
+    """The environment, the seed and the duration of the runs."""
     return {
         "environment": dataclasses.asdict(environment(SystemClock())),
         "seed": options.seed,
@@ -206,23 +209,8 @@ def provenance(span: Span, options: Options) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def progress(text: str, runs: int) -> Iterator[Reported]:
-    """A bar on stderr while the block runs, if that is a terminal."""
-    shares = [0.0] * runs
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(text, total=runs)
-
-        def told(index: int, share: float) -> None:
-            shares[index] = share
-            bar.update(task, completed=sum(shares))
-
-        yield told
-
-
 def as_text(results: Results) -> str:
-    """JSON with one line per run, so that changes of a run are changes of a line."""
+    """JSON with one line per run, so that diffs show the changed runs."""
     parts = []
     for name, value in results.items():
         if isinstance(value, list):

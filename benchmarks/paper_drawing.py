@@ -1,4 +1,4 @@
-"""Curves of runs, and tables of them in Markdown: the same look for every part of the paper."""
+"""Plots and Markdown tables in one style for all parts of the paper's reproduction."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from paper_common import LENGTHS, MODELS
 
 Run = Mapping[str, Any]
 
-# Policy -> colour, line, marker. Two of a kind have shades of a colour; colours, lines and
-# markers each tell them apart, also without colour vision.
+# Policy -> color, line, marker. Variants of a policy have shades of its color. Lines and markers
+# distinguish them as well, also without color vision.
 STYLES = {
     "fcfs": ("#5f5f5f", "-", "s"),
     "rr": ("#D55E00", "-", "^"),
@@ -28,7 +28,7 @@ STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A row of plots. label: with the unit. is_log: of times; is_percent: 0 to 100."""
+    """A row of plots. label: includes the unit. is_log: logarithmic axis. is_percent: 0 to 100."""
 
     label: str
     value: Callable[[Run], float]
@@ -37,7 +37,7 @@ class Metric:
 
 
 def share(counts: Sequence[int]) -> float:
-    """[met, decided] as a number; 0 of nothing is 0."""
+    """[met, decided] as a ratio; 0 if nothing was decided."""
     met, decided = counts
     return met / decided if decided else 0.0
 
@@ -47,7 +47,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def runs_of(runs: Sequence[Run], **wanted: str) -> list[Run]:
-    """Those with these values (policy, lengths, profile), by rate."""
+    """The runs with these values (policy, lengths, profile), sorted by rate."""
     found = [run for run in runs if all(run[key] == value for key, value in wanted.items())]
     return sorted(found, key=lambda run: run["rate"])
 
@@ -87,7 +87,7 @@ def grid(
 def model_grids(
     runs: Sequence[Run], metrics: Sequence[Metric], about: str
 ) -> dict[str, tuple[str, Figure]]:
-    """Kind of chats -> caption and grid with a column per model. about: what is simulated."""
+    """Key of LENGTHS -> (caption, grid with a column per model). about: the load, for the title."""
     found = {}
     for lengths, chats in LENGTHS.items():
         columns = {
@@ -122,7 +122,7 @@ def curves(ax: Axes, runs: Sequence[Run], metric: Metric) -> None:
 
 
 def scale(ax: Axes, metric: Metric) -> None:
-    """Once everything is drawn that shares an axis with it: limits stay what they are then."""
+    """Set the scale and limits. Call it after everything on the shared axes has been drawn."""
     ax.set_xlim(left=0)
     ax.xaxis.set_major_locator(MaxNLocator(6))
     if metric.is_log:
@@ -137,14 +137,14 @@ def scale(ax: Axes, metric: Metric) -> None:
 
 
 def plain(ax: Axes) -> None:
-    """Light grid behind, no frame."""
+    """A light grid in the background, no frame."""
     ax.grid(color="#e3e3e3", linewidth=0.7)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
 
 
 def legend(figure: Figure, *axes: Axes) -> None:
-    """One for all panels, below them; each label once."""
+    """One legend below all panels, with each label once."""
     found: dict[str, Artist] = {}
     for ax in axes:
         handles, labels = ax.get_legend_handles_labels()

@@ -1,9 +1,9 @@
-"""Figure 13: what sharing blocks and copying is worth, simulated at the paper's setting.
+"""Figure 13: the benefit of bidirectional blocks and checkpoints, simulated at the paper's setting.
 
 OPT-30B at 10 real-time requests per second, as in the paper, and at 8, which the model can just
 serve alone. "plain + recompute" stands for the paper's "No Bi-cache": blocks have one owner, and
-what is taken from a request is computed again. All other settings are the same in all runs.
-Real-time requests alone show what is the most that any memory management could reach.
+preempted tokens are recomputed. All other settings are the same in all runs. Real-time requests
+alone are the upper bound for any memory management.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from paper_drawing import (
 
 PROFILE = "4x-a100-40g/opt-30b-fp16"
 RATES = (8.0, 10.0)
-SINGLE_RANK = "real-time alone"
+RT_ALONE = "real-time alone"
 BASE, OURS = "plain + recompute", "bidirectional + checkpoint"
 KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -59,7 +59,7 @@ FULL, QUICK = Span(400.0, 100.0), Span(60.0, 20.0)
 _PANELS = (TTFT, BE_TOKENS)
 _COLORS = dict(
     zip(
-        [*KINDS, SINGLE_RANK],
+        [*KINDS, RT_ALONE],
         ("#5f5f5f", "#d55e00", "#cc79a7", "#0072b2", "#56b4e9", "#d9d9d9"),
         strict=True,
     )
@@ -73,9 +73,9 @@ def measure(options: Options) -> dict[str, Any]:
     rates = RATES[-1:] if options.quick else RATES
     settings = [Setting(PROFILE, lengths) for lengths in LENGTHS]
     runs = []
-    for kind, changes in {**KINDS, SINGLE_RANK: {}}.items():
+    for kind, changes in {**KINDS, RT_ALONE: {}}.items():
         config = dataclasses.replace(POLICIES["bros"], **changes)
-        in_flight = 0 if kind == SINGLE_RANK else BE_IN_FLIGHT
+        in_flight = 0 if kind == RT_ALONE else BE_IN_FLIGHT
         cases = [
             Case(setting, "bros", rate, in_flight, config) for setting in settings for rate in rates
         ]
@@ -91,7 +91,7 @@ def render(results: Results) -> Rendering:
 
 
 def table(runs: Sequence[Run], ours: str) -> Iterator[str]:
-    """Every run, and what `ours` makes of the base: shares in time and best-effort tokens."""
+    """Every run, and the ratios of `ours` to BASE."""
     yield from head(
         "load", "memory", "TTFT in time", "TPOT in time", "BE tokens/s", "RT preemptions",
         "BE preemptions",
@@ -118,7 +118,7 @@ def _ratio(ours: float | None, base: float | None) -> str:
 
 
 def by_load(runs: Sequence[Run]) -> dict[str, dict[str, Run]]:
-    """load -> kind -> run, both in the order in which they were measured."""
+    """load -> kind -> run, both in the order of the measurement."""
     found: dict[str, dict[str, Run]] = {}
     for run in runs:
         load = f"{LENGTHS[run['lengths']]}, {run['rate']:g} req/s"

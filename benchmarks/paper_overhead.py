@@ -1,11 +1,11 @@
-"""Figure 14: how much of an iteration goes into deciding it, under the hybrid load of section 7.2.
+"""Figure 14: the share of scheduling in an iteration, under the hybrid load of section 7.2.
 
-    schedule ──▶ the device's step ──▶ apply          (submit, when a request comes)
+    schedule ──▶ the device's step ──▶ apply          (submit, on arrivals)
     measured     simulated             measured
 
-The scheduler's time is real, by the clock of this machine; the step's is what the analytic profile
-says. So the share is what the scheduler of this engine would cost beside such GPUs with a CPU like
-this one. One simulation at a time, however many jobs: run it with nothing else on the machine.
+The scheduler's time is measured on this machine; the step time comes from the analytic profile. So
+the share is the cost of this scheduler on a CPU like this one beside such GPUs. Simulations run one
+at a time, whatever --jobs says. Run nothing else on the machine.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from paper_common import (
     Results,
     Setting,
     Span,
-    progress,
     provenance,
     rounded,
 )
 from paper_drawing import Run, head, legend, mean, new_figure, percent, plain, row, runs_of
 
+from bros.cli.simulate_tables import progress_bar
 from bros.core.plan import StepPlan, StepResult
 from bros.core.request import EngineRequest, RequestOutput, ServiceClass
 from bros.scheduler.scheduler import Scheduler
@@ -44,26 +44,26 @@ from bros.simulator.simulation import SimulatedScenario, build_simulation
 T = TypeVar("T")
 
 NUM_MODELS = 2
-"""The first ones of MODELS: the paper has no such figure for Llama."""
+"""The first models of MODELS: the paper has no such figure for Llama."""
 QUIET = 0.97
-"""Least share of the measured time that the scheduler computes on a machine of its own."""
+"""Minimum share of the measured time in which the scheduler has a core on an idle machine."""
 PUBLISHED = {"OPT-13B": (0.0912, 0.0952), "OPT-30B": (0.0756, 0.0842)}
 FULL, QUICK = Span(300.0, 100.0), Span(30.0, 10.0)
-# What an iteration consists of -> colour
+# Part of an iteration -> color
 PIECES = {"step_s": "#bdbdbd", "schedule_s": "#0072B2", "bookkeeping_s": "#E69F00"}
 NAMES = {
     "step_s": "step (simulated)",
-    "schedule_s": "deciding (measured)",
+    "schedule_s": "schedule (measured)",
     "bookkeeping_s": "bookkeeping (measured)",
 }
 
 
 class TimedScheduler:
-    """A scheduler that notes the seconds, by the machine's clock, of calls from `since_s` on.
+    """A scheduler that records the wall time of its calls from simulated time `since_s` on.
 
-    cpu_s: processor time of all of them. It is less than the sum of the others where the thread had
-    to wait for a core, which a scheduler alone never does. counts: whether the latest step began
-    late enough to count.
+    cpu_s: processor time of all of them. It is less than their wall time only if the thread had to
+        wait for a core.
+    counts: whether the latest step began after `since_s`.
     """
 
     def __init__(self, inner: Scheduler, since_s: float) -> None:
@@ -90,17 +90,17 @@ class TimedScheduler:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def _timed(self, noted: list[float], now: float, call: Callable[[], T]) -> T:
+    def _timed(self, recorded: list[float], now: float, call: Callable[[], T]) -> T:
         cpu_s, began = time.thread_time(), time.perf_counter()
         result = call()
         if now >= self._since_s:
-            noted.append(time.perf_counter() - began)
+            recorded.append(time.perf_counter() - began)
             self.cpu_s += time.thread_time() - cpu_s
         return result
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """One run after the other, as they are timed, at the rates that are stored of figure 10."""
+    """Measure one run after the other, at the stored rates of figure 10."""
     began = time.perf_counter()
     span = QUICK if options.quick else FULL
     stored = json.loads((RESULTS / "paper_settings.json").read_text())["runs"]
@@ -111,19 +111,20 @@ def measure(options: Options) -> dict[str, Any]:
         for run in runs_of(stored, profile=profile, lengths=lengths, policy="bros")
     ]
     runs = []
-    with progress("timing the scheduler", len(cases)) as told:
+    with progress_bar(len(cases), "timing the scheduler") as on_progress:
         for index, case in enumerate(cases):
             runs.append({**case.labels, **time_run(case.scenario(span, options.seed))})
-            told(index, 1.0)
+            on_progress(index, 1.0)
     wall_s = round(time.perf_counter() - began, 1)
     return {**provenance(span, options), "runs": runs, "wall_s": wall_s}
 
 
 def time_run(scenario: SimulatedScenario) -> dict[str, float | None]:
-    """Seconds per iteration by PIECES, after the warm-up; of deciding also percentiles per call.
+    """Seconds per iteration by PIECES after the warm-up, and percentiles of `schedule`.
 
-    iterations: how many. cpu_s: processor time of deciding and bookkeeping. rows: mean number of
-    requests in a step.
+    iterations: their number.
+    cpu_s: processor time of scheduling and bookkeeping.
+    rows: mean number of requests in a step.
     """
     steps: list[tuple[int, float]] = []
     timed: TimedScheduler
@@ -153,7 +154,7 @@ def time_run(scenario: SimulatedScenario) -> dict[str, float | None]:
 
 
 def share_of(run: Run, *pieces: str) -> float:
-    """Of an iteration, by names of PIECES."""
+    """The share of these PIECES in an iteration."""
     whole = math.fsum(run[piece] for piece in PIECES)
     return math.fsum(run[piece] for piece in pieces) / whole
 
@@ -166,7 +167,7 @@ def render(results: Results) -> Rendering:
 
 
 def _quiet(runs: Sequence[Run]) -> str:
-    """How much of the measured time the scheduler had a core."""
+    """Whether the machine was idle: the share of the measured time with a core."""
     wall_s = math.fsum(
         (run["schedule_s"] + run["bookkeeping_s"]) * run["iterations"] for run in runs
     )
@@ -178,7 +179,7 @@ def _quiet(runs: Sequence[Run]) -> str:
 
 
 def _groups(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
-    """(model, kind of chats) -> runs by rate."""
+    """(model, kind of chats) -> runs, sorted by rate."""
     return {
         (MODELS[profile].split(",")[0], LENGTHS[lengths]): found
         for profile in MODELS
@@ -190,7 +191,7 @@ def _groups(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
 def _table(runs: Sequence[Run]) -> Iterator[str]:
     yield from head(
         "model", "chats", "req/s", "requests per step", "step ms (simulated)",
-        "deciding ms, mean", "p50", "p99", "bookkeeping ms", "deciding, share", "the paper",
+        "schedule ms, mean", "p50", "p99", "bookkeeping ms", "share of schedule", "the paper",
         "with bookkeeping",
     )  # fmt: skip
     for (model, chats), found in _groups(runs).items():
@@ -206,7 +207,7 @@ def _table(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _plot(runs: Sequence[Run], title: str) -> Figure:
-    """A column per model and kind of chats: milliseconds above, share of the measured below."""
+    """A column per model and kind of chats: milliseconds above, measured shares below."""
     groups = _groups(runs)
     figure = new_figure(title, width=1.2 + 2.6 * len(groups), height=5.6)
     axes = figure.subplots(2, len(groups), sharey="row", squeeze=False)
@@ -215,7 +216,7 @@ def _plot(runs: Sequence[Run], title: str) -> Figure:
         above.set_title(f"{model}, {chats}", fontsize=11)
         below.set_xlabel("real-time requests/s")
         low, high = (100 * bound for bound in PUBLISHED[model])
-        below.axhspan(low, high, color="#CC79A7", alpha=0.5, label="deciding, in the paper")
+        below.axhspan(low, high, color="#CC79A7", alpha=0.5, label="scheduling, in the paper")
         _bars(above, found, PIECES, lambda run, piece: 1e3 * run[piece])
         _bars(below, found, list(PIECES)[1:], lambda run, piece: 100 * share_of(run, piece))
     axes[0][0].set_ylabel("per iteration, ms")
@@ -227,7 +228,7 @@ def _plot(runs: Sequence[Run], title: str) -> Figure:
 def _bars(
     ax: Axes, runs: Sequence[Run], pieces: Iterable[str], value: Callable[[Run, str], float]
 ) -> None:
-    """A bar per run, with a piece on top of the other."""
+    """A bar per run of stacked pieces."""
     places = range(len(runs))
     bottom = [0.0] * len(runs)
     for piece in pieces:

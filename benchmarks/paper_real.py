@@ -1,9 +1,9 @@
-"""The shape of figures 10 and 11 on the real engine: what `bros bench` sees over HTTP.
+"""The shape of figures 10 and 11 on the real engine, measured by `bros bench` over HTTP.
 
-The embedded model in fp32 on this machine, which holds the server and the client. Loads are what
-two cores can carry: LMSYS lengths with prompts cut at 200 tokens (a longer one takes more than half
-of the objective for the first token even when nothing else runs), 16 best-effort requests in
-flight. Nothing else may run on the machine. The full report of `bros bench` stays in build/.
+The embedded model in fp32 on this machine, which runs the server and the client. Two cores can
+carry this load: LMSYS lengths with prompts cut at 200 tokens (the prefill of a longer one takes
+more than half of the TTFT objective even on an idle engine), and 16 best-effort requests in flight.
+Run nothing else on the machine. The full report of `bros bench` stays in build/.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from matplotlib.figure import Figure
-from paper_common import ROOT, Options, Part, Rendering, Results, Span, figures_of_users, rounded
+from paper_common import ROOT, Options, Part, Rendering, Results, Span, rounded, rt_figures
 from paper_drawing import (
     BE_TOKENS,
     LATENCY,
@@ -43,7 +43,7 @@ POLICIES = "fcfs,rr,bros"
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """What is kept of the result. Raises CalledProcessError if `bros bench` fails."""
+    """Run `bros bench` and return its figures. Raises CalledProcessError if it fails."""
     began = time.perf_counter()
     command = command_line(options)
     print("$ bros", *command)
@@ -63,7 +63,7 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def command_line(options: Options) -> list[str]:
-    """S1 is `fcfs`, S2 best-effort work alone, S3 the other policies."""
+    """The arguments of bros. S1 is `fcfs`, S2 best-effort load alone, S3 the other policies."""
     span = QUICK if options.quick else FULL
     flags = {
         "--policies": POLICIES,
@@ -83,12 +83,12 @@ def command_line(options: Options) -> list[str]:
 
 
 def run_of(result: ScenarioResult) -> dict[str, Any]:
-    """What is kept of a run, with the names that simulated runs have."""
+    """The record of a run, with the field names of simulated runs."""
     rt, be = result.rt, result.be
     return {
         "policy": result.policy,
         "rate": result.rt_rate,
-        **figures_of_users(rt),
+        **rt_figures(rt),
         "rt_finished": rt.outcomes[Outcome.COMPLETED],
         "normalized_latency_s": rounded(rt.normalized_latency_s.mean),
         "be_requests_per_s": rounded(be.requests_per_s),

@@ -1,9 +1,9 @@
-"""The page about the BROS paper's figures, from what has been measured: paper.md and its pictures.
+"""Renders the page about the BROS paper's figures from stored results: paper.md and its plots.
 
     python benchmarks/paper_report.py [FOLDER]      (default: benchmarks/results)
 
-What people wrote is in paper_template.md. There `{{part.block}}` stands for a table or a plot of a
-part, made from FOLDER/paper_<part>.json; of a part that was not measured the page says how.
+The text is in paper_template.md. There `{{part.block}}` stands for a table or a plot of a part,
+made from FOLDER/paper_<part>.json; for a part without results the page says how to measure it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import paper_tight
 from matplotlib.figure import Figure
 from paper_common import RESULTS, Part, Rendering, Results
 
-# In the order of the page. One more figure of the paper is one more module with a PART.
+# In the order of the page. For another figure, add a module with a PART.
 PARTS = (
     paper_settings.PART,
     paper_alone.PART,
@@ -33,23 +33,21 @@ PARTS = (
     paper_real.PART,
 )
 TEMPLATE = Path(__file__).with_name("paper_template.md")
-_ELSEWHERE = "> The text speaks of the results in benchmarks/results, these are others.\n\n"
-_PLACE = re.compile(r"\{\{(\w+)\.(\w+)\}\}")
+_OTHER_RESULTS = "> The text speaks of the results in benchmarks/results, these are others.\n\n"
+_PLACEHOLDER = re.compile(r"\{\{(\w+)\.(\w+)\}\}")
 
 
 def measured(folder: Path) -> Iterator[tuple[Part, Results]]:
-    """Parts whose results are in the folder."""
+    """(part, results) of the parts with results in the folder."""
     for part in PARTS:
         if part.path(folder).exists():
             yield part, json.loads(part.path(folder).read_text())
 
 
 def page(template: str, folder: Path) -> tuple[str, dict[str, Figure]]:
-    """Markdown, and pictures by file name. Raises KeyError if the template asks for anything else
-    than a block of a part.
-    """
+    """(Markdown, file name -> plot). Raises KeyError for an unknown block in the template."""
     texts = {part.name: _how_to_measure(part) for part in PARTS}
-    told: set[str] = set()
+    explained: set[str] = set()
     blocks: dict[str, dict[str, str]] = {}
     pictures: dict[str, Figure] = {}
     for part, results in measured(folder):
@@ -62,15 +60,15 @@ def page(template: str, folder: Path) -> tuple[str, dict[str, Figure]]:
         for name, (_, figure) in rendering.plots.items():
             pictures[_file_name(part, name)] = figure
 
-    def block(place: re.Match[str]) -> str:
-        name, wanted = place.groups()
+    def block(placeholder: re.Match[str]) -> str:
+        name, wanted = placeholder.groups()
         if name in blocks:
             return blocks[name][wanted]
-        text = "" if name in told else texts[name]
-        told.add(name)
+        text = "" if name in explained else texts[name]
+        explained.add(name)
         return text
 
-    return re.sub(r"\n{3,}", "\n\n", _PLACE.sub(block, template)), pictures
+    return re.sub(r"\n{3,}", "\n\n", _PLACEHOLDER.sub(block, template)), pictures
 
 
 def _images(part: Part, rendering: Rendering) -> dict[str, str]:
@@ -85,7 +83,7 @@ def _file_name(part: Part, plot: str) -> str:
 
 
 def _made(results: Results) -> str:
-    """One sentence about the measurement."""
+    """One sentence about the conditions of the measurement."""
     environment = results["environment"]
     text = f"bros {environment['bros']}, commit {(environment['commit'] or 'unknown')[:12]}"
     if "cpu" in environment:
@@ -105,10 +103,10 @@ def _how_to_measure(part: Part) -> str:
 
 
 def write(folder: Path) -> None:
-    """The page and its pictures, into the folder where the results are."""
+    """Write the page and its plots into the folder of the results."""
     text, pictures = page(TEMPLATE.read_text(), folder)
     if folder.resolve() != RESULTS:
-        text = _ELSEWHERE + text
+        text = _OTHER_RESULTS + text
     for name, figure in pictures.items():
         figure.savefig(folder / name)
     (folder / "paper.md").write_text(text)

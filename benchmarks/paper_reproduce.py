@@ -1,9 +1,9 @@
-"""Reproduces the figures 10 to 14 of the BROS paper, as far as this engine has what they are about.
+"""Reproduces figures 10 to 14 of the BROS paper.
 
     python benchmarks/paper_reproduce.py [--parts LIST] [--quick] [--jobs 2] [--out FOLDER]
 
-Parts are measured one after the other; what they find lies in FOLDER as JSON, and the page
-paper.md is written anew after each, so that an interrupted run keeps what it has.
+Parts are measured one after the other. Each stores its results in FOLDER as JSON and rewrites the
+page paper.md, so that an interrupted run keeps its results.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def _parse() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--quick", action="store_true",
-        help="one model and short runs: to see that it works, not what comes of it",
+        help="one model and short runs: only tests the program",
     )  # fmt: skip
-    parser.add_argument("--jobs", type=int, default=2, help="simulations at the same time")
+    parser.add_argument("--jobs", type=int, default=2, help="parallel simulations")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--out", type=Path,

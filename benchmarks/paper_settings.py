@@ -1,15 +1,15 @@
 """Figures 10 and 11: latency, attainment and best-effort throughput of hybrid loads, simulated.
 
-Three models, two kinds of chats, five rates, the policies side by side on the same requests.
+Three models, two kinds of chats, five rates; all policies get the same requests.
 Step times come from analytic profiles (analytic_profiles.py): nothing here is measured on a GPU.
 
-Rates are not chosen by hand. The highest one of a model and a kind of chats is the highest
-multiple of RATE_STEP, up to the paper's 15 requests per second, at which `bros` still
-has the first token of 99 % in time under the full best-effort load; beyond it real-time work
-alone comes close to what the device can do. The others divide it evenly.
+Rates are not chosen by hand. For each model and kind of chats, the highest rate is the highest
+multiple of RATE_STEP, up to the paper's 15 requests per second, at which `bros` still has 99 % TTFT
+attainment under the full best-effort load; beyond it, real-time requests alone nearly saturate the
+device. The other rates divide it evenly.
 
-Every load lasts, so a policy that puts real-time work off has to do it in the end. How long it
-can put it off shows for minutes at the beginning, which therefore does not count.
+The load is constant, so a policy that defers real-time requests has to run them in the end. In the
+first minutes deferring them still looks like a gain, which is why the warm-up is not measured.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FULL, QUICK = Span(900.0, 300.0), Span(60.0, 15.0)
 
 
 def highest_passing(verdicts: Mapping[int, bool], count: int) -> tuple[int, int | None]:
-    """Bisection on 1..count: (highest known to pass or 0, next one to try or None at the end)."""
+    """Bisection on 1..count: (highest passing one or 0, next one to try or None at the end)."""
     passed = max((n for n, good in verdicts.items() if good), default=0)
     failed = min((n for n, good in verdicts.items() if not good), default=count + 1)
     if failed <= passed + 1:
@@ -57,9 +57,9 @@ def highest_passing(verdicts: Mapping[int, bool], count: int) -> tuple[int, int 
 def find_highest(
     wanted: Sequence[Setting], span: Span, options: Options
 ) -> tuple[dict[Setting, float], list[dict[str, Any]]]:
-    """Highest rate of each setting, and the runs it took to find them.
+    """The highest rate of each setting, and the runs of the search.
 
-    Raises RuntimeError if a setting cannot even have the lowest one.
+    Raises RuntimeError if a setting fails at the lowest rate.
     """
     count = round(HIGHEST_RATE / RATE_STEP)
     verdicts: dict[Setting, dict[int, bool]] = {setting: {} for setting in wanted}
@@ -80,7 +80,7 @@ def find_highest(
     found = {s: highest_passing(known, count)[0] * RATE_STEP for s, known in verdicts.items()}
     for setting, rate in found.items():
         if not rate:
-            raise RuntimeError(f"{setting} is too much at {RATE_STEP} requests per second")
+            raise RuntimeError(f"{setting} fails at {RATE_STEP} requests per second")
     return found, tried
 
 

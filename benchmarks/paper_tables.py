@@ -1,4 +1,4 @@
-"""Tables of figures 10 and 11, beside the numbers that the BROS paper gives."""
+"""Tables of figures 10 and 11, compared with the BROS paper's numbers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Pair = tuple[Run, Run]
 
 @dataclass(frozen=True, slots=True)
 class Gains:
-    """What one policy is to another over some loads.
+    """One policy compared with another over some loads.
 
-    latency_cut, be_loss: means over the loads of 1 - ours / theirs, of normalized latency and of
-    best-effort requests per second. ttft_gain, tpot_gain: our mean attainment over theirs; inf
-    if theirs is nothing.
+    latency_cut: mean over the loads of 1 - ours / theirs of normalized latency.
+    be_loss: likewise of best-effort requests per second.
+    ttft_gain, tpot_gain: our mean attainment over theirs; inf if theirs is 0.
     """
 
     latency_cut: float
@@ -40,7 +40,7 @@ class Gains:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is asked of `bros`: at least (a loss: at most) `asked` of `field` against `base`.
+    """A target of `bros`: `field` against `base` is at least (a loss: at most) `asked`.
 
     published: kind of chats -> the paper's mean over rates and models.
     """
@@ -99,7 +99,7 @@ PUBLISHED_ATTAINMENTS = (
 
 
 def pairs_of(runs: Sequence[Run], ours: str, theirs: str, lengths: str) -> dict[str, list[Pair]]:
-    """profile -> the runs of two policies at the same rates, by rate."""
+    """profile -> pairs of runs of two policies at the same rate, sorted by rate."""
     found = {}
     for profile in dict.fromkeys(run["profile"] for run in runs):
         sides = [
@@ -111,7 +111,7 @@ def pairs_of(runs: Sequence[Run], ours: str, theirs: str, lengths: str) -> dict[
 
 
 def blocks(results: Results) -> dict[str, str]:
-    """Markdown by name."""
+    """Name -> Markdown."""
     runs = results["runs"]
     tables = {
         "targets": _target_table(runs, "bros"),
@@ -140,7 +140,7 @@ def _target_table(runs: Sequence[Run], ours: str) -> Iterator[str]:
 
 
 def _verdict(target: Target, by_model: Sequence[Sequence[Pair]]) -> str:
-    """The value over all models, whether that is enough, and for how many models it is."""
+    """The value over all models, whether it meets the target, and how many models do."""
     value = getattr(Gains.of([pair for pairs in by_model for pair in pairs]), target.field)
     each = [target.met(getattr(Gains.of(pairs), target.field)) for pairs in by_model]
     word = "met" if target.met(value) else "**missed**"
@@ -204,7 +204,7 @@ def _alone_table(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _mean_loss(pairs: Sequence[Pair], field: str) -> float:
-    """nan if one of the runs has no such figure: nothing finished."""
+    """nan if a run has no such figure because nothing finished."""
     figures = [[run[field] or math.nan for run in pair] for pair in pairs]
     return mean([1 - ours / theirs for ours, theirs in figures])
 

@@ -1,8 +1,8 @@
 """Figure 13 on the real engine: the embedded model in fp32 with little KV memory, in process.
 
 The load is that of hybrid_load.py. KV memory holds a third of what the best-effort requests in
-flight would like to have, so that real-time requests take it from them all the time. Each kind of
-memory management runs twice, in turns, since machines are faster at some times than at others.
+flight would use, so that real-time requests preempt them all the time. Each kind of memory
+management runs twice, alternating, because the speed of the machine varies.
 """
 
 from __future__ import annotations
@@ -39,14 +39,13 @@ def measure(options: Options) -> dict[str, Any]:
         prefix_cache="off",
     )  # fmt: skip
     executor, info, model = hybrid_load.load(config, files, console.print)
-    build: dict[str, object] = {"info": info, "model": model}
     found = hybrid_load.arrivals(RATE, span.duration_s, options.seed, LONGEST_PROMPT)
     runs = []
     for number in range(1 if options.quick else ROUNDS):
         for kind in _KINDS:
             console.print(f"{kind}, round {number + 1}: {span.duration_s:g} s", style="dim")
             result = hybrid_load.run(
-                executor, dataclasses.replace(config, **KINDS[kind]), build, found,
+                executor, info, model, dataclasses.replace(config, **KINDS[kind]), found,
                 hybrid_load.IN_FLIGHT, options.seed, span.duration_s,
             )  # fmt: skip
             runs.append({"kind": kind, "round": number + 1, **_kept(result)})
@@ -56,7 +55,7 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def _kept(result: dict[str, Any]) -> dict[str, Any]:
-    """A run with the names that simulated ones have."""
+    """The record of a run, with the field names of simulated runs."""
     rt, be = result["rt"], result["be"]
     kept: dict[str, Any] = {"lengths": "lmsys", "rate": RATE}
     for name in ("ttft_met", "tpot_met", "both_met"):
@@ -84,7 +83,7 @@ def render(results: Results) -> Rendering:
 
 
 def _summed(runs: Sequence[Run]) -> list[Run]:
-    """All rounds of a kind as one run."""
+    """One run per kind, summed over its rounds."""
     found: dict[str, dict[str, Any]] = {}
     for run in runs:
         total = found.setdefault(run["kind"], {"kind": run["kind"], "rounds": []})

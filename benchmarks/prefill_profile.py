@@ -1,10 +1,10 @@
-"""Where the time of one prefill goes, and how far its matrix products are from the machine's best.
+"""The time of a prefill by operation, and the speed of its matrix products.
 
     python benchmarks/prefill_profile.py [--tokens 256 1024] [--weights fp32] [--json FILE]
 
-Products are timed by torch's profiler, the kernels of bros by a wrapper around each call; what
-is left is Python, sampling and scheduling. The machine's best is the fastest of several large
-square fp32 products of torch, measured in the same run.
+Products are timed by torch's profiler, the kernels of bros by a wrapper around each call; the rest
+is Python, sampling and scheduling. The reference is the fastest of several large square fp32
+products of torch, measured in the same run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROUNDS = 5
 
 
 class TimedKernels:
-    """Kernels that add up how long each operation took, in seconds."""
+    """Kernels that sum up the seconds of each operation."""
 
     def __init__(self, inner: Kernels) -> None:
         self._inner = inner
@@ -45,7 +45,7 @@ class TimedKernels:
             setattr(self, operation, self._timed(operation))
 
     def __getattr__(self, name: str) -> Any:
-        """What is not timed: the name, and what happens once per step."""
+        """Everything else is forwarded untimed."""
         return getattr(self._inner, name)
 
     def _timed(self, operation: str) -> Callable[..., Any]:
@@ -61,7 +61,7 @@ class TimedKernels:
 
 
 def best_gflops() -> float:
-    """The fastest large fp32 product of this machine, in 1e9 operations per second."""
+    """The speed of the fastest large fp32 product of this machine."""
     best = 0.0
     for size in (1024, 2048, 3072):
         a, b = torch.randn(size, size), torch.randn(size, size)
@@ -90,7 +90,7 @@ def profile(target: BrosTarget, kernels: TimedKernels, tokens: int) -> dict[str,
 
 
 def product_gflop(config: dict[str, Any], tokens: int) -> float:
-    """1e9 operations of all linear layers but the head and what the last block leaves out."""
+    """1e9 operations of all linear layers but the head and the skipped part of the last block."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     qkv = (config["num_attention_heads"] + 2 * config["num_key_value_heads"]) * head_dim * hidden
@@ -111,7 +111,7 @@ def main() -> None:
     config = json.loads((files.folder / "config.json").read_text())
     kernels = TimedKernels(select_kernels("auto", torch.device("cpu")))
     with mock.patch.object(loader, "select_kernels", autospec=True, return_value=kernels):
-        # Whole prompts in one step: no policy that splits what it thinks takes too long.
+        # fcfs runs a whole prompt in one step; bros would chunk a long one.
         target = BrosTarget(files, args.weights, policy="fcfs")
     best = best_gflops()
     table = Table(title=f"prefill, {args.weights}: milliseconds by part, median of {ROUNDS}")

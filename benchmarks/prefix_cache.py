@@ -1,19 +1,18 @@
-"""What it saves to keep prefixes, and what it costs to move KV, with the real model.
+"""The benefit of the prefix cache and the cost of KV copies, with the real model.
 
     python benchmarks/prefix_cache.py [--parts shared,pollution,copies] [--quick] [--json FILE]
 
 The embedded model in fp32 on this machine, in process, under --policy bros with the machine's
-profile. Every engine begins with nothing cached; the model is loaded once.
+profile. Every engine starts with an empty cache; the model is loaded once.
 
-shared     16 requests over one 1,024-token prefix, each with 16 tokens of its own, come at once:
-           time until all have a first token, beside one such request alone.
-pollution  A real-time turn over a 1,500-token prefix that is warm; 32 long best-effort documents,
-           several times the memory; then the turn again: time to first token before and after.
-copies     Moving KV to the host and back before a step, in the same thread or in another one
-           while the step runs, beside computing the same tokens again.
+shared     16 requests with a shared prefix of 1,024 tokens and 16 tokens of their own arrive at
+           once: time until all have their first token, relative to one such request alone.
+pollution  A real-time request with a cached prefix of 1,500 tokens; then 32 long best-effort
+           documents, several times the memory; then the request again: TTFT before and after.
+copies     Copying KV to the host and back before a step, or in another thread during the step,
+           compared with recomputing the same tokens.
 
-Run it with nothing else on the machine. Variants take turns within each round; figures are
-medians.
+Run nothing else on the machine. Variants alternate within each round; figures are medians.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ ASKED = {"shared": 1.3, "pollution": 1.2}
 
 @dataclass(frozen=True)
 class Machine:
-    """What all engines share. quick: leave out what is slow and known, --prefix-cache off."""
+    """Shared by all engines. quick: skip the slow runs with --prefix-cache off."""
 
     quick: bool
     spec: ModelSpec
@@ -75,7 +74,7 @@ class Machine:
     model: CostModel
 
     def engine(self, prefix_cache: str, num_blocks: int) -> Engine:
-        """One with nothing cached, and with so much memory."""
+        """An engine with an empty cache and `num_blocks` blocks."""
         config = dataclasses.replace(self.config, prefix_cache=prefix_cache)
         info = dataclasses.replace(self.info, num_kv_blocks=num_blocks)
         scheduler = build_scheduler(config, info, self.model)
@@ -83,7 +82,7 @@ class Machine:
 
 
 class Prompts:
-    """Tokens that nobody has seen before, and names."""
+    """Unique prompts and request ids."""
 
     def __init__(self, vocab_size: int) -> None:
         self._random = random.Random(5)
@@ -96,7 +95,7 @@ class Prompts:
     def request(
         self, tokens: list[int], service_class: ServiceClass, slo: Slo = ANY_SLO
     ) -> EngineRequest:
-        """One that ends with its first token: what is measured is prefill."""
+        """A request that ends with its first token, so that only prefill is measured."""
         self._count += 1
         return EngineRequest(
             request_id=str(self._count),
@@ -108,7 +107,7 @@ class Prompts:
 
 
 def serve(engine: Engine, requests: Iterable[EngineRequest]) -> tuple[float, int]:
-    """Requests that come at once: seconds until all are done, most blocks that held anything."""
+    """Run requests that arrive at once: (seconds until all are done, maximum blocks in use)."""
     began = time.perf_counter()
     for request in requests:
         engine.submit(request)
@@ -122,7 +121,7 @@ def serve(engine: Engine, requests: Iterable[EngineRequest]) -> tuple[float, int
 
 
 def shared_prefix(machine: Machine, rounds: int, report: Report) -> list[Row]:
-    """One row per case: seconds of one and of all, their ratio, blocks that all of them take."""
+    """One row per case: seconds of one request and of all, their ratio, blocks used by all."""
     prompts = Prompts(machine.info.vocab_size)
     cases = [case for case in SHARED_CASES if not (machine.quick and case[-1] == "off")]
     samples: list[list[Result]] = [[] for _ in cases]
@@ -148,7 +147,7 @@ def shared_prefix(machine: Machine, rounds: int, report: Report) -> list[Row]:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Best-effort documents, and how much memory there is for them."""
+    """The best-effort documents and the size of the KV memory."""
 
     documents: int
     tokens: int
@@ -156,12 +155,12 @@ class Sweep:
 
     @property
     def share(self) -> float:
-        """Of the memory."""
+        """Size of the documents relative to the memory."""
         return self.documents * self.tokens / (self.kv_blocks * SIZE)
 
 
 def pollution(machine: Machine, sweep: Sweep, rounds: int, report: Report) -> list[Row]:
-    """One row per rule: seconds to the first token of a turn, cold, before and after the sweep."""
+    """One row per eviction rule: TTFT of the request, cold, before and after the sweep."""
     prompts = Prompts(machine.info.vocab_size)
     rules = [rule for rule in RULES if not (machine.quick and rule == "off")]
     samples: dict[str, list[Result]] = {rule: [] for rule in rules}
@@ -199,7 +198,7 @@ def polluted_turn(engine: Engine, prompts: Prompts, sweep: Sweep) -> Result:
 
 
 def marked(ratio: float, asked: float, counts: bool) -> str:
-    """Red if it is too much, where something was asked."""
+    """`ratio`, green or red by its target if that `counts`."""
     if not counts:
         return f"{ratio:.2f}"
     return f"[{'green' if ratio <= asked else 'red'}]{ratio:.2f}[/]"
@@ -209,7 +208,7 @@ def show_shared(rows: list[Row], console: Console) -> None:
     least = (PREFIX + SHARERS * PRIVATE) // SIZE
     table = Table(
         title=f"{SHARERS} requests over one prefix of {PREFIX} tokens\n"
-        f"(asked: at most {ASKED['shared']:g} times as long as one; once takes {least} blocks)"
+        f"(target: at most {ASKED['shared']:g} times as long as one; stored once: {least} blocks)"
     )
     for column in ("requests", "--prefix-cache", "one, s", "all, s", "ratio", "blocks"):
         table.add_column(column, justify="right")
@@ -222,8 +221,9 @@ def show_shared(rows: list[Row], console: Console) -> None:
 
 def show_pollution(rows: list[Row], sweep: Sweep, console: Console) -> None:
     table = Table(
-        title=f"a turn over {TURN_PREFIX} tokens, {sweep.documents} documents ({sweep.share:.1f} x "
-        f"the memory), the turn again\n(asked: at most {ASKED['pollution']:g} times as long)"
+        title=f"a request with {TURN_PREFIX} cached tokens before and after "
+        f"{sweep.documents} documents ({sweep.share:.1f} x the memory)\n"
+        f"(target: at most {ASKED['pollution']:g} times as long)"
     )
     columns = ("cold, ms", "before, ms", "after, ms", "ratio", "tokens found", "evicted by BE")
     for column in ("--prefix-cache", *columns, "sweep, s"):
@@ -248,14 +248,16 @@ def load(threads: int | None, quick: bool, report: Report) -> Machine:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--parts", default="shared,pollution,copies", help="comma-separated")
-    parser.add_argument("--rounds", type=int, default=5, help="of shared; see also --sweeps")
-    parser.add_argument("--sweeps", type=int, default=3, help="rounds of pollution")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="rounds of part shared; see also --sweeps"
+    )
+    parser.add_argument("--sweeps", type=int, default=3, help="rounds of part pollution")
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="a minute: one round, a short sweep, and not without a cache",
+        help="one minute: one round, a short sweep, no runs without a cache",
     )
-    parser.add_argument("--threads", type=int, help="of torch, default: all cores")
+    parser.add_argument("--threads", type=int, help="threads of torch (default: all cores)")
     parser.add_argument("--json", type=Path, help="where to save the figures")
     args = parser.parse_args()
     parts = args.parts.split(",")

@@ -1,4 +1,4 @@
-"""`--quick` of a benchmark: the smallest run that goes through its code, to see that it works."""
+"""The option `--quick` of benchmarks: the smallest run that exercises the code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class _Quick(argparse.Action):
-    """Sets other options to their smallest values; options that come after it count again."""
+    """Sets other options to their smallest values; later options override them."""
 
     def __call__(
         self,
@@ -31,5 +31,5 @@ def add_quick(parser: argparse.ArgumentParser, **smallest: Any) -> None:
         action=_Quick,
         const=smallest,
         default=argparse.SUPPRESS,
-        help=f"only to see that it runs: {shown}",
+        help=f"only test the program: {shown}",
     )

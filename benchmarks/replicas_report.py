@@ -1,4 +1,4 @@
-"""Tables and plots of replicas_sim.py: replicas.md.
+"""Renders the results of replicas_sim.py: replicas.md and its plot.
 
 python benchmarks/replicas_report.py [FOLDER]      (default: benchmarks/results)
 """
@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from session_report import COLOURS, table
+from session_report import COLORS, table
 
 RESULTS = Path(__file__).with_name("results")
 STEM = "replicas_sim"
 INTRODUCTION = """# Several replicas behind a router
 
-How requests fare on several replicas by the router before them, in simulated time: the engines'
-schedulers, KV memory and prefix caches and the router are the real ones, steps take what the
-simulator published with Preble says of Mistral-7B on one A6000 and of Llama-3-70B on four H100
-(`profiles/`), and no text is made. Prompts are drawn to the statistics of the paper's Table 1
+Latencies on several replicas under different routers, in simulated time. The router and the
+engines' schedulers, KV memory and prefix caches are the real ones; step times are those of Preble's
+published simulator for Mistral-7B on one A6000 and Llama-3-70B on four H100 (`profiles/`); no text
+is generated. Prompts follow the statistics of the paper's Table 1
 (`bros/simulator/prefix_workloads.py`). The paper measured real GPUs and other software, so compare
-ratios and not seconds. Written by `benchmarks/replicas_report.py` from what
-`benchmarks/replicas_sim.py` found.
+ratios and not seconds. Written by `benchmarks/replicas_report.py` from the results of
+`benchmarks/replicas_sim.py`.
 
 """
 
@@ -35,7 +35,8 @@ PAPER_RATIOS = {
     "video": "1.5 to 14.5, p99 2 to 10",
     "loogle": "1.5 to 14.5, p99 2 to 10",
 }
-"""How many times as long requests took with round robin: of all workloads together, but for one."""
+"""Latency with round robin over that with Preble, in the paper. Programming has its own figure, the
+others share one."""
 
 NAMES = {"rr": "round robin", "least": "least loaded", "oracle": "oracle partition", "e2": "e2"}
 
@@ -44,7 +45,7 @@ Groups = Mapping[str, Sequence[Row]]
 
 
 def groups_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows that are compared with each other, in their order."""
+    """Group -> the rows that are compared with each other."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row["group"], []).append(row)
@@ -61,7 +62,7 @@ def seconds(row: Row, which: str, key: str = "latency_s") -> str:
 
 
 def times(row: Row, base: Row, which: str, key: str = "latency_s") -> float:
-    """How many times as long requests take on `row` as on `base`."""
+    """The latency of `row` relative to `base`."""
     found: float = row[key][which] / base[key][which]
     return found
 
@@ -71,7 +72,7 @@ def ratio(row: Row, base: Row, which: str, key: str = "latency_s") -> str:
 
 
 def rivals(ways: Sequence[Row]) -> tuple[Row, Row, Row]:
-    """e2, round robin and the oracle partition, which all of these cases have."""
+    """The rows of e2, round robin and the oracle partition."""
     ours, rr, oracle = (of_router(ways, name) for name in ("e2", "rr", "oracle"))
     assert ours is not None and rr is not None and oracle is not None
     return ours, rr, oracle
@@ -80,11 +81,11 @@ def rivals(ways: Sequence[Row]) -> tuple[Row, Row, Row]:
 def workloads_page(rows: Sequence[Row]) -> Iterator[str]:
     yield "## Preble's workloads (its figure 7)\n\n![mean latency](replicas_sim.png)\n\n"
     yield (
-        "Requests of all replicas per second. `rr / e2` and `oracle / e2`: how many times as long "
-        "requests take with round robin, or with a partition by somebody who knows the workload "
-        "(asked: at least 1.5, p99 2; and e2 at most 5 % longer than the partition). One answer in "
-        "a hundred of programming is longer than 1,700 tokens, which takes as long behind any "
-        "router: there p99 is of the answers, and the first token shows what waiting was.\n\n"
+        "Rates are requests/s over all replicas. `rr / e2` and `oracle / e2`: latency with "
+        "round robin, or with a partition that knows the workload, relative to e2 (target: at "
+        "least 1.5, p99 2; and e2 at most 5 % longer than the partition). Of the programming "
+        "responses, 1 % are longer than 1,700 tokens, which takes as long behind any router: there "
+        "the p99 latency reflects these responses, and the p99 TTFT reflects the queueing.\n\n"
     )
     lines = []
     for group, ways in groups_of(rows).items():
@@ -107,7 +108,7 @@ def workloads_page(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _verdict(groups: Groups) -> str:
-    """How many cases are as was asked."""
+    """A sentence on how many cases meet the targets."""
     cases = {group: rivals(ways) for group, ways in groups.items()}
     quicker = sum(times(rr, ours, "mean") >= 1.5 for ours, rr, _ in cases.values())
     tails = sum(times(rr, ours, "p99") >= 2.0 for ours, rr, _ in cases.values())
@@ -115,21 +116,21 @@ def _verdict(groups: Groups) -> str:
     near = sum(found <= 1.05 for found, _ in behind)
     worst, where = max(behind)
     return (
-        f"Of {len(groups)} cases round robin takes at least 1.5 times as long in {quicker}, twice "
-        f"as long for p99 in {tails}; e2 takes at most 5 % longer than the partition in {near}, "
-        f"and {worst:.3f} times as long in the worst ({where}). Where round robin does not take "
-        "that much longer, replicas have time to spare or answers take most of it.\n\n"
+        f"Of {len(groups)} cases, round robin takes at least 1.5 times as long in {quicker}, and "
+        f"twice as long at p99 in {tails}; e2 takes at most 5 % longer than the partition in "
+        f"{near}, and {worst:.3f} times as long in the worst ({where}). In the other cases of "
+        "round robin, replicas are underutilized or decoding dominates the latency.\n\n"
     )
 
 
 def ablation_page(rows: Sequence[Row]) -> Iterator[str]:
-    yield "## Piece by piece (its figure 10)\n\n"
+    yield "## Ablation (its figure 10)\n\n"
     yield (
-        "ToolBench with 320 tools, Zipf 1.1, on four A6000; all requests are best-effort, so that "
-        "priority groups, which policy bros has, find a queue to order. In the paper each step is "
-        "better than the one before in the mean and p99, the last one in p99 only. Here E2 alone "
-        "does not let requests wait long for their prefix, which balances so well that nothing is "
-        "left for the next two steps to do; priority groups are better in the mean.\n\n"
+        "ToolBench with 320 tools, Zipf 1.1, on four A6000. All requests are best-effort, so that "
+        "there is a queue which the priority groups of policy bros can order. In the paper each "
+        "step improves the mean and p99, the last one p99 only. Here E2 alone bounds the wait of "
+        "requests for their prefix, which balances the load so well that the next two steps change "
+        "nothing; priority groups improve the mean.\n\n"
     )
     lines = []
     for group, ways in groups_of(rows).items():
@@ -148,10 +149,10 @@ def ablation_page(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def regimes_page(rows: Sequence[Row]) -> Iterator[str]:
-    yield "## Where prefixes are worth little, or too hot\n\n"
+    yield "## Workloads with few, or too popular, shared prefixes\n\n"
     yield (
-        "Four A6000. With nothing in common, or one prefix for all, the best there is is to "
-        "spread requests evenly. Mean / p99 seconds.\n\n"
+        "Four A6000. Without shared prefixes, or with a single one for all requests, spreading "
+        "requests evenly is optimal. Mean / p99 seconds.\n\n"
     )
     lines = []
     for group, ways in groups_of(rows).items():
@@ -164,8 +165,8 @@ def regimes_page(rows: Sequence[Row]) -> Iterator[str]:
 def classes_page(rows: Sequence[Row]) -> Iterator[str]:
     yield "## Real-time and best-effort requests\n\n"
     yield (
-        "ToolBench on two A6000 with policy bros, every second request best-effort; real-time ones "
-        "have 1 s to the first token and 200 ms between tokens.\n\n"
+        "ToolBench on two A6000 with policy bros; half of the requests are best-effort. Objectives "
+        "of the real-time ones: TTFT 1 s, TPOT 200 ms.\n\n"
     )
     lines = []
     for row in rows:
@@ -187,8 +188,8 @@ def classes_page(rows: Sequence[Row]) -> Iterator[str]:
 def scaling_page(rows: Sequence[Row]) -> Iterator[str]:
     yield "## From 1 replica to 1,024\n\n"
     yield (
-        "ToolBench, 8 requests per second and replica; with more replicas the runs are shorter, "
-        "so that prefixes are new more often.\n\n"
+        "ToolBench, 8 requests per second and replica. Runs with more replicas are shorter, so a "
+        "larger share of their requests has a new prefix.\n\n"
     )
     lines = []
     for group, ways in groups_of(rows).items():
@@ -203,7 +204,7 @@ def scaling_page(rows: Sequence[Row]) -> Iterator[str]:
 
 def azure_page(rows: Sequence[Row]) -> Iterator[str]:
     yield "## Tools and videos at the times of the Azure traces (its figure 8)\n\n"
-    yield "Four A6000, requests per second on average. Mean / p99 seconds.\n\n"
+    yield "Four A6000; the rates are averages. Mean / p99 seconds.\n\n"
     lines = []
     for group, ways in groups_of(rows).items():
         ours, rr, _ = rivals(ways)
@@ -240,13 +241,13 @@ def plot(rows: Sequence[Row]) -> Figure:
     groups = groups_of(rows)
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     axes = figure.subplots()
-    for index, (colour, router) in enumerate(zip(COLOURS, ("e2", "oracle", "rr"), strict=False)):
+    for index, (color, router) in enumerate(zip(COLORS, ("e2", "oracle", "rr"), strict=False)):
         found = [of_router(ways, router) for ways in groups.values()]
         places = [place + 0.27 * (index - 1) for place in range(len(groups))]
         means = [row["latency_s"]["mean"] if row else 0.0 for row in found]
         tails = [row["latency_s"]["p99"] if row else 0.0 for row in found]
-        axes.bar(places, means, 0.25, color=colour, label=NAMES[router])
-        axes.vlines(places, means, tails, color=colour, linewidth=1)
+        axes.bar(places, means, 0.25, color=color, label=NAMES[router])
+        axes.vlines(places, means, tails, color=color, linewidth=1)
     axes.set_yscale("log")
     axes.set_ylabel("latency in seconds: mean, and p99 (line)")
     axes.set_xticks(range(len(groups)), list(groups), rotation=60, ha="right", fontsize=7)

@@ -1,10 +1,10 @@
-"""Routers before several simulated replicas: Preble's experiments, and what it does not show.
+"""Routers with several simulated replicas: Preble's experiments, and others.
 
     python benchmarks/replicas_sim.py [--parts workloads,ablation,...] [--jobs N] [--json FILE]
 
-Schedulers, KV memory, prefix caches and router are the real ones; steps take what Preble's own
-simulator says of Mistral-7B on an A6000 and of Llama-3-70B on four H100, and no text is made.
-Each part replaces what the file says of it; replicas_report.py makes the page.
+Schedulers, KV memory, prefix caches and router are the real ones; step times are those of Preble's
+own simulator for Mistral-7B on an A6000 and Llama-3-70B on four H100; no text is generated. Each
+part replaces its results in the file; replicas_report.py renders the page.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ROOT = Path(__file__).resolve().parents[1]
 A6000, H100 = "1x-a6000/mistral-7b-fp16", "4x-h100/llama-3-70b-fp16"
 STEP_TOKENS = {A6000: 512, H100: 1024}
 PAPER = EngineConfig(policy="fcfs", prefix_cache="lru")
-"""What the paper's replicas run."""
+"""The configuration of the paper's replicas."""
 
 ROUTERS = ("rr", "least", "oracle", "e2")
 FEWER = ("rr", "oracle", "e2")
@@ -56,7 +56,7 @@ E2_ALONE = {"rebalancing": False, "replication": False, "decode_aware": False}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run. group: what its figures are compared within. way: what is compared."""
+    """One run. group: its figures are compared within it. way: what distinguishes it there."""
 
     group: str
     way: str
@@ -86,7 +86,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class MadeLoad:
-    """`hot` of all requests begin with the first family, the others with one of `families`.
+    """A share `hot` of the requests has the prefix of the first family, the others of a random one.
 
     shared, own, output: tokens.
     """
@@ -171,7 +171,7 @@ def ablation_cases() -> Iterator[Case]:
 
 
 def regime_cases() -> Iterator[Case]:
-    """Where affinity to prefixes has nothing to give, or hurts."""
+    """Workloads where prefix affinity does not help or hurts."""
     loads = {
         "nothing in common": MadeLoad("unique", 8.0, 2000, 1, 0, 1200, 40),
         "one prefix for all": MadeLoad("hot", 60.0, 6000, 1, 1500, 150, 20, hot=1.0),
@@ -188,7 +188,7 @@ def regime_cases() -> Iterator[Case]:
 
 
 def class_cases() -> Iterator[Case]:
-    """Real-time and best-effort requests on engines that know the difference."""
+    """Real-time and best-effort requests under policy bros."""
     load = published("toolbench", 2, rate=15.0, count=3000, be_share=0.5)
     config = EngineConfig(policy="bros", slo_ttft=1000)
     for router in ROUTERS:
@@ -205,7 +205,7 @@ def scaling_cases() -> Iterator[Case]:
 
 
 def trace_cases(path: Path | None) -> Iterator[Case]:
-    """The Mooncake conversation trace, slowed down to what the devices can do."""
+    """The Mooncake conversation trace, slowed down to the capacity of the devices."""
     if path is None:
         return
     recorded = read_mooncake_trace(path)
@@ -274,7 +274,7 @@ def main() -> None:
         "azure": lambda: azure_cases(args.azure),
         "mooncake": lambda: trace_cases(args.trace),
     }
-    parser = argparse.ArgumentParser(description="Routers before simulated replicas.")
+    parser = argparse.ArgumentParser(description="Routers with simulated replicas.")
     parser.add_argument("--parts", default=",".join(parts))
     parser.add_argument("--trace", type=Path, help="Mooncake trace, for part mooncake")
     azure = {"nargs": 2, "metavar": ("CODE", "CHATS"), "default": ()}
@@ -290,8 +290,10 @@ def main() -> None:
         if not cases:
             continue
         start_s = clock.now()
-        with progress_bar(len(cases)) as told:
-            reports = run_all(run_fleet, [case.scenario() for case in cases], args.jobs, told)
+        with progress_bar(len(cases)) as on_progress:
+            reports = run_all(
+                run_fleet, [case.scenario() for case in cases], args.jobs, on_progress
+            )
         seconds = clock.now() - start_s
         rows = [summary(case, report) for case, report in zip(cases, reports, strict=True)]
         for row in rows:

@@ -1,10 +1,10 @@
-"""How many requests per second one core can place, and how much a router remembers of a million.
+"""Requests per second that a router can place on one core, and its memory after a million.
 
     python benchmarks/router_speed.py [--memory 1000000] [--json FILE]
 
-Prompts are those of Preble's workloads, as lists of ints as a tokenizer gives them. Timed is all
-that the router does for a request: where it goes, that its first token came, and its end. Preble's
-own scheduler: 2,931 per second for VideoQA, 634 and 245 for ToolBench with 200 and 1,500 tools.
+Prompts are those of Preble's workloads, as lists of ints from a tokenizer. The time includes all
+calls of the router for a request: routing, its first token and its end. Preble's own scheduler
+places 2,931 per second for VideoQA, 634 and 245 for ToolBench with 200 and 1,500 tools.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def fleet_of(policy: str, replicas: int) -> Fleet:
 
 
 def place(fleet: Fleet, asked: Sequence[EngineRequest], rate: float, first: int = 0) -> float:
-    """Seconds of this process for all of them; each ends a moment after it has come."""
+    """Processor seconds to place all requests; each ends ANSWER_S after its arrival."""
     open_: list[EngineRequest] = []
     at_once = max(1, round(rate * ANSWER_S))
     answer = (1,) * 16
@@ -83,7 +83,7 @@ def place(fleet: Fleet, asked: Sequence[EngineRequest], rate: float, first: int 
 
 
 def speed(asked: Sequence[EngineRequest], policy: str, replicas: int) -> float:
-    """Requests per second, the median of a few rounds."""
+    """Requests per second, the median of ROUNDS."""
     found = []
     for _ in range(ROUNDS):
         fleet = fleet_of(policy, replicas)
@@ -113,9 +113,9 @@ def speeds(count: int, report: Console) -> Iterator[dict[str, Any]]:
 
 
 def memory(total: int, report: Console) -> dict[str, Any]:
-    """Of a router that gets a million requests with prompts of ToolBench's shape, a sixth as long,
-    for tools that come and go: nodes and tokens, the most nodes that there were since the point
-    before, and the most memory that the process ever had."""
+    """The memory of a router over `total` requests, with prompts of ToolBench's shape and a sixth
+    of their length, for a changing set of tools. Each point has nodes and tokens, the maximum of
+    nodes since the previous point, and the peak memory of the process."""
     replicas, rate, chunk = 2, 100.0, 10_000
     fleet, rng = fleet_of("e2", replicas), random.Random(0)
     points: list[dict[str, Any]] = []
@@ -144,8 +144,8 @@ def memory(total: int, report: Console) -> dict[str, Any]:
 
 
 def _small(number: int, rng: random.Random) -> EngineRequest:
-    """One of 1,500 tools, some of which many ask for, and a question that nobody else asks. Every
-    fifth second there is one new tool, and one that nobody asks for any more."""
+    """A request for one of 1,500 tools of skewed popularity, with a unique question. Every fifth
+    second a new tool replaces an old one."""
     tool = number // 500 + min(int(rng.paretovariate(0.3)), 1500)
     question = range(2000 + number, 2064 + number)
     return EngineRequest(
@@ -170,7 +170,7 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--requests", type=int, default=4000, help="of each case")
+    parser.add_argument("--requests", type=int, default=4000, help="requests per case")
     parser.add_argument("--memory", type=int, default=0, help="requests of the memory run; 0: none")
     parser.add_argument("--json", type=Path, help="where to save the figures")
     add_quick(parser, requests=100)

@@ -1,12 +1,12 @@
-"""What scheduling costs per step: schedule and apply, with nothing executed in between.
+"""The cost of scheduling per step: schedule and apply, without executing the step.
 
     python benchmarks/scheduler_speed.py [--profile] [--json FILE]
 
-A thousand requests are queued and 128 run, half of each class; steps are those of steady
-decoding, with memory for everybody, and as they are while newcomers are admitted all the time.
-The asked-for bound is 1 ms per step. Run it with nothing else on the machine. The last rows are
-`bros` with somebody who watches what is cached, told every 0.1 s of the engine's time, and with
-best-effort requests in groups by what is cached of their prompts.
+A thousand requests are queued and 128 run, half of each class. Measured are steps of steady
+decoding with enough memory, and steps during constant admission of new requests. The target is 1 ms
+per step. Run nothing else on the machine. The last rows are `bros` with a subscriber to its engine
+reports, which gets one every 0.1 s of the engine's time, and with best-effort requests ordered in
+groups by their cached prefix.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from bros.scheduler.cost_model import CostModel
 from bros.scheduler.scheduler import Scheduler
 
 RUNNING, QUEUED = 128, 1000
-ASKED_MS = 1.0
+TARGET_MS = 1.0
 # A fast device, so that rows and not time bound the steps: the worst case for the scheduler.
 FAST = CostModel(
     constant_s=0.008, token_s=2e-6, sample_s=1e-6, pair_s=1e-10, context_s=1e-9,
@@ -45,15 +45,15 @@ FAST = CostModel(
 
 VARIANTS: dict[str, tuple[str, dict[str, str], bool]] = {
     **{policy: (policy, {}, False) for policy in POLICIES},
-    "bros, watched": ("bros", {}, True),
+    "bros, with reports": ("bros", {}, True),
     "bros, by prefix": ("bros", {"be_order": "prefix-groups"}, False),
 }
-"""Row -> (policy, options, whether somebody watches)."""
+"""Row -> (policy, options, whether a client subscribes to engine reports)."""
 
 
 def make(variant: str, outputs: int) -> Scheduler:
-    """128 requests hold memory, a thousand wait."""
-    policy, options, watched = VARIANTS[variant]
+    """A scheduler with RUNNING running and QUEUED waiting requests, once stepped."""
+    policy, options, subscribed = VARIANTS[variant]
     info = EngineInfo(
         model="none", weights="", kernels="", kv_dtype="", device="", max_model_len=4096,
         vocab_size=1000, block_size=16, num_kv_blocks=100_000, policy=policy,
@@ -62,7 +62,7 @@ def make(variant: str, outputs: int) -> Scheduler:
         policy=policy, max_num_seqs=RUNNING, max_batch_tokens=2048, max_queue=QUEUED * 2, **options
     )
     scheduler = build_scheduler(config, info, FAST)
-    if watched:
+    if subscribed:
         scheduler.reporter.subscribe()
     for number in range(RUNNING + QUEUED):
         scheduler.submit(
@@ -83,7 +83,7 @@ def answer(plan: StepPlan) -> StepResult:
 
 
 def run(scheduler: Scheduler, steps: int) -> list[float]:
-    """Milliseconds of schedule, apply and report, step by step; the engine has 10 ms for each."""
+    """Milliseconds of schedule, apply and report per step. A step advances the time by 10 ms."""
     times, now = [], 0.0
     for _ in range(steps):
         began = time.perf_counter()
@@ -101,13 +101,13 @@ def run(scheduler: Scheduler, steps: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--profile", action="store_true", help="show where the time goes")
-    parser.add_argument("--steps", type=int, default=300, help="decoding steps of each policy")
+    parser.add_argument("--profile", action="store_true", help="profile the scheduler")
+    parser.add_argument("--steps", type=int, default=300, help="decode steps of each policy")
     parser.add_argument("--json", type=Path, help="where to save the figures")
     add_quick(parser, steps=20)
     args = parser.parse_args()
     console = Console()
-    table = Table(title=f"{QUEUED} queued, {RUNNING} running: ms per step (asked: {ASKED_MS:g})")
+    table = Table(title=f"{QUEUED} queued, {RUNNING} running: ms per step (target: {TARGET_MS:g})")
     for name in ("policy", "decoding, median", "p99", "rows", "admitting, median", "p99"):
         table.add_column(name, justify="left" if name == "policy" else "right")
     results = {}

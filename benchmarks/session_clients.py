@@ -1,7 +1,7 @@
-"""Two ways to run a program: sent whole to a session, or call by call by the client.
+"""Two ways to run a program: submitted to a session, or call by call by the client.
 
-Both reach the server through an End, over HTTP or in the same process (and then in simulated
-time), and wait `delay_s` before each request, as if the server were that far away.
+Both use an End, a server over HTTP or in the same process (then in simulated time), and wait
+`delay_s` before each request to simulate the network latency.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ RT, BE = ServiceClass.RT, ServiceClass.BE
 
 
 @dataclass(slots=True)
-class Answered:
-    """One chat completion. Times are seconds on the client's clock."""
+class ChatRecord:
+    """One chat completion. Times are in seconds on the client's clock."""
 
     asked_s: float
     first_s: float = 0.0
@@ -47,11 +47,11 @@ class Answered:
 
 
 class End(Protocol):
-    """A server. Session calls are one request each."""
+    """A server. Each method is one request."""
 
     async def chat(
         self, content: str, sampling: Mapping[str, Any], service_class: ServiceClass
-    ) -> Answered: ...
+    ) -> ChatRecord: ...
 
     async def open(self) -> str: ...
 
@@ -60,7 +60,7 @@ class End(Protocol):
     async def get(self, session: str, variable: str, perf: Perf) -> str: ...
 
     async def calls_of(self, session: str) -> list[dict[str, Any]]:
-        """What inspecting the session shows of its calls."""
+        """The calls of the session, as inspection returns them."""
         ...
 
     async def close(self, session: str) -> None: ...
@@ -68,21 +68,21 @@ class End(Protocol):
 
 @dataclass(slots=True)
 class Run:
-    """What came of a program. seconds: from the first request to the last value."""
+    """The run of a program. seconds: from the first request to the last value."""
 
     seconds: float
     values: dict[str, str]
-    answers: list[Answered] = field(default_factory=list)
+    answers: list[ChatRecord] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
 
 
 async def run_by_calls(
     end: End, program: Program, clock: Clock, *, delay_s: float, service_class: ServiceClass = RT
 ) -> Run:
-    """Each call is rendered and sent by the client, as soon as its inputs are there."""
+    """The client renders and sends each call as soon as its inputs are available."""
     began = clock.now()
     values = {output_of(call): asyncio.get_running_loop().create_future() for call in program.calls}
-    answers: list[Answered] = []
+    answers: list[ChatRecord] = []
 
     async def one(call: CallSpec) -> None:
         content = await rendered(call, values)
@@ -99,7 +99,7 @@ async def run_by_calls(
 async def run_in_session(
     end: End, program: Program, clock: Clock, *, delay_s: float, perf: Perf = Perf.LATENCY
 ) -> Run:
-    """Three trips: open a session, send the program, get its values."""
+    """Three round trips: open a session, submit the program, get its values."""
     began = clock.now()
     await asyncio.sleep(delay_s)
     session = await end.open()
@@ -114,14 +114,14 @@ async def run_in_session(
 
 
 def output_of(call: CallSpec) -> str:
-    """The variable that a call of session_programs.py makes."""
+    """The output variable of a call of session_programs.py."""
     (name,) = [p.variable for p in call.parameters if p.name == "answer"]
     assert name is not None
     return name
 
 
 async def rendered(call: CallSpec, values: Mapping[str, asyncio.Future[str]]) -> str:
-    """The prompt of a call; waits for its inputs."""
+    """The prompt of a call. Waits for its inputs."""
     inputs = {p.name: p for p in call.parameters}
     pieces = []
     for piece in parse_template(call.template or ""):
@@ -143,7 +143,7 @@ class HttpEnd:
 
     async def chat(
         self, content: str, sampling: Mapping[str, Any], service_class: ServiceClass
-    ) -> Answered:
+    ) -> ChatRecord:
         body = {
             "messages": [{"role": "user", "content": content}],
             "stream": True,
@@ -151,7 +151,7 @@ class HttpEnd:
             "service_tier": "flex" if service_class is BE else "default",
             **sampling,
         }
-        answer = Answered(self._clock.now())
+        answer = ChatRecord(self._clock.now())
         async with self._http.post(f"{self._url}/v1/chat/completions", json=body) as reply:
             assert reply.status == 200, await reply.text()
             async for line in reply.content:
@@ -197,7 +197,7 @@ class HttpEnd:
 
 
 def as_json(call: CallSpec) -> dict[str, Any]:
-    """A call in the words of the API."""
+    """A call as JSON of the API."""
     fields = asdict(call)
     fields["parameters"] = [
         {key: value for key, value in parameter.items() if value is not None}
@@ -207,7 +207,7 @@ def as_json(call: CallSpec) -> dict[str, Any]:
 
 
 class ServiceEnd:
-    """The same without HTTP, on whatever engine and clock the service has."""
+    """A server in this process, with any engine and clock."""
 
     def __init__(
         self, service: SessionService, generator: TextGenerator, tokenizer: Tokenizer, clock: Clock
@@ -219,8 +219,8 @@ class ServiceEnd:
 
     async def chat(
         self, content: str, sampling: Mapping[str, Any], service_class: ServiceClass
-    ) -> Answered:
-        answer = Answered(self._clock.now())
+    ) -> ChatRecord:
+        answer = ChatRecord(self._clock.now())
         prompt = self._tokenizer.apply_chat_template([{"role": "user", "content": content}])
         async with await self._generator.start(
             [prompt], SamplingParams(**sampling), service_class=service_class

@@ -1,12 +1,12 @@
-"""The Parrot paper's settings in simulated time: programs in sessions, and by calls, on one A100.
+"""The Parrot paper's settings in simulated time: programs in sessions or call by call, on an A100.
 
     python benchmarks/session_paper.py [--figures 11a,14a,...] [--json FILE]
 
-Sessions, scheduler and KV memory are the real ones; steps take what the analytic profile of LLaMA
-on one A100 says, and no text is made: outputs are drawn words of the fixed lengths. Every
-request of a client takes 250 ms longer (the paper: 200 to 300). The paper's baseline holds at
-most 4,096 tokens of requests on an engine, so that each decodes quickly ("latency"), or as many
-as fit ("throughput"), and knows no prefixes that are only known at run time.
+Sessions, scheduler and KV memory are the real ones; step times come from the analytic profile of
+LLaMA on one A100; outputs are random words of fixed length. Every client request has an additional
+latency of 250 ms (the paper: 200 to 300). The paper's baseline runs requests of at most 4,096
+tokens in total on an engine for a low TPOT ("latency"), or as many as fit ("throughput"), and does
+not share prefixes that are known only at run time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from engine_speed import environment
 from quick import add_quick
 from rich.console import Console
 from rich.table import Table
-from session_clients import BE, RT, Answered, Run, ServiceEnd, run_by_calls, run_in_session
+from session_clients import BE, RT, ChatRecord, Run, ServiceEnd, run_by_calls, run_in_session
 from session_programs import (
     Program,
     Texts,
@@ -56,7 +56,7 @@ CAPACITY_TOKENS = 4096
 DOCUMENT_TOKENS = 20_480
 VOCAB = 1 << 16
 LLAMA_13B, LLAMA_7B = "1x-a100-80g/llama-13b-fp16", "1x-a100-80g/llama-7b-fp16"
-# Who reads along wants a token every 40 ms, as in the paper.
+# A reader wants a token every 40 ms, as in the paper.
 OURS = EngineConfig(
     max_num_seqs=256, max_batch_tokens=2048, max_queue=100_000, slo_ttft=1000, slo_tpot=40
 )
@@ -69,8 +69,10 @@ Row = dict[str, Any]
 class Way:
     """How a program is run, and on what kind of engine.
 
-    session: sent whole. grouped: rows read common prefixes once. best_effort: of calls.
-    kv_tokens: room for so many tokens instead of what the device has.
+    session: the program is submitted to a session, else call by call.
+    grouped: decode rows read shared prefixes once.
+    best_effort: class of the calls.
+    kv_tokens: size of the KV memory; None: that of the device.
     """
 
     name: str
@@ -82,17 +84,17 @@ class Way:
 
 
 def limited(request_tokens: int, **changes: Any) -> EngineConfig:
-    """The paper's engine for latency, whose requests have so many tokens each."""
+    """The paper's engine for latency, with requests of `request_tokens` tokens each."""
     rows = max(1, CAPACITY_TOKENS // request_tokens)
     return dataclasses.replace(THROUGHPUT, max_num_seqs=rows, **changes)
 
 
 class World:
-    """What all simulations share."""
+    """Shared by all simulations."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        # Words that are one token wherever they stand, so that calls and sessions send the same.
+        # Words that are one token in any context, so that calls and sessions have equal prompts.
         texts = ((i, tokenizer.token_text(i)) for i in range(min(tokenizer.vocab_size, VOCAB)))
         self._words = [i for i, text in texts if re.fullmatch(r" [a-z]{3,9}", text)]
 
@@ -100,7 +102,7 @@ class World:
         return Texts(self.tokenizer, seed)
 
     def word(self, chunk: Chunk) -> int:
-        """The token after a chunk; another one for every request and position."""
+        """The token after a chunk, pseudorandom by request and position."""
         place = zlib.crc32(f"{chunk.request_id} {chunk.start}".encode())
         return self._words[place % len(self._words)]
 
@@ -118,7 +120,7 @@ def simulate(
     profile: str,
     use: Callable[[ServiceEnd, TextGenerator], Awaitable[Row]],
 ) -> Row:
-    """What `use` makes of a server with one engine."""
+    """The result of `use` on a server with one engine."""
     blocks = None if way.kv_tokens is None else way.kv_tokens // BLOCK_SIZE
     device = device_of(read_profile(profile, [ROOT / "profiles"]), blocks)
 
@@ -143,7 +145,7 @@ def simulate(
 def at_once(
     world: World, way: Way, profile: str, programs: Sequence[Program], background: float = 0.0
 ) -> Row:
-    """All programs begin together, beside other people's chats at a rate per second."""
+    """All programs start together, beside background chats at a rate per second."""
 
     async def use(end: ServiceEnd, generator: TextGenerator) -> Row:
         others = asyncio.create_task(chats_at_rate(generator, background))
@@ -165,11 +167,11 @@ def at_once(
     return simulate(world, way, profile, use)
 
 
-async def chats_at_rate(generator: TextGenerator, rate: float) -> list[Answered]:
-    """Somebody else's chats, with lengths as in LMSYS-Chat, until cancelled."""
+async def chats_at_rate(generator: TextGenerator, rate: float) -> None:
+    """Background chats with the lengths of LMSYS-Chat, until cancelled."""
     if not rate:
-        return []
-    tasks: list[asyncio.Task[Answered]] = []
+        return
+    tasks: list[asyncio.Task[ChatRecord]] = []
     rng, clock = random.Random(2), LoopClock()
     began_s = clock.now()
     try:
@@ -181,12 +183,11 @@ async def chats_at_rate(generator: TextGenerator, rate: float) -> list[Answered]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return []
 
 
-async def chat(generator: TextGenerator, prompt: list[int], tokens: int) -> Answered:
+async def chat(generator: TextGenerator, prompt: list[int], tokens: int) -> ChatRecord:
     clock = LoopClock()
-    answer = Answered(clock.now())
+    answer = ChatRecord(clock.now())
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0)
     async with await generator.start([prompt], sampling) as generation:
         async for delta in generation:
@@ -198,8 +199,12 @@ async def chat(generator: TextGenerator, prompt: list[int], tokens: int) -> Answ
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One of the paper's. x: what is varied. ways: of an x, ours first. paper: ratio of a way's
-    time to that of the paper's system, by way and x; None where it gives none."""
+    """A figure of the paper.
+
+    x: values of the varied parameter.
+    ways: returns the ways to compare for a value, ours first.
+    paper: way -> its time relative to the paper's system, by x; None where the paper has none.
+    """
 
     title: str
     x_label: str
@@ -210,7 +215,7 @@ class Figure:
 
 
 LATENCY, MANY = "by calls, latency", "by calls, throughput"
-# Requests of different lengths: so many tokens of them, however many requests that is.
+# For requests of different lengths, the KV memory limits the tokens instead.
 SMALL = Way(LATENCY, THROUGHPUT, session=False, kv_tokens=CAPACITY_TOKENS)
 
 
@@ -271,7 +276,7 @@ def sharing_ways(_: float) -> Sequence[Way]:
 
 
 def coding_ways(_: float) -> Sequence[Way]:
-    # A coder's or reviewer's request has some 1,500 to 6,000 tokens: two at once.
+    # A coder's or reviewer's request has about 1,500 to 6,000 tokens: two at a time.
     return (
         Way("session", grouped=True),
         Way("session, read by every row"),
@@ -370,7 +375,7 @@ MIXED_PAPER = {
 
 
 def mixed(world: World, way: Way) -> Row:
-    """Chats, one per second, and map-reduce programs one after another, on one engine."""
+    """Chats, one per second, beside consecutive map-reduce programs on one engine."""
 
     async def use(end: ServiceEnd, generator: TextGenerator) -> Row:
         clock, answers = LoopClock(), []
@@ -405,7 +410,7 @@ def mixed(world: World, way: Way) -> Row:
 
 
 def run(names: Sequence[str], console: Console, path: Path | None) -> None:
-    """The figures of these names; in the file, those that it has stay."""
+    """Simulate these figures; other figures in the file are kept."""
     files = resolve_model(None, default_cache_dir(), console.print)
     world = World(Tokenizer.load(files.folder))
     found: Row = json.loads(path.read_text()) if path and path.exists() else {"figures": {}}
@@ -468,7 +473,7 @@ def show_mixed(console: Console, figure: Row) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--figures", default=",".join([*FIGURES, "19"]))
-    parser.add_argument("--json", type=Path, help="file to write; figures that it has stay")
+    parser.add_argument("--json", type=Path, help="output file; its other figures are kept")
     add_quick(parser, figures="11a")
     arguments = parser.parse_args()
     console = Console()

@@ -1,8 +1,8 @@
-"""The programs that sessions are measured with: chains, map-reduce, several agents, one question.
+"""The programs of the session benchmarks: chains, map-reduce, multiple agents, single questions.
 
-A program is a list of calls whose templates name variables; who runs it may send it whole to a
-session, or render each call as soon as its inputs are there, as client libraries do. Texts are
-drawn from a seed, in tokens of the model that is measured; every output has a fixed length.
+A program is a list of calls whose templates name variables. It can be submitted to a session, or a
+client can render each call as soon as its inputs are available, as client libraries do. Texts are
+random, depend on a seed and have a given number of tokens; every output has a fixed length.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bros.semantic.schema import CallSpec, Parameter
 
 
 class Encoding(Protocol):
-    """A tokenizer, as far as texts of a given length need it."""
+    """The part of a tokenizer that Texts needs."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -25,7 +25,7 @@ class Encoding(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """calls: in an order in which they can run. results: the variables that the user asks for."""
+    """calls: in topological order. results: the variables that the user gets."""
 
     calls: Sequence[CallSpec]
     results: Sequence[str]
@@ -36,7 +36,7 @@ class Program:
 
 
 class Texts:
-    """Made-up text of so many tokens; never the same twice."""
+    """Random text of a given number of tokens, different each time."""
 
     def __init__(self, encoding: Encoding, seed: int) -> None:
         self._encoding = encoding
@@ -50,7 +50,7 @@ class Texts:
 
 
 def call(name: str, template: str, output: str, tokens: int, **inputs: str) -> CallSpec:
-    """inputs: placeholder -> "=text" for a constant, else a variable. One output of `tokens`."""
+    """A call with one output of `tokens` tokens. inputs: placeholder -> "=text" or a variable."""
     parameters = [
         Parameter(name=key, value=value[1:])
         if value[:1] == "="
@@ -67,14 +67,14 @@ def call(name: str, template: str, output: str, tokens: int, **inputs: str) -> C
 
 
 def fixed_length(tokens: int) -> dict[str, Any]:
-    """Sampling that gives exactly so many tokens, and the same each time."""
+    """Greedy sampling of exactly `tokens` tokens."""
     return {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True, "temperature": 0.0}
 
 
 def chain_summary(texts: Texts, *, chunks: int, chunk_tokens: int, output_tokens: int) -> Program:
-    """A document in parts, each summarised together with the summary of what came before.
+    """A document in parts, each summarized together with the previous summary.
 
-    What is known beforehand stands first in the prompt.
+    The part comes first in the prompt, because it is known beforehand.
     """
     template = (
         "Here is part of a document:\n{{input:part}}\n\nThe parts before it say: "
@@ -91,7 +91,7 @@ def chain_summary(texts: Texts, *, chunks: int, chunk_tokens: int, output_tokens
 def map_reduce_summary(
     texts: Texts, *, chunks: int, chunk_tokens: int, output_tokens: int
 ) -> Program:
-    """All parts summarised at once, and a summary of the summaries."""
+    """All parts summarized in parallel, and a summary of the summaries."""
     template = "Here is part of a document:\n{{input:part}}\n\nSum it up."
     calls = [
         call("map", template, f"m{i}", output_tokens, part="=" + texts.words(chunk_tokens))
@@ -109,10 +109,10 @@ def map_reduce_summary(
 def multi_agent_coding(
     texts: Texts, *, files: int, rounds: int, code_tokens: int, comment_tokens: int
 ) -> Program:
-    """An architect, a coder per file, and rounds in which each file is reviewed and written anew.
+    """An architect, a coder per file, and rounds in which each file is reviewed and revised.
 
-    Everybody reads the design, and in reviews all files: as in the MetaGPT workload of the Parrot
-    paper (section 8.4), most of what is in prompts is in several of them.
+    All prompts contain the design, reviews and revisions all files: as in the MetaGPT workload of
+    the Parrot paper (section 8.4), most of the prompts' text is shared.
     """
     task = "=" + texts.words(60)
     design = "We write a program together. The task is: {{input:task}}\nThe design is:"
@@ -157,9 +157,9 @@ def multi_agent_coding(
 
 
 def question(texts: Texts, system: str, *, question_tokens: int, output_tokens: int) -> Program:
-    """One call: a system prompt that others have, too, and a question."""
+    """One call: a shared system prompt and a question."""
     template = "{{input:system}}\n\nA user asks: {{input:question}}"
     asked = "=" + texts.words(question_tokens)
-    # The system prompt is part of the template, which is what sessions share with each other.
+    # The system prompt is part of the template, because sessions share templates.
     template = template.replace("{{input:system}}", system.replace("{{", "\\{{"))
     return Program([call("chat", template, "answer", output_tokens, question=asked)], ["answer"])

@@ -1,4 +1,4 @@
-"""Tables and plots of session_speed.py, shared_prefix.py and session_paper.py: sessions.md.
+"""Renders the results of session_speed.py, shared_prefix.py and session_paper.py: sessions.md.
 
 python benchmarks/session_report.py [FOLDER]      (default: benchmarks/results)
 """
@@ -16,13 +16,13 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from session_paper import MIXED_PAPER
-from session_speed import PARTS, TPOT_S, TTFT_S, lengthened, ratios
+from session_speed import PARTS, TPOT_S, TTFT_S, ratios, slowdown
 
 RESULTS = Path(__file__).with_name("results")
-COLOURS = ("#0072B2", "#E69F00", "#999999", "#CC79A7", "#009E73")
+COLORS = ("#0072B2", "#E69F00", "#999999", "#CC79A7", "#009E73")
 INTRODUCTION = """# Programs in sessions
 
-What a program of many calls takes when a session runs it, and when a client makes every call.
+The time of a program of many calls when a session runs it, and when a client makes every call.
 Written by `benchmarks/session_report.py`.
 
 """
@@ -46,9 +46,9 @@ def made(results: Row) -> str:
 def speed_page(results: Row) -> Iterator[str]:
     yield "## Measured\n\n"
     yield (
-        f"SmolLM2-135M in fp32 over HTTP, {made(results)} Each request of a client takes "
-        f"{1e3 * results['delay_s']:.0f} ms longer. Medians of {results['rounds']} rounds; `times "
-        "ours` are medians of the ratios within a round, `asked` what was asked for.\n\n"
+        f"SmolLM2-135M in fp32 over HTTP, {made(results)} Each client request has an additional "
+        f"latency of {1e3 * results['delay_s']:.0f} ms. Medians of {results['rounds']} rounds; "
+        "`times ours` is the median of the ratios within a round.\n\n"
         "![seconds of programs](sessions_cpu.png)\n\n"
     )
     rows = []
@@ -67,7 +67,7 @@ def speed_page(results: Row) -> Iterator[str]:
                     f"{way['asked']:.1f}" if way["asked"] else "",
                 ]
             )
-    head = ("program", "way", "s", "times ours", "ms between tokens", "times ours", "asked")
+    head = ("program", "way", "s", "times ours", "TPOT, ms", "times ours", "target")
     yield table(head, rows)
     if "mixed" in results:
         yield from _mixed_page(results["mixed"])
@@ -88,15 +88,14 @@ def _mixed_page(found: Row) -> Iterator[str]:
         )
     yield table(("", "chats that met both objectives", "s per program", "engine busy"), rows)
     yield (
-        f"Objectives: {1e3 * TTFT_S:.0f} ms to the first token, {1e3 * TPOT_S:.0f} ms between "
-        f"tokens. Beside chats a program takes {lengthened(found):.2f} times what it takes alone "
-        "and the chats take of the engine meanwhile (asked: at most 1.15, with at least 97 % of "
-        "the chats on time).\n\n"
+        f"Objectives: TTFT {1e3 * TTFT_S:.0f} ms, TPOT {1e3 * TPOT_S:.0f} ms. Beside chats a "
+        f"program takes {slowdown(found):.2f} times the sum of its time alone and the engine time "
+        "of the chats meanwhile (target: at most 1.15 and at least 97 % of the chats on time).\n\n"
     )
 
 
 def speed_plot(results: Row) -> Figure:
-    """Seconds of every way, a group of bars for each program."""
+    """A bar for the seconds of each way, grouped by program."""
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     axes = figure.subplots()
     groups = [(PARTS[name].title, ways) for name, ways in results["parts"].items()]
@@ -105,7 +104,7 @@ def speed_plot(results: Row) -> Figure:
         middle = place + (len(ways) - 1) / 2
         for index, way in enumerate(ways):
             height = _median(way, "seconds")
-            axes.bar(place, height, 0.9, color=COLOURS[min(index, 2)])
+            axes.bar(place, height, 0.9, color=COLORS[min(index, 2)])
             times = statistics.median(ratios(ways, "seconds")[index])
             text = way["way"] + ("" if index == 0 else f"\n{times:.2f} x")
             axes.text(place, height, text, ha="center", va="bottom", fontsize=6.5)
@@ -121,12 +120,12 @@ def speed_plot(results: Row) -> Figure:
 
 
 def prefix_page(results: Row) -> Iterator[str]:
-    yield "### A prefix read once\n\n"
+    yield "### Shared prefixes in attention\n\n"
     yield (
-        "Decode steps of rows with a prefix in common, and the attention of all layers in them: "
-        f"read by each row, over read once (`benchmarks/shared_prefix.py`). {made(results)} "
-        "Asked for at 16 rows: 1.3. What is not attention is the same in both, and most of a step "
-        "of this model on this machine.\n\n"
+        "Decode steps of rows with a shared prefix, and the attention of all layers in them: the "
+        "prefix read by each row, over read once (`benchmarks/shared_prefix.py`). "
+        f"{made(results)} Target at 16 rows: 1.3. The rest of the step is the same in both, and "
+        "dominates for this model on this machine.\n\n"
         "![how many times as fast](shared_prefix_cpu.png)\n\n"
     )
     rows = []
@@ -136,7 +135,7 @@ def prefix_page(results: Row) -> Iterator[str]:
             cells += [f"{row[f'{part}_off_ms']:.1f}", f"{row[f'{part}_on_ms']:.1f}"]
             cells.append(f"{row[f'{part}_ratio']:.2f}")
         rows.append(cells)
-    head = ("rows", "in common", "KV", "step, ms", "read once", "times", "attention, ms")
+    head = ("rows", "shared", "KV", "step, ms", "read once", "times", "attention, ms")
     yield table((*head, "read once", "times"), rows)
 
 
@@ -144,7 +143,7 @@ def prefix_plot(results: Row) -> Figure:
     figure = Figure(figsize=(6, 3.2), layout="constrained")
     axes = figure.subplots()
     kv_dtypes = sorted({row["kv_dtype"] for row in results["decode_steps"]})
-    for colour, kv_dtype in zip(COLOURS, kv_dtypes, strict=False):
+    for color, kv_dtype in zip(COLORS, kv_dtypes, strict=False):
         rows = [row for row in results["decode_steps"] if row["kv_dtype"] == kv_dtype]
         for part, style in (("attention", "--"), ("step", "-")):
             axes.plot(
@@ -153,7 +152,7 @@ def prefix_plot(results: Row) -> Figure:
                 style,
                 marker="o",
                 markersize=4,
-                color=colour,
+                color=color,
                 label=f"{part}, {kv_dtype} KV",
             )
     axes.set_xlabel("rows with 1,500 tokens in common")
@@ -171,9 +170,9 @@ def paper_page(results: Row) -> Iterator[str]:
     yield "## The Parrot paper's settings, simulated\n\n"
     yield (
         "LLaMA-13B (figures 15 and 19: 7B) on one A100 of 80 GB, in simulated time: "
-        "`benchmarks/session_paper.py`. Step times are worked out from data sheets, and what is "
-        "measured in the paper runs on other software, so compare shapes and not seconds. "
-        "Ratios are times of a way over those of a session.\n\n"
+        "`benchmarks/session_paper.py`. Step times are derived from data sheets, and the paper "
+        "measured other software, so compare shapes and not seconds. Ratios are relative to a "
+        "session.\n\n"
         "![seconds by figure](sessions_paper.png)\n\n"
     )
     for name, figure in results["figures"].items():
@@ -190,14 +189,14 @@ def paper_page(results: Row) -> Iterator[str]:
             pairs = zip(measured, ours, strict=True)
             rows.append(["times ours", *(f"{a['seconds'] / b['seconds']:.2f}" for a, b in pairs)])
             if way in figure["paper"]:
-                told = figure["paper"][way]
-                rows.append(["in the paper", *("" if r is None else f"{r:.2f}" for r in told)])
+                published = figure["paper"][way]
+                rows.append(["in the paper", *("" if r is None else f"{r:.2f}" for r in published)])
         yield table((figure["x_label"], *(f"{x:g}" for x in figure["x"])), rows)
 
 
 def _paper_mixed(figure: Row) -> Iterator[str]:
     yield "### Figure 19: chats, one per second, beside map-reduce programs\n\n"
-    yield "One engine here, four in the paper; its figures in brackets.\n\n"
+    yield "One engine here, four in the paper; the paper's figures in brackets.\n\n"
     rows = []
     for way, row in figure.items():
         normalized, decode, program = MIXED_PAPER[way]
@@ -210,12 +209,12 @@ def _paper_mixed(figure: Row) -> Iterator[str]:
                 f"{100 * row['both_met']:.0f} %",
             ]
         )
-    head = ("way", "chat, ms per token", "between tokens, ms", "program, s", "chats on time")
+    head = ("way", "chat, ms per token", "TPOT, ms", "program, s", "chats on time")
     yield table(head, rows)
 
 
 def paper_plot(results: Row) -> Figure:
-    """A panel per figure: seconds over what is varied."""
+    """A panel per figure: seconds over the varied parameter."""
     figures = {name: f for name, f in results["figures"].items() if name != "19"}
     columns = 4
     lines = -(-len(figures) // columns)
@@ -229,9 +228,9 @@ def paper_plot(results: Row) -> Figure:
 
 
 def _panel(axes: Axes, name: str, drawn: Row) -> None:
-    for colour, (way, rows) in zip(COLOURS, drawn["ways"].items(), strict=False):
+    for color, (way, rows) in zip(COLORS, drawn["ways"].items(), strict=False):
         seconds = [row["seconds"] for row in rows]
-        axes.plot(drawn["x"], seconds, marker="o", markersize=4, color=colour, label=way)
+        axes.plot(drawn["x"], seconds, marker="o", markersize=4, color=color, label=way)
     axes.set_title(f"{name}: {drawn['title']}", fontsize=8)
     axes.set_xlabel(drawn["x_label"], fontsize=8)
     axes.set_ylabel("seconds", fontsize=8)

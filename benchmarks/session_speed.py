@@ -1,25 +1,25 @@
-"""Programs sent whole to a session, beside clients that make every call themselves.
+"""Programs submitted to a session, compared with clients that make every call themselves.
 
     python benchmarks/session_speed.py [--parts chain,map-reduce,...] [--json FILE]
 
-The embedded model on this machine, in fp32 unless it says int4, served by `bros serve`. Nothing
-else may run on it. Every request of a client takes 250 ms longer than it does here, as over the
-Internet; a session takes three of them, whatever the program. All ways run the same prompts and
-make the same number of tokens; each has a server of its own, and they take turns within a round.
-Figures are medians over the rounds, ratios those of the same round.
+`bros serve` with the embedded model on this machine, in fp32 unless int4 is named. Run nothing else
+on it. Every client request has an additional latency of 250 ms, as over the Internet; a session
+needs three of them for any program. All ways run the same prompts and generate the same number of
+tokens; each has its own server, and they alternate within a round. Figures are medians over the
+rounds, ratios are taken within a round.
 
-chain       A document summed up part by part, with int4 weights. By calls: each waits for the one
-            before, and for the network. Sized so that a call takes two or three times as long as
-            the network, as the shortest of the Parrot paper (figure 11) does on an A100
-            (and chain-long: half as many parts, twice as long).
-map-reduce  Parts summed up at once, then the summaries. By calls, each as if a user waited for it:
-            on an engine that holds no more requests than it can serve at nearly the pace of one.
-coding      An architect, 8 coders, 3 rounds of reviews: best-effort calls ("flex"), without
+chain       A document summarized part by part, with int4 weights. By calls: each waits for the
+            previous one and for the network. A call takes two or three times the network latency,
+            as the shortest of the Parrot paper (figure 11) does on an A100. (chain-long: half as
+            many parts, twice as long.)
+map-reduce  Parts summarized in parallel, then the summaries. By calls: all are latency-sensitive,
+            on an engine whose batch is limited to nearly the TPOT of a single request.
+coding      An architect, 8 coders, 3 rounds of reviews. By calls: best-effort ("flex"), without
             a prefix cache.
-chat        16 questions at once after a system prompt of 1,500 tokens: read by every row for itself
-            (and chat-alone: without a prefix cache).
-mixed       Chats as they come beside map-reduce programs one after another: who is on time, and
-            how much longer the programs take.
+chat        16 questions at once with a system prompt of 1,500 tokens. By calls: every row reads its
+            KV. (chat-alone: without a prefix cache.)
+mixed       Random chats beside consecutive map-reduce programs: attainment of the chats, and the
+            slowdown of the programs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from engine_speed import environment
 from quick import add_quick
 from rich.console import Console
 from rich.table import Table
-from session_clients import BE, RT, Answered, HttpEnd, Run, run_by_calls, run_in_session
+from session_clients import BE, RT, ChatRecord, HttpEnd, Run, run_by_calls, run_in_session
 from session_programs import (
     Program,
     Texts,
@@ -83,7 +83,7 @@ async def by_flex_calls(end: HttpEnd, program: Program) -> Run:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to run a program. asked: how many times as fast the first way is to be."""
+    """One way to run a program. asked: target of its time relative to the first way."""
 
     name: str
     ask: Ask
@@ -93,7 +93,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """programs: those that are run at once, given texts of the round. ways: the first is ours."""
+    """programs: returns the concurrent programs, given the texts of a round. ways: ours first."""
 
     title: str
     programs: Callable[[Texts], list[Program]]
@@ -160,7 +160,7 @@ PARTS: Mapping[str, Part] = {
 async def measured(
     part: Part, rounds: int, texts_of: Callable[[int], Texts], report: Callable[[str], None]
 ) -> list[Row]:
-    """Every way of a part, in turn within each round, after a small program on each server."""
+    """Run every way of a part, alternating within each round, after a warm-up program."""
     found: list[Row] = [
         {"way": way.name, "flags": [*SERVER, *way.flags], "asked": way.asked, "runs": []}
         for way in part.ways
@@ -183,8 +183,7 @@ async def measured(
 
 
 def summary(runs: Sequence[Run]) -> Row:
-    """seconds: mean of the programs that ran at once. decode_s: mean time between tokens, of the
-    calls whose result the user sees."""
+    """The figures of concurrent programs. seconds: their mean. decode_s: mean TPOT of the calls."""
     gaps = [answer.tpot_s for run in runs for answer in run.answers]
     for run in runs:
         for call in run.calls:
@@ -201,7 +200,7 @@ def summary(runs: Sequence[Run]) -> Row:
 
 
 def ratios(rows: Sequence[Row], key: str) -> list[list[float]]:
-    """How many times as much each way takes as the first one, round by round."""
+    """`key` of each way relative to the first one, per round."""
     first = rows[0]["runs"]
     return [
         [run[key] / ours[key] for run, ours in zip(row["runs"], first, strict=True)] for row in rows
@@ -223,7 +222,7 @@ async def mixed(texts_of: Callable[[int], Texts], report: Callable[[str], None])
         ):
             report(f"mixed: {name}, {MIXED_S:.0f} s")
             busy_s, began = await step_seconds(http, url), CLOCK.now()
-            chat_task = asyncio.ensure_future(chats_as_they_come(end, texts_of(1000), with_chats))
+            chat_task = asyncio.ensure_future(random_chats(end, texts_of(1000), with_chats))
             seconds = await programs_in_turn(end, texts_of, with_programs)
             answers = await chat_task
             found[name] = {
@@ -249,7 +248,7 @@ def small_map_reduce(texts: Texts) -> Program:
 async def programs_in_turn(
     end: HttpEnd, texts_of: Callable[[int], Texts], wanted: bool
 ) -> list[float]:
-    """One after another until the time is over; how long each took."""
+    """Run programs one after another for MIXED_S; returns their seconds."""
     found: list[float] = []
     until_s = CLOCK.now() + MIXED_S
     while wanted and CLOCK.now() < until_s:
@@ -258,10 +257,10 @@ async def programs_in_turn(
     return found
 
 
-async def chats_as_they_come(end: HttpEnd, texts: Texts, wanted: bool) -> list[Answered]:
-    """A Poisson process of short questions, the same each time."""
+async def random_chats(end: HttpEnd, texts: Texts, wanted: bool) -> list[ChatRecord]:
+    """A Poisson process of short questions, the same for every call."""
     rng = random.Random(1)
-    tasks: list[asyncio.Task[Answered]] = []
+    tasks: list[asyncio.Task[ChatRecord]] = []
     until_s = CLOCK.now() + MIXED_S
     while wanted:
         await asyncio.sleep(rng.expovariate(CHAT_RATE))
@@ -274,7 +273,7 @@ async def chats_as_they_come(end: HttpEnd, texts: Texts, wanted: bool) -> list[A
 
 
 async def step_seconds(http: aiohttp.ClientSession, url: str) -> float:
-    """What all steps of the engine have taken so far."""
+    """The total step time of the engine so far."""
     async with http.get(f"{url}/metrics") as reply:
         found = re.search(r"^bros_engine_step_seconds_total (\S+)", await reply.text(), re.M)
     assert found, "the server has no metric of steps"
@@ -287,9 +286,9 @@ def client() -> aiohttp.ClientSession:
     )
 
 
-def lengthened(found: Mapping[str, Row]) -> float:
-    """Time of a program beside chats, as a share of what it takes alone and of what the chats take
-    of the engine meanwhile."""
+def slowdown(found: Mapping[str, Row]) -> float:
+    """Time of a program beside chats, relative to its time alone plus the engine time of the chats
+    meanwhile."""
     alone = statistics.mean(found["programs alone"]["programs_s"])
     beside = statistics.mean(found["both"]["programs_s"])
     chats = found["chats alone"]
@@ -297,9 +296,7 @@ def lengthened(found: Mapping[str, Row]) -> float:
 
 
 def show(console: Console, results: Mapping[str, Any]) -> None:
-    table = Table(
-        "program", "way", "seconds", "times ours", "between tokens", "times ours", "asked"
-    )
+    table = Table("program", "way", "seconds", "times ours", "TPOT", "times ours", "target")
     for name, rows in results["parts"].items():
         for row, total, pace in zip(
             rows, ratios(rows, "seconds"), ratios(rows, "decode_s"), strict=True
@@ -325,8 +322,8 @@ def show(console: Console, results: Mapping[str, Any]) -> None:
             )
             console.print(f"{name}: {row['both_met']} of {row['chats']} chats met both{took}")
         console.print(
-            f"programs beside chats: {lengthened(found):.2f} of alone and the chats' share "
-            "(asked: at most 1.15; chats: at least 97 %)"
+            f"programs beside chats: {slowdown(found):.2f} of alone and the chats' share "
+            "(target: at most 1.15; chats: at least 97 %)"
         )
 
 
@@ -354,7 +351,7 @@ async def run(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def keep(path: Path, results: Row, rounds: int) -> None:
-    """In the file, beside the parts that it has."""
+    """Store the results; other parts in the file are kept."""
     found = json.loads(path.read_text()) if path.exists() else {"parts": {}}
     found["parts"] |= results.pop("parts")
     found |= {"environment": environment(), "delay_s": DELAY_S, "rounds": rounds, **results}
@@ -365,7 +362,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--parts", default=",".join([*PARTS, "mixed"]))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="file to write; parts that it has stay")
+    parser.add_argument("--json", type=Path, help="output file; its other parts are kept")
     add_quick(parser, parts="chain", rounds=1)
     arguments = parser.parse_args()
     asyncio.run(run(arguments, Console()))

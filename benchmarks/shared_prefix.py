@@ -1,12 +1,12 @@
-"""Decode steps of requests that begin alike: their common KV read once, and by each of them.
+"""Decode steps of requests with a shared prefix: its KV read once, or by each row.
 
     python benchmarks/shared_prefix.py [--rows 16] [--prefix 1500] [--kv-dtype fp32 bf16]
         [--json benchmarks/results/shared_prefix_cpu.json]
 
-Two engines with the embedded model, --shared-attention on and off, take turns step by step, so that
-a slow minute of the machine hits both; the figures are medians of whole iterations, and of the
-attention of all layers alone. The requests have a prompt of the common prefix, which the prefix
-cache holds, and 100 tokens of their own. Run it with nothing else on the machine.
+Two engines with the embedded model, --shared-attention on and off, alternate step by step, so that
+a slow minute of the machine affects both. Figures are medians of whole steps, and of the attention
+of all layers alone. The requests have the cached prefix and 100 tokens of their own. Run nothing
+else on the machine.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def finish(engine: Engine) -> None:
 
 
 def measure(engines: dict[str, Engine], rows: int, prefix: int, steps: int) -> dict[str, float]:
-    """Milliseconds of a decode step of each engine."""
+    """Engine -> median milliseconds of a decode step."""
     rng = random.Random(rows * 100_000 + prefix)
     common = prompt(rng, prefix)
     prompts = [common + prompt(rng, PRIVATE_TOKENS) for _ in range(rows)]
@@ -79,7 +79,7 @@ def measure(engines: dict[str, Engine], rows: int, prefix: int, steps: int) -> d
 
 
 def compare(kv_dtype: str, weights: str, cases: Sequence[tuple[int, int]], steps: int) -> list[Row]:
-    """Of each case (rows, tokens in common) the times in milliseconds, and their ratios."""
+    """The times in milliseconds and their ratios for each case (rows, prefix tokens)."""
     files = resolve_model(None, default_cache_dir())
     engines = {
         choice: build_engine(
@@ -137,7 +137,7 @@ def main() -> None:
         found += compare(kv_dtype, args.weights, cases, args.steps)
     shared = f"{args.weights} weights, prefix read once (on) and by each row (off)"
     table = Table(title=f"Milliseconds of decode steps, {shared}")
-    names = {"kv_dtype": "KV", "rows": "rows", "prefix": "in common"}
+    names = {"kv_dtype": "KV", "rows": "rows", "prefix": "shared"}
     for part in ("step", "attention"):
         names |= {f"{part}_on_ms": f"{part} on", f"{part}_off_ms": "off", f"{part}_ratio": "ratio"}
     for name in names.values():

@@ -1,11 +1,11 @@
-"""What the host does for a step beside the model: schedule, build the inputs, apply.
+"""The host's work per step besides the model: schedule, build the inputs, apply.
 
     python benchmarks/step_host_speed.py [--rounds 5] [--quick] [--json FILE]
 
 The scheduler, the KV cache, the engine and the runner are the real ones; the decoder and the
-choice of tokens are replaced by constants, so that a step consists of nothing but host work.
-Cases are steady decode steps of 32 and 128 rows with 300 to 1,000 tokens of context each, without
-a common prefix ("alone") and with 512 common tokens among every 8 rows ("shared").
+sampler are replaced by constants, so that a step consists of host work only. Cases are steady
+decode steps of 32 and 128 rows with 300 to 1,000 tokens of context each, without a shared prefix
+("alone") and with a prefix of 512 tokens shared by every 8 rows ("shared").
 
 To compare two versions, run the script with PYTHONPATH set to each of them in turn.
 """
@@ -52,7 +52,7 @@ class ConstantDecoder:
         return torch.empty(0)
 
 
-class ConstantChooser:
+class ConstantSampler:
     """Chooses the same token for every row."""
 
     def __call__(self, logits: Any, samples: Any) -> tuple[SampledToken, ...]:
@@ -60,7 +60,7 @@ class ConstantChooser:
 
 
 class NoKv:
-    """KV memory that holds nothing."""
+    """KV memory without content."""
 
     def __init__(self) -> None:
         self.layers = [(torch.empty(0), torch.empty(0))]
@@ -82,7 +82,7 @@ def make(rows: int, shared: bool, outputs: int) -> Engine:
     grouping = Grouping(BLOCK_SIZE, min_blocks=16, min_rows=4)
     uploader = InputUploader(kernels, HeadLayout(9, 3, 64), cpu)
     runner = ModelRunner(
-        cast(Any, ConstantDecoder()), cast(Any, NoKv()), uploader, cast(Any, ConstantChooser())
+        cast(Any, ConstantDecoder()), cast(Any, NoKv()), uploader, cast(Any, ConstantSampler())
     )
     info = EngineInfo(
         model="none", weights="", kernels="", kv_dtype="", device="", max_model_len=4096,
@@ -111,7 +111,7 @@ def make(rows: int, shared: bool, outputs: int) -> Engine:
 
 
 def run(rows: int, shared: bool, steps: int) -> list[float]:
-    """Milliseconds of processor time per step in which every row decodes."""
+    """Milliseconds of processor time of each step in which every row decodes."""
     engine = make(rows, shared, outputs=steps + 60)
     while True:
         outputs = engine.step()
@@ -131,7 +131,7 @@ def run(rows: int, shared: bool, steps: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="few steps: only to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="few steps: only test the program")
     parser.add_argument("--json", type=Path, help="where to save the figures")
     args = parser.parse_args()
     rounds, steps = (1, QUICK_STEPS) if args.quick else (args.rounds, STEPS)

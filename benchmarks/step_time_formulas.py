@@ -1,12 +1,12 @@
-"""Step times worked out from data sheets, for devices that are not at hand.
+"""Analytic step times: derived from data sheets, or from published formulas.
 
     T(step) = overhead + all-reduces
             + max(reading the weights, multiplying them with all tokens)
             + attention of prompt chunks, from FLOPs, and of decode rows, from bytes
 
-The maximum is the constant (reading) and a hinge: from the knot on, where multiplying takes as
-long as reading, every token costs its FLOPs. No measurement stands behind these figures. They
-serve simulations of published set-ups, and every profile lists what it assumes.
+The maximum becomes the constant (reading) and a hinge: from the knot, where multiplying takes as
+long as reading, every token costs its FLOPs. These figures are not measured. They are for
+simulations of published set-ups; every profile lists its assumptions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bros.scheduler.cost_model import CostModel
 from bros.scheduler.profiles import ANALYTIC, Profile, ProfileKey
 
 _BYTES = 2
-"""Of a weight, of an activation and of a value in the KV cache: all fp16."""
+"""Size of a weight, an activation and a KV value: all fp16."""
 
 _GIB = 1 << 30
 
@@ -26,7 +26,8 @@ _GIB = 1 << 30
 class Architecture:
     """The shape of a decoder.
 
-    gated: the MLP has three matrices and not two. tied: the head is the embedding.
+    gated: the MLP has three matrices instead of two.
+    tied: the head is the embedding.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Architecture:
 
     @property
     def layer_parameters(self) -> int:
-        """Of the matrices of all layers; biases and norms do not count."""
+        """In the matrices of all layers, without biases and norms."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         mlp = self.hidden * self.intermediate * (3 if self.gated else 2)
         return self.layers * (attention + mlp)
@@ -53,22 +54,25 @@ class Architecture:
 
     @property
     def parameters(self) -> int:
-        """All that lies in memory."""
+        """In the whole model."""
         return self.layer_parameters + self.head_parameters * (1 if self.tied else 2)
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token over all layers."""
+        """KV size of one token over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpus:
-    """`count` equal GPUs under tensor parallelism, figures of one: bytes, bytes/s, FLOP/s.
+    """`count` equal GPUs with tensor parallelism. Figures are per GPU.
 
-    link_bandwidth: of an all-reduce, as measured by common benchmarks ("bus bandwidth").
-    host_bandwidth: of copies between host and device. overhead_s: what every step takes on the
-    host, for scheduling and launching kernels.
+    memory: bytes.
+    bandwidth: bytes/s.
+    flops: FLOP/s.
+    link_bandwidth: bytes/s of an all-reduce ("bus bandwidth" of common benchmarks).
+    host_bandwidth: bytes/s between host and device.
+    overhead_s: host time per step, for scheduling and launching kernels.
     """
 
     name: str
@@ -83,7 +87,7 @@ class Gpus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """What is reached of the data sheet's figures, and what an all-reduce takes at least."""
+    """Achieved fractions of the data sheet's figures, and the minimum time of an all-reduce."""
 
     products: float = 0.55
     weights: float = 0.80
@@ -275,18 +279,18 @@ def _assumptions(shape: Architecture, gpus: Gpus, reached: Efficiency) -> dict[s
 
 
 def _rounded(seconds: float) -> float:
-    """Four significant digits, which is more than the assumptions are good for."""
+    """Four significant digits, more than the assumptions justify."""
     return float(f"{seconds:.4g}")
 
 
-# ---- Step times that others have published as formulas, for devices that are not at hand.
+# ---- Published formulas of step times.
 #
-#     T(step) = constant, then so much per token     whatever lies between the published pieces
-#             + attention of prompt chunks           what the formula says for chunks of one size
+#     T(step) = constant + cost per token            interpolated between the published ranges
+#             + attention of prompt chunks           the formula at one chunk size
 #             + attention of decode rows             per token of context
 #
-# Preble (spec: Preble 2.2) fitted its simulator's formulas to two set-ups. A cost model has other
-# terms, so each profile says in its assumptions what became of them.
+# Preble (spec: Preble 2.2) fitted its simulator's formulas to two set-ups. The cost model has other
+# terms; each profile's assumptions describe the conversion.
 
 
 PUBLISHED = "published"
@@ -312,7 +316,7 @@ def _mistral_on_a6000() -> Profile:
     least_ms, at_end_ms, token_ms = 22.0, 4.21 + 0.1084 * 384, 0.1084
     rise_ms = (at_end_ms - least_ms) / (rising_to - flat)
     chunk = 512
-    # Of a chunk of 512 tokens per token of context; a chunk of others has as much per pair.
+    # Per pair of a chunk of 512 tokens; other chunk sizes use the same cost per pair.
     pair_ms = (1.86e-4 + 1.75e-3 + 2.19e-6 * chunk) / chunk
     swap_s = _MISTRAL_KV_BYTES / _HOST_BYTES_PER_S
     return Profile(

@@ -1,15 +1,15 @@
-"""What the server process costs per streamed token: its processor time at many streams at once.
+"""Processor time of the server process per streamed token, with many concurrent streams.
 
     python benchmarks/stream_speed.py [--streams 200] [--tokens 128] [--rounds 5] [--quick]
         [--trees . ../before] [--options --replicas 1] [--files] [--profile FILE] [--json FILE]
 
-`bros serve` runs a random model of two small layers, so that the engine, in a process of its own,
-is no obstacle. The clients are raw sockets in this process: each sends one chat request and reads
-events until the stream has ended. Counted is the processor time of the server process alone.
+`bros serve` runs a random model of two small layers, so that the engine, in another process, is not
+the bottleneck. The clients are raw sockets in this process: each sends one chat request and reads
+events until the stream ends. Only the processor time of the server process counts.
 
---trees: source trees whose servers are compared, in turns, one round of each after the other.
---files: lists the files of bros/ of which the server calls a function between the first byte of a
-streamed request and the last one of its answer. --profile: cProfile of one round.
+--trees: source trees whose servers are compared; their rounds alternate.
+--files: lists the files of bros/ whose functions the server calls during a streamed request.
+--profile: cProfile of one round.
 """
 
 from __future__ import annotations
@@ -50,9 +50,11 @@ DONE = b"data: [DONE]\n\n"
 class Round:
     """One round: all streams, from the first request to the last byte.
 
-    tokens: of all answers. events: with text, so fewer than tokens if several came in one.
-    user_s, system_s: processor time of the server process, in its own code and in the kernel, which
-    is nearly all for sending. texts: a digest of all answers.
+    tokens: of all responses.
+    events: with text; fewer than tokens if some have several.
+    user_s, system_s: processor time of the server process, in its own code and in the kernel
+        (mostly for sending).
+    texts: digest of all responses.
     """
 
     tree: str
@@ -73,7 +75,7 @@ class Round:
 
 
 def save_model(folder: Path) -> None:
-    """A random Llama whose every token is a word of its own."""
+    """Save a random Llama in which every token is a word."""
     import tokenizers
     import torch
     from tokenizers import decoders, models, pre_tokenizers
@@ -127,7 +129,7 @@ class Server:
         self.host, self.port = found[1], int(found[2])
 
     def cpu_s(self) -> tuple[float, float]:
-        """Processor time of its process so far, user and system, the engine's process left out."""
+        """(user, system) processor seconds so far of the server process, without the engine."""
         stat = Path(f"/proc/{self._process.pid}/stat").read_text()
         fields = stat.rpartition(")")[2].split()
         return int(fields[11]) / TICKS_PER_S, int(fields[12]) / TICKS_PER_S
@@ -144,7 +146,7 @@ class Server:
 def running(
     trees: Sequence[str], options: Sequence[str], launcher: Sequence[str] = ("-m", "bros")
 ) -> Iterator[list[Server]]:
-    """Servers of all trees, one after the other on the same model."""
+    """Run a server per tree, all with the same model."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         folder.mkdir()
@@ -165,7 +167,7 @@ def running(
 
 
 class _Stream(asyncio.Protocol):
-    """One request, and all that is sent back."""
+    """One request and its response."""
 
     def __init__(self, request: bytes) -> None:
         self._request = request
@@ -215,8 +217,8 @@ def unchunked(data: bytes) -> bytes:
     return body
 
 
-async def converse(server: Server, streams: int, tokens: int) -> list[bytes]:
-    """All answers, as bodies."""
+async def run_streams(server: Server, streams: int, tokens: int) -> list[bytes]:
+    """Run all streams; returns the bodies of the responses."""
     loop = asyncio.get_running_loop()
     clients = [_Stream(request_of(number, tokens)) for number in range(streams)]
     for client in clients:
@@ -227,7 +229,7 @@ async def converse(server: Server, streams: int, tokens: int) -> list[bytes]:
 
 def measure(server: Server, streams: int, tokens: int) -> Round:
     before_s, began_s = server.cpu_s(), time.monotonic()
-    bodies = asyncio.run(converse(server, streams, tokens))
+    bodies = asyncio.run(run_streams(server, streams, tokens))
     elapsed_s, after_s = time.monotonic() - began_s, server.cpu_s()
     user_s, system_s = (after - before for after, before in zip(after_s, before_s, strict=True))
     total, events, digest = 0, 0, hashlib.sha256()
@@ -247,7 +249,7 @@ def measure(server: Server, streams: int, tokens: int) -> Round:
 
 
 def compare(args: argparse.Namespace) -> list[Round]:
-    """Rounds of all trees in turns, after one that is not counted."""
+    """Alternating rounds of all trees, after a warm-up."""
     rounds: list[Round] = []
     with running(args.trees, args.options) as servers:
         for server in servers:
@@ -259,7 +261,7 @@ def compare(args: argparse.Namespace) -> list[Round]:
 
 
 def report(rounds: Sequence[Round]) -> None:
-    """Medians, and the least, as others on the machine make all of it dearer."""
+    """Print medians and minima, because other load on the machine increases all times."""
     print(f"{'tree':24} {'us/token':>9} {'least':>6} {'user':>6} {'least':>6} {'tokens/event':>13}")
     for tree in dict.fromkeys(entry.tree for entry in rounds):
         own = [entry for entry in rounds if entry.tree == tree]
@@ -272,11 +274,11 @@ def report(rounds: Sequence[Round]) -> None:
         )
 
 
-# ---- What runs in the server process: started as a server that can be probed
+# ---- Probing the server process
 
 
 def serve_probed(probe: str, result: Path, arguments: Sequence[str]) -> None:
-    """Run bros with `arguments`; record between SIGUSR1 and SIGUSR2. probe: files or profile."""
+    """Run bros with `arguments`; record from SIGUSR1 to SIGUSR2. probe: files or profile."""
     package = str(Path(__import__("bros").__file__).parent)
     seen: dict[str, None] = {}
     profile = cProfile.Profile(time.process_time)
@@ -308,15 +310,15 @@ def serve_probed(probe: str, result: Path, arguments: Sequence[str]) -> None:
 
 
 def _begins(frame: FrameType) -> bool:
-    """Whether a function is called. A coroutine that goes on after it has waited is not: those of
-    the server's main task do whenever uvicorn looks at its clock."""
+    """Whether the frame is a new call. A resumed coroutine is not: the server's main task resumes
+    whenever uvicorn's timer fires."""
     code = frame.f_code.co_code
     resumes = opcode.opname[code[frame.f_lasti]] == "RESUME" and code[frame.f_lasti + 1] & 3 != 0
     return not resumes
 
 
 def probe(tree: str, kind: str, result: Path, args: argparse.Namespace) -> None:
-    """Have one round recorded, of one stream if it is for the files."""
+    """Record one round; for `files`, of a single stream."""
     result.unlink(missing_ok=True)
     launcher = [str(Path(__file__).resolve()), "--serve-probed", kind, str(result.resolve())]
     with running([tree], args.options, launcher) as (server,):
@@ -336,7 +338,7 @@ def list_files(args: argparse.Namespace) -> None:
             result = Path(scratch) / "files"
             probe(tree, "files", result, args)
             names = result.read_text(encoding="utf-8").split()
-            print(f"{tree}: {len(names)} files, as they are met first")
+            print(f"{tree}: {len(names)} files, in order of their first call")
             print("\n".join(f"  {name}" for name in names))
 
 

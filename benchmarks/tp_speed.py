@@ -1,14 +1,14 @@
-"""What it costs that several ranks run one model: plans, sums, logits, and whole steps.
+"""The overhead of tensor parallelism: plans, all-reduces, logits, and whole steps.
 
     torchrun --nproc-per-node 3 benchmarks/tp_speed.py [--json benchmarks/results/tp_speed_3.json]
 
-Rank 0 first runs the model alone, on all cores, while the others sleep; then all of them run it
-together, on as many threads as there are cores for each. So both do the same work on the same
-machine, and what a step takes longer is what the ranks cost. Three ranks run the embedded model,
-other numbers a random one of about its shape, whose heads they can share.
+Rank 0 first runs the model alone on all cores while the others sleep; then all ranks run it
+together, with the cores divided among them. Both do the same work on the same machine, so the
+difference of the step times is the overhead of the ranks. Three ranks run the embedded model; other
+numbers run a random one of about its shape, whose heads they can divide.
 
-A plan is timed from before it is encoded until the last rank has decoded it; beforehand rank 0 is
-busy for as long as scheduling takes, so that the others sleep, as in serving.
+The time of a plan is from before its encoding until the last rank has decoded it. Before each plan,
+rank 0 is busy for about the time of scheduling, so that the other ranks sleep, as in serving.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Figures = dict[str, dict[str, float]]
 
 
 class Rows:
-    """Requests that decode for some steps; each fills a block in another one."""
+    """Requests that decode for some steps; each needs a new block at a different step."""
 
     def __init__(self, count: int, context: int, steps: int) -> None:
         per_row = (context + steps) // BLOCK + 2
@@ -96,7 +96,7 @@ def prompt(step: int, tokens: int) -> StepPlan:
 
 
 def summary(times_s: list[float]) -> dict[str, float]:
-    """Microseconds."""
+    """Median and p99 in microseconds."""
     ordered = sorted(times_s)
     return {
         "median_us": statistics.median(ordered) * 1e6,
@@ -105,7 +105,7 @@ def summary(times_s: list[float]) -> dict[str, float]:
 
 
 def plans(ranks: Ranks, rows: int) -> dict[str, float]:
-    """On rank 0: from before encoding to after decoding on all ranks, and its parts."""
+    """Microseconds of a plan from encoding until all ranks have decoded it, and of its parts."""
     encoder, decoder, requests = PlanEncoder(), PlanDecoder(), Rows(rows, PLAN_CONTEXT, PLANS)
     stamps = torch.zeros(PLANS, 4, dtype=torch.float64)  # began, encoded, received, decoded
     size = 0
@@ -147,7 +147,7 @@ def busy(seconds: float) -> None:
 
 
 def collective(call: Callable[[], object], repeats: int = 200) -> dict[str, float]:
-    """Of calls that all ranks make one right after the other."""
+    """The time of a call that all ranks make repeatedly."""
     times = []
     dist.barrier()
     for _ in range(repeats):
@@ -158,7 +158,7 @@ def collective(call: Callable[[], object], repeats: int = 200) -> dict[str, floa
 
 
 def sampling(ranks: Ranks, vocab: int) -> Figures:
-    """From logits of the shards to tokens on rank 0: it alone, or every rank for itself."""
+    """The time from the shards' logits to tokens, sampled on rank 0 alone or on every rank."""
     step_sampler = HostStepSampler(Sampler())
     widths = [vocab // ranks.size + (rank < vocab % ranks.size) for rank in range(ranks.size)]
     found: Figures = {}
@@ -199,7 +199,7 @@ def steps(executor: Executor, repeats: int) -> dict[str, float]:
 
 
 def load(ranks: Ranks) -> tuple[ModelRunner, int]:
-    """With the vocabulary's size."""
+    """(runner, size of the vocabulary)"""
     config = EngineConfig(device="cpu", weights="fp32", kv_blocks=1024, max_model_len=1024)
     if dist.get_world_size() == 3:
         files = resolve_model(None, default_cache_dir())

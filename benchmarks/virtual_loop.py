@@ -1,4 +1,4 @@
-"""asyncio on a clock that jumps to the next timer whenever nothing is ready."""
+"""asyncio in virtual time: the clock jumps to the next timer whenever no task is ready."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from bros.simulator.simulation import (
 T = TypeVar("T")
 
 START_S = 5000.0
-"""Where time begins: not at 0, so that absolute times are noticed where relative ones belong."""
+"""Start of the virtual time. It is not 0, so that confusing absolute and relative times shows."""
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Takes no time: instead of waiting, moves the clock on. Whole nanoseconds."""
+    """Advances the clock instead of waiting. Times are whole nanoseconds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,13 +46,13 @@ class _JumpingSelector(selectors.DefaultSelector):
         if ready or timeout == 0:
             return ready
         if timeout is None:
-            raise RuntimeError("nothing is left to wait for, so no time would ever pass")
+            raise RuntimeError("deadlock: no timer is pending, so virtual time cannot advance")
         self.now_ns += max(1, round(timeout * 1e9))
         return ready
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Timers are the only way for time to pass; what runs takes none."""
+    """Only timers advance the time; code runs in zero time."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
@@ -64,7 +64,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: object, work: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """At once: a thread takes time of another kind, which nobody here waits for."""
+        """Run `work` immediately, in zero virtual time, instead of on a thread."""
         done: asyncio.Future[T] = self.create_future()
         try:
             done.set_result(work(*args))
@@ -73,12 +73,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return done
 
     def advance(self, seconds: float) -> None:
-        """As if something had kept the processor busy for so long."""
+        """Advance the time as if the processor had been busy."""
         self._jumping.now_ns += round(seconds * 1e9)
 
 
 class LoopClock:
-    """The clock of the loop that runs."""
+    """The clock of the running loop."""
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -88,26 +88,25 @@ class LoopClock:
 
 
 def run_virtual(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """What `main` returns, as quickly as it can be computed."""
+    """Run `main` in virtual time; returns its result."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main())
 
 
-# ---- An engine in the time of a virtual loop, for programs and servers that are made of tasks.
+# ---- An engine on a virtual loop, for sessions, clients and servers.
 #
-#     loop     ......... handle what has come | sleep ................ | deliver the tokens | ...
+#     loop     ......... handle the commands  | sleep ................ | deliver the tokens | ...
 #     engine                                  | step: the clock moves  |
 #
-# Simulation (simulation.py) drives requests that are all known beforehand; here whatever runs on
-# the
-# loop submits them: sessions, clients that wait for an answer before they ask again.
+# Simulation (simulation.py) runs requests that are all known beforehand; here tasks on the loop
+# submit them, e.g. sessions, or clients that wait for a response before their next request.
 
 
 class VirtualEngineClient(MessageClient):
     """Runs `engine` on the running loop, whose time `clock` follows.
 
-    engine: its executor moves the same clock, as SimExecutor does. What arrives during a step
-    is looked at after it: no step is given up.
+    engine: its executor advances the same clock, as SimExecutor does. Commands that arrive during
+        a step are handled after it: no step is aborted.
     """
 
     def __init__(self, engine: Engine, clock: ManualClock) -> None:
@@ -120,7 +119,7 @@ class VirtualEngineClient(MessageClient):
         self._task = asyncio.create_task(self._run(), name="virtual engine")
 
     def send(self, reply: Reply) -> None:
-        """What the engine says outside of steps: in the next turn of the loop, as from afar."""
+        """Deliver a reply in the next iteration of the loop, as if from another process."""
         asyncio.get_running_loop().call_soon(self.on_reply, reply)
 
     async def close(self) -> None:
@@ -144,7 +143,7 @@ class VirtualEngineClient(MessageClient):
             while self._commands:
                 handle(self._commands.popleft(), self._engine, self)
             outputs = self._engine.step()
-            # At least one turn of the loop, so that replies are heard.
+            # At least one iteration of the loop, so that replies are delivered.
             await asyncio.sleep(max(0.0, self._clock.now() - loop.time()))
             if outputs:
                 self.on_reply(Outputs(tuple(outputs)))
@@ -161,11 +160,12 @@ def virtual_engine(
     choose: Callable[[Chunk], int],
     grouped: bool = False,
 ) -> VirtualEngineClient:
-    """An engine with these options on a device of which only step times are known.
+    """An engine with these options on a simulated device.
 
-    choose, grouped: see SimExecutor; if grouped, steps take by unique context what the device's
-    model says they take by context, and the scheduler knows. Call it in a running loop. Raises
-    ConfigError.
+    choose: see SimExecutor.
+    grouped: decode rows read shared blocks once, at the device's cost per token of context, and
+        the scheduler's cost model reflects that.
+    Call it in a running loop. Raises ConfigError.
     """
     model, grouping = device.steps, None
     if grouped:

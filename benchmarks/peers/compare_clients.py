@@ -1,13 +1,12 @@
-"""Does `bros bench` measure what `vllm bench serve` measures?
+"""Compares the measurements of `bros bench` and `vllm bench serve`.
 
     python benchmarks/peers/compare_clients.py VLLM_VENV [--rounds 6] [--json FILE]
 
-Both clients, as they are, play one and the same trace (Mooncake's format, which both read:
-lengths of LMSYS chats, Poisson arrivals) against one bros server with the embedded model. They
-take turns, the first one changing from round to round, since a machine is not equally fast from
-one minute to the next; then the medians over all rounds are compared. The engine leaves the
-clients a core (--threads): beside an engine that takes them all, a client that needs more of the
-processor measures a slower server. Have nothing else running.
+Both unmodified clients replay the same trace (Mooncake's format, which both read: lengths of LMSYS
+chats, Poisson arrivals) against one bros server with the embedded model. They alternate, with a
+different first client in every round, because the speed of the machine varies; then the medians
+over all rounds are compared. The engine leaves a core to the clients (--threads): otherwise a
+client that needs more processor time would measure a slower server. Run nothing else.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from bros.core.clock import SystemClock
 from bros.scheduler.profiles import available_cores
 from bros.workload.arrivals import PoissonLoad
 
-ASKED = 0.05
+TARGET = 0.05
 TAIL_S = 15.0
-"""Long enough for the last answers after the last arrival."""
+"""Time for the last responses after the last arrival."""
 
 NAMES = ("bros bench", "vllm bench serve")
 Figures = dict[str, list[float]]
@@ -47,7 +46,7 @@ Figures = dict[str, list[float]]
 
 
 def write_trace(path: Path, rate: float, duration_s: float, longest: int, seed: int) -> int:
-    """Prompts share nothing; returns how many requests there are."""
+    """Write a trace without shared prefixes; returns the number of requests."""
     rows: list[dict[str, Any]] = []
     blocks = 0
     for arrival in PoissonLoad(rate, "lmsys").arrivals(duration_s, seed):
@@ -102,11 +101,11 @@ def ask_vllm(url: str, trace: Path, out: Path, venv: Path, model: Path, count: i
         raise SystemExit(f"vllm bench serve: {result['completed']} of {count}; see {out}")
     found: Figures = {"ttft_ms": [1e3 * seconds for seconds in result["ttfts"]], "tpot_ms": []}
     for gaps, tokens in zip(result["itls"], result["output_lens"], strict=True):
-        # As it counts itself: the time after the first token, by tokens and not by pieces.
+        # Its own definition: the time after the first token, divided by tokens, not by chunks.
         found["tpot_ms"].append(1e3 * sum(gaps) / (tokens - 1))
     own = result["median_tpot_ms"]
     if abs(statistics.median(found["tpot_ms"]) - own) > 1e-3 * own:
-        raise SystemExit(f"its TPOT median is {own} ms, that of its requests is not; see {out}")
+        raise SystemExit(f"its TPOT median is {own} ms, but its requests have another; see {out}")
     return found
 
 
@@ -119,7 +118,7 @@ def run(command: Sequence[str], folder: Path) -> None:
 
 
 async def measure(args: argparse.Namespace, folder: Path) -> tuple[int, list[dict[str, Figures]]]:
-    """Requests per round, and for each round what each client found."""
+    """(requests per round, client -> figures for each round)"""
     trace, model = folder / "trace.jsonl", folder / "model"
     count = write_trace(trace, args.rate, args.duration, args.longest, args.seed)
     export_model.main(model)
@@ -142,7 +141,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> tuple[int, list[dic
 
 
 def compare(rounds: Sequence[dict[str, Figures]]) -> list[dict[str, Any]]:
-    """A row per metric: the median of each client, the difference, and that within a round."""
+    """A row per metric: the median of each client, their difference, and that of each round."""
     rows = []
     for metric in ("ttft_ms", "tpot_ms"):
         ours, theirs = (
@@ -167,7 +166,7 @@ def compare(rounds: Sequence[dict[str, Figures]]) -> list[dict[str, Any]]:
 
 
 def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    table = Table(title=f"medians in ms; asked: within {ASKED:.0%}")
+    table = Table(title=f"medians in ms; target: within {TARGET:.0%}")
     for column in ("metric", *NAMES, "difference", "by round"):
         table.add_column(column, justify="left" if column == "metric" else "right")
     for row in rows:
@@ -187,7 +186,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--duration", type=float, default=30.0, help="seconds of arrivals")
     parser.add_argument("--rate", type=float, default=0.4, help="requests per second")
-    parser.add_argument("--longest", type=int, default=100, help="tokens of prompt and of answer")
+    parser.add_argument(
+        "--longest", type=int, default=100, help="maximum tokens of prompt and of output"
+    )
     parser.add_argument("--threads", default=str(max(1, available_cores() - 1)), metavar="N")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="where to save the figures")

