@@ -13,7 +13,8 @@ from pydantic_core import ErrorDetails, from_json
 from starlette.datastructures import QueryParams
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive
+from starlette.types import Receive, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from bros.core.errors import InvalidRequestError
 from bros.server.errors import BodyTooLargeError, ServerStoppingError
@@ -164,6 +165,37 @@ async def offload(state: ServerState, work: Callable[[], T], size: int) -> T:
     if size <= _INLINE_SIZE:
         return work()
     return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=state.threads)
+
+
+# ---- Writing to a connection without a coroutine.
+
+
+class ChunkedBody:
+    """Writes chunks of a response body to uvicorn's transport. It costs a third of ASGI's `send`:
+    1.9 instead of 5.2 us of user time per chunk at 200 streams.
+
+    The response must have been started with `send`, and `send` also writes its last part.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @classmethod
+    def behind(cls, send: Send) -> ChunkedBody | None:
+        """None if `send` is not that of uvicorn's httptools protocol."""
+        cycle = getattr(send, "__self__", None)
+        return cls(cycle) if isinstance(cycle, RequestResponseCycle) else None
+
+    def ready(self) -> bool:
+        """False if the client reads too slowly or has left, or the body is not chunked: `send`
+        knows what to do then."""
+        cycle = self._cycle
+        paused = cycle.flow.write_paused or cycle.disconnected
+        return not paused and cycle.chunked_encoding is True and not cycle.response_complete
+
+    def write(self, body: bytes) -> None:
+        """Write one chunk. Call it only when ready; `body` must not be empty."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 # ---- Cancelling work whose client has disconnected.

@@ -6,9 +6,15 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import pytest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from support.scripted_server import Server, chunks, events
+from bros.server.http import ChunkedBody
+from bros.server.openai.stream import DIRECT_SEND
+from support.scripted_server import LiveServer, Server, chunks, events
 
 
 async def test_chat_stream_byte_for_byte(server: Server) -> None:
@@ -220,3 +226,75 @@ async def test_a_slow_reader_gets_everything_in_few_messages(server: Server) -> 
         assert [c["finish_reason"] for c in own if c["finish_reason"]] == ["stop"]
     assert len(sent) <= 2 * 4, "the role, two texts and the end of each"
     assert server.engine.aborted == []
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"n": 2}, {"stop": "wor"}, {"max_tokens": 4}, {"logprobs": True}]
+)
+async def test_a_socket_carries_the_same_stream(live: LiveServer, fields: dict[str, Any]) -> None:
+    """Deltas are written to the socket directly there, without ASGI messages."""
+    live.server.engine.text = "Hello wörld, hello"
+    body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, **fields}
+    async with httpx.AsyncClient(base_url=live.url) as client:
+        over_socket = await client.post("/v1/chat/completions", json=body)
+    over_asgi = await live.server.chat(**body)
+    streams = []
+    for response in (over_socket, over_asgi):
+        told = [choice for chunk in chunks(response.text) for choice in chunk["choices"]]
+        streams.append(sorted(told, key=lambda choice: choice["index"]))
+    assert _texts(streams[0]) == _texts(streams[1])
+    assert [c["finish_reason"] for c in streams[0] if c["finish_reason"]] == [
+        c["finish_reason"] for c in streams[1] if c["finish_reason"]
+    ]
+
+
+def _texts(choices: list[dict[str, Any]]) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    for choice in choices:
+        texts.setdefault(choice["index"], "")
+        texts[choice["index"]] += choice["delta"].get("content") or ""
+    return texts
+
+
+class Flood(Response):
+    """Writes chunks directly until the client is too slow for more, and one more with `send`."""
+
+    chunk = bytes(range(256)) * 256
+
+    def __init__(self) -> None:
+        self.paused = asyncio.Event()
+        self.written = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        direct = scope[DIRECT_SEND]
+        body = ChunkedBody.behind(direct)
+        assert body is not None, "the server's own protocol"
+        assert not body.ready(), "nothing has been sent"
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while body.ready():
+            body.write(self.chunk)
+            self.written += 1
+        self.paused.set()
+        await direct({"type": "http.response.body", "body": b"more", "more_body": True})
+        assert body.ready(), "`send` has waited for the client"
+        await direct({"type": "http.response.body", "body": b"end", "more_body": False})
+        assert not body.ready(), "the response is complete"
+
+
+async def test_a_client_that_does_not_read_stops_direct_writing(live: LiveServer) -> None:
+    flood = Flood()
+    live.server.app.router.routes.append(Route("/flood", lambda request: flood))
+    async with (
+        httpx.AsyncClient(base_url=live.url) as client,
+        client.stream("GET", "/flood") as response,
+    ):
+        await flood.paused.wait()
+        received = await response.aread()
+    assert received == flood.chunk * flood.written + b"moreend"
+
+
+async def test_without_the_servers_protocol_there_is_no_direct_body() -> None:
+    async def send(message: Any) -> None:
+        raise AssertionError
+
+    assert ChunkedBody.behind(send) is None

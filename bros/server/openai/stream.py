@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from bros.core.errors import BrosError, EngineDeadError, OverloadedError
 from bros.core.request import FinishReason, ServiceClass, TokenLogprobs
 from bros.server.errors import ApiError, GenerationFailedError, describe
-from bros.server.http import CancelOnDisconnect
+from bros.server.http import CancelOnDisconnect, ChunkedBody
 from bros.server.openai.schema import (
     CompletionLogprobs,
     PromptTokensDetails,
@@ -25,7 +25,7 @@ from bros.server.openai.schema import (
     Usage,
 )
 from bros.server.state import StopSignal
-from bros.text.generation import Generation, TextDelta
+from bros.text.generation import DeltaSink, Generation, TextDelta
 from bros.text.tokenizer import Tokenizer
 
 
@@ -111,6 +111,11 @@ class Answer:
                 return found[:position]  # the next call raises
         return found
 
+    async def forward(self, sink: DeltaSink) -> None:
+        """Generation.forward: `deltas` has what follows."""
+        if self._failure is None:
+            await self._generation.forward(_ObservedSink(sink, self._observer))
+
     async def collect(self) -> list[FinishedChoice]:
         """Wait for the end; returns all choices by index. Raises what `deltas` raises."""
         choices = [FinishedChoice(i) for i in range(len(self._generation.service_classes))]
@@ -131,6 +136,20 @@ class Answer:
         self._closed = True
         self._observer.close()
         await self._generation.aclose()
+
+
+class _ObservedSink:
+    """A DeltaSink whose deltas an observer sees first."""
+
+    def __init__(self, sink: DeltaSink, observer: Observer) -> None:
+        self.ready = sink.ready
+        self._put = sink.put
+        self._on_delta = observer.on_delta
+
+    def put(self, deltas: Sequence[TextDelta]) -> None:
+        for delta in deltas:
+            self._on_delta(delta)
+        self._put(deltas)
 
 
 def _failure_of(delta: TextDelta) -> BrosError:
@@ -456,12 +475,17 @@ class EventStream(Response):
 
 
 class AnswerStream(EventStream):
-    """The deltas of an answer."""
+    """The deltas of an answer.
+
+    A DeltaSink: after the first event, deltas are written as soon as they arrive, as long as the
+    client reads fast enough. Otherwise they wait in their slots until `send` returns.
+    """
 
     def __init__(self, answer: Answer, writer: ChunkWriter, stopping: StopSignal) -> None:
         super().__init__(stopping)
         self._answer = answer
         self._writer = writer
+        self._body: ChunkedBody | None = None
 
     async def send_all(self) -> None:
         write = self._writer.write
@@ -470,6 +494,21 @@ class AnswerStream(EventStream):
             events = write(deltas[0]) if len(deltas) == 1 else b"".join(map(write, deltas))
             if events:
                 await self.send_events(events)
+            if self._body is None:
+                self._body = ChunkedBody.behind(self._send_body)
+            if self._begun and self._body is not None:
+                await self._answer.forward(self)
+
+    def ready(self) -> bool:
+        assert self._body is not None
+        return self._body.ready()
+
+    def put(self, deltas: Sequence[TextDelta]) -> None:
+        assert self._body is not None
+        write = self._writer.write
+        events = write(deltas[0]) if len(deltas) == 1 else b"".join(map(write, deltas))
+        if events:
+            self._body.write(events)
 
     def ending(self) -> bytes:
         return self._writer.end(self._answer.usage())
