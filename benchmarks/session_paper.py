@@ -37,7 +37,6 @@ from session_programs import (
     multi_agent_coding,
     question,
 )
-from virtual_loop import LoopClock, run_virtual, virtual_engine
 
 from bros.core.config import EngineConfig
 from bros.core.plan import Chunk
@@ -46,6 +45,7 @@ from bros.executor.model_store import default_cache_dir, resolve_model
 from bros.semantic.service.live import SessionSettings
 from bros.semantic.service.service import SessionService
 from bros.simulator.simulation import BLOCK_SIZE, device_of, read_profile
+from bros.simulator.virtual_loop import LoopClock, run_virtual, virtual_engine
 from bros.text.generation import TextGenerator
 from bros.text.tokenizer import Tokenizer
 from bros.workload.arrivals import PoissonLoad

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_loop import LoopClock, run_virtual
 
 from bros.bench.client import LINGER_S, Client, Outcome, Record
 from bros.bench.dialects import Endpoint, RequestFormat, dialect_of
 from bros.bench.plan import Planned
+from bros.simulator.virtual_loop import LoopClock, run_virtual
 from support.bench_server import (
     EVENT_STREAM,
     FakeHttp,

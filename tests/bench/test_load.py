@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from virtual_loop import START_S, LoopClock, VirtualLoop, run_virtual
 
 from bros.bench.client import LINGER_S, Client, Outcome, Record
 from bros.bench.dialects import RequestFormat, dialect_of
@@ -26,6 +25,7 @@ from bros.bench.load import (
 )
 from bros.bench.plan import Planned, Session, Turn
 from bros.core.request import ServiceClass
+from bros.simulator.virtual_loop import START_S, LoopClock, VirtualLoop, run_virtual
 from support.bench_server import FakeHttp, Script, Seen, answer, event, planned, render, text
 
 BE = ServiceClass.BE

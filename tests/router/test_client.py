@@ -9,7 +9,6 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_loop import run_virtual
 
 from bros.core.errors import (
     EngineDeadError,
@@ -30,6 +29,7 @@ from bros.core.request import (
 from bros.router.fleet import Fleet, make_fleet
 from bros.router.replica_set import ReplicaState
 from bros.router.state import RouterSettings
+from bros.simulator.virtual_loop import run_virtual
 from support.mortal_engine import STEP_S, MortalEngine, foretold
 from support.router_group import HANGS_S, Group, ask, collect, in_group, tokens_of
 from support.tier import examples

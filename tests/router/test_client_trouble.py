@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from virtual_loop import run_virtual
 
 from bros.core.errors import EngineDeadError, QueueFullError
 from bros.core.request import FinishReason, ServiceClass, Slo
 from bros.router.fleet import make_fleet
 from bros.router.replica_set import ReplicaState
 from bros.router.state import RouterSettings
+from bros.simulator.virtual_loop import run_virtual
 from support.mortal_engine import STEP_S, foretold
 from support.router_group import HANGS_S, Group, ask, collect, in_group, tokens_of
 

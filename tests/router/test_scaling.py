@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
-from virtual_loop import LoopClock, run_virtual
 
 from bros.core.errors import EngineDeadError
 from bros.core.interfaces import ClassStats, EngineReport, EngineStats
 from bros.core.request import EngineRequest, SamplingParams, ServiceClass, Slo
 from bros.router.elastic import ElasticReplicas, ElasticSettings
 from bros.router.replica_set import ReplicaState
+from bros.simulator.virtual_loop import LoopClock, run_virtual
 from support.mortal_engine import MortalEngine, foretold
 from support.turn_fleet import TurnFleet
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_loop import run_virtual
 
 from bros.core.errors import OverloadedError, QueueFullError
 from bros.core.request import FinishReason, RequestOutput
 from bros.semantic.errors import UpstreamError
 from bros.semantic.schema import CallSpec, Criteria, Perf
+from bros.simulator.virtual_loop import run_virtual
 from support.program_engine import echo
 from support.programs import TENANT, Desk, call, native
 from support.tier import examples

@@ -7,7 +7,6 @@ import asyncio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_loop import run_virtual
 
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
@@ -16,6 +15,7 @@ from bros.engine.engine import Engine
 from bros.engine.thread_client import ThreadEngineClient
 from bros.scheduler.build import build_scheduler
 from bros.semantic.errors import SessionGoneError, UpstreamError
+from bros.simulator.virtual_loop import run_virtual
 from support.program_engine import BLOCK, TOKENIZER
 from support.programs import TENANT, THROUGHPUT, Desk, call, virtually
 from support.scheduling import READING, engine_info

@@ -8,8 +8,6 @@ import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from virtual_loop import LoopClock
-
 from bros.core.errors import EngineDeadError
 from bros.core.interfaces import EngineInfo, EngineStats, RequestTrace
 from bros.core.request import (
@@ -22,6 +20,7 @@ from bros.core.request import (
 )
 from bros.semantic.service.live import SessionSettings
 from bros.semantic.service.service import SessionService
+from bros.simulator.virtual_loop import LoopClock
 from bros.text.generation import TextGenerator
 from support.played_stream import PlayedStream
 from support.tiny_tokenizer import tiny_tokenizer

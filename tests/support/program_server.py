@@ -9,8 +9,6 @@ import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
-from virtual_loop import LoopClock
-
 from bros.core.loop_thread import LoopThread
 from bros.core.request import IdGenerator
 from bros.semantic.client.connection import Backend, Connection
@@ -20,6 +18,7 @@ from bros.semantic.schema import CallSpec, SubmittedCall
 from bros.server.app import create_app
 from bros.server.serve import HttpServer, bind
 from bros.server.state import load_tenants
+from bros.simulator.virtual_loop import LoopClock
 from bros.text.generation import TextGenerator
 from support.program_engine import TOKENIZER, ProgramEngine, make_service
 from support.scripted_server import Server

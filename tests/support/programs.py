@@ -7,11 +7,10 @@ import functools
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from virtual_loop import run_virtual
-
 from bros.semantic.errors import UpstreamError
 from bros.semantic.schema import CallSpec, Criteria, Parameter, Perf, Role
 from bros.semantic.service.service import SessionService
+from bros.simulator.virtual_loop import run_virtual
 from support.program_engine import ProgramEngine, make_service
 
 T = TypeVar("T")

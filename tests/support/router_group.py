@@ -8,11 +8,10 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from virtual_loop import LoopClock, run_virtual
-
 from bros.core.request import EngineRequest, RequestOutput, SamplingParams
 from bros.router.client import RouterClient
 from bros.router.fleet import Fleet
+from bros.simulator.virtual_loop import LoopClock, run_virtual
 from support.mortal_engine import MortalEngine
 from support.turn_fleet import TurnFleet
 

@@ -7,8 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from virtual_loop import VirtualEngineClient
-
 from bros.core.clock import ManualClock
 from bros.core.config import EngineConfig
 from bros.core.interfaces import EngineInfo
@@ -17,6 +15,7 @@ from bros.engine.engine import Engine
 from bros.scheduler.build import build_scheduler
 from bros.scheduler.cost_model import CostModel
 from bros.scheduler.scheduler import Scheduler
+from bros.simulator.virtual_loop import VirtualEngineClient
 from support.program_engine import BLOCK, EOS, TOKENIZER
 from support.scheduling import MODEL
 from support.toy_model import ToyModel

@@ -93,7 +93,7 @@ def run_virtual(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return runner.run(main())
 
 
-# ---- An engine on a virtual loop, for sessions, clients and servers.
+# ---- An engine on a virtual loop, for sessions, clients, routers and servers.
 #
 #     loop     ......... handle the commands  | sleep ................ | deliver the tokens | ...
 #     engine                                  | step: the clock moves  |

@@ -9,13 +9,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_loop import (
-    LoopClock,
-    VirtualEngineClient,
-    common_context,
-    run_virtual,
-    virtual_engine,
-)
 
 from bros.core.config import EngineConfig
 from bros.core.errors import EngineDeadError, InvalidRequestError
@@ -24,6 +17,13 @@ from bros.core.plan import Chunk, SharedPrefix, StepPlan
 from bros.core.request import EngineRequest, FinishReason, SamplingParams, ServiceClass
 from bros.scheduler.cost_model import CostModel
 from bros.simulator.simulation import Device
+from bros.simulator.virtual_loop import (
+    LoopClock,
+    VirtualEngineClient,
+    common_context,
+    run_virtual,
+    virtual_engine,
+)
 from support.tier import examples
 
 STEP_S, TOKEN_S = 0.01, 0.001
