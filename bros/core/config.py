@@ -275,7 +275,7 @@ class ServerConfig(_Checked):
         "folder for batch jobs and converted models; default: ~/.local/share/bros, ~/.cache/bros",
     )
     api_keys: str | None = option(
-        None, "file of NAME KEY lines; each NAME is a tenant with its own files and batches"
+        None, "file of NAME KEY lines; each NAME is a tenant with its own files, batches and cache"
     )
     store: str | None = option(
         None, "store of files and batches: a folder or postgresql://...; default: --data-dir"

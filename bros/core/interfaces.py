@@ -228,6 +228,7 @@ class EngineStats:
 class RequestTrace:
     """The history of one request. Times are in seconds after its arrival.
 
+    tenant: whose request it is, see EngineRequest.
     events: (time, event) in order: queued, scheduled, first token, preempted, finished, ...
     waits: reason -> seconds in which the request could have run and did not:
         "time"      the step had no time left for it
@@ -252,6 +253,7 @@ class RequestTrace:
     output_tokens: int
     events: tuple[tuple[float, str], ...]
     waits: Mapping[str, float]
+    tenant: str = ""
     ttft_s: float | None = None
     tpot_s: float | None = None
     late_tokens: int = 0

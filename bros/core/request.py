@@ -192,7 +192,7 @@ class Hints:
         before other best-effort requests.
     expected_tokens: expected number of output tokens; None: as many as usual.
     private_from: position of the first token whose KV only requests with the same private_salt
-        share; the KV before it is shared by cache_salt alone. None: there is no such token.
+        share; the KV before it is shared by kv_salt alone. None: there is no such token.
     private_salt: see private_from.
     keep_s: seconds after its end, unless it is aborted, for which the cached KV of prompt and
         output stays pinned: it is evicted after all other idle blocks, but before any running
@@ -222,8 +222,10 @@ class EngineRequest:
     sampling: the engine ignores `n` and `stop`: text/generation.py submits n requests and matches
         stop strings on text.
     arrival_s: Clock.now() of the process that accepted it.
-    tenant: the tenant that sent it.
-    cache_salt: requests with different salts do not share cached KV.
+    tenant: name of the API key that sent it, empty without keys. It is a border: tenants share no
+        cached KV, and see only their own traces.
+    user: whom it is for, as the client says. It is no border.
+    cache_salt: requests of a tenant with different salts do not share cached KV.
     prefill_only: the engine computes and caches the prompt's full blocks and samples no token; the
         only output has finish_reason LENGTH. Without a prefix cache it computes nothing.
     hints: see Hints.
@@ -240,10 +242,21 @@ class EngineRequest:
     slo: Slo = Slo()
     arrival_s: float = 0.0
     tenant: str = ""
+    user: str = ""
     cache_salt: str = ""
     prefill_only: bool = False
     hints: Hints = NO_HINTS
     resumed: int = 0
+
+    @property
+    def kv_salt(self) -> str:
+        """Salt of the request's KV: only requests with the same one share any of it.
+
+        It is derived here alone, for all kinds of requests, so that none can be submitted that
+        reads another tenant's cache. No two pairs of tenant and cache_salt have the same one: the
+        length says where the tenant ends.
+        """
+        return f"{len(self.tenant)}:{self.tenant}{self.cache_salt}"
 
 
 @dataclass(frozen=True, slots=True)

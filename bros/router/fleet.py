@@ -292,7 +292,7 @@ class Fleet:
     ) -> RoutingQuery:
         forest = self.state.forest
         pieces = forest.pieces(request)
-        path = forest.walk(request.cache_salt, pieces)
+        path = forest.walk(request.kv_salt, pieces)
         parked = self._parked.get(request.hints.program) if request.hints.program else None
         return RoutingQuery(
             request=request,
@@ -329,7 +329,7 @@ class Fleet:
         """Count a routed request in the load of its replica, and its prompt in the cache there."""
         state, request, number = self.state, query.request, replica.number
         matched = query.matched.get(number, 0)
-        leaf = state.forest.insert(request.cache_salt, query.pieces, query.path)
+        leaf = state.forest.insert(request.kv_salt, query.pieces, query.path)
         # After the insertion, which may split the node that the request shares with others.
         key = query.key(max(query.matched.values(), default=0))
         work = ReplicaWork(
@@ -373,8 +373,8 @@ class Fleet:
         if len(request.prompt_token_ids) + len(output_ids) - 1 >= leaf.end + self._block_size:
             after = leaf if leaf.alive and leaf.parent is not None else None
             pieces = forest.pieces(request, output_ids, after.end if after is not None else 0)
-            path = forest.walk(request.cache_salt, pieces, after)
-            leaf = forest.insert(request.cache_salt, pieces, path, after)
+            path = forest.walk(request.kv_salt, pieces, after)
+            leaf = forest.insert(request.kv_salt, pieces, path, after)
             origin = replica.origins.get(request.request_id)
             if origin is not None:
                 origin.leaf = leaf
@@ -415,7 +415,7 @@ def _task_groups(requests: Sequence[EngineRequest]) -> list[list[EngineRequest]]
     for request in requests:
         hints = request.hints
         if hints.grouped and hints.program:
-            found.setdefault((hints.program, hints.depth, request.cache_salt), []).append(request)
+            found.setdefault((hints.program, hints.depth, request.kv_salt), []).append(request)
     return [group for group in found.values() if len(group) > 1]
 
 

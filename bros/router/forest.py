@@ -5,8 +5,9 @@
 
 Nodes hold whole blocks, because replicas share nothing smaller. A node is split where a prompt
 diverges from it, so all tokens of a node belong to the same requests. The forest removes a node
-once no replica has it cached and no request of the window and no open request has it. Each cache
-salt has its own root. Tokens that are private from a position on start a new node there.
+once no replica has it cached and no request of the window and no open request has it. Each
+EngineRequest.kv_salt has its own root. Tokens that are private from a position on start a new node
+there.
 """
 
 from __future__ import annotations

@@ -185,6 +185,7 @@ class RequestRecord:
         self,
         request_id: str,
         *,
+        tenant: str,
         service_class: ServiceClass,
         requested_class: ServiceClass,
         slo: Slo,
@@ -198,6 +199,7 @@ class RequestRecord:
             waits[reason] = waits.get(reason, 0.0) + waited
         return RequestTrace(
             request_id=request_id,
+            tenant=tenant,
             service_class=service_class,
             requested_class=requested_class,
             slo=slo,

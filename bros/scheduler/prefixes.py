@@ -188,7 +188,7 @@ class Prefixes:
         prompt, size = array("i", request.prompt_token_ids), self._kv.block_size
         keys: list[bytes] = []
         extend_keys(
-            keys, prompt, size, (len(prompt) - 1) // size, request.cache_salt,
+            keys, prompt, size, (len(prompt) - 1) // size, request.kv_salt,
             request.hints.private_from, request.hints.private_salt,
         )  # fmt: skip
         return self._kv.match(keys).num_tokens

@@ -160,7 +160,7 @@ class RequestState:
         if count > len(known):
             request, hints = self.request, self.request.hints
             extend_keys(
-                known, self.token_ids, block_size, count, request.cache_salt,
+                known, self.token_ids, block_size, count, request.kv_salt,
                 hints.private_from, hints.private_salt,
             )  # fmt: skip
         return known if count == len(known) else known[:count]
@@ -191,6 +191,7 @@ class RequestState:
         """blocked: BlockedTime.so_far of its class, if it is waiting right now."""
         return self.record.trace(
             self.request_id,
+            tenant=self.request.tenant,
             service_class=self.service_class,
             requested_class=self.request.service_class,
             slo=self.slo,

@@ -220,8 +220,8 @@ class ServerState:
 
     @staticmethod
     def tenant(request: Request) -> str:
-        """Name of the request's tenant, empty if there is only one. Tenants own files, batches and
-        sessions."""
+        """Name of the request's tenant, empty if there is only one. Tenants own files, batches,
+        sessions, traces and cached KV."""
         tenant: str = request.scope.get(TENANT, "")
         return tenant
 

@@ -139,6 +139,7 @@ class TextGenerator:
         slo: Slo = _NO_SLO,
         tenant: str = "",
         cache_salt: str = "",
+        user: str = "",
         param: str = "messages",
         arrival_s: float | None = None,
         hints: Hints = NO_HINTS,
@@ -166,6 +167,7 @@ class TextGenerator:
                 arrival_s=self._clock.now() if arrival_s is None else arrival_s,
                 tenant=tenant,
                 cache_salt=cache_salt,
+                user=user,
                 hints=hints,
             )
             for (prompt, i), choice_id in zip(

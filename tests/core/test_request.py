@@ -9,7 +9,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bros.core.errors import BrosError, InvalidRequestError
-from bros.core.request import MAX_SEED, FinishReason, SamplingParams, ServiceClass
+from bros.core.request import (
+    MAX_SEED,
+    EngineRequest,
+    FinishReason,
+    SamplingParams,
+    ServiceClass,
+)
 
 INT32 = 2**31 - 1
 # field -> (low, low is allowed, high), as the docstring and the OpenAI API have it.
@@ -139,3 +145,34 @@ def test_enums_are_their_wire_values() -> None:
 def test_invalid_request_is_a_bros_error_and_a_value_error() -> None:
     assert issubclass(InvalidRequestError, BrosError)
     assert issubclass(InvalidRequestError, ValueError)
+
+
+# Texts that could be taken for one another: digits and separators of the encoding.
+names = st.text(alphabet="01:a.é", max_size=4) | st.text(max_size=20)
+owners = st.tuples(names, names)
+
+
+def salt_of(tenant: str, cache_salt: str, **fields: Any) -> str:
+    return EngineRequest(
+        request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(), tenant=tenant,
+        cache_salt=cache_salt, **fields,
+    ).kv_salt  # fmt: skip
+
+
+@given(owners, owners)
+def test_salts_are_equal_only_for_the_same_tenant_and_cache_salt(
+    one: tuple[str, str], other: tuple[str, str]
+) -> None:
+    assert (salt_of(*one) == salt_of(*other)) == (one == other)
+
+
+@given(names, names)
+def test_no_cache_salt_reaches_another_tenant(tenant: str, other: str) -> None:
+    """Not even one that is made of what the other tenant's salts look like."""
+    assume(tenant != other)
+    for cache_salt in ("", "a", other, salt_of(other, ""), salt_of(other, "a")):
+        assert salt_of(tenant, cache_salt) not in (salt_of(other, ""), salt_of(other, "a"))
+
+
+def test_the_user_is_no_border() -> None:
+    assert salt_of("t", "s", user="u") == salt_of("t", "s", user="v")

@@ -13,13 +13,13 @@ from support.tier import examples
 
 
 def known(forest: Forest, request: EngineRequest) -> int:
-    return forest.walk(request.cache_salt, forest.pieces(request)).end
+    return forest.walk(request.kv_salt, forest.pieces(request)).end
 
 
 def insert(forest: Forest, request: EngineRequest, replica: int = 0) -> None:
     pieces = forest.pieces(request)
-    path = forest.walk(request.cache_salt, pieces)
-    forest.mark_used(forest.insert(request.cache_salt, pieces, path), replica)
+    path = forest.walk(request.kv_salt, pieces)
+    forest.mark_used(forest.insert(request.kv_salt, pieces, path), replica)
 
 
 def new_forest(max_tokens: int = 10**6) -> Forest:

@@ -22,7 +22,7 @@ def blocks_of(request: EngineRequest, output: tuple[int, ...] = ()) -> list[Bloc
     tokens = (*request.prompt_token_ids, *output)
     private = request.hints.private_from
     found: list[Blocks] = []
-    key: Blocks = (request.cache_salt,)
+    key: Blocks = (request.tenant, request.cache_salt)
     for index in range((len(tokens) - 1) // BLOCK):
         if private is not None and index == private // BLOCK:
             key = (*key, request.hints.private_salt)

@@ -12,9 +12,15 @@ import pytest
 
 from bros.core.config import ServerConfig
 from bros.core.errors import ConfigError
+from bros.core.interfaces import RequestTrace
+from bros.core.request import ServiceClass, Slo
 from bros.server.state import Tenants, load_tenants
 from support.batch_server import BatchServer, batch_server, jsonl, openai_client, row, until
 from support.scripted_server import assert_envelope
+
+_UNKNOWN = (
+    "The request 'unknown' is unknown; the server keeps traces of running and recent requests only."
+)
 
 KEYS = """
 # name  key
@@ -187,11 +193,54 @@ async def test_quotas_are_of_one_tenant(server: BatchServer, bob: openai.AsyncOp
 async def test_rows_run_on_behalf_of_their_tenant(
     server: BatchServer, bob: openai.AsyncOpenAI
 ) -> None:
-    """Unless a row says on whose behalf it is"""
-    rows = [row(1), row(2, user="eve"), row(3, safety_identifier="eve", user="dan")]
+    """Whatever user a row names."""
+    rows = [row(1), row(2, user="eve"), row(3, safety_identifier="eve", user="bob")]
     await server.wait(await server.submit(*rows))
-    tenants = {server.engine.prompt(sent): sent.tenant for sent in server.engine.submitted}
-    assert tenants == {"row-1": "ann", "row-2": "eve", "row-3": "eve"}
+    sent = {server.engine.prompt(sent): sent for sent in server.engine.submitted}
+    assert {name: each.tenant for name, each in sent.items()} == dict.fromkeys(sent, "ann")
+    assert {name: each.user for name, each in sent.items()} == {
+        "row-1": "", "row-2": "eve", "row-3": "eve",
+    }  # fmt: skip
+
+
+async def test_the_key_is_the_tenant_of_each_request(
+    server: BatchServer, bob: openai.AsyncOpenAI
+) -> None:
+    salts = set()
+    for client, name in ((server.client, "ann"), (bob, "bob")):
+        for user in ("ann", "bob"):
+            await client.completions.create(model="scripted", prompt="x", user=user)
+            last = server.engine.submitted[-1]
+            assert (last.tenant, last.user) == (name, user)
+            salts.add((name, last.kv_salt))
+    assert len(salts) == len({salt for _, salt in salts}) == 2
+
+
+async def test_traces_are_their_tenants_only(server: BatchServer, bob: openai.AsyncOpenAI) -> None:
+    """The answer of another tenant's request is that of an unknown one."""
+    server.engine.traces = {
+        f"{name}s": RequestTrace(
+            request_id=f"{name}s", tenant=name, service_class=ServiceClass.RT,
+            requested_class=ServiceClass.RT, slo=Slo(), prompt_tokens=3, output_tokens=0,
+            events=(), waits={},
+        )
+        for name in ("ann", "bob", "")
+    }  # fmt: skip
+    found = {}
+    for name in ("ann", "bob"):
+        for request_id in ("anns", "bobs", "s", "unknown"):
+            response = await server.http.get(
+                f"/v1/requests/{request_id}/trace", headers={"authorization": f"Bearer {name}-key"}
+            )
+            if response.status_code != 200:
+                error = assert_envelope(response, 404)
+                assert error["code"] == "request_not_found"
+                assert error["message"].replace(repr(request_id), "'unknown'") == _UNKNOWN
+            found[name, request_id] = response.status_code
+    assert {key for key, status in found.items() if status == 200} == {
+        ("ann", "anns"),
+        ("bob", "bobs"),
+    }
 
 
 async def test_tenants_outlive_the_server(tmp_path: Path, keys: str) -> None:

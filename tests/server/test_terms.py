@@ -172,6 +172,6 @@ async def test_wrong_objective_in_the_body_is_named(server: Server, value: objec
 
 async def test_the_caller_identity_reaches_the_engine(server: Server) -> None:
     await server.chat(user="u1")
-    assert server.last().tenant == "u1"
+    assert server.last().user == "u1"
     await server.chat(user="u1", safety_identifier="s1")
-    assert server.last().tenant == "s1"
+    assert server.last().user == "s1"

@@ -69,7 +69,7 @@ def serve(
 def cached(fleet: Fleet, request: EngineRequest) -> dict[int, int]:
     """replica -> tokens of a prompt that are there, as far as the router knows."""
     forest = fleet.forest
-    path = forest.walk(request.cache_salt, forest.pieces(request))
+    path = forest.walk(request.kv_salt, forest.pieces(request))
     return {n: tokens for n, tokens in fleet.state.matched(path).items() if tokens}
 
 

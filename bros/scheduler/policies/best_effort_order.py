@@ -31,8 +31,9 @@ _PREFIX_TOKENS = 64
 
 _MAX_KNOWN = 10_000
 
-_Group = tuple[str, str, bytes, int]
-"""(tenant, program, first tokens of the prompt if there is no program, depth of a task group or -1)
+_Group = tuple[str, str, str, bytes, int]
+"""(tenant, user, program, first tokens of the prompt if there is no program, depth of a task group
+or -1)
 """
 
 _Arrival = tuple[float, int]
@@ -71,13 +72,14 @@ class BestEffortOrder:
     def key(self, state: RequestState, now: float) -> Rank:
         """Requests of one program are adjacent: those of task groups first, then the deepest."""
         self._forget(now)
-        hints, tenant = state.request.hints, state.request.tenant
+        request, hints = state.request, state.request.hints
         prompt = state.token_ids[: min(state.prompt_len, _PREFIX_TOKENS)]
         prefix = b"" if hints.program else prompt.tobytes()
-        start = self._group_start((tenant, hints.program, prefix, -1), state, self._max_wait_s)
+        group = (request.tenant, request.user, hints.program, prefix, -1)
+        start = self._group_start(group, state, self._max_wait_s)
         if hints.grouped:
             half_s = self._max_wait_s / 2
-            group = (tenant, hints.program, prefix, hints.depth)
+            group = (*group[:-1], hints.depth)
             group_s, first = self._group_start(group, state, half_s)
             start = min(start, (group_s - half_s, first))
         return (*start, not hints.grouped, -hints.depth, state.arrival_index)

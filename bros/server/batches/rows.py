@@ -52,7 +52,7 @@ class EngineRowHandler:
                 call,
                 tier=BEST_EFFORT,
                 slo=Slo(deadline_s=due_in_s),
-                tenant=call.body.safety_identifier or call.body.user or tenant,
+                tenant=tenant,
                 arrival_s=state.clock.now(),
             )
             return await self._run(exchange)

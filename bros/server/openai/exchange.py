@@ -35,7 +35,8 @@ class Exchange:
         arrival_s: float,
         session_call: PlainCall | None = None,
     ) -> None:
-        """arrival_s: on the state's clock; deadlines count from it.
+        """tenant: whose call it is, see EngineRequest. The body names the user.
+        arrival_s: on the state's clock; deadlines count from it.
         session_call: the call's place in a session, if it belongs to one.
         """
         self._state = state
@@ -83,6 +84,7 @@ class Exchange:
             service_class=self._tier.service_class,
             slo=self._slo,
             tenant=self._tenant,
+            user=call.body.safety_identifier or call.body.user or "",
             cache_salt=call.body.cache_salt or "",
             param=call.param,
             arrival_s=self._arrival_s,
@@ -153,7 +155,7 @@ async def respond(
             call,
             tier=tier_of(body),
             slo=slo_of(body, request.headers, state.engine.info.default_slo, deadline_ms),
-            tenant=body.safety_identifier or body.user or "",
+            tenant=state.tenant(request),
             arrival_s=arrival_s,
             session_call=session_call,
         )

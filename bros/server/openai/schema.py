@@ -197,8 +197,8 @@ class GenerationRequest(BaseSamplingFields, ModelRequest):
     cache_salt: str | None = Field(
         None,
         max_length=512,
-        description="A request shares cached prefixes only with requests that have the same salt. "
-        "Left out or empty: with requests without a salt",
+        description="A request shares cached prefixes only with requests of the same API key that "
+        "have the same salt. Left out or empty: with those without a salt",
     )
 
 

@@ -187,14 +187,18 @@ ADMIN_ROUTES = (
 
 
 async def retrieve_trace(request: Request) -> Response:
-    """The history of a running or recent request, and what each of its choices waited for."""
+    """The history of your running or recent request, and what each of its choices waited for."""
     state = ServerState.of(request)
-    request_id = request.path_params["id"]
+    request_id, tenant = request.path_params["id"], state.tenant(request)
     parts = state.recent.parts(request_id)
     # Concurrently: the engine answers between two steps, so in sequence each would take a step.
     traces = await asyncio.gather(*(state.engine.trace(part) for part in parts))
-    choices = [_choice(i, trace) for i, trace in enumerate(traces) if trace is not None]
-    if not choices:
+    choices = [
+        _choice(i, trace)
+        for i, trace in enumerate(traces)
+        if trace is not None and trace.tenant == tenant
+    ]
+    if not choices:  # the same answer for unknown requests and those of other tenants
         raise NotFoundError(
             f"The request {request_id[:200]!r} is unknown; the server keeps traces of running and "
             "recent requests only.",
