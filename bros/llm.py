@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from bros.core.config import EngineConfig
-from bros.core.errors import InvalidRequestError
+from bros.core.errors import EngineDeadError, InvalidRequestError
 from bros.core.loop_thread import LoopThread
 from bros.core.request import SamplingParams, ServiceClass
 from bros.executor.model_store import default_cache_dir
 from bros.terminal import progress_bar
-from bros.text.generation import ChoiceResult, collect
+from bros.text.contexts import Contexts, GenerationJob, TokenContext
+from bros.text.generation import ChoiceResult, collect, shifted_seed
 from bros.transport.local import LocalEngine, open_local
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+T = TypeVar("T")
 
 
 class LLM:
@@ -50,6 +52,8 @@ class LLM:
         except BaseException:
             self._loop.close()
             raise
+        engine = self._engine
+        self._contexts = Contexts(engine.client, engine.generator, engine.ids)
 
     def generate(
         self,
@@ -90,6 +94,54 @@ class LLM:
         ids = [self._engine.tokenizer.apply_chat_template(m) for m in many]
         return self._run_all(ids, params, service_class, progress, "messages")
 
+    def context(
+        self,
+        beginning: Prompt | Sequence[Message] = "",
+        *,
+        service_class: ServiceClass = ServiceClass.BE,
+    ) -> Context:
+        """A token sequence to fill, generate into and fork, see Context.
+
+        beginning: a text, a list of token ids, or messages; with messages the context ends where
+            the assistant's answer begins. It is prefilled at once.
+        service_class: of all work in the context and its forks.
+        Raises InvalidRequestError or PromptTooLongError.
+        """
+        context = Context(self, self._contexts.new(service_class))
+        context.fill(self._encode_beginning(beginning))
+        return context
+
+    def generate_in(
+        self,
+        contexts: Sequence[Context],
+        prompts: str | Sequence[Prompt] = "",
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[ChoiceResult]:
+        """Continue several contexts as one batch; returns their answers in order.
+
+        prompts: what to append before the answers: one text for all contexts, or a text or list of
+            token ids for each.
+        params: one for all contexts or one for each. If one for all has a seed, context i uses
+            seed + i, so that forks of one context get different answers.
+        Each context gets its prompt and its answer, as by Context.generate. If one job fails, the
+        others are aborted and no context changes. Raises what Context.generate raises, and
+        InvalidRequestError if a context occurs twice or belongs to another LLM.
+        """
+        many: Sequence[Prompt] = [prompts] * len(contexts) if isinstance(prompts, str) else prompts
+        if len(many) != len(contexts):
+            message = f"{len(many)} prompts for {len(contexts)} contexts; pass a text for all or"
+            raise InvalidRequestError(f"{message} one prompt each.", param="prompts")
+        each = _one_per_prompt(params, len(contexts))
+        if params is None or isinstance(params, SamplingParams):
+            each = [p.with_changes(seed=shifted_seed(p.seed, i)) for i, p in enumerate(each)]
+        if any(context._llm is not self for context in contexts):
+            raise InvalidRequestError("The context belongs to another LLM.", param="contexts")
+        jobs = [
+            GenerationJob(context._core, context._encode(prompt), sampling)
+            for context, prompt, sampling in zip(contexts, many, each, strict=True)
+        ]
+        return self._run(self._contexts.generate(jobs))
+
     def close(self) -> None:
         """Stop the engine and free its memory. May be called twice."""
         if not self._loop.closed:
@@ -106,6 +158,20 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop.closed:
+            work.close()
+            raise EngineDeadError("The LLM has been closed.")
+        return self._loop.run(work)
+
+    def _encode_beginning(self, beginning: Prompt | Sequence[Message]) -> list[int]:
+        tokenizer = self._engine.tokenizer
+        if isinstance(beginning, str):
+            return tokenizer.encode(beginning)
+        if beginning and isinstance(beginning[0], Mapping):
+            return tokenizer.apply_chat_template(cast(Sequence[Message], beginning))
+        return list(cast(Sequence[int], beginning))
 
     def _run_all(
         self,
@@ -141,9 +207,101 @@ class LLM:
                 return [task.result() for task in tasks]
 
             try:
-                return self._loop.run(everything())
+                return self._run(everything())
             except BaseExceptionGroup as group:
                 raise group.exceptions[0] from None
+
+
+class Context:
+    """A token sequence in the engine: filled once, then forked for every continuation.
+
+        with llm.context("You plan a journey.\\n") as plan:  # computed once
+            branches = [plan.fork() for _ in range(4)]  # computes and copies nothing
+            answers = llm.generate_in(branches, "First,", SamplingParams(stop="\\n"))
+
+    Made by LLM.context and `fork`. A context is a list of tokens; the KV of common prefixes is
+    computed and stored once. It stays cached for ten minutes after the last job of a context, as
+    far as memory allows, and a later job recomputes what is missing. So contexts need not be freed.
+    A context runs one job at a time; several threads may use different contexts.
+
+    Each text is tokenized separately, so a text should begin where a word begins, with the space
+    before it. Methods raise InvalidRequestError if the context was freed or a job is running in it,
+    and EngineDeadError after the LLM was closed.
+    """
+
+    def __init__(self, llm: LLM, core: TokenContext) -> None:
+        """Only LLM.context and `fork` create contexts."""
+        self._llm = llm
+        self._core = core
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self._core.tokens)
+
+    def __bool__(self) -> bool:
+        """True, also for a context without tokens."""
+        return True
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.free()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens, exactly as the engine has received and generated them."""
+        return tuple(self._core.tokens)
+
+    @property
+    def text(self) -> str:
+        """All tokens as text, special tokens included."""
+        tokenizer = self._llm._engine.tokenizer
+        return tokenizer.decode(self._core.tokens, skip_special_tokens=False)
+
+    def fill(self, prompt: Prompt) -> int:
+        """Append a text or token ids and compute their KV; returns the number of tokens.
+
+        Raises InvalidRequestError or PromptTooLongError, and leaves the context unchanged then.
+        """
+        token_ids = self._encode(prompt)
+        self._llm._run(self._llm._contexts.fill(self._core, token_ids))
+        return len(token_ids)
+
+    def generate(self, prompt: Prompt = "", params: SamplingParams | None = None) -> ChoiceResult:
+        """Append a text or token ids, generate an answer, and append the answer.
+
+        The appended answer has all tokens of the result: also a final stop token, and those of a
+        stop string up to the token in which it ends. The `text` of the result has neither.
+        `cached_tokens` of the result is how many tokens of the context were not computed again.
+        Raises InvalidRequestError (for n > 1 too: fork the context), PromptTooLongError,
+        OverloadedError, or BrosError if the request fails, and leaves the context unchanged then.
+        """
+        return self._llm.generate_in([self], [prompt], params)[0]
+
+    def fork(self) -> Context:
+        """A new context with the same tokens."""
+        return Context(self._llm, self._core.fork())
+
+    def free(self) -> int:
+        """Unpin the KV and end the use of the context. Its forks stay as they are.
+
+        Returns the number of tokens, 0 if the context had been freed.
+        """
+        if self._llm._loop.closed:
+            return 0
+        return self._llm._run(self._llm._contexts.free(self._core))
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        """Token ids; special tokens such as BOS are added at the beginning of the context only."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        return self._llm._engine.tokenizer.encode(prompt, add_special_tokens=not len(self))
 
 
 def _one_per_prompt(

@@ -1,8 +1,9 @@
-"""The examples run: all of them against a server, one with a model in its own process."""
+"""The examples run: against a server, and two of them with a model in their own process."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -45,10 +46,10 @@ def server() -> Iterator[ProgramServer]:
 
 
 def test_every_example_is_tried() -> None:
-    assert set(EXAMPLES) == {*CALLS, "snake_game.py"}
+    assert set(EXAMPLES) == {*CALLS, "snake_game.py", "tree_search.py"}
 
 
-@pytest.mark.parametrize("name", ["snake_game.py", "multi_agent_coding.py"])
+@pytest.mark.parametrize("name", ["snake_game.py", "multi_agent_coding.py", "tree_search.py"])
 def test_help_is_short(name: str) -> None:
     assert len(run(name, "--help").splitlines()) < 20
 
@@ -74,3 +75,13 @@ def test_an_engine_in_the_process_of_the_example() -> None:
     printed = run("chain_summary.py", "--chapters", "2")
     assert "\n2 calls:\n" in printed
     assert "class rt     stage 1" in printed and "class rt     stage 0" in printed
+
+
+def test_branches_of_a_search_find_their_common_beginning_in_the_cache() -> None:
+    steps = re.findall(
+        r"step \d: (\d) branches, (\d+) of (\d+) tokens cached",
+        run("tree_search.py", "--steps", "2"),
+    )
+    branches, cached, prompts = zip(*(map(int, step) for step in steps), strict=True)
+    assert branches == (3, 6)
+    assert all(found > before / 2 for found, before in zip(cached, prompts, strict=True))

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from bros import LLM, SamplingParams
-from bros.core.errors import ConfigError, InvalidRequestError, PromptTooLongError
+from bros.core.errors import (
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    PromptTooLongError,
+)
 from support.tiny_models import save_tiny_llama
 from support.tiny_tokenizer import TEMPLATE, save_tokenizer, tiny_tokenizer
 
@@ -54,6 +59,107 @@ def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:
     assert [answer[0].token_ids for answer in two] == [one[0].token_ids] * 2
     # The rendered conversation is longer than one block, and that block is found again.
     assert [answer[0].cached_tokens for answer in (one, *two)] == [0, 16, 16]
+
+
+def test_forks_of_a_context_answer_like_plain_prompts_and_compute_what_differs(llm: LLM) -> None:
+    with llm.context("a beginning of a few blocks, " * 10) as context:
+        beginning = context.token_ids
+        assert len(context) == len(beginning) > 48
+        forks = [context.fork() for _ in range(3)]
+        answers = llm.generate_in(forks, [" one", " two", [5, 6, 7]], GREEDY)
+        assert [answer.cached_tokens for answer in answers] == [len(beginning) // 16 * 16] * 3
+        prompts = [
+            list(fork.token_ids[: len(fork) - len(answer.token_ids)])
+            for fork, answer in zip(forks, answers, strict=True)
+        ]
+        assert all(tuple(prompt[: len(context)]) == beginning for prompt in prompts)
+        plain = llm.generate(prompts, GREEDY, progress=False)
+        assert [choice.text for (choice,) in plain] == [answer.text for answer in answers]
+        assert context.token_ids == beginning
+        before = forks[0].token_ids
+        added = forks[0].fill(" more")
+        further = forks[0].generate(" and", GREEDY)
+        assert forks[0].token_ids[: len(before)] == before and added
+        ((expected,),) = llm.generate(
+            [forks[0].token_ids[: -len(further.token_ids)]], GREEDY, progress=False
+        )
+        assert further.token_ids == expected.token_ids
+    with pytest.raises(InvalidRequestError, match="has been freed"):
+        context.fork()
+    assert context.free() == 0 and forks[1].free() == len(forks[1])
+
+
+def test_texts_of_a_context_have_special_tokens_at_its_beginning_only(llm: LLM) -> None:
+    context = llm.context()
+    assert context and not len(context)
+    context.fill("one")
+    context.fill(" two")
+    tokenizer = llm._engine.tokenizer
+    assert list(context.token_ids) == [
+        *tokenizer.encode("one"),
+        *tokenizer.encode(" two", add_special_tokens=False),
+    ]
+    assert context.text == tokenizer.decode(context.token_ids, skip_special_tokens=False)
+    messages = [{"role": "user", "content": "hello"}]
+    chat = llm.context(messages)
+    assert list(chat.token_ids) == tokenizer.apply_chat_template(messages)
+    ((plain,),) = llm.chat(messages, GREEDY, progress=False)
+    assert chat.generate(params=GREEDY).text == plain.text
+
+
+def test_forks_with_one_seed_have_different_answers_that_can_be_repeated(llm: LLM) -> None:
+    def answers(params: SamplingParams | list[SamplingParams]) -> list[tuple[int, ...]]:
+        with llm.context("a beginning") as context:
+            forks = [context.fork() for _ in range(3)]
+            return [answer.token_ids for answer in llm.generate_in(forks, " of", params)]
+
+    params = SamplingParams(seed=7, max_tokens=6, ignore_eos=True)
+    first = answers(params)
+    assert len(set(first)) == 3 and first == answers(params)
+    assert answers([params] * 3) == first[:1] * 3
+
+
+def test_what_a_context_cannot_do_names_itself(llm: LLM, folder: Path) -> None:
+    context = llm.context("a beginning")
+    before = context.token_ids
+    with pytest.raises(InvalidRequestError, match="n=2; fork it"):
+        context.generate(" of", SamplingParams(n=2))
+    with pytest.raises(PromptTooLongError):
+        context.fill([1] * 5000)
+    with pytest.raises(PromptTooLongError):
+        context.generate([1] * 5000)
+    with pytest.raises(InvalidRequestError, match="2 prompts for 1 contexts"):
+        llm.generate_in([context], ["a", "b"])
+    with pytest.raises(InvalidRequestError, match="two jobs at once"):
+        llm.generate_in([context, context], "a")
+    with (
+        LLM(str(folder), kernels="reference", kv_blocks=64, threads=1) as other,
+        pytest.raises(InvalidRequestError, match="another LLM"),
+    ):
+        other.generate_in([context], "a")
+    assert context.token_ids == before
+    llm.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        context.generate(" of")
+    assert context.free() == 0
+
+
+@pytest.mark.slow
+def test_forks_of_the_embedded_model() -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=12)
+    with LLM(threads=1) as llm:
+        context = llm.context(
+            "The rivers of Europe are long, and ships go up and down on them. " * 3
+        )
+        forks = [context.fork() for _ in range(2)]
+        answers = llm.generate_in(forks, ["The longest one is", "The widest one is"], greedy)
+        prompts = [
+            fork.token_ids[: len(fork) - len(answer.token_ids)]
+            for fork, answer in zip(forks, answers, strict=True)
+        ]
+        plain = llm.generate(prompts, greedy, progress=False)
+    assert [choice.text for (choice,) in plain] == [answer.text for answer in answers]
+    assert [answer.cached_tokens for answer in answers] == [len(context) // 16 * 16] * 2
 
 
 def test_nothing_to_do_and_what_cannot_be_done(llm: LLM) -> None:

@@ -83,6 +83,7 @@ class ChoiceResult:
     num_output_tokens: int
     cached_tokens: int
     error: str | None
+    retry_after_s: float | None = None
 
 
 class DeltaSink(Protocol):
@@ -434,6 +435,7 @@ def _joined(deltas: Sequence[TextDelta]) -> ChoiceResult:
         num_output_tokens=last.num_output_tokens,
         cached_tokens=last.cached_tokens,
         error=last.error,
+        retry_after_s=last.retry_after_s,
     )
 
 
@@ -581,10 +583,12 @@ def _for_choice(sampling: SamplingParams, index: int) -> SamplingParams:
     """The engine's parameters for choice `index`: without n and stop strings."""
     if sampling.n == 1 and not sampling.stop:
         return sampling
-    seed = sampling.seed
-    if seed is not None:
-        seed = (seed + index + 2**63) % 2**64 - 2**63  # wraps around in int64
-    return sampling.with_changes(n=1, seed=seed, stop=())
+    return sampling.with_changes(n=1, seed=shifted_seed(sampling.seed, index), stop=())
+
+
+def shifted_seed(seed: int | None, index: int) -> int | None:
+    """seed + index, wrapped around in int64: the seed of one of several answers."""
+    return None if seed is None else (seed + index + 2**63) % 2**64 - 2**63
 
 
 async def _finish_even_if_cancelled(work: Coroutine[object, None, None]) -> None:
