@@ -2,59 +2,168 @@
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.semantic.core.nodes import TaskGroup, Variable
-from bros.semantic.core.objectives import (
-    COMPACT_FROM,
+from bros.core.interfaces import Prices
+from bros.core.request import ServiceClass
+from bros.semantic.core.estimates import (
     FIRST_GUESS_TOKENS,
     MAX_NAMES,
-    DeadlineWatch,
+    Average,
+    CallWork,
     Estimates,
+    ObservedCall,
 )
+from bros.semantic.core.nodes import TaskGroup, Variable
+from bros.semantic.core.objectives import COMPACT_FROM, DeadlineWatch
+
+F = ("tenant", "f")
+PRICES = Prices(token_s=0.0015, row_s=0.01)
+WORK = CallWork(prompt_tokens=1000, cached_tokens=0, output_tokens=100)
+RT, BE = ServiceClass.RT, ServiceClass.BE
 
 
 def test_nothing_known_is_a_guess_within_max_tokens() -> None:
     estimates = Estimates()
-    assert estimates.expected_tokens("f", None) == FIRST_GUESS_TOKENS
-    assert estimates.expected_tokens("f", 10) == 10.0
+    assert estimates.expected_tokens(F, None) == FIRST_GUESS_TOKENS
+    assert estimates.expected_tokens(F, 10) == 10.0
+    assert estimates.longest_tokens(F, None, 9) == FIRST_GUESS_TOKENS
+    assert estimates.cached_share(F) == 0.0
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=20))
-def test_tokens_are_a_moving_average_by_name(seen: list[int]) -> None:
-    estimates = Estimates(weight=0.25)
-    average = float(seen[0])
+def test_an_average_is_exact_at_first_and_weighted_by_age_later(seen: list[int]) -> None:
+    average = Average()
+    for value in seen:
+        average.add(value, weight=1 / 20)
+    assert average.mean == pytest.approx(statistics.fmean(seen))
+    assert average.variance == pytest.approx(statistics.pvariance(seen), abs=1e-6)
+    before = average.mean
+    average.add(500, weight=0.5)
+    assert average.mean == pytest.approx((before + 500) / 2)
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=20), st.integers(1, 50))
+def test_the_longest_of_many_calls_is_longer_by_their_spread(seen: list[int], calls: int) -> None:
+    estimates = Estimates()
     for tokens in seen:
-        average = 0.75 * average + 0.25 * tokens
-        estimates.observe_tokens("f", tokens)
-    assert estimates.expected_tokens("f", None) == pytest.approx(max(1.0, average))
-    assert estimates.expected_tokens("g", None) == FIRST_GUESS_TOKENS
-    assert 1.0 <= estimates.expected_tokens("f", 5) <= 5.0
-
-
-def test_the_first_observation_replaces_the_guess_and_later_ones_count_by_weight() -> None:
-    estimates = Estimates(prompt_token_s=9.0, output_token_s=9.0, weight=0.5)
-    estimates.observe_prompt(100, 1.0)
-    estimates.observe_output(10, 2.0)
-    assert estimates.seconds(100, 10) == pytest.approx(1.0 + 2.0)
-    estimates.observe_prompt(100, 2.0)
-    estimates.observe_output(10, 4.0)
-    assert estimates.seconds(100, 10) == pytest.approx(1.5 + 3.0)
-    estimates.observe_prompt(0, 5.0)
-    estimates.observe_output(0, 5.0)
-    assert estimates.seconds(100, 10) == pytest.approx(1.5 + 3.0), "nothing to learn from"
+        estimates.observe_tokens(F, tokens)
+    expected = estimates.expected_tokens(F, None)
+    longest = estimates.longest_tokens(F, None, calls)
+    assert 1.0 <= expected <= longest <= estimates.longest_tokens(F, None, calls + 1)
+    if len(set(seen)) == 1 or calls == 1:
+        assert longest == pytest.approx(expected)
+    assert estimates.expected_tokens(("other", "f"), None) == FIRST_GUESS_TOKENS
+    assert 1.0 <= estimates.longest_tokens(F, 5, calls) <= 5.0
 
 
 def test_functions_unheard_of_for_long_are_forgotten() -> None:
     estimates = Estimates()
-    estimates.observe_tokens("often", 7)
+    often, once = ("", "often"), ("", "once 0")
+    estimates.observe_tokens(often, 7)
     for i in range(2 * MAX_NAMES):
-        estimates.observe_tokens(f"once {i}", 3)
-        estimates.observe_tokens("often", 7)
-    assert estimates.expected_tokens("often", None) == 7.0
-    assert estimates.expected_tokens("once 0", None) == FIRST_GUESS_TOKENS
+        estimates.observe_tokens(("", f"once {i}"), 3)
+        estimates.observe_tokens(often, 7)
+    assert estimates.expected_tokens(often, None) == pytest.approx(7.0)
+    assert estimates.expected_tokens(once, None) == FIRST_GUESS_TOKENS
+
+
+def observed(
+    *,
+    service_class: ServiceClass | None = RT,
+    cached: int = 0,
+    queued_s: float = 0.0,
+    preempted_s: float = 0.0,
+    slower: float = 1.0,
+) -> ObservedCall:
+    """A call of 1,000 and 100 tokens on an engine whose decode takes `slower` times PRICES."""
+    decode_s = slower * PRICES.decode_s(99, 1050)
+    return ObservedCall(
+        service_class=service_class,
+        prompt_tokens=1000,
+        cached_tokens=cached,
+        output_tokens=100,
+        ttft_s=queued_s + PRICES.prefill_s(1000 - cached, cached),
+        decode_s=decode_s + preempted_s,
+    )
+
+
+def test_a_call_takes_its_queueing_its_prefill_and_its_decode() -> None:
+    estimates = Estimates(weight=0.5)
+    assert estimates.seconds(WORK, PRICES, 0.0) == pytest.approx(1.5 + 1.0)
+    for _ in range(3):
+        estimates.observe(F, observed(slower=2.0), PRICES, 0.0)
+    assert estimates.seconds(WORK, PRICES, 0.0) == pytest.approx(1.5 + 2.0)
+    half = dataclasses.replace(WORK, cached_tokens=500)
+    assert estimates.seconds(half, PRICES, 0.0) == pytest.approx(0.75 + 2.0)
+    estimates.observe(F, observed(queued_s=4.0), PRICES, 10.0)
+    assert estimates.queueing_s(RT, 10.0) == pytest.approx(2.0)
+    assert estimates.queueing_s(BE, 10.0) == 0.0
+    assert 0.0 < estimates.queueing_s(RT, 40.0) < 1.0, "it fades"
+    assert estimates.seconds(WORK, PRICES, 10.0) == pytest.approx(2.0 + 1.5 + 2.0)
+
+
+@pytest.mark.parametrize("prices", [PRICES, None])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        observed(cached=990),
+        observed(cached=1000),
+        observed(service_class=BE, queued_s=15.0),
+        observed(service_class=BE, queued_s=15.0, cached=990),
+        observed(preempted_s=15.0),
+        observed(service_class=None, queued_s=15.0, preempted_s=15.0),
+    ],
+    ids=["cached", "all cached", "queued", "queued and cached", "preempted", "promoted"],
+)
+@pytest.mark.parametrize("usual", [2, 3])
+def test_an_odd_call_does_not_move_the_estimate(
+    prices: Prices | None, odd: ObservedCall, usual: int
+) -> None:
+    estimates = Estimates()
+    for _ in range(usual):
+        estimates.observe(F, observed(), prices, 0.0)
+    before_s = estimates.seconds(WORK, prices, 0.0)
+    assert before_s == pytest.approx(2.5, rel=0.05)
+    estimates.observe(F, odd, prices, 0.0)
+    assert estimates.seconds(WORK, prices, 0.0) == pytest.approx(before_s, rel=0.2)
+
+
+odd_calls = st.builds(
+    observed,
+    service_class=st.just(BE),
+    cached=st.integers(0, 1000),
+    queued_s=st.floats(0.0, 100.0),
+    preempted_s=st.floats(0.0, 100.0),
+) | st.builds(observed, cached=st.integers(0, 1000))
+
+
+@given(st.lists(odd_calls, max_size=30), st.lists(st.floats(0.0, 100.0), max_size=5))
+def test_mixed_histories_do_not_move_the_estimate(
+    history: list[ObservedCall], preempted: list[float]
+) -> None:
+    """Calls of both classes, cached and queued, of which few real-time ones were preempted."""
+    estimates = Estimates()
+    for _ in range(len(preempted) + 1):
+        estimates.observe(F, observed(), PRICES, 0.0)
+    for seconds in preempted:
+        estimates.observe(F, observed(preempted_s=seconds), PRICES, 0.0)
+    for call in history:
+        estimates.observe(F, call, PRICES, 0.0)
+    assert estimates.seconds(WORK, PRICES, 0.0) == pytest.approx(2.5, rel=0.01)
+
+
+def test_an_engine_without_a_cost_model_is_measured() -> None:
+    estimates = Estimates()
+    for _ in range(3):
+        estimates.observe(F, observed(slower=2.0), None, 0.0)
+    assert estimates.prefill_s(1000, 0, None) == pytest.approx(1.5)
+    assert estimates.seconds(WORK, None, 1000.0) == pytest.approx(1.5 + 2.0, rel=0.01)
 
 
 def group() -> TaskGroup:

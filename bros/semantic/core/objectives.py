@@ -16,15 +16,13 @@ LLM call is the latest start time of its consumers.
 
 `deduce` labels the ancestors of one variable. `Labeler` does that for all variables of a session,
 a bounded number of LLM calls at a time, so that a long chain whose values are all requested does
-not block the event loop. `DeadlineWatch` finds groups whose deadlines are at risk. `Estimates`
-learns how long calls take.
+not block the event loop. `DeadlineWatch` finds groups whose deadlines are at risk.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -405,64 +403,3 @@ class Labeler:
     @property
     def _can_label(self) -> bool:
         return bool(self._waiting) and self.labels < self._max_labels
-
-
-MAX_NAMES = 10_000
-"""Functions whose output lengths are remembered; the least recently observed are forgotten."""
-
-FIRST_GUESS_TOKENS = 128.0
-"""Expected output tokens of a function before its first observation."""
-
-
-class Estimates:
-    """Moving averages of the output tokens per function and the seconds per token.
-
-    prompt_token_s: initial guess of the seconds per uncached prompt token.
-    output_token_s: initial guess of the seconds per output token after the first.
-    weight: weight of the latest observation. The first observation replaces the initial guess.
-    """
-
-    def __init__(
-        self,
-        *,
-        prompt_token_s: float = 0.001,
-        output_token_s: float = 0.03,
-        weight: float = 0.2,
-    ) -> None:
-        self._weight = weight
-        self._tokens: OrderedDict[str, float] = OrderedDict()
-        self._prompt_token_s = prompt_token_s
-        self._output_token_s = output_token_s
-        self._prompts = 0
-        self._outputs = 0
-
-    def expected_tokens(self, name: str, max_tokens: int | None) -> float:
-        """Expected output tokens of this function; at least 1, at most max_tokens."""
-        expected = self._tokens.get(name, FIRST_GUESS_TOKENS)
-        return max(1.0, expected if max_tokens is None else min(expected, float(max_tokens)))
-
-    def seconds(self, prompt_tokens: float, output_tokens: float) -> float:
-        """Predicted duration of a call. prompt_tokens: uncached ones."""
-        return prompt_tokens * self._prompt_token_s + output_tokens * self._output_token_s
-
-    def observe_tokens(self, name: str, output_tokens: int) -> None:
-        """A call of this function generated so many tokens."""
-        known = self._tokens.get(name, float(output_tokens))
-        self._tokens[name] = known + self._weight * (output_tokens - known)
-        self._tokens.move_to_end(name)
-        if len(self._tokens) > MAX_NAMES:
-            self._tokens.popitem(last=False)
-
-    def observe_prompt(self, tokens: int, seconds: float) -> None:
-        """A prompt with so many uncached tokens had this TTFT, queueing included."""
-        if tokens > 0:
-            weight = self._weight if self._prompts else 1.0
-            self._prompt_token_s += weight * (seconds / tokens - self._prompt_token_s)
-            self._prompts += 1
-
-    def observe_output(self, tokens: int, seconds: float) -> None:
-        """So many output tokens after the first took so long."""
-        if tokens > 0:
-            weight = self._weight if self._outputs else 1.0
-            self._output_token_s += weight * (seconds / tokens - self._output_token_s)
-            self._outputs += 1

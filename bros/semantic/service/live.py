@@ -96,10 +96,12 @@ class LlmCallRecord:
     group: id of its task group when it was submitted.
     text: text generated so far; empty after its end.
     prompt_tokens: length of its prompt.
+    requested_tokens: prompt tokens that the session had submitted to the engine before.
     cached_tokens: prompt tokens that were cached.
     output_tokens: tokens generated so far.
     prefilled_tokens: prompt tokens prefilled ahead.
     attempts: number of submissions.
+    promoted: whether it was submitted as best-effort and has become real-time since.
     """
 
     service_class: ServiceClass | None = None
@@ -107,10 +109,12 @@ class LlmCallRecord:
     group: str | None = None
     text: str = ""
     prompt_tokens: int = 0
+    requested_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     prefilled_tokens: int = 0
     attempts: int = 0
+    promoted: bool = False
 
 
 @dataclass(eq=False, slots=True)

@@ -22,11 +22,11 @@ from typing import Any
 
 from bros.core.clock import Clock
 from bros.core.errors import EngineDeadError
-from bros.core.interfaces import EngineClient
+from bros.core.interfaces import EngineClient, Prices
 from bros.core.request import Hints, ServiceClass
 from bros.semantic.core import objectives
-from bros.semantic.core.nodes import Call, Level, LlmCall, OutputPiece
-from bros.semantic.core.objectives import Estimates
+from bros.semantic.core.estimates import CallWork, Estimates, Function, ObservedCall
+from bros.semantic.core.nodes import Call, Level, LlmCall, OutputPiece, Piece
 from bros.semantic.core.prompt import PieceEncoder
 from bros.semantic.core.session import AbortCall, Action, Prefill, PromoteCall, Settled, Start
 from bros.semantic.core.template import Text
@@ -38,7 +38,14 @@ from bros.semantic.service.generating import (
     LlmCallGenerator,
     LlmRequest,
 )
-from bros.semantic.service.live import ServedSession, SessionSettings, call_state, class_name
+from bros.semantic.service.live import (
+    CallRecord,
+    LlmCallRecord,
+    ServedSession,
+    SessionSettings,
+    call_state,
+    class_name,
+)
 from bros.semantic.service.prompting import Prefiller, Prompter, apply_transforms
 from bros.text.generation import TextGenerator
 from bros.text.tokenizer import Tokenizer
@@ -96,19 +103,10 @@ class ProgramRunner:
                     logger.exception("%r in session %s failed", action, session.id)
         self._set_timer(session)
 
-    def estimate(self, tenant: str, llm_call: LlmCall) -> float:
-        """Predicted seconds of an LLM call."""
-        prompt_tokens = sum(
-            len(piece.text) // _CHARS_PER_TOKEN
-            for piece in llm_call.call.pieces[: llm_call.prompt_end]
-            if isinstance(piece, Text)
-        )
-        for variable in llm_call.inputs:
-            if variable.text is not None:
-                prompt_tokens += len(variable.text) // _CHARS_PER_TOKEN
-            elif variable.producer is not None:
-                prompt_tokens += self._expected_tokens(tenant, variable.producer)
-        return self._estimates.seconds(prompt_tokens, self._expected_tokens(tenant, llm_call))
+    def estimate(self, session: ServedSession, llm_call: LlmCall) -> float:
+        """Predicted seconds of an LLM call that has become real-time."""
+        work = self._work(session, llm_call)
+        return self._estimates.seconds(work, self._prices, self._clock.now())
 
     def terms(self, session: ServedSession, llm_call: LlmCall) -> GenerationTerms:
         """The current scheduling parameters of a started LLM call."""
@@ -132,6 +130,7 @@ class ProgramRunner:
         record = session.record(llm_call.call.id).llm_call(llm_call.index)
         if record.request_id is not None:  # else `_Watcher.accepted` promotes it
             record.service_class = ServiceClass.RT
+            record.promoted = True
             slo = self._terms(session, llm_call, self._clock.now()).slo
             self._in_background(self._engine.promote(record.request_id, slo))
 
@@ -146,7 +145,7 @@ class ProgramRunner:
 
     def learn_tokens(self, session: ServedSession, call: Call, output_tokens: int) -> None:
         """An LLM call of this call has generated so many tokens."""
-        self._estimates.observe_tokens(_estimate_key(session.tenant, call), output_tokens)
+        self._estimates.observe_tokens(_function(session.tenant, call), output_tokens)
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Unpin the KV of these engine requests."""
@@ -254,9 +253,10 @@ class ProgramRunner:
         prompt = await self._prompter.extend(session, llm_call)
         call, sampling = llm_call.call, _output_piece(llm_call).sampling
         token_ids = prompt.token_ids()
-        session.requested_prefixes.add(token_ids)
         record = session.record(call.id).llm_call(llm_call.index)
         record.prompt_tokens = len(token_ids)
+        record.requested_tokens = session.requested_prefixes.num_tokens(token_ids)
+        session.requested_prefixes.add(token_ids)
         assert llm_call.ready_s is not None, "the LLM call has been started"
         request = LlmRequest(
             request_id=call.id if len(call.llm_calls) == 1 else f"{call.id}.{llm_call.index}",
@@ -297,14 +297,20 @@ class ProgramRunner:
     def _learn(
         self, session: ServedSession, llm_call: LlmCall, generated: LlmAnswer, now: float
     ) -> None:
-        self.learn_tokens(session, llm_call.call, generated.output_tokens)
-        if llm_call.first_token_s is not None and llm_call.ready_s is not None:
-            record = session.record(llm_call.call.id).llm_call(llm_call.index)
-            computed = record.prompt_tokens - record.cached_tokens
-            self._estimates.observe_prompt(computed, llm_call.first_token_s - llm_call.ready_s)
-            self._estimates.observe_output(
-                generated.output_tokens - 1, now - llm_call.first_token_s
-            )
+        record = session.record(llm_call.call.id).llm_call(llm_call.index)
+        assert llm_call.ready_s is not None, "the LLM call has been started"
+        first_s = now if llm_call.first_token_s is None else llm_call.first_token_s
+        alike = record.attempts == 1 and not record.promoted
+        observed = ObservedCall(
+            service_class=record.service_class if alike else None,
+            prompt_tokens=record.prompt_tokens,
+            cached_tokens=record.cached_tokens,
+            output_tokens=generated.output_tokens,
+            ttft_s=first_s - llm_call.ready_s,
+            decode_s=now - first_s,
+        )
+        function = _function(session.tenant, llm_call.call)
+        self._estimates.observe(function, observed, self._prices, now)
 
     def _terms(
         self, session: ServedSession, llm_call: LlmCall, now: float
@@ -312,10 +318,58 @@ class ProgramRunner:
         expected = self._expected_tokens(session.tenant, llm_call)
         return objectives.terms(llm_call, now, expected, self._engine.info.default_slo)
 
+    def _work(self, session: ServedSession, llm_call: LlmCall) -> CallWork:
+        """What the engine is expected to do for an LLM call.
+
+        The prompt of an LLM call that has not been submitted consists of values that may not be
+        known yet. What earlier LLM calls of its call have computed is cached.
+        """
+        call, output = llm_call.call, self._expected_tokens(session.tenant, llm_call)
+        call_record = session.records.get(call.id) or CallRecord()
+        record = call_record.llm_calls.get(llm_call.index, LlmCallRecord())
+        if record.prompt_tokens:
+            return CallWork(
+                prompt_tokens=record.prompt_tokens,
+                cached_tokens=max(record.cached_tokens, record.requested_tokens),
+                output_tokens=output,
+            )
+        previous = llm_call.previous
+        known_from = 0 if previous is None else previous.prompt_end + 1
+        cached = self._piece_tokens(session, call.pieces[:known_from])
+        prompt = cached + self._piece_tokens(session, call.pieces[known_from : llm_call.prompt_end])
+        if previous is None:
+            share = self._estimates.cached_share(_function(session.tenant, call))
+            cached = min(max(record.prefilled_tokens, share * prompt), prompt)
+        return CallWork(prompt_tokens=prompt, cached_tokens=cached, output_tokens=output)
+
+    def _piece_tokens(self, session: ServedSession, pieces: Sequence[Piece]) -> float:
+        """About how many tokens these pieces of a prompt have."""
+        tokens = 0.0
+        for piece in pieces:
+            if isinstance(piece, Text):
+                tokens += len(piece.text) // _CHARS_PER_TOKEN
+                continue
+            variable = session.machine.graph.variables.get(piece.variable_id)
+            if variable is None:
+                continue
+            if variable.text is not None:
+                tokens += len(variable.text) // _CHARS_PER_TOKEN
+            elif variable.producer is not None:
+                tokens += self._expected_tokens(session.tenant, variable.producer)
+        return tokens
+
+    @property
+    def _prices(self) -> Prices | None:
+        """None if the engine has no cost model, or no engine is up yet."""
+        try:
+            return self._engine.info.prices
+        except EngineDeadError:
+            return None
+
     def _expected_tokens(self, tenant: str, llm_call: LlmCall) -> int:
         """Expected output tokens of an LLM call, from earlier calls of its function."""
         most = None if llm_call.native else _output_piece(llm_call).sampling.max_tokens
-        return round(self._estimates.expected_tokens(_estimate_key(tenant, llm_call.call), most))
+        return round(self._estimates.expected_tokens(_function(tenant, llm_call.call), most))
 
     def _set_timer(self, session: ServedSession) -> None:
         if session.timer is not None:
@@ -386,9 +440,8 @@ class _Watcher:
             self._session.streamed.notify(self._llm_call.output)
 
 
-def _estimate_key(tenant: str, call: Call) -> str:
-    """Key of output length estimates: calls of one function have similar lengths."""
-    return f"{tenant}\0{call.name}"
+def _function(tenant: str, call: Call) -> Function:
+    return tenant, call.name
 
 
 def _output_piece(llm_call: LlmCall) -> OutputPiece:

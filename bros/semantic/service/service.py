@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import math
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from bros.core.clock import Clock
 from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.core.interfaces import EngineClient
 from bros.core.request import IdGenerator
-from bros.semantic.core.nodes import NewCall, OutputPiece, Variable, open_ancestors
+from bros.semantic.core.nodes import LlmCall, NewCall, OutputPiece, Variable, open_ancestors
 from bros.semantic.core.prompt import Prompt, PromptSharing, RequestedPrefixes
 from bros.semantic.core.session import SessionStateMachine
 from bros.semantic.core.submission import Submission, SubmissionReader, check_sampling
@@ -516,7 +515,10 @@ class SessionService:
             cache_salt=tenant,
             private_salt=f"scope:{scope}" if scope else uid,
         )
-        estimate = functools.partial(self._runner.estimate, tenant)
+
+        def estimate(llm_call: LlmCall) -> float:
+            return self._runner.estimate(session, llm_call)
+
         session = ServedSession(
             id=session_id or uid,
             uid=uid,

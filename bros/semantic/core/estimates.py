@@ -1,0 +1,236 @@
+"""Predicts how long LLM calls take, from the engine's cost model and from earlier calls.
+
+    ready               first token                     last token
+      | queueing | prefill | decode ............................. |
+
+    queueing   mean of recent calls of the class: time to first token less predicted prefill; it
+               fades while no call is observed, because it depends on the load of the moment
+    prefill    `Prices.prefill_s` of the prompt tokens that are not expected to be cached
+    decode     `Prices.decode_s` of the expected output tokens, times what recent calls of the class
+               took relative to it: an engine decodes many rows at once, and paces them
+
+No figure mixes two of these parts: a call that was cached or queued, or was preempted while it
+decoded, changes only the part that it tells something about.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from bros.core.interfaces import Prices
+from bros.core.request import ServiceClass
+
+Function = tuple[str, str]
+"""(tenant, name of the function): calls of one function have similar lengths."""
+
+MAX_NAMES = 10_000
+"""Functions that are remembered; the least recently observed are forgotten."""
+
+FIRST_GUESS_TOKENS = 128.0
+"""Expected output tokens of a function before its first observation."""
+
+GUESSED_PRICES = Prices(token_s=0.001, row_s=0.03)
+"""Of an engine without a cost model. What recent calls took relative to them corrects them."""
+
+_QUEUEING_FADES_S = 30.0
+"""Queueing that is not observed again fades by a factor of e in this time."""
+
+_RECENT = 15
+"""Calls whose median is a correction: one preempted call among them does not move it."""
+
+_LEAST_COMPUTED = 64
+"""Fewest computed prompt tokens whose time says something about the time of a prompt token."""
+
+_CORRECTION_LIMIT = 16.0
+"""Corrections of a cost model are between its inverse and this."""
+
+
+@dataclass(slots=True)
+class Average:
+    """Exponentially weighted mean and variance: those of all values until there are 1 / weight."""
+
+    mean: float = 0.0
+    variance: float = 0.0
+    count: int = 0
+
+    def add(self, value: float, weight: float) -> None:
+        """weight: share of the latest value."""
+        self.count += 1
+        weight = max(weight, 1.0 / self.count)
+        change = value - self.mean
+        self.mean += weight * change
+        self.variance = (1.0 - weight) * (self.variance + weight * change * change)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallWork:
+    """What the engine has to do for one LLM call.
+
+    prompt_tokens: length of its prompt.
+    cached_tokens: prompt tokens that are expected to be cached.
+    output_tokens: expected output tokens.
+    """
+
+    prompt_tokens: float
+    cached_tokens: float
+    output_tokens: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedCall:
+    """An LLM call that has ended.
+
+    service_class: its class from submission to end; None if it has changed, or if it was
+        submitted more than once: then its times say nothing.
+    prompt_tokens: length of its prompt.
+    cached_tokens: prompt tokens that were cached.
+    output_tokens: generated tokens.
+    ttft_s: from the moment when its inputs were set to its first token.
+    decode_s: from its first token to its last.
+    """
+
+    service_class: ServiceClass | None
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    ttft_s: float
+    decode_s: float
+
+
+@dataclass(slots=True)
+class _FunctionStats:
+    tokens: Average = field(default_factory=Average)
+    cached_share: Average = field(default_factory=Average)
+
+
+@dataclass(slots=True)
+class _ClassStats:
+    """queueing_s is as of the time queued_s."""
+
+    queueing_s: float = 0.0
+    queued_s: float = 0.0
+    prefills: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    decodes: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+
+
+class Estimates:
+    """What earlier calls tell about later ones. Times are seconds of one monotonic clock.
+
+    weight: weight of the latest observation in averages.
+    """
+
+    def __init__(self, weight: float = 0.2) -> None:
+        self._weight = weight
+        self._functions: OrderedDict[Function, _FunctionStats] = OrderedDict()
+        self._classes = {service_class: _ClassStats() for service_class in ServiceClass}
+
+    def expected_tokens(self, function: Function, max_tokens: int | None) -> float:
+        """Expected output tokens of a call; at least 1, at most max_tokens."""
+        return self.longest_tokens(function, max_tokens, 1)
+
+    def longest_tokens(self, function: Function, max_tokens: int | None, calls: int) -> float:
+        """Expected output tokens of the longest of so many calls; at least 1, at most max_tokens.
+
+        It is the mean plus sqrt(2 ln calls) standard deviations, which is what the largest of
+        many values of a normal distribution tends to.
+        """
+        stats = self._functions.get(function)
+        if stats is None:
+            expected = FIRST_GUESS_TOKENS
+        else:
+            spread = math.sqrt(stats.tokens.variance)
+            expected = stats.tokens.mean + math.sqrt(2.0 * math.log(max(1, calls))) * spread
+        return max(1.0, expected if max_tokens is None else min(expected, float(max_tokens)))
+
+    def cached_share(self, function: Function) -> float:
+        """Share of the prompt that is expected to be cached; 0 before the first observation."""
+        stats = self._functions.get(function)
+        return 0.0 if stats is None else stats.cached_share.mean
+
+    def queueing_s(self, service_class: ServiceClass, now: float) -> float:
+        """Expected seconds before a request of this class runs, from recent calls."""
+        stats = self._classes[service_class]
+        return stats.queueing_s * math.exp(min(0.0, stats.queued_s - now) / _QUEUEING_FADES_S)
+
+    def prefill_s(self, prompt_tokens: float, cached_tokens: float, prices: Prices | None) -> float:
+        """Predicted seconds to compute the part of a prompt that is not cached.
+
+        prices: None if the engine has no cost model.
+        """
+        computed = round(max(0.0, prompt_tokens - cached_tokens))
+        if prices is not None:
+            return prices.prefill_s(computed, round(cached_tokens))
+        correction = _median(self._classes[ServiceClass.RT].prefills)
+        return correction * GUESSED_PRICES.prefill_s(computed, round(cached_tokens))
+
+    def decode_s(
+        self, tokens: float, context: float, prices: Prices | None, service_class: ServiceClass
+    ) -> float:
+        """Predicted seconds to decode so many tokens after `context`."""
+        correction = _median(self._classes[service_class].decodes)
+        if prices is None:
+            return correction * GUESSED_PRICES.decode_s(tokens, round(context))
+        correction = min(max(correction, 1.0 / _CORRECTION_LIMIT), _CORRECTION_LIMIT)
+        return correction * prices.decode_s(tokens, round(context))
+
+    def seconds(
+        self,
+        work: CallWork,
+        prices: Prices | None,
+        now: float,
+        service_class: ServiceClass = ServiceClass.RT,
+    ) -> float:
+        """Predicted seconds of a call from the moment when its inputs are set.
+
+        service_class: real-time by default, because a call whose deadline is near becomes that.
+        """
+        context = work.prompt_tokens + work.output_tokens / 2
+        return (
+            self.queueing_s(service_class, now)
+            + self.prefill_s(work.prompt_tokens, work.cached_tokens, prices)
+            + self.decode_s(work.output_tokens, context, prices, service_class)
+        )
+
+    def observe_tokens(self, function: Function, output_tokens: int) -> None:
+        """A call of this function generated so many tokens."""
+        self._function(function).tokens.add(output_tokens, self._weight)
+
+    def observe(
+        self, function: Function, call: ObservedCall, prices: Prices | None, now: float
+    ) -> None:
+        """A call of this function has ended."""
+        self.observe_tokens(function, call.output_tokens)
+        if call.prompt_tokens:
+            share = call.cached_tokens / call.prompt_tokens
+            self._function(function).cached_share.add(share, self._weight)
+        if call.service_class is None:
+            return
+        stats = self._classes[call.service_class]
+        computed = call.prompt_tokens - call.cached_tokens
+        if prices is None and computed >= _LEAST_COMPUTED:
+            guessed_s = GUESSED_PRICES.prefill_s(computed, call.cached_tokens)
+            stats.prefills.append(call.ttft_s / guessed_s)
+        waited_s = call.ttft_s - self.prefill_s(call.prompt_tokens, call.cached_tokens, prices)
+        before_s = self.queueing_s(call.service_class, now)
+        stats.queueing_s = before_s + self._weight * (max(0.0, waited_s) - before_s)
+        stats.queued_s = now
+        if call.output_tokens > 1:
+            context = call.prompt_tokens + call.output_tokens // 2
+            predicted_s = (prices or GUESSED_PRICES).decode_s(call.output_tokens - 1, context)
+            stats.decodes.append(call.decode_s / max(predicted_s, 1e-9))
+
+    def _function(self, function: Function) -> _FunctionStats:
+        """Its statistics, which count as the latest ones."""
+        stats = self._functions.setdefault(function, _FunctionStats())
+        self._functions.move_to_end(function)
+        if len(self._functions) > MAX_NAMES:
+            self._functions.popitem(last=False)
+        return stats
+
+
+def _median(ratios: deque[float]) -> float:
+    """The lower median of these and 1, so that one slow call does not count alone."""
+    return statistics.median_low((1.0, *ratios))
