@@ -245,6 +245,17 @@ def checked_seconds(name: str, value: float | None, *, zero: bool = False) -> fl
     return value
 
 
+class Sharing(enum.StrEnum):
+    """Who shares the KV of what comes after the first placeholder of a session's templates.
+
+    TENANT: all requests of the API key.
+    SESSION: the session's own requests.
+    """
+
+    TENANT = "tenant"
+    SESSION = "session"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateSession:
     """POST /v1/sessions"""
@@ -257,8 +268,14 @@ class CreateSession:
         str,
         ValueBounds(max_length=512),
         "Subdivides the users of one API key: only sessions with the same tenant share the KV of "
-        "values",
+        "what comes after the first placeholder of a template",
     ] = ""
+    sharing: Annotated[
+        Sharing,
+        "tenant: all requests of the API key share the KV of this session's prompts, or those "
+        "sessions that have the same tenant field. session: what comes after the first placeholder "
+        "of a template is shared within this session only",
+    ] = Sharing.TENANT
     sampling: Annotated[Sampling | None, "Default sampling parameters of outputs"] = None
     id: Annotated[
         Id | None, "Must not begin with sess-; if omitted, the server generates an id"
@@ -578,6 +595,7 @@ class SessionSummary:
     expires_in_s: Annotated[float | None, "null while a request runs or a client waits in it"]
     criteria: Criteria
     tenant: str
+    sharing: Sharing
     metadata: Mapping[str, str]
 
 

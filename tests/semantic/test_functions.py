@@ -429,12 +429,19 @@ class TestVariables:
         mine = P.Criteria(perf=P.THROUGHPUT, deadline_s=9)
         with (
             fake_connection(backend) as connection,
-            P.Session(connection=connection, criteria=mine, ttl=7, tenant="t", metadata={"a": "b"}),
+            P.Session(
+                connection=connection,
+                criteria=mine,
+                ttl=7,
+                tenant="t",
+                sharing="session",
+                metadata={"a": "b"},
+            ),
         ):
             code, other = write("a"), write("b")
             code.get()
             other.get(perf="ttft", ttft=0.5)
-        assert backend.created == [(mine, 7, "t", {"a": "b"})]
+        assert backend.created == [(mine, 7, "t", "session", {"a": "b"})]
         variables = backend.variables["sess-1"]
         assert variables["code-1"].wanted == [mine, mine]
         asked = P.Criteria(perf=P.TTFT, deadline_s=9, ttft_s=0.5)
@@ -445,6 +452,8 @@ class TestVariables:
             write("a").get(perf="speed")
         with pytest.raises(ValueError, match="perf must be one of"):
             P.Session(connection=fake_connection(FakeBackend()), criteria="speed")
+        with pytest.raises(ValueError, match="sharing must be one of tenant, session, not 'all'"):
+            P.Session(connection=fake_connection(FakeBackend()), sharing="all")
 
     def test_want_does_not_wait(self, desk: Desk) -> None:
         task = P.SemanticVariable()

@@ -15,6 +15,7 @@ from bros.engine.engine import Engine
 from bros.engine.thread_client import ThreadEngineClient
 from bros.scheduler.build import build_scheduler
 from bros.semantic.errors import SessionGoneError, UpstreamError
+from bros.semantic.schema import Sharing
 from bros.simulator.virtual_loop import run_virtual
 from support.program_engine import BLOCK, TOKENIZER
 from support.programs import TENANT, THROUGHPUT, Desk, call, virtually
@@ -109,32 +110,36 @@ async def test_where_that_would_cost_as_much_as_it_spares_it_is_computed_in_a_pa
 
 
 @virtually
-async def test_constants_are_shared_by_all_of_a_tenant_and_values_by_nobody_else() -> None:
-    async with toy_engine() as engine:
-        desk = Desk(engine)
-        other = desk.service.create(TENANT).id
-        long = "something long that nobody else should be able to find here. "
-        spec = call(SYSTEM + "{{x}}{{output:a}}", values={"x": long}, sampling=GREEDY)
-        cached = {}
-        for tenant, session in (
-            (TENANT, desk.session),
-            (TENANT, other),
-            ("stranger", desk.service.create("stranger").id),
-        ):
-            desk.service.submit(tenant, session, [spec])
-            await desk.service.get(tenant, session, "a")
-            (view,) = desk.service.inspect(tenant, session).calls
-            cached[session] = view.cached_tokens
-        again = call(SYSTEM + "{{x}} {{output:b}}", values={"x": long}, sampling=GREEDY)
-        (request,) = desk.submit(again)
-        await desk.value("b")
-        constant, all_of_it = (
-            n // BLOCK * BLOCK for n in (len(encoded(SYSTEM)), len(encoded(SYSTEM + long)))
-        )
-        mine, others, strangers = cached.values()
-        assert (mine, strangers) == (0, 0)
-        assert constant - BLOCK <= others <= constant
-        assert desk.view(request).cached_tokens >= all_of_it - BLOCK
+async def test_what_sessions_find_of_each_other() -> None:
+    """All within a tenant, only constants of private sessions, and nothing of another tenant."""
+    long = "something long that another session may find here, or may not. "
+    constant, all_of_it = (
+        len(TOKENIZER.encode(text)) // BLOCK * BLOCK for text in (SYSTEM, SYSTEM + long)
+    )
+    async with toy_engine(blocks=256) as engine:
+        desk, names = Desk(engine), iter("abcdefgh")
+
+        async def cached(tenant: str, session: str = "", **fields: object) -> int:
+            """How much of the prompt is cached for a session, a new one of these fields."""
+            session = session or desk.service.create(tenant, **fields).id  # type: ignore[arg-type]
+            name = next(names)
+            spec = call(
+                SYSTEM + f"{{{{x}}}}{{{{output:{name}}}}}", values={"x": long}, sampling=GREEDY
+            )
+            (submitted,) = desk.service.submit(tenant, session, [spec])
+            await desk.service.get(tenant, session, submitted.variables[name])
+            return desk.service.inspect(tenant, session).calls[-1].cached_tokens
+
+        private = {"sharing": Sharing.SESSION}
+        alone = desk.service.create(TENANT, sharing=Sharing.SESSION).id
+        assert await cached(TENANT, alone) == 0
+        assert constant - BLOCK <= await cached(TENANT) <= constant
+        assert await cached(TENANT) >= all_of_it - BLOCK
+        assert constant - BLOCK <= await cached(TENANT, **private) <= constant
+        assert constant - BLOCK <= await cached(TENANT, scope="team") <= constant
+        assert await cached(TENANT, scope="team") >= all_of_it - BLOCK
+        assert await cached(TENANT, alone) >= all_of_it - BLOCK
+        assert await cached("stranger") == 0
         for tenant in (TENANT, "stranger"):
             for shown in desk.service.sessions(tenant):
                 await desk.service.delete(tenant, shown.id)

@@ -16,21 +16,22 @@ from bros.semantic.service.prompting import off_loop
 from bros.text.tokenizer import ChatTemplates, Tokenizer
 from support.tiny_tokenizer import byte_level_backend, sentencepiece_backend, tiny_tokenizer
 
-SHARING = PromptSharing(model="m", cache_salt="tenant", private_salt="session")
+SHARING = PromptSharing(model="m", tenant="tenant", private_salt="session")
 
 Part = tuple[tuple[int, ...], str | None]
 tokens = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 parts = st.lists(st.tuples(tokens, st.sampled_from([None, "a", "b"])), max_size=6)
-salts = st.sampled_from(["", "x"])
+tenants = st.sampled_from(["", "x"])
+private_salts = st.sampled_from([None, "", "x"])
 
 
 def make_prompt(
     pieces: Sequence[Part],
-    cache_salt: str = "",
-    private_salt: str = "",
+    tenant: str = "",
+    private_salt: str | None = "",
     beginning: Sequence[int] = (),
 ) -> Prompt:
-    prompt = Prompt(PromptSharing("m", cache_salt, private_salt), beginning)
+    prompt = Prompt(PromptSharing("m", tenant, private_salt), beginning)
     for token_ids, variable in pieces:
         prompt.add(token_ids, variable)
     return prompt
@@ -58,7 +59,7 @@ def test_a_prompt_is_its_pieces_and_each_has_a_border(
 
 
 @given(pieces=parts, beginning=tokens)
-def test_everything_up_to_the_first_variable_is_for_all(
+def test_everything_up_to_the_first_variable_is_shared(
     pieces: list[Part], beginning: tuple[int, ...]
 ) -> None:
     constant = len(beginning)
@@ -68,29 +69,35 @@ def test_everything_up_to_the_first_variable_is_for_all(
         constant += len(token_ids)
 
     assert make_prompt(pieces, beginning=beginning).private_from == constant
+    assert make_prompt(pieces, "", None, beginning).private_from is None
 
 
-@given(a=parts, b=parts, salts_a=st.tuples(salts, salts), salts_b=st.tuples(salts, salts))
+salts = st.tuples(tenants, private_salts)
+
+
+@given(a=parts, b=parts, salts_a=salts, salts_b=salts)
 def test_hashes_are_equal_where_the_same_may_be_shared(
-    a: list[Part], b: list[Part], salts_a: tuple[str, str], salts_b: tuple[str, str]
+    a: list[Part], b: list[Part], salts_a: tuple[str, str | None], salts_b: tuple[str, str | None]
 ) -> None:
-    """Until the first variable only the cache salt counts, after that both salts do."""
+    """Until the first variable only the tenant counts, after that the private salt does too."""
     one, other = make_prompt(a, *salts_a), make_prompt(b, *salts_b)
 
     for count, (border_a, border_b) in enumerate(
         zip(one.prefixes, other.prefixes, strict=False), 1
     ):
         pieces_a, pieces_b = a[:count], b[:count]
-        private_a = [variable is not None for _, variable in pieces_a]
-        private_b = [variable is not None for _, variable in pieces_b]
+        inputs_a = [variable is not None for _, variable in pieces_a]
+        inputs_b = [variable is not None for _, variable in pieces_b]
         same = [ids for ids, _ in pieces_a] == [ids for ids, _ in pieces_b]
         same &= salts_a[0] == salts_b[0]
         # A variable first at the same place, or nowhere.
-        first_a = private_a.index(True) if any(private_a) else None
-        first_b = private_b.index(True) if any(private_b) else None
-        same &= first_a == first_b
-        if first_a is not None:
-            same &= salts_a[1] == salts_b[1]
+        first_a = inputs_a.index(True) if any(inputs_a) else None
+        first_b = inputs_b.index(True) if any(inputs_b) else None
+        private_a = first_a is not None and salts_a[1] is not None
+        private_b = first_b is not None and salts_b[1] is not None
+        same &= private_a == private_b
+        if private_a and private_b:
+            same &= first_a == first_b and salts_a[1] == salts_b[1]
         assert (border_a.hash == border_b.hash) == same
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from bros.core.errors import QueueFullError
 from bros.core.request import EngineRequest, ServiceClass
-from bros.semantic.schema import CallSpec, Criteria, Message, Parameter, Perf
+from bros.semantic.schema import CallSpec, Criteria, Message, Parameter, Perf, Sharing
 from support.program_engine import (
     BLOCK,
     STEP_S,
@@ -403,32 +403,59 @@ async def test_conversations_are_written_in_the_models_format() -> None:
 
 @virtually
 async def test_who_may_share_what() -> None:
-    """The constant beginning within the tenant, the rest within the session or its scope."""
+    """The constant beginning within the tenant, the rest too, or within a session or a scope."""
     desk = Desk()
-    alone = desk.session
-    scoped = [desk.service.create(TENANT, scope="team").id for _ in range(2)]
-    other = desk.service.create("other").id
-    for tenant, session in ((TENANT, alone), *((TENANT, s) for s in scoped), ("other", other)):
+    create = desk.service.create
+    shared = [desk.session, create(TENANT).id]
+    scoped = [create(TENANT, scope="team").id for _ in range(2)]
+    alone = [create(TENANT, sharing=Sharing.SESSION).id for _ in range(2)]
+    alone.append(create(TENANT, scope="team", sharing=Sharing.SESSION).id)
+    sessions = [(TENANT, session) for session in (*shared, *scoped, *alone)]
+    sessions.append(("other", create("other").id))
+    for tenant, session in sessions:
         desk.service.submit(
             tenant, session, [call("Long {{x}} text {{output:a}}", values={"x": "v"})]
         )
         await desk.service.get(tenant, session, "a")
     llm_calls = desk.engine.llm_calls()
-    assert {llm_call.hints.private_from for llm_call in llm_calls} == {
-        len(TOKENIZER.encode("Long "))
-    }
-    salts = [(llm_call.cache_salt, llm_call.hints.private_salt) for llm_call in llm_calls]
-    assert [salt for salt, _ in salts] == [TENANT, TENANT, TENANT, "other"]
-    private = [salt for _, salt in salts]
-    assert private[1] == private[2]
-    assert len(set(private)) == 3
+    assert [(each.tenant, each.cache_salt) for each in llm_calls] == [
+        *[(TENANT, "")] * 7,
+        ("other", ""),
+    ]
+    constant = len(TOKENIZER.encode("Long "))
+    assert [each.hints.private_from for each in llm_calls] == [
+        *[None] * 2,
+        *[constant] * 5,
+        None,
+    ]
+    private = [each.hints.private_salt for each in llm_calls[2:7]]
+    assert private[0] == private[1]
+    assert len(set(private)) == 4
 
     prefixes = [
-        desk.service.inspect(tenant, session).calls[0].prefixes
-        for tenant, session in ((TENANT, alone), *((TENANT, s) for s in scoped), ("other", other))
+        desk.service.inspect(tenant, session).calls[0].prefixes for tenant, session in sessions
     ]
-    for index, distinct in ((0, 2), (1, 3), (2, 3)):
+    for index, distinct in ((0, 2), (1, 6), (2, 6)):
         assert len({borders[index].hash for borders in prefixes}) == distinct
+
+
+@virtually
+async def test_what_is_prefilled_ahead_is_private_as_the_prompt_is() -> None:
+    for sharing in Sharing:
+        desk = Desk()
+        desk.session = desk.service.create(TENANT, sharing=sharing).id
+        long = "long enough to be worth it, " * 4
+        desk.submit(
+            call("{{x}}{{late}}{{output:a}}", values={"x": long}), call("Say {{output:late}}")
+        )
+        await desk.value("a")
+        requests = [each for each in desk.engine.submitted if each.prompt_token_ids[:1] != [0]]
+        (ahead,) = (each for each in requests if each.prefill_only)
+        (whole,) = (each for each in desk.engine.llm_calls() if each.request_id in ahead.request_id)
+        for each in (ahead, whole):
+            assert each.kv_salt == whole.kv_salt
+            assert each.hints.private_salt == whole.hints.private_salt
+            assert each.hints.private_from == (None if sharing is Sharing.TENANT else 0)
 
 
 @virtually

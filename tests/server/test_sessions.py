@@ -55,6 +55,7 @@ async def test_a_session_from_beginning_to_end(kept: Server) -> None:
                 "criteria": {"perf": "THROUGHPUT", "deadline_ms": 5000},
                 "ttl_s": 60,
                 "tenant": "team",
+                "sharing": "session",
                 "metadata": {"app": "test"},
             },
         )
@@ -71,6 +72,7 @@ async def test_a_session_from_beginning_to_end(kept: Server) -> None:
             "perf": "throughput", "ttft_ms": None, "tpot_ms": None, "deadline_ms": 5000.0
         },
         "tenant": "team",
+        "sharing": "session",
         "metadata": {"app": "test"},
     }  # fmt: skip
     listed = ok(await kept.http.get("/v1/sessions"))

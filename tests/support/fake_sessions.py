@@ -18,7 +18,7 @@ from bros.semantic.errors import (
     SessionGoneError,
     UpstreamError,
 )
-from bros.semantic.schema import CallSpec, Criteria, Role, SubmittedCall
+from bros.semantic.schema import CallSpec, Criteria, Role, Sharing, SubmittedCall
 
 
 def shout(name: str, placeholder: str, prompt: str) -> str:
@@ -59,9 +59,10 @@ class FakeBackend:
         criteria: Criteria | None,
         ttl_s: float | None,
         tenant: str,
+        sharing: Sharing,
         metadata: Mapping[str, str],
     ) -> str:
-        self.created.append((criteria, ttl_s, tenant, dict(metadata)))
+        self.created.append((criteria, ttl_s, tenant, sharing, dict(metadata)))
         session_id = f"sess-{len(self.created)}"
         self.variables[session_id] = {}
         return session_id

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
 from bros.core.loop_thread import LoopThread
-from bros.semantic.schema import CallSpec, Criteria, SubmittedCall
+from bros.semantic.schema import CallSpec, Criteria, Sharing, SubmittedCall
 
 
 class Backend(Protocol):
@@ -24,6 +24,7 @@ class Backend(Protocol):
         criteria: Criteria | None,
         ttl_s: float | None,
         tenant: str,
+        sharing: Sharing,
         metadata: Mapping[str, str],
     ) -> str:
         """Returns the id of the session."""

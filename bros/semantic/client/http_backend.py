@@ -39,6 +39,7 @@ from bros.semantic.schema import (
     FailCall,
     SessionSummary,
     SetVariable,
+    Sharing,
     SubmitProgram,
     SubmittedCall,
     SubmittedProgram,
@@ -63,10 +64,15 @@ class HttpBackend:
         criteria: Criteria | None,
         ttl_s: float | None,
         tenant: str,
+        sharing: Sharing,
         metadata: Mapping[str, str],
     ) -> str:
         body = CreateSession(
-            criteria=criteria, ttl_s=ttl_s, tenant=tenant, metadata=metadata or None
+            criteria=criteria,
+            ttl_s=ttl_s,
+            tenant=tenant,
+            sharing=sharing,
+            metadata=metadata or None,
         )
         answer = await self._request("POST", "sessions", body)
         return from_json(SessionSummary, answer).id

@@ -55,7 +55,7 @@ from bros.semantic.errors import (
     SessionLimitError,
     UpstreamError,
 )
-from bros.semantic.schema import CallSpec, Criteria, Perf, checked_seconds
+from bros.semantic.schema import CallSpec, Criteria, Perf, Sharing, checked_seconds
 
 T = TypeVar("T")
 
@@ -108,7 +108,9 @@ class Session:
     connection: an open connection to share, instead of `url` and `options`.
     criteria: default criteria of requested values.
     ttl: seconds of inactivity after which the session expires.
-    tenant: sessions of one tenant share the KV of values.
+    tenant: if not empty, only sessions of the same one share the KV of what comes after the first
+        placeholder of a prompt.
+    sharing: who else shares it: "tenant": all requests with the same API key; "session": none.
     metadata: labels that the server shows with the session.
     options: further arguments of `connect`.
 
@@ -128,17 +130,19 @@ class Session:
         criteria: Criteria | Perf | str | None = None,
         ttl: float | None = None,
         tenant: str = "",
+        sharing: Sharing | str = Sharing.TENANT,
         metadata: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
         if connection is not None and (url is not None or options):
             raise TypeError("a connection has its own url and options")
         self._criteria = _criteria(criteria)
+        shared_with = _sharing(sharing)
         self._owns_connection = connection is None
         self._connection = connect(url, **options) if connection is None else connection
         self._program = Program(self)
         self._async_session = AsyncSession(
-            self, self._connection, self._criteria, ttl, tenant, metadata or {}
+            self, self._connection, self._criteria, ttl, tenant, shared_with, metadata or {}
         )
         self._numbers = itertools.count(1)
         self._tokens: list[Token[SessionInterface | None]] = []
@@ -320,6 +324,14 @@ def _criteria(value: Criteria | Perf | str | None) -> Criteria | None:
     return Criteria(perf=_perf(value))
 
 
+def _sharing(value: Sharing | str) -> Sharing:
+    try:
+        return Sharing(value)
+    except ValueError:
+        names = ", ".join(Sharing)
+        raise ValueError(f"sharing must be one of {names}, not {value!r}") from None
+
+
 @dataclass(frozen=True, slots=True)
 class _ProgramRequest:
     """Calls that are sent together.
@@ -335,8 +347,8 @@ class _ProgramRequest:
 class AsyncSession:
     """Sends calls, waits for values, runs native functions.
 
-    All methods except `announce` run on the connection's loop. criteria, ttl_s, tenant and metadata
-    are the arguments of `Backend.create`.
+    All methods except `announce` run on the connection's loop. criteria, ttl_s, tenant, sharing and
+    metadata are the arguments of `Backend.create`.
     """
 
     def __init__(
@@ -346,11 +358,12 @@ class AsyncSession:
         criteria: Criteria | None,
         ttl_s: float | None,
         tenant: str,
+        sharing: Sharing,
         metadata: Mapping[str, str],
     ) -> None:
         self._session = session
         self._connection = connection
-        self._create_arguments = (criteria, ttl_s, tenant, dict(metadata))
+        self._create_arguments = (criteria, ttl_s, tenant, sharing, dict(metadata))
         self._created: asyncio.Task[str] | None = None
         self._sending = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()

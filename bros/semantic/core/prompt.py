@@ -3,7 +3,7 @@
     pieces    "Review "       {{code}}             " as "        {{role}}       ": " {{output:r}}
     tokens    BOS 71 902     | ids as generated   | 33          | encoded      | 8
     prefixes             h1 ─┘                h2 ─┘          h3 ─┘          h4 ─┘
-              shared by all ─┘ └─ shared within the session, or its scope
+      shared by the tenant ─┘ └─ likewise, or private to the session or its scope
 
 The tokens of a piece do not depend on its neighbors, so calls with the same leading pieces have
 the same leading tokens. h1, h2, ... are Parrot's PrefixHash: each one hashes the previous one and
@@ -24,6 +24,7 @@ from bros.semantic.schema import PrefixView
 _CACHED_CHARS = 4_000_000
 _ANCHOR = "\n"
 _HASH_BYTES = 16
+_PRIVATE = b"private"
 
 
 class TextEncoder(Protocol):
@@ -94,13 +95,14 @@ class PromptSharing:
     """Determines which requests may share the KV of a prompt.
 
     model: name of the model.
-    cache_salt: salt of the whole prompt.
-    private_salt: salt of everything after the constant prefix.
+    tenant: only requests of this tenant share it, see EngineRequest.kv_salt.
+    private_salt: only requests with the same one share what comes after the constant prefix. None:
+        all requests of the tenant do.
     """
 
     model: str
-    cache_salt: str
-    private_salt: str
+    tenant: str
+    private_salt: str | None
 
 
 class Prompt:
@@ -110,8 +112,8 @@ class Prompt:
         """beginning: the tokens before the first piece."""
         self._token_ids = list(beginning)
         self._salt = sharing.private_salt
-        self._hash = _digest(repr((sharing.model, sharing.cache_salt)).encode(), beginning)
-        self._private_from: int | None = None
+        self._hash = _digest(repr((sharing.model, sharing.tenant)).encode(), beginning)
+        self._constant: int | None = None
         self._prefixes: list[PrefixView] = []
         self.num_pieces = 0
 
@@ -120,9 +122,12 @@ class Prompt:
         return len(self._token_ids)
 
     @property
-    def private_from(self) -> int:
-        """Number of tokens in the constant prefix: the texts before the first variable."""
-        return len(self._token_ids) if self._private_from is None else self._private_from
+    def private_from(self) -> int | None:
+        """Number of tokens in the constant prefix, the texts before the first variable, if what
+        follows it is private. None: all is shared."""
+        if self._salt is None:
+            return None
+        return len(self._token_ids) if self._constant is None else self._constant
 
     @property
     def prefixes(self) -> tuple[PrefixView, ...]:
@@ -134,9 +139,10 @@ class Prompt:
 
     def add(self, token_ids: Sequence[int], variable: str | None = None) -> None:
         """Append a piece. variable: id of the variable whose value it is; None: constant text."""
-        if variable is not None and self._private_from is None:
-            self._private_from = len(self._token_ids)
-            self._hash = _digest(self._hash + self._salt.encode(), ())
+        if variable is not None and self._constant is None:
+            self._constant = len(self._token_ids)
+            if self._salt is not None:
+                self._hash = _digest(self._hash + self._salt.encode(), (), _PRIVATE)
         self._token_ids += token_ids
         self._hash = _digest(self._hash, token_ids)
         prefix = PrefixView(offset=len(self._token_ids), hash=self._hash.hex(), after=variable)
@@ -181,6 +187,7 @@ class RequestedPrefixes:
         return keys
 
 
-def _digest(before: bytes, token_ids: Sequence[int]) -> bytes:
+def _digest(before: bytes, token_ids: Sequence[int], kind: bytes = b"") -> bytes:
+    """kind: what is hashed, so that a salt never has the hash of a piece."""
     data = before + array("q", token_ids).tobytes()
-    return hashlib.blake2b(data, digest_size=_HASH_BYTES).digest()
+    return hashlib.blake2b(data, digest_size=_HASH_BYTES, person=kind).digest()

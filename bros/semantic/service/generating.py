@@ -98,7 +98,6 @@ class LlmRequest:
     token_ids: Sequence[int]
     sampling: SamplingParams
     tenant: str
-    cache_salt: str
     arrival_s: float
 
 
@@ -210,7 +209,6 @@ class LlmCallGenerator:
             service_class=terms.service_class,
             slo=terms.slo,
             tenant=request.tenant,
-            cache_salt=request.cache_salt,
             arrival_s=request.arrival_s,
             hints=terms.hints,
             param="template",

@@ -24,6 +24,7 @@ from bros.semantic.schema import (
     PrefixView,
     SessionSummary,
     SessionView,
+    Sharing,
     SubmittedCall,
     VariableView,
 )
@@ -178,13 +179,14 @@ class ServedSession:
 
     id: the id that its tenant uses; reusable after its end.
     uid: unique for all time.
-    scope: sessions of one tenant and scope share the KV of values.
+    scope: see SessionService.create.
+    shared_with: its `sharing`, see there as well.
     criteria: default criteria of requested values.
     sampling: default sampling parameters of outputs.
     created_s: creation time on the clock of the service.
     created_unix_s: creation time in Unix seconds.
     machine: its state machine with the graph.
-    sharing: salts of the KV of its prompts.
+    sharing: which requests share the KV of its prompts.
     requested_prefixes: prompt prefixes that were submitted to the engine.
     records: call id -> record.
     tasks: tasks of running LLM calls.
@@ -206,6 +208,7 @@ class ServedSession:
     uid: str
     tenant: str
     scope: str
+    shared_with: Sharing
     criteria: Criteria
     sampling: Mapping[str, Any]
     metadata: Mapping[str, str]
@@ -295,6 +298,7 @@ def _summary(session: ServedSession, now: float) -> dict[str, Any]:
         "ttl_s": session.ttl_s,
         "criteria": session.criteria,
         "tenant": session.scope,
+        "sharing": session.shared_with,
         "metadata": dict(session.metadata),
     }
 

@@ -120,7 +120,7 @@ class ProgramRunner:
             grouped=found.grouped,
             expected_tokens=self._expected_tokens(session.tenant, llm_call),
             private_from=prompt.private_from,
-            private_salt=session.sharing.private_salt,
+            private_salt=session.sharing.private_salt or "",
             keep_s=0.0 if llm_call.next is None else self._settings.pin_s,
         )
         return GenerationTerms(service_class=found.service_class, slo=found.slo, hints=hints)
@@ -135,12 +135,16 @@ class ProgramRunner:
             self._in_background(self._engine.promote(record.request_id, slo))
 
     def plain_hints(self, session: ServedSession, call: Call) -> Hints:
-        """Engine hints for a request of a plain client."""
+        """Engine hints for a request of a plain client. In a session with private content all of
+        it is private, because nothing says which part is constant."""
+        private_salt = session.sharing.private_salt
         return Hints(
             program=session.uid,
             depth=call.llm_calls[0].depth,
             expected_tokens=self._expected_tokens(session.tenant, call.llm_calls[0]),
             keep_s=self._settings.pin_s,
+            private_from=None if private_salt is None else 0,
+            private_salt=private_salt or "",
         )
 
     def learn_tokens(self, session: ServedSession, call: Call, output_tokens: int) -> None:
@@ -263,7 +267,6 @@ class ProgramRunner:
             token_ids=token_ids,
             sampling=sampling,
             tenant=session.tenant,
-            cache_salt=session.sharing.cache_salt,
             arrival_s=llm_call.ready_s,
         )
         return await self._llm_calls.run(request, _Watcher(self, session, llm_call, self._clock))

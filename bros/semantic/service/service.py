@@ -39,6 +39,7 @@ from bros.semantic.service.live import (
     ServedSession,
     SessionSettings,
     Subscribers,
+    Sharing,
     view_session,
     view_summary,
     view_variable,
@@ -229,6 +230,13 @@ _EVICTED = "it was idle, and there was no room for another one."
 
 
 class SessionService:
+def _private_salt(uid: str, scope: str, shared_with: Sharing) -> str | None:
+    """The PromptSharing.private_salt of a session. Neither form is ever one of the other kind."""
+    if shared_with is Sharing.SESSION:
+        return f"session:{uid}"
+    return f"scope:{scope}" if scope else None
+
+
     """The sessions of one server. Not thread-safe: it lives on one event loop.
 
     Methods that take a session raise NotFoundError (code session_not_found) if the tenant has no
@@ -281,8 +289,10 @@ class SessionService:
 
         criteria: default criteria of requested values.
         ttl_s: idle time after which the session expires; capped at max_ttl_s.
-        scope: sessions of one tenant and scope share the KV of values; sessions without a scope
-            share only constant prefixes of templates.
+        sharing: Sharing = Sharing.TENANT,
+        scope: only sessions of the same scope share the KV of what comes after the constant prefix
+            of a prompt. Empty: as `sharing` says.
+        sharing: who shares that KV: the whole tenant, or this session alone whatever its scope is.
         session_id: an id that the client chooses, reusable after that session has ended.
         sampling: default sampling parameters of outputs.
         Raises ConflictError (already_exists), InvalidRequestError, SessionLimitError.
@@ -306,6 +316,7 @@ class SessionService:
     def ensure(self, tenant: str, session_id: str) -> None:
         """Find or open a session by the rules of `join`, without recording a call.
 
+            shared_with=sharing,
         Raises NotFoundError, SessionGoneError, SessionLimitError.
         """
         self._found_or_opened(tenant, session_id)
@@ -502,18 +513,25 @@ class SessionService:
         return variable
 
     def _open(
-        self, tenant: str, session_id: str | None, *, scope: str, **fields: Any
+        self,
+        tenant: str,
+        session_id: str | None,
+        *,
+        scope: str = "",
+        shared_with: Sharing = Sharing.TENANT,
+        **fields: Any,
     ) -> ServedSession:
         """Open a session with this id, or with a generated one.
 
-        scope: see `create`. fields: further fields of ServedSession. Raises SessionLimitError.
+        scope, shared_with: see `create`. fields: further fields of ServedSession.
+        Raises SessionLimitError.
         """
         self._make_room(tenant)
         uid, now = self._ids.new("sess"), self._clock.now()
         sharing = PromptSharing(
             model=self._engine.info.model,
-            cache_salt=tenant,
-            private_salt=f"scope:{scope}" if scope else uid,
+            tenant=tenant,
+            private_salt=_private_salt(uid, scope, shared_with),
         )
 
         def estimate(llm_call: LlmCall) -> float:
@@ -550,6 +568,7 @@ class SessionService:
             message = f"Ids that begin with {GENERATED_PREFIX!r} are reserved for the server."
             raise InvalidRequestError(message, "id")
         with contextlib.suppress(NotFoundError, SessionGoneError):
+            shared_with=shared_with,
             self._find(tenant, session_id)
             raise ConflictError(f"There is a session {session_id!r} already.", "already_exists")
 
@@ -591,7 +610,6 @@ class SessionService:
             session_id,
             criteria=self._settings.criteria,
             ttl_s=self._settings.ttl_s,
-            scope="",
             metadata={},
             sampling={},
             only_plain=only_plain,

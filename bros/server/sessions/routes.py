@@ -113,6 +113,7 @@ async def create_session(request: Request) -> Response:
         criteria=wanted.criteria,
         ttl_s=wanted.ttl_s,
         scope=wanted.tenant,
+        sharing=wanted.sharing,
         session_id=wanted.id,
         metadata=wanted.metadata,
         sampling=wanted.sampling,
