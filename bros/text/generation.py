@@ -139,8 +139,8 @@ class TextGenerator:
         service_class: ServiceClass = ServiceClass.RT,
         slo: Slo = _NO_SLO,
         tenant: str = "",
-        cache_salt: str = "",
         user: str = "",
+        cache_salt: str = "",
         param: str = "messages",
         arrival_s: float | None = None,
         hints: Hints = NO_HINTS,
@@ -167,8 +167,8 @@ class TextGenerator:
                 slo=slo,
                 arrival_s=self._clock.now() if arrival_s is None else arrival_s,
                 tenant=tenant,
-                cache_salt=cache_salt,
                 user=user,
+                cache_salt=cache_salt,
                 hints=hints,
             )
             for (prompt, i), choice_id in zip(

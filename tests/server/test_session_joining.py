@@ -82,7 +82,6 @@ async def test_deadlines(
     assert kept.last().slo.deadline_s == deadline_s
 
 
-async def test_without_a_session_nothing_changes(kept: Server) -> None:
 async def test_calls_in_a_private_session_are_private_as_a_whole(kept: Server) -> None:
     for fields, private_from in (({}, None), ({"sharing": "session"}, 0), ({"tenant": "t"}, 0)):
         made = await SessionClient.open(kept.http, **fields)
@@ -91,6 +90,7 @@ async def test_calls_in_a_private_session_are_private_as_a_whole(kept: Server) -
         assert (hints.private_from, hints.private_salt != "") == (private_from, bool(fields))
 
 
+async def test_without_a_session_nothing_changes(kept: Server) -> None:
     await chat(kept, {"x-bros-node": "plan"}, metadata={"bros_node": "plan", "a": 1})
     assert ok(await kept.http.get("/v1/sessions"))["data"] == []
     assert kept.last().hints.program == ""

@@ -142,9 +142,9 @@ class ProgramRunner:
             program=session.uid,
             depth=call.llm_calls[0].depth,
             expected_tokens=self._expected_tokens(session.tenant, call.llm_calls[0]),
-            keep_s=self._settings.pin_s,
             private_from=None if private_salt is None else 0,
             private_salt=private_salt or "",
+            keep_s=self._settings.pin_s,
         )
 
     def learn_tokens(self, session: ServedSession, call: Call, output_tokens: int) -> None:

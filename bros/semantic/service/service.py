@@ -31,6 +31,7 @@ from bros.semantic.schema import (
     SessionFigures,
     SessionSummary,
     SessionView,
+    Sharing,
     SubmittedCall,
     VariableView,
 )
@@ -39,7 +40,6 @@ from bros.semantic.service.live import (
     ServedSession,
     SessionSettings,
     Subscribers,
-    Sharing,
     view_session,
     view_summary,
     view_variable,
@@ -222,6 +222,13 @@ def _text_so_far(session: ServedSession, variable: Variable) -> str:
     return session.record(llm_call.call.id).llm_call(llm_call.index).text
 
 
+def _private_salt(uid: str, scope: str, shared_with: Sharing) -> str | None:
+    """The PromptSharing.private_salt of a session. Neither form is ever one of the other kind."""
+    if shared_with is Sharing.SESSION:
+        return f"session:{uid}"
+    return f"scope:{scope}" if scope else None
+
+
 _EXPIRY_CHECK_S = 1.0
 _DELETED = "it was deleted."
 _EXPIRED = "it was idle for too long."
@@ -230,13 +237,6 @@ _EVICTED = "it was idle, and there was no room for another one."
 
 
 class SessionService:
-def _private_salt(uid: str, scope: str, shared_with: Sharing) -> str | None:
-    """The PromptSharing.private_salt of a session. Neither form is ever one of the other kind."""
-    if shared_with is Sharing.SESSION:
-        return f"session:{uid}"
-    return f"scope:{scope}" if scope else None
-
-
     """The sessions of one server. Not thread-safe: it lives on one event loop.
 
     Methods that take a session raise NotFoundError (code session_not_found) if the tenant has no
@@ -281,6 +281,7 @@ def _private_salt(uid: str, scope: str, shared_with: Sharing) -> str | None:
         criteria: Criteria | None = None,
         ttl_s: float | None = None,
         scope: str = "",
+        sharing: Sharing = Sharing.TENANT,
         session_id: str | None = None,
         metadata: Mapping[str, str] | None = None,
         sampling: Mapping[str, Any] | None = None,
@@ -289,7 +290,6 @@ def _private_salt(uid: str, scope: str, shared_with: Sharing) -> str | None:
 
         criteria: default criteria of requested values.
         ttl_s: idle time after which the session expires; capped at max_ttl_s.
-        sharing: Sharing = Sharing.TENANT,
         scope: only sessions of the same scope share the KV of what comes after the constant prefix
             of a prompt. Empty: as `sharing` says.
         sharing: who shares that KV: the whole tenant, or this session alone whatever its scope is.
@@ -308,6 +308,7 @@ def _private_salt(uid: str, scope: str, shared_with: Sharing) -> str | None:
             criteria=criteria or self._settings.criteria,
             ttl_s=min(ttl_s or self._settings.ttl_s, self._settings.max_ttl_s),
             scope=scope,
+            shared_with=sharing,
             metadata=dict(metadata or {}),
             sampling=dict(sampling or {}),
         )
@@ -316,7 +317,6 @@ def _private_salt(uid: str, scope: str, shared_with: Sharing) -> str | None:
     def ensure(self, tenant: str, session_id: str) -> None:
         """Find or open a session by the rules of `join`, without recording a call.
 
-            shared_with=sharing,
         Raises NotFoundError, SessionGoneError, SessionLimitError.
         """
         self._found_or_opened(tenant, session_id)
@@ -542,6 +542,7 @@ def _private_salt(uid: str, scope: str, shared_with: Sharing) -> str | None:
             uid=uid,
             tenant=tenant,
             scope=scope,
+            shared_with=shared_with,
             created_s=now,
             created_unix_s=self._clock.unix_time(),
             last_activity_s=now,
@@ -568,7 +569,6 @@ def _private_salt(uid: str, scope: str, shared_with: Sharing) -> str | None:
             message = f"Ids that begin with {GENERATED_PREFIX!r} are reserved for the server."
             raise InvalidRequestError(message, "id")
         with contextlib.suppress(NotFoundError, SessionGoneError):
-            shared_with=shared_with,
             self._find(tenant, session_id)
             raise ConflictError(f"There is a session {session_id!r} already.", "already_exists")
 
