@@ -181,6 +181,18 @@ CHAT_SAMPLING = SamplingParams(temperature=0.2, top_p=0.9)
 """Of `bros chat`. Small models ramble at higher temperatures."""
 
 
+@dataclass(frozen=True, slots=True)
+class RequestGroup:
+    """A task group: requests of a program whose results one later call needs together.
+
+    id: the same for all members, and for no other requests.
+    size: number of members that were known when the request was submitted, ended ones included.
+    """
+
+    id: str
+    size: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
     """What the scheduler knows about a request from the program that it is part of.
@@ -188,8 +200,8 @@ class Hints:
     program: id of the program, empty if there is none. Among best-effort requests those of the
         program that began first go first, deeper ones before others.
     depth: number of calls before it in the program.
-    grouped: it is in a task group: a later call waits for it and others together. Such requests go
-        before other best-effort requests.
+    group: the task group that it is a member of, or a prefill ahead of a member. Best-effort
+        requests of a group go before others; a router places the members as one.
     expected_tokens: expected number of output tokens; None: as many as usual.
     private_from: position of the first token whose KV only requests with the same private_salt
         share; the KV before it is shared by kv_salt alone. None: there is no such token.
@@ -204,7 +216,7 @@ class Hints:
 
     program: str = ""
     depth: int = 0
-    grouped: bool = False
+    group: RequestGroup | None = None
     expected_tokens: int | None = None
     private_from: int | None = None
     private_salt: str = ""

@@ -411,11 +411,11 @@ class Fleet:
 
 def _task_groups(requests: Sequence[EngineRequest]) -> list[list[EngineRequest]]:
     """The task groups with two or more members among requests that arrived together."""
-    found: dict[tuple[str, int, str], list[EngineRequest]] = {}
+    found: dict[tuple[str, str], list[EngineRequest]] = {}
     for request in requests:
-        hints = request.hints
-        if hints.grouped and hints.program:
-            found.setdefault((hints.program, hints.depth, request.kv_salt), []).append(request)
+        group = request.hints.group
+        if group is not None:
+            found.setdefault((group.id, request.kv_salt), []).append(request)
     return [group for group in found.values() if len(group) > 1]
 
 

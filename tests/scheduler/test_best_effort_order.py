@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bros.core.request import Hints
+from bros.core.request import Hints, RequestGroup
 from bros.scheduler.policies.best_effort_order import BestEffortOrder
 from bros.scheduler.state import Rank, RequestState
 from support.scheduling import request
@@ -49,7 +49,8 @@ arrivals = st.lists(
 
 
 def state_of(index: int, arrival: Arrival, at_s: float) -> RequestState:
-    hints = Hints(program=arrival.program, depth=arrival.depth, grouped=arrival.grouped)
+    group = RequestGroup(f"{arrival.program}/{arrival.depth}", 2) if arrival.grouped else None
+    hints = Hints(program=arrival.program, depth=arrival.depth, group=group)
     prompt = range(1 + 100 * arrival.family, 80 + 100 * arrival.family)
     asked = request(f"r{index}", prompt, BE, arrival_s=at_s, hints=hints)
     return RequestState(
@@ -142,9 +143,7 @@ def test_a_group_is_next_to_each_other(
     for index in range(size - 1):
         mixed += [*others[index::size], member]
     order = [state.request.hints for state, _ in sorted(placed(mixed), key=lambda each: each[1])]
-    places = [
-        index for index, hints in enumerate(order) if hints.program == "map" and hints.grouped
-    ]
+    places = [index for index, hints in enumerate(order) if hints.program == "map" and hints.group]
     assert places == list(range(places[0], places[0] + size))
 
 
@@ -154,6 +153,26 @@ def test_a_group_counts_as_half_of_the_time_older(later_s: float, first: str) ->
     group = Arrival(later_s, 0.0, "group", 0, True, "", 0)
     found = sorted(placed([plain, group]), key=lambda each: each[1])
     assert found[0][0].request.hints.program == first
+
+
+@given(gaps=st.lists(st.floats(0.0, 1.5 * WAIT_S), min_size=1, max_size=10), grouped=st.booleans())
+def test_a_program_keeps_its_place_as_long_as_its_requests_come(
+    gaps: list[float], grouped: bool
+) -> None:
+    """As its first request, but never more than WAIT_S before the own arrival; anew after a gap."""
+    calls = [Arrival(gap, 0.0, "p", 0, grouped, "", 0) for gap in gaps]
+    first = group = last = None
+    for state, key in placed(calls):
+        own = state.record.arrival_s
+        if first is None or last is None or own - last > WAIT_S:
+            first = own
+        if group is None or last is None or own - last > WAIT_S / 2:
+            group = own
+        last = own
+        expected = max(first, own - WAIT_S)
+        if grouped:
+            expected = min(expected, max(group, own - WAIT_S / 2) - WAIT_S / 2)
+        assert key[0] == pytest.approx(expected)
 
 
 # On the engine's clock
@@ -183,7 +202,7 @@ def test_what_a_call_waits_for_together_comes_first_and_together() -> None:
     submit(run, "plain", Hints())
     for number in range(3):
         submit(run, f"other{number}", Hints(program=f"p{number}"))
-        submit(run, f"map{number}", Hints(program="map", grouped=True))
+        submit(run, f"map{number}", Hints(program="map", group=RequestGroup("map/1", 3)))
     assert start_order(run) == ["map0", "map1", "map2", "plain", "other0", "other1", "other2"]
 
 
@@ -206,7 +225,11 @@ def test_groups_that_never_end_starve_nobody() -> None:
         if "other" in run.first_run:
             break
         for copy in range(2):
-            submit(run, f"{number}-{copy}", Hints(program=f"p{number}", depth=1, grouped=True))
+            submit(
+                run,
+                f"{number}-{copy}",
+                Hints(program=f"p{number}", depth=1, group=RequestGroup(f"p{number}", 2)),
+            )
         run.step()
         assert run.now < 30.0, "starved"
     overtook = [run.requests[name].arrival_s for name in list(run.first_run)[:-1]]
@@ -226,7 +249,9 @@ def test_a_map_over_one_long_prefix_computes_it_once() -> None:
 
     submit_alike("before", Hints(program="early"))
     for number in range(16):
-        submit_alike(f"map{number}", Hints(program="map", depth=number % 3, grouped=True))
+        submit_alike(
+            f"map{number}", Hints(program="map", depth=number % 3, group=RequestGroup("map", 16))
+        )
         submit(run, f"other{number}", Hints(program=f"p{number}"))
     run.drain()
     alike = [

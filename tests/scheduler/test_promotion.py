@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from bros.core.clock import ManualClock
 from bros.core.config import KV_LAYOUTS, POLICIES, PREFIX_CACHE
 from bros.core.plan import StepPlan, StepResult
-from bros.core.request import EngineRequest, FinishReason, Hints, RequestOutput, Slo
+from bros.core.request import EngineRequest, FinishReason, Hints, RequestGroup, RequestOutput, Slo
 from bros.engine.engine import Engine
 from bros.scheduler.metrics import RequestRecord
 from support.late_executor import LateExecutor
@@ -363,7 +363,7 @@ class AnyTime(RuleBasedStateMachine):
             Hints,
             program=st.sampled_from(["", "a", "b"]),
             depth=st.integers(0, 2),
-            grouped=st.booleans(),
+            group=st.none() | st.just(RequestGroup("g", 2)),
         ),
         while_running=st.booleans(),
     )

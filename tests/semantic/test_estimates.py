@@ -167,7 +167,7 @@ def test_an_engine_without_a_cost_model_is_measured() -> None:
 
 
 def group() -> TaskGroup:
-    return TaskGroup(Variable("v", ""), 1, (), None, num_unfinished=1)
+    return TaskGroup(Variable("v", ""), 1)
 
 
 @given(

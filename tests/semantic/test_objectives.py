@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.core.request import ServiceClass, Slo
-from bros.semantic.core.nodes import Label, Level, LlmCall, NewCall
+from bros.semantic.core.nodes import Label, Level, LlmCall, NewCall, Want
 from bros.semantic.core.objectives import EngineTerms, terms
 from bros.semantic.core.retention import SessionLimits
 from bros.semantic.core.session import PromoteCall, SessionStateMachine
@@ -257,6 +257,60 @@ def test_groups_are_made_anew_when_a_longer_way_comes() -> None:
     assert [len(llm_calls(core)[call, 0].groups) for call in ("m1", "detour")] == [1, 1]
 
 
+def test_a_group_remains_the_same_while_its_program_grows() -> None:
+    """Twenty maps come one by one; most have finished when the last ones come."""
+    names = [f"v{i}" for i in range(20)]
+    core = core_of(llm("reduce", (" ".join(names), "out")))
+    core.want("out", LATENCY, 0.0)
+    out = core.graph.variables["out"]
+    seen = []
+    for i, name in enumerate(names):
+        core.submit([llm(f"m{i}", ("", name))], float(i))
+        if i:
+            seen.append(out.groups[1])
+            assert seen[0] is seen[-1] and seen[0].size == i + 1
+        if 3 <= i < 18:
+            finish(core, f"m{i - 3}", now=float(i))
+            assert levels(core)[f"m{i}"] == (GROUP, 1), "three of so many are no stragglers yet"
+        core.check_integrity()
+    assert (seen[0].num_finished, len(seen[0].members)) == (15, 5)
+    core.take_actions()
+    for i in range(15, 17):
+        finish(core, f"m{i}")
+        assert promoted(core) == set()
+    finish(core, "m17")
+    assert promoted(core) == {"m18", "m19"}, "a tenth of all, and not of those that are left"
+    core.check_integrity()
+
+
+def test_who_joins_a_group_of_stragglers_is_no_straggler_yet() -> None:
+    maps = [llm(f"m{i}", ("", f"v{i}")) for i in range(4)]
+    core = core_of(*maps[:2], llm("r", ("v0 v1 v2 v3", "out")))
+    core.want("out", LATENCY, 0.0)
+    finish(core, "m0")
+    assert levels(core)["m1"] == (RT, 1)
+    core.submit(maps[2:], 1.0)
+    assert [levels(core)[f"m{i}"][0] for i in (2, 3)] == [GROUP, GROUP]
+    core.take_actions()
+    finish(core, "m1")
+    assert promoted(core) == set()
+    finish(core, "m2")
+    assert promoted(core) == {"m3"}
+
+
+def test_what_also_serves_throughput_keeps_its_pace() -> None:
+    """It is the value of one client, and comes before the value of another one."""
+    core = core_of(llm("a", ("", "va")), llm("b", ("va", "out")), seconds=1.0)
+    core.want("out", Criteria(deadline_s=31.0), 0.0)
+    core.want("va", THROUGHPUT, 0.0)
+    a = llm_calls(core)["a", 0]
+    assert (a.label.level, a.stage) == (RT, 0)
+    found = terms(a, 0.0, 100.0, DEFAULT)
+    assert found.slo == Slo(pytest.approx(0.2), pytest.approx(0.3), 30.0)
+    core.want("va", LATENCY, 0.0)
+    assert terms(a, 0.0, 100.0, DEFAULT).slo == Slo(None, None, 30.0)
+
+
 def same(core: SessionStateMachine, naive: NaiveObjectives) -> None:
     found = llm_calls(core)
     labels = {llm_call: t.label for llm_call, t in found.items() if not t.native}
@@ -392,7 +446,9 @@ def labeled(label: Label, stage: int) -> LlmCall:
     core = core_of(llm("c", ("x", "out")))
     llm_call = llm_calls(core)["c", 0]
     llm_call.label = label
-    llm_call.stages[core.graph.variables["out"]] = stage
+    out = core.graph.variables["out"]
+    out.want = Want().with_criteria(LATENCY, None)
+    llm_call.stages[out] = stage
     return llm_call
 
 
@@ -403,30 +459,29 @@ def rt(**times: float) -> Label:
 @pytest.mark.parametrize(
     ("label", "stage", "expected"),
     [
-        (Label(), 0, EngineTerms(ServiceClass.BE, Slo(), False)),
-        (Label(deadline_s=15.0), 0, EngineTerms(ServiceClass.BE, Slo(deadline_s=5.0), False)),
-        (Label(level=GROUP), 1, EngineTerms(ServiceClass.BE, Slo(), True)),
+        (Label(), 0, EngineTerms(ServiceClass.BE, Slo())),
+        (Label(deadline_s=15.0), 0, EngineTerms(ServiceClass.BE, Slo(deadline_s=5.0))),
+        (Label(level=GROUP), 1, EngineTerms(ServiceClass.BE, Slo())),
         (
             Label(level=GROUP, deadline_s=12.0),
             1,
-            EngineTerms(ServiceClass.BE, Slo(deadline_s=2.0), True),
+            EngineTerms(ServiceClass.BE, Slo(deadline_s=2.0)),
         ),
-        (rt(), 0, EngineTerms(ServiceClass.RT, Slo(), False)),
-        (rt(deadline_s=13.0), 0, EngineTerms(ServiceClass.RT, Slo(deadline_s=3.0), False)),
-        (rt(ttft_s=0.1, tpot_s=0.05), 0, EngineTerms(ServiceClass.RT, Slo(0.1, 0.05), False)),
-        (rt(), 1, EngineTerms(ServiceClass.RT, Slo(), False)),
-        (rt(deadline_s=9.0), 0, EngineTerms(ServiceClass.RT, Slo(), False)),
+        (rt(), 0, EngineTerms(ServiceClass.RT, Slo())),
+        (rt(deadline_s=13.0), 0, EngineTerms(ServiceClass.RT, Slo(deadline_s=3.0))),
+        (rt(ttft_s=0.1, tpot_s=0.05), 0, EngineTerms(ServiceClass.RT, Slo(0.1, 0.05))),
+        (rt(), 1, EngineTerms(ServiceClass.RT, Slo())),
+        (rt(deadline_s=9.0), 0, EngineTerms(ServiceClass.RT, Slo())),
         # 100 tokens: in 30 s each has 0.3 s, in 100 s more than twice the default, in 5 s less
         # than half of it.
-        (rt(deadline_s=40.0), 2, EngineTerms(ServiceClass.RT, Slo(0.2, 0.3, 30.0), False)),
-        (rt(deadline_s=110.0), 2, EngineTerms(ServiceClass.RT, Slo(0.8, 0.4, 100.0), False)),
-        (rt(deadline_s=15.0), 2, EngineTerms(ServiceClass.RT, Slo(0.2, 0.1, 5.0), False)),
-        (rt(deadline_s=9.0), 2, EngineTerms(ServiceClass.RT, Slo(0.2, 0.1), False)),
+        (rt(deadline_s=40.0), 2, EngineTerms(ServiceClass.RT, Slo(0.2, 0.3, 30.0))),
+        (rt(deadline_s=110.0), 2, EngineTerms(ServiceClass.RT, Slo(0.8, 0.4, 100.0))),
+        (rt(deadline_s=15.0), 2, EngineTerms(ServiceClass.RT, Slo(0.2, 0.1, 5.0))),
+        (rt(deadline_s=9.0), 2, EngineTerms(ServiceClass.RT, Slo(0.2, 0.1))),
     ],
 )
 def test_what_a_label_means_for_the_engine(label: Label, stage: int, expected: EngineTerms) -> None:
     found = terms(labeled(label, stage), 10.0, 100.0, DEFAULT)
     assert found.service_class is expected.service_class
-    assert found.grouped is expected.grouped
     for name in ("ttft_s", "tpot_s", "deadline_s"):
         assert getattr(found.slo, name) == pytest.approx(getattr(expected.slo, name))

@@ -170,7 +170,6 @@ async def test_the_beginning_of_a_consumer_is_computed_meanwhile() -> None:
     (fill,) = desk.engine.fills()
     assert text_of(fill.prompt_token_ids) == LONG
     assert fill.service_class is ServiceClass.BE
-    assert fill.hints.grouped
     assert fill.hints.keep_s > 0
     times = desk.engine.submitted_s
     assert times[first] < times[fill.request_id] < times[second]
@@ -246,7 +245,9 @@ async def test_map_reduce_is_served_as_its_objectives_say() -> None:
     await desk.value("r")
     *mapped, reduced = desk.engine.llm_calls()
     assert {request.service_class for request in mapped} == {ServiceClass.BE}
-    assert all(request.hints.grouped for request in mapped)
+    (group,) = {request.hints.group for request in mapped}
+    assert group is not None and group.size == 4 and group.id.startswith(desk.session)
+    assert reduced.hints.group is None
     assert {request.hints.depth for request in mapped} == {0}
     assert all(0 < (request.slo.deadline_s or 0) < 60.0 for request in mapped)
     assert reduced.service_class is ServiceClass.RT

@@ -12,6 +12,7 @@ By arrival, where some requests count as if they had arrived earlier (times in u
     requests with one prefix    as the first of them, if they are of no program: they may share KV
     requests of a task group    as the first of the group, and half of max_wait_s before that
 
+A program keeps its place while its requests arrive at most max_wait_s apart, and a group likewise.
 No request counts as more than max_wait_s earlier than its arrival. So requests that arrive later
 than that never overtake a waiting one, however many they are, and no aging is needed.
 """
@@ -22,6 +23,7 @@ import bisect
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from bros.scheduler.state import Rank, RequestState
@@ -31,13 +33,19 @@ _PREFIX_TOKENS = 64
 
 _MAX_KNOWN = 10_000
 
-_Group = tuple[str, str, str, bytes, int]
-"""(tenant, user, program, first tokens of the prompt if there is no program, depth of a task group
-or -1)
-"""
+_Key = tuple[str, str, str, bytes, str]
+"""(tenant, user, program, first tokens of the prompt if there is no program, id of a task group)"""
 
 _Arrival = tuple[float, int]
 """(arrival_s, arrival_index) of a request."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """first: the arrival of the first request. last_s: that of the last one."""
+
+    first: _Arrival
+    last_s: float
 
 
 class StartOrder(Protocol):
@@ -62,12 +70,11 @@ class StartOrder(Protocol):
 
 
 class BestEffortOrder:
-    """Implements StartOrder by keys alone; remembers the first request of each group for
-    `max_wait_s` seconds."""
+    """Implements StartOrder by keys alone; remembers each place for `max_wait_s` seconds."""
 
     def __init__(self, max_wait_s: float) -> None:
         self._max_wait_s = max_wait_s
-        self._starts: OrderedDict[_Group, _Arrival] = OrderedDict()
+        self._places: OrderedDict[_Key, _Place] = OrderedDict()
 
     def key(self, state: RequestState, now: float) -> Rank:
         """Requests of one program are adjacent: those of task groups first, then the deepest."""
@@ -75,14 +82,13 @@ class BestEffortOrder:
         request, hints = state.request, state.request.hints
         prompt = state.token_ids[: min(state.prompt_len, _PREFIX_TOKENS)]
         prefix = b"" if hints.program else prompt.tobytes()
-        group = (request.tenant, request.user, hints.program, prefix, -1)
-        start = self._group_start(group, state, self._max_wait_s)
-        if hints.grouped:
+        key = (request.tenant, request.user, hints.program, prefix, "")
+        start = self._start(key, state, self._max_wait_s, lasts=bool(hints.program))
+        if hints.group is not None:
             half_s = self._max_wait_s / 2
-            group = (*group[:-1], hints.depth)
-            group_s, first = self._group_start(group, state, half_s)
+            group_s, first = self._start((*key[:-1], hints.group.id), state, half_s, lasts=True)
             start = min(start, (group_s - half_s, first))
-        return (*start, not hints.grouped, -hints.depth, state.arrival_index)
+        return (*start, hints.group is None, -hints.depth, state.arrival_index)
 
     def first(
         self, waiting: Sequence[RequestState], start: int, count: int, now: float
@@ -92,21 +98,27 @@ class BestEffortOrder:
     def started(self, states: Iterable[RequestState]) -> None:
         pass
 
-    def _group_start(self, group: _Group, state: RequestState, window_s: float) -> _Arrival:
-        """The first arrival of a group if at most window_s before this one, else this one."""
+    def _start(self, key: _Key, state: RequestState, window_s: float, *, lasts: bool) -> _Arrival:
+        """The first arrival of a place, or at most window_s before this one.
+
+        lasts: the place lasts for window_s after its last arrival, not only after its first.
+        """
         own = (state.record.arrival_s, state.arrival_index)
-        first = self._starts.get(group)
-        if first is None or own[0] - first[0] > window_s:
-            self._starts[group] = first = own
-            self._starts.move_to_end(group)
-        return min(first, own)
+        place = self._places.get(key)
+        if place is None or own[0] - (place.last_s if lasts else place.first[0]) > window_s:
+            place = self._places[key] = _Place(own, own[0])
+        place.last_s = max(place.last_s, own[0])
+        self._places.move_to_end(key)
+        if place.first[0] < own[0] - window_s:
+            return own[0] - window_s, own[1]
+        return min(place.first, own)
 
     def _forget(self, now: float) -> None:
-        starts = self._starts
-        while starts and (
-            next(iter(starts.values()))[0] < now - self._max_wait_s or len(starts) >= _MAX_KNOWN
+        places = self._places
+        while places and (
+            next(iter(places.values())).last_s < now - self._max_wait_s or len(places) >= _MAX_KNOWN
         ):
-            starts.popitem(last=False)
+            places.popitem(last=False)
 
 
 # ---- Best-effort requests in groups by the cached share of their prompt (Preble, section 3.3).

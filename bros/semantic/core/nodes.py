@@ -153,7 +153,8 @@ class Variable:
     consumers: the LLM calls that read it (Parrot's GetConsumers).
     want: the criteria that clients requested for it.
     depth: number of LLM calls on the longest path to it; native calls do not count.
-    groups: task groups among its open ancestors, and the stages whose deadlines are watched.
+    groups: task groups among its open ancestors by stage.
+    watched: likewise the stages that are no task groups, but have a deadline that is watched.
     num_labels: number of its open ancestors when they were last labeled.
     """
 
@@ -167,7 +168,8 @@ class Variable:
     consumers: dict[LlmCall, None] = field(default_factory=dict)
     want: Want | None = None
     depth: int = 0
-    groups: list[TaskGroup] = field(default_factory=list)
+    groups: dict[int, TaskGroup] = field(default_factory=dict)
+    watched: dict[int, TaskGroup] = field(default_factory=dict)
     num_labels: int = 0
 
     @property
@@ -311,26 +313,46 @@ class LlmCall:
 class TaskGroup:
     """Parrot's task group: the LLM calls at one stage before a requested variable.
 
-    Only the time when the last member finishes counts.
+    Only the time when the last member finishes counts. A group lasts until its sink is settled, or
+    until it has no members: calls that are added to the program later join it.
 
     sink: the requested variable.
     deadline_s: latest finish time of all members.
-    num_unfinished: number of members that have not finished.
-    active: False once the sink is settled or the group has been replaced.
+    members: the members that have not finished.
+    num_finished: number of members that have finished.
+    active: False once the group has ended.
     stragglers_reported: whether `stragglers` has returned the last members.
+    at_risk_s: time when the deadline is at risk, while it is watched.
     """
 
     sink: Variable
     stage: int
-    members: tuple[LlmCall, ...]
-    deadline_s: float | None
-    num_unfinished: int
+    deadline_s: float | None = None
+    members: dict[LlmCall, None] = field(default_factory=dict)
+    num_finished: int = 0
     active: bool = True
     stragglers_reported: bool = False
+    at_risk_s: float | None = None
 
     @property
     def id(self) -> str:
         return f"{self.sink.id}:{self.stage}"
+
+    @property
+    def size(self) -> int:
+        """Number of members known so far, finished ones included."""
+        return self.num_finished + len(self.members)
+
+    def set_members(self, llm_calls: Sequence[LlmCall]) -> None:
+        """These are the members that have not finished; others are at another stage by now."""
+        if any(llm_call not in self.members for llm_call in llm_calls):
+            self.stragglers_reported = False
+        self.members = dict.fromkeys(llm_calls)
+
+    def finished(self, llm_call: LlmCall) -> None:
+        """A member has finished."""
+        del self.members[llm_call]
+        self.num_finished += 1
 
 
 def open_ancestors(variable: Variable) -> list[LlmCall]:

@@ -71,13 +71,14 @@ def deduce(sink: Variable, estimate: Estimate) -> Deduced:
     """Label all open ancestors of the variable for the criteria requested for it (`sink.want`).
 
     The caller repeats this whenever `sink.want` changes or calls are added that the variable
-    depends on. Labels only rise; the task groups of the variable are replaced.
+    depends on. Labels only rise. Task groups of the variable remain the same objects while their
+    stages have several calls, finished ones included.
     """
-    drop_groups(sink)
     want = sink.want
     order = open_ancestors(sink)
     sink.num_labels = len(order)
     if want is None or not order:
+        drop_groups(sink)
         return Deduced([], [])
     stages = _stages(order)
     for llm_call, stage in stages.items():
@@ -86,6 +87,7 @@ def deduce(sink: Variable, estimate: Estimate) -> Deduced:
     for llm_call, stage in stages.items():
         by_stage.setdefault(stage, []).append(llm_call)
     deduced = Deduced([], [], sum(1 + len(llm_call.inputs) for llm_call in order))
+    _keep_groups(sink, by_stage)
     if want.label is not None:
         latest = _latest_finish(order, want.label.deadline_s, estimate)
         for stage, members in by_stage.items():
@@ -138,12 +140,37 @@ def wanted_dependents(llm_calls: Sequence[LlmCall]) -> list[Variable]:
 
 
 def drop_groups(sink: Variable) -> None:
-    """Dissolve the task groups of this variable; labels stay."""
-    for group in sink.groups:
+    """End the task groups of this variable; labels stay."""
+    for group in (*sink.groups.values(), *sink.watched.values()):
+        _set_members(group, ())
         group.active = False
-        for llm_call in group.members:
-            llm_call.groups.pop(group, None)
     sink.groups.clear()
+    sink.watched.clear()
+
+
+def _keep_groups(sink: Variable, by_stage: Mapping[int, Sequence[LlmCall]]) -> None:
+    """Update the members of the existing task groups, and end those that are no groups any more:
+    none has finished, and no two calls are left."""
+    for stage, group in list(sink.groups.items()):
+        members = by_stage.get(stage, ())
+        _set_members(group, members)
+        if not group.num_finished and _alone(members):
+            _set_members(group, ())
+            group.active = False
+            del sink.groups[stage]
+    for stage in [stage for stage in sink.watched if stage not in by_stage]:
+        sink.watched.pop(stage).active = False
+
+
+def _set_members(group: TaskGroup, members: Sequence[LlmCall]) -> None:
+    for llm_call in group.members:
+        llm_call.groups.pop(group, None)
+    group.set_members(members)
+
+
+def _alone(members: Sequence[LlmCall]) -> bool:
+    """Whether these LLM calls are of one call, which then delays everything after it."""
+    return len({llm_call.call for llm_call in members}) < 2
 
 
 def _stages(order: Sequence[LlmCall]) -> dict[LlmCall, int]:
@@ -188,18 +215,17 @@ def _label_stage(
     deduced: Deduced,
 ) -> None:
     assert sink.want is not None and sink.want.label is not None
-    alone = len({llm_call.call for llm_call in members}) == 1
-    if stage and not alone:
-        deadline_s = (
-            min((latest[llm_call] for llm_call in members), default=None) if latest else None
-        )
-        group = TaskGroup(sink, stage, tuple(members), deadline_s, num_unfinished=len(members))
-        sink.groups.append(group)
-        if deadline_s is not None:
+    if stage and (stage in sink.groups or not _alone(members)):
+        group = sink.groups.setdefault(stage, TaskGroup(sink, stage))
+        group.set_members(members)
+        group.deadline_s = min((latest[t] for t in members), default=None) if latest else None
+        if group.deadline_s is not None:
             deduced.watched.append(group)
         for llm_call in members:
             llm_call.groups[group] = None
-            _raise_label(llm_call, Label(level=Level.GROUP, deadline_s=deadline_s), deduced)
+            _raise_label(llm_call, Label(level=Level.GROUP, deadline_s=group.deadline_s), deduced)
+        for llm_call in stragglers(group):  # others of them may be at another stage by now
+            _raise_label(llm_call, RT_INTERMEDIATE, deduced)
         return
     base = RT_INTERMEDIATE if stage else sink.want.label
     for llm_call in members:
@@ -218,9 +244,9 @@ def _label_batch(
         label = Label(objectives=frozenset({Perf.THROUGHPUT}), deadline_s=latest.get(llm_call))
         _raise_label(llm_call, label, deduced)
     if latest:
-        deadline_s = min(latest[llm_call] for llm_call in members)
-        watched = TaskGroup(sink, stage, tuple(members), deadline_s, num_unfinished=len(members))
-        sink.groups.append(watched)
+        watched = sink.watched.setdefault(stage, TaskGroup(sink, stage))
+        watched.set_members(members)
+        watched.deadline_s = min(latest[llm_call] for llm_call in members)
         deduced.watched.append(watched)
 
 
@@ -234,12 +260,11 @@ def _raise_label(llm_call: LlmCall, label: Label, deduced: Deduced) -> None:
 def stragglers(group: TaskGroup) -> Sequence[LlmCall]:
     """The open members of a group when at most a share of STRAGGLERS, or one, is unfinished.
 
-    They are returned once; otherwise the result is empty. Everything after the group waits for
-    them, as for an LLM call that is alone at its stage. A group has at least two members, so at
-    least one has finished by then.
+    They are returned once, and again after others have joined; otherwise the result is empty.
+    Everything after the group waits for them, as for an LLM call that is alone at its stage.
     """
-    few = 0 < group.num_unfinished <= max(1, int(STRAGGLERS * len(group.members)))
-    if not few or group.stragglers_reported or not group.active:
+    few = len(group.members) <= max(1, int(STRAGGLERS * group.size))
+    if not few or not group.num_finished or group.stragglers_reported or not group.active:
         return ()
     group.stragglers_reported = True
     return [llm_call for llm_call in group.members if llm_call.open]
@@ -255,14 +280,10 @@ def at_risk_s(group: TaskGroup, estimate: Estimate) -> float:
 
 
 class EngineTerms(NamedTuple):
-    """A label as parameters of an engine request.
-
-    grouped: see Hints.
-    """
+    """A label as parameters of an engine request."""
 
     service_class: ServiceClass
     slo: Slo
-    grouped: bool
 
 
 def terms(llm_call: LlmCall, now: float, expected_tokens: float, default_slo: Slo) -> EngineTerms:
@@ -275,12 +296,20 @@ def terms(llm_call: LlmCall, now: float, expected_tokens: float, default_slo: Sl
     left_s = None if label.deadline_s is None else label.deadline_s - now
     deadline_s = left_s if left_s is not None and left_s > 0.0 else None
     if label.level is not Level.RT:
-        grouped = label.level is Level.GROUP
-        return EngineTerms(ServiceClass.BE, Slo(deadline_s=deadline_s), grouped)
-    if llm_call.stage == 0:
-        return EngineTerms(ServiceClass.RT, Slo(label.ttft_s, label.tpot_s, deadline_s), False)
+        return EngineTerms(ServiceClass.BE, Slo(deadline_s=deadline_s))
+    if _watched_by_client(llm_call):
+        return EngineTerms(ServiceClass.RT, Slo(label.ttft_s, label.tpot_s, deadline_s))
     return EngineTerms(
-        ServiceClass.RT, _deadline_slo(left_s, deadline_s, expected_tokens, default_slo), False
+        ServiceClass.RT, _deadline_slo(left_s, deadline_s, expected_tokens, default_slo)
+    )
+
+
+def _watched_by_client(llm_call: LlmCall) -> bool:
+    """Whether a client waits for this very output with criteria other than THROUGHPUT, rather than
+    for a later call that needs it."""
+    return any(
+        stage == 0 and sink.want is not None and sink.want.label is not None
+        for sink, stage in llm_call.stages.items()
     )
 
 
@@ -303,7 +332,8 @@ COMPACT_FROM = 64
 
 
 class DeadlineWatch:
-    """A heap of watched groups by the time when they are at risk; inactive groups are skipped."""
+    """A heap of watched groups by the time when they are at risk. Inactive groups are skipped, and
+    so is the entry of a group that was added again with another time."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, TaskGroup]] = []
@@ -314,23 +344,32 @@ class DeadlineWatch:
         return len(self._heap)
 
     def add(self, group: TaskGroup, at_risk_s: float) -> None:
+        group.at_risk_s = at_risk_s
         heapq.heappush(self._heap, (at_risk_s, self._added, group))
         self._added += 1
         if len(self._heap) > self._compact_at:
-            self._heap = [entry for entry in self._heap if entry[2].active]
+            self._heap = [entry for entry in self._heap if _counts(entry)]
             heapq.heapify(self._heap)
             self._compact_at = max(COMPACT_FROM, 2 * len(self._heap))
 
     def next_s(self) -> float | None:
         """Time when the first deadline is at risk; None without a watched group."""
-        while self._heap and not self._heap[0][2].active:
+        while self._heap and not _counts(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def take(self, now: float) -> Iterator[TaskGroup]:
         """Remove the groups that are at risk by now, and yield them."""
         while (at_s := self.next_s()) is not None and at_s <= now:
-            yield heapq.heappop(self._heap)[2]
+            group = heapq.heappop(self._heap)[2]
+            group.at_risk_s = None
+            yield group
+
+
+def _counts(entry: tuple[float, int, TaskGroup]) -> bool:
+    """Whether an entry of the heap is the latest one of an active group."""
+    at_s, _, group = entry
+    return group.active and group.at_risk_s == at_s
 
 
 LABEL_EVERY_S = 0.1
@@ -386,7 +425,8 @@ class Labeler:
         return changed
 
     def at_risk(self, now: float) -> Iterator[TaskGroup]:
-        """Groups that would miss their deadline as best-effort. Each is yielded once."""
+        """Groups that would miss their deadline as best-effort. Each is yielded once, unless it is
+        labeled again."""
         return self._watch.take(now)
 
     def due(self) -> float | None:

@@ -405,8 +405,9 @@ class SessionStateMachine:
         llm_call.state = CallState.FINISHED
         llm_call.end_s = now
         for group in llm_call.groups:
-            group.num_unfinished -= 1
+            group.finished(llm_call)
             self._promote(stragglers(group))
+        llm_call.groups.clear()
         if not llm_call.call.open:
             self._retention.call_ended(llm_call.call)
 
@@ -465,10 +466,7 @@ class SessionStateMachine:
         assert llm_call.open == any(variable.pending for variable in llm_call.outputs)
         assert not (self.closed and llm_call.open)
         for group in llm_call.groups:
-            unfinished = [t for t in group.members if t.state is not CallState.FINISHED]
-            assert (
-                group.active
-                and llm_call in group.members
-                and group.num_unfinished == len(unfinished)
-            )
+            assert group.active and llm_call in group.members
+            assert group.sink.groups[group.stage] is group
+            assert not any(t.state is CallState.FINISHED for t in group.members)
             assert llm_call.label.level >= Level.GROUP

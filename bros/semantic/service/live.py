@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bros.core.request import ServiceClass
+from bros.core.request import RequestGroup, ServiceClass
 from bros.semantic.core.nodes import Call, Level, LlmCall, Variable
 from bros.semantic.core.prompt import Prompt, PromptSharing, RequestedPrefixes
 from bros.semantic.core.retention import SessionLimits
@@ -389,6 +389,12 @@ def _view_llm_call(
         prefilled_tokens=record.prefilled_tokens,
         attempts=record.attempts,
     )
+
+
+def request_group(session: ServedSession, llm_call: LlmCall) -> RequestGroup | None:
+    """The task group of an LLM call as engines and routers know it; the first one of several."""
+    group = next(iter(llm_call.groups), None)
+    return None if group is None else RequestGroup(f"{session.uid}/{group.id}", group.size)
 
 
 def _planned_class(llm_call: LlmCall) -> ServiceClass:

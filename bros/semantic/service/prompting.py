@@ -16,12 +16,12 @@ from bros.core.clock import Clock
 from bros.core.errors import BrosError
 from bros.core.interfaces import EngineClient
 from bros.core.request import EngineRequest, FinishReason, Hints, SamplingParams, ServiceClass
-from bros.semantic.core.nodes import InputPiece, Level, LlmCall, Variable
+from bros.semantic.core.nodes import InputPiece, LlmCall, Variable
 from bros.semantic.core.prompt import PieceEncoder, Prompt
 from bros.semantic.core.template import Text
 from bros.semantic.errors import FailedStage
 from bros.semantic.service.generating import LlmCallFailedError
-from bros.semantic.service.live import ServedSession, SessionSettings
+from bros.semantic.service.live import ServedSession, SessionSettings, request_group
 from bros.semantic.transforms import TransformError
 
 T = TypeVar("T")
@@ -157,7 +157,7 @@ class Prefiller:
                 hints=Hints(
                     program=session.uid,
                     depth=llm_call.depth,
-                    grouped=llm_call.label.level > Level.THROUGHPUT,
+                    group=request_group(session, llm_call),
                     private_from=private_from,
                     private_salt=session.sharing.private_salt or "",
                     keep_s=self._settings.pin_s,

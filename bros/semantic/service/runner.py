@@ -45,6 +45,7 @@ from bros.semantic.service.live import (
     SessionSettings,
     call_state,
     class_name,
+    request_group,
 )
 from bros.semantic.service.prompting import Prefiller, Prompter, apply_transforms
 from bros.text.generation import TextGenerator
@@ -117,7 +118,7 @@ class ProgramRunner:
         hints = Hints(
             program=session.uid,
             depth=llm_call.depth,
-            grouped=found.grouped,
+            group=request_group(session, llm_call),
             expected_tokens=self._expected_tokens(session.tenant, llm_call),
             private_from=prompt.private_from,
             private_salt=session.sharing.private_salt or "",
