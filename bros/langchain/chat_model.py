@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -28,6 +29,8 @@ from bros.semantic.client.http_backend import read_error, read_error_response
 from bros.semantic.errors import ServerUnreachableError
 
 _CONNECT_TIMEOUT_S = 10.0
+_CALL_ID = re.compile(r"[\w-]{1,128}", re.ASCII)  # other models' messages may have other ids
+_MAX_CALL_IDS = 64  # of x-bros-inputs
 
 
 class BrosChat(BaseChatModel):
@@ -35,6 +38,8 @@ class BrosChat(BaseChatModel):
 
     url: URL of the server, with or without /v1.
     session: id of the session that records the requests; an id of your own opens a new session.
+        Answers of the session that a prompt contains, as messages or within texts, are the inputs
+        of its request in the graph.
     node: name of the requests in the session's graph.
     service_tier: "flex" for best-effort requests.
     slo: objectives such as {"ttft_ms": 300}.
@@ -71,7 +76,7 @@ class BrosChat(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        with httpx.Client(**self._client_options()) as http, _readable_errors(self.url):
+        with httpx.Client(**self._client_options(messages)) as http, _readable_errors(self.url):
             answer = http.post("chat/completions", json=self._body(messages, stop, kwargs))
             return _result(answer)
 
@@ -83,7 +88,7 @@ class BrosChat(BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         with _readable_errors(self.url):
-            async with httpx.AsyncClient(**self._client_options()) as http:
+            async with httpx.AsyncClient(**self._client_options(messages)) as http:
                 body = self._body(messages, stop, kwargs)
                 return _result(await http.post("chat/completions", json=body))
 
@@ -97,16 +102,16 @@ class BrosChat(BaseChatModel):
         body = {**self._body(messages, stop, kwargs), "stream": True}
         with (
             _readable_errors(self.url),
-            httpx.Client(**self._client_options()) as http,
+            httpx.Client(**self._client_options(messages)) as http,
             http.stream("POST", "chat/completions", json=body) as answer,
         ):
             if not answer.is_success:
                 answer.read()
                 raise read_error_response(answer)
-            events = EventReader()
+            events, chunks = EventReader(), _ChunkReader()
             received = (event for piece in answer.iter_bytes() for event in events.feed(piece))
             for event in received:
-                if (chunk := _chunk(event.data)) is not None:
+                if (chunk := chunks.read(event.data)) is not None:
                     if run_manager is not None:
                         run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
@@ -121,14 +126,15 @@ class BrosChat(BaseChatModel):
         body = {**self._body(messages, stop, kwargs), "stream": True}
         with _readable_errors(self.url):
             async with (
-                httpx.AsyncClient(**self._client_options()) as http,
+                httpx.AsyncClient(**self._client_options(messages)) as http,
                 http.stream("POST", "chat/completions", json=body) as answer,
             ):
                 if not answer.is_success:
                     await answer.aread()
                     raise read_error_response(answer)
+                chunks = _ChunkReader()
                 async for data in read_events(answer.aiter_bytes()):
-                    if (chunk := _chunk(data)) is not None:
+                    if (chunk := chunks.read(data)) is not None:
                         if run_manager is not None:
                             await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                         yield chunk
@@ -138,12 +144,14 @@ class BrosChat(BaseChatModel):
         """Cached, because creating it loads all CA certificates."""
         return ssl.create_default_context()
 
-    def _client_options(self) -> dict[str, Any]:
+    def _client_options(self, messages: Sequence[BaseMessage]) -> dict[str, Any]:
         headers = {}
         if self.api_key is not None:
             headers["authorization"] = f"Bearer {self.api_key.get_secret_value()}"
         if self.session is not None:
             headers["x-bros-session"] = self.session
+            if call_ids := _call_ids(messages):
+                headers["x-bros-inputs"] = ",".join(call_ids)
         if self.node is not None:
             headers["x-bros-node"] = self.node
         return {
@@ -181,9 +189,20 @@ def _result(answer: httpx.Response) -> ChatResult:
     message = AIMessage(
         choice["message"]["content"] or "",
         usage_metadata=_usage(usage) if usage else None,
-        response_metadata={"finish_reason": choice["finish_reason"], "model_name": body["model"]},
+        response_metadata={
+            "id": body["id"],
+            "finish_reason": choice["finish_reason"],
+            "model_name": body["model"],
+        },
     )
     return ChatResult(generations=[ChatGeneration(message=message)])
+
+
+def _call_ids(messages: Sequence[BaseMessage]) -> list[str]:
+    """Ids of the latest responses that are among the messages."""
+    ids = [message.response_metadata.get("id") for message in messages]
+    call_ids = [one for one in ids if isinstance(one, str) and _CALL_ID.fullmatch(one)]
+    return call_ids[-_MAX_CALL_IDS:]
 
 
 def _usage(usage: Mapping[str, int]) -> UsageMetadata:
@@ -194,15 +213,26 @@ def _usage(usage: Mapping[str, int]) -> UsageMetadata:
     )
 
 
-def _chunk(data: bytes) -> ChatGenerationChunk | None:
-    """The chunk of an event; None if it has no text. Raises the error that an event reports."""
-    if data == b"[DONE]":
-        return None
-    event = json.loads(data)
-    if "error" in event:
-        raise read_error(None, event["error"], None)
-    text = event["choices"][0]["delta"].get("content") if event["choices"] else None
-    return ChatGenerationChunk(message=AIMessageChunk(content=text)) if text else None
+class _ChunkReader:
+    """The chunks of one stream. The first one has the id of the response."""
+
+    def __init__(self) -> None:
+        self._started = False
+
+    def read(self, data: bytes) -> ChatGenerationChunk | None:
+        """The chunk of an event; None if it has no text. Raises the error that an event reports."""
+        if data == b"[DONE]":
+            return None
+        event = json.loads(data)
+        if "error" in event:
+            raise read_error(None, event["error"], None)
+        text = event["choices"][0]["delta"].get("content") if event["choices"] else None
+        if not text:
+            return None
+        # Only once, because LangChain joins the strings of all chunks.
+        metadata = {} if self._started else {"id": event["id"]}
+        self._started = True
+        return ChatGenerationChunk(message=AIMessageChunk(content=text, response_metadata=metadata))
 
 
 @contextlib.contextmanager

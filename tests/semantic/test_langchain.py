@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import operator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import httpx
 import pytest
 
 pytest.importorskip("langchain_core")
 
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
+from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 
@@ -17,7 +21,7 @@ import bros.semantic as P
 from bros.core.errors import InvalidRequestError
 from bros.langchain import BrosChat, SemanticPrompt, Value
 from support.fake_sessions import FakeBackend, fake_connection, shout
-from support.program_engine import ProgramEngine
+from support.program_engine import ProgramEngine, echo, text_of
 from support.program_server import ProgramServer, program_server
 
 
@@ -154,6 +158,20 @@ def server() -> Iterator[ProgramServer]:
         yield server
 
 
+def long_echo(prompt: str) -> str:
+    return f"{echo(prompt)} is the answer to this prompt."
+
+
+def edges(graph: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(producer, consumer) by name, of all variables."""
+    names = {request["id"]: request["name"] for request in graph["requests"]}
+    return [
+        (names[variable["producer"]], names[consumer])
+        for variable in graph["variables"]
+        for consumer in variable["consumers"]
+    ]
+
+
 class TestChatModel:
     def test_answers_and_counts(self, server: ProgramServer) -> None:
         model = BrosChat(url=server.url, api_key="key", max_tokens=20)
@@ -183,6 +201,53 @@ class TestChatModel:
             ("count", "plain", "finished"),
             ("describe", "llm", "finished"),
         ]
+
+    @pytest.mark.parametrize("streamed", [False, True])
+    def test_a_chain_of_texts_has_edges(self, streamed: bool) -> None:
+        with program_server(ProgramEngine(long_echo, step_s=0.0001)) as server:
+
+            def model(node: str) -> BrosChat:
+                return BrosChat(url=server.url, session="app", node=node)
+
+            outline = PromptTemplate.from_template("An outline of {topic}:") | model("outline")
+            story = PromptTemplate.from_template("Tell it: {text}") | model("story")
+            chain = {"text": outline | StrOutputParser()} | story | StrOutputParser()
+            told = (
+                "".join(chain.stream("a lighthouse")) if streamed else chain.invoke("a lighthouse")
+            )
+            model("unrelated").invoke("What do seals eat?")
+            prompt = server.engine.llm_calls()[1].prompt_token_ids
+            assert told == long_echo(text_of(prompt))
+            graph = httpx.get(f"{server.url}/v1/sessions/app").json()
+            drawn = httpx.get(f"{server.url}/v1/sessions/app/graph.dot").text
+            page = httpx.get(f"{server.url}/v1/sessions/app/graph").text
+        assert edges(graph) == [("outline", "story")]
+        assert [r["depth"] for r in graph["requests"]] == [0, 1, 0]
+        assert "c0 -> c1" in drawn and "c0 -> c2" not in drawn and "c1 -> c2" not in drawn
+        assert '<a href="#c0">outline</a>' in page and '<a href="#c1">story</a>' in page
+
+    @pytest.mark.parametrize("streamed", [False, True])
+    def test_messages_of_a_conversation_are_inputs(
+        self, server: ProgramServer, streamed: bool
+    ) -> None:
+        """However short they are: their ids say where they came from."""
+        with P.Session(server.url, api_key="key") as session:
+            first, second = (
+                BrosChat(url=server.url, api_key="key", session=session.id, node=node)
+                for node in ("first", "second")
+            )
+            history: list[BaseMessage] = [HumanMessage("How many?")]
+            for _ in range(2):
+                chunks = list(first.stream(history)) if streamed else [first.invoke(history)]
+                answer = functools.reduce(operator.add, chunks)
+                assert answer.response_metadata["id"].startswith("chatcmpl-")
+                history += [answer, HumanMessage("And now?")]
+            second.invoke([*history[:2], AIMessage("x", response_metadata={"id": "no id, here"})])
+            other = BrosChat(url=server.url, api_key="key", session="another", node="other")
+            other.invoke(history)
+            graph = session.inspect()
+        assert edges(graph) == [("first", "first"), ("first", "second")]
+        assert [len(r["inputs"]) for r in graph["requests"]] == [0, 1, 1]
 
     def test_stop_and_other_fields_reach_the_engine(self, server: ProgramServer) -> None:
         model = BrosChat(url=server.url, api_key="key", temperature=0.0, extra_body={"top_k": 3})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -96,6 +97,48 @@ async def test_without_a_session_nothing_changes(kept: Server) -> None:
     assert kept.last().hints.program == ""
 
 
+@pytest.mark.parametrize(
+    ("headers", "fields"),
+    [
+        ({"x-bros-inputs": "unknown, {id}"}, {}),
+        ({}, {"metadata": {"bros_inputs": "{id}"}}),
+        ({}, {"messages": [*HELLO, {"role": "assistant", "content": "Hello world"}, *HELLO]}),
+        (
+            {},
+            {
+                "messages": [
+                    *HELLO,
+                    {"role": "assistant", "content": [{"type": "text", "text": "Hello world"}]},
+                ]
+            },
+        ),
+    ],
+)
+async def test_answers_of_earlier_requests_are_inputs(
+    kept: Server, headers: dict[str, str], fields: dict[str, Any]
+) -> None:
+    first = ok(await chat(kept, {"x-bros-session": "app", "x-bros-node": "first"}))
+    named = {name: value.format(id=first["id"]) for name, value in headers.items()}
+    filled = json.loads(json.dumps(fields).replace("{id}", first["id"]))
+    ok(await chat(kept, {"x-bros-session": "app", **named}, **filled))
+    ok(await chat(kept, {"x-bros-session": "app"}))
+    shown = await calls(kept, "app")
+    assert shown[0]["id"] == first["id"], "the graph and the response have the same id"
+    assert [each["inputs"] for each in shown] == [[], shown[0]["outputs"], []]
+
+
+async def test_answers_within_texts_are_inputs(kept: Server) -> None:
+    headers = {"x-bros-session": "app"}
+    kept.engine.text = "A long answer, which is a text of its own."
+    ok(await chat(kept, headers))
+    for prompt in ("Shorten: {}", ["Nothing", "Shorten: {}"], "Shorten it", [1, 2]):
+        filled = json.loads(json.dumps(prompt).replace("{}", kept.engine.text))
+        ok(await kept.http.post("/v1/completions", json={"prompt": filled}, headers=headers))
+    shown = await calls(kept, "app")
+    outputs = shown[0]["outputs"]
+    assert [each["inputs"] for each in shown] == [[], outputs, outputs, [], []]
+
+
 async def test_choices_are_one_call(kept: Server) -> None:
     body = {"prompt": ["a", "bc"], "n": 2, "max_tokens": 4, "service_tier": "flex"}
     headers = {"x-bros-session": "app"}
@@ -125,6 +168,9 @@ async def test_which_session(kept: Server) -> None:
         ({}, {"bros_session": 5}, "metadata.bros_session"),
         ({}, {"bros_session": "a/b"}, "metadata.bros_session"),
         ({"x-bros-session": "a"}, {"bros_node": []}, "metadata.bros_node"),
+        ({"x-bros-session": "a", "x-bros-inputs": "a b"}, {}, "x-bros-inputs"),
+        ({"x-bros-session": "a", "x-bros-inputs": "a," * 65}, {}, "x-bros-inputs"),
+        ({"x-bros-session": "a"}, {"bros_inputs": ["a"]}, "metadata.bros_inputs"),
         ({"x-bros-session": "a"}, {"bros_deadline_ms": 5}, "metadata.bros_deadline_ms"),
         ({"x-bros-session": "a"}, {"bros_deadline_ms": "-5"}, "metadata.bros_deadline_ms"),
         ({"x-bros-session": "a"}, {"bros_deadline_ms": "soon"}, "metadata.bros_deadline_ms"),

@@ -156,6 +156,8 @@ class Variable:
     groups: task groups among its open ancestors by stage.
     watched: likewise the stages that are no task groups, but have a deadline that is watched.
     num_labels: number of its open ancestors when they were last labeled.
+    quotation: the prompt of the plain call that produced it contains the text, so finding it in a
+        later prompt does not show where it came from; see matching.py.
     """
 
     id: str
@@ -171,6 +173,7 @@ class Variable:
     groups: dict[int, TaskGroup] = field(default_factory=dict)
     watched: dict[int, TaskGroup] = field(default_factory=dict)
     num_labels: int = 0
+    quotation: bool = False
 
     @property
     def pending(self) -> bool:

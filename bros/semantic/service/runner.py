@@ -26,6 +26,7 @@ from bros.core.interfaces import EngineClient, Prices
 from bros.core.request import Hints, ServiceClass
 from bros.semantic.core import objectives
 from bros.semantic.core.estimates import CallWork, Estimates, Function, ObservedCall
+from bros.semantic.core.matching import PlainPrompt
 from bros.semantic.core.nodes import Call, Level, LlmCall, OutputPiece, Piece
 from bros.semantic.core.prompt import PieceEncoder
 from bros.semantic.core.session import AbortCall, Action, Prefill, PromoteCall, Settled, Start
@@ -472,7 +473,12 @@ class PlainCall:
     """
 
     def __init__(
-        self, runner: ProgramRunner, session: ServedSession, llm_call: LlmCall, clock: Clock
+        self,
+        runner: ProgramRunner,
+        session: ServedSession,
+        llm_call: LlmCall,
+        prompt: PlainPrompt,
+        clock: Clock,
     ) -> None:
         """Only SessionService.join creates it."""
         self.request_id = llm_call.call.id
@@ -480,6 +486,7 @@ class PlainCall:
         self._runner = runner
         self._session = session
         self._llm_call = llm_call
+        self._prompt = prompt
         self._clock = clock
         self._record = session.record(llm_call.call.id).llm_call(0)
         self._engine_ids: tuple[str, ...] = ()
@@ -517,6 +524,7 @@ class PlainCall:
             self._runner.release(self._engine_ids)
         else:
             self._session.last_plain[self._llm_call.call.name] = self._engine_ids
+        self._llm_call.output.quotation = self._prompt.contains(text)
         self._session.machine.finished(self._llm_call, text, None, self._clock.now())
         self._end()
 

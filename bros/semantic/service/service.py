@@ -13,7 +13,15 @@ from bros.core.clock import Clock
 from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.core.interfaces import EngineClient
 from bros.core.request import IdGenerator
-from bros.semantic.core.nodes import LlmCall, NewCall, OutputPiece, Variable, open_ancestors
+from bros.semantic.core.matching import EMPTY_PROMPT, PlainPrompt, find_inputs
+from bros.semantic.core.nodes import (
+    InputPiece,
+    LlmCall,
+    NewCall,
+    OutputPiece,
+    Variable,
+    open_ancestors,
+)
 from bros.semantic.core.prompt import Prompt, PromptSharing, RequestedPrefixes
 from bros.semantic.core.session import SessionStateMachine
 from bros.semantic.core.submission import Submission, SubmissionReader, check_sampling
@@ -477,8 +485,19 @@ class SessionService:
         session.machine.cancel(request_id, self._clock.now())
         self._runner.carry_out(session)
 
-    def join(self, tenant: str, session_id: str, node_name: str = "") -> PlainCall:
+    def join(
+        self,
+        tenant: str,
+        session_id: str,
+        node_name: str = "",
+        *,
+        id_prefix: str = "req",
+        prompt: PlainPrompt = EMPTY_PROMPT,
+    ) -> PlainCall:
         """Record a request of a plain OpenAI client as a call of a session.
+
+        The answers of the session that the prompt contains are its inputs, see `find_inputs`.
+        id_prefix: of the call's id, which is also the id of the response.
 
         A session whose id begins with "sess-" must exist; any other id opens a new session. As
         long as only plain clients use such a session, `create` and `join` may end it while it is
@@ -486,14 +505,21 @@ class SessionService:
         Raises NotFoundError, SessionGoneError, SessionLimitError.
         """
         session = self._found_or_opened(tenant, session_id, only_plain=True)
+        inputs = [
+            InputPiece(variable.name, variable.id)
+            for variable in find_inputs(session.machine.graph, prompt)
+        ]
         answer = OutputPiece(node_name or "output", self._ids.new("var"))
         new = NewCall(
-            id=self._ids.new("req"), name=node_name, kind=CallKind.PLAIN, pieces=(answer,)
+            id=self._ids.new(id_prefix),
+            name=node_name,
+            kind=CallKind.PLAIN,
+            pieces=(*inputs, answer),
         )
         (call,) = session.machine.submit([new], self._clock.now())
         session.forget_records()
         self._runner.carry_out(session)
-        return PlainCall(self._runner, session, call.llm_calls[0], self._clock)
+        return PlainCall(self._runner, session, call.llm_calls[0], prompt, self._clock)
 
     def figures(self) -> SessionFigures:
         """For metrics."""

@@ -46,7 +46,10 @@ class Exchange:
         self._tenant = tenant
         self._arrival_s = arrival_s
         self._session_call = session_call
-        self._id = state.ids.new(call.id_prefix)
+        # A call of a session has one id in the graph, in the response and in traces.
+        self._id = (
+            state.ids.new(call.id_prefix) if session_call is None else session_call.request_id
+        )
         self._created = int(state.clock.unix_time())
         self._answer: Answer | None = None
 

@@ -43,7 +43,7 @@ async def _generate(request: Request) -> Response:
     arrival_s = state.clock.now()
     fields = await read_object(request, state.max_body_bytes)
     call = CALLS[request.url.path](state, fields)
-    session_call = join(request, fields)
+    session_call = join(request, fields, call)
     due_ms = None if session_call is None else deadline_ms(fields)
     return await respond(request, call, arrival_s, session_call, due_ms)
 
@@ -69,6 +69,11 @@ _HEADERS: Schemas = {
         "type": "string",
         "description": "Name of the request in the graph of its session, also as "
         "metadata.bros_node",
+    },
+    "x-bros-inputs": {
+        "type": "string",
+        "description": "Ids of the responses of this session whose answers the prompt contains, "
+        "with commas between them, also as metadata.bros_inputs. Unknown ids are ignored",
     },
 }
 

@@ -10,24 +10,32 @@ from starlette.requests import Request
 
 from bros.core.errors import InvalidRequestError
 from bros.core.request import FinishReason
+from bros.semantic.core.matching import MAX_INPUTS, PlainPrompt
 from bros.semantic.schema import MAX_NAME_CHARS
 from bros.semantic.service.runner import PlainCall
-from bros.server.openai.calls import to_milliseconds
+from bros.server.openai.calls import Call, to_milliseconds
+from bros.server.openai.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
 from bros.server.operations.metrics import RequestObserver
 from bros.server.state import ServerState
 from bros.text.generation import TextDelta
 
 _SESSION_HEADERS = ("x-bros-session", "x-dynamo-session-id")
 _NODE_HEADERS = ("x-bros-node",)
-_SESSION_FIELD, _NODE_FIELD = "bros_session", "bros_node"
+_INPUT_HEADERS = ("x-bros-inputs",)
+_SESSION_FIELD, _NODE_FIELD, _INPUT_FIELD = "bros_session", "bros_node", "bros_inputs"
 _DEADLINE_FIELD = "bros_deadline_ms"
 _ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@~-]{0,127}")
 
 
-def join(request: Request, fields: Mapping[str, Any]) -> PlainCall | None:
+def join(request: Request, fields: Mapping[str, Any], call: Call) -> PlainCall | None:
     """Add a request to the session that a header or the body's metadata names; None if neither
     names one.
 
+    fields: its body, which `call` was read from.
     Raises InvalidRequestError for an invalid id or name, and what SessionService.join raises.
     """
     state = ServerState.of(request)
@@ -43,8 +51,38 @@ def join(request: Request, fields: Mapping[str, Any]) -> PlainCall | None:
     if node is not None and len(node) > MAX_NAME_CHARS:
         message = f"'{param}' must have at most {MAX_NAME_CHARS} characters."
         raise InvalidRequestError(message, param=param, code="invalid_value")
+    prompt = _prompt(call.body, _inputs(request, fields))
     deadline_ms(fields)  # refuse an invalid deadline before the session is created
-    return state.sessions.join(state.tenant(request), session_id, node or "")
+    return state.sessions.join(
+        state.tenant(request), session_id, node or "", id_prefix=call.id_prefix, prompt=prompt
+    )
+
+
+def _inputs(request: Request, fields: Mapping[str, Any]) -> Sequence[str]:
+    """The ids of earlier responses that the prompt contains, as the client says."""
+    listed, param = _find(request, fields, _INPUT_HEADERS, _INPUT_FIELD)
+    call_ids = [call_id.strip() for call_id in (listed or "").split(",") if call_id.strip()]
+    if len(call_ids) > MAX_INPUTS:
+        message = f"'{param}' must have at most {MAX_INPUTS} ids, got {len(call_ids)}."
+        raise InvalidRequestError(message, param=param, code="invalid_value")
+    for call_id in call_ids:
+        if not _ID.fullmatch(call_id):
+            message = f"'{param}' must be ids with commas between them, got {call_id[:50]!r}."
+            raise InvalidRequestError(message, param=param, code="invalid_value")
+    return call_ids
+
+
+def _prompt(body: GenerationRequest, inputs: Sequence[str]) -> PlainPrompt:
+    if isinstance(body, ChatCompletionRequest):
+        contents = [(message.role, message.content or "") for message in body.messages]
+        return PlainPrompt(
+            texts=[text for role, text in contents if role != "assistant"],
+            replies=[text for role, text in contents if role == "assistant"],
+            inputs=inputs,
+        )
+    prompts = body.prompt if isinstance(body, CompletionRequest) else ()
+    texts = [prompts] if isinstance(prompts, str) else prompts
+    return PlainPrompt(texts=[text for text in texts if isinstance(text, str)], inputs=inputs)
 
 
 def _find(
