@@ -16,9 +16,7 @@ import asyncio
 import dataclasses
 import json
 import random
-import re
 import statistics
-import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,25 +26,27 @@ from engine_speed import environment
 from quick import add_quick
 from rich.console import Console
 from rich.table import Table
-from session_clients import BE, RT, ChatRecord, Run, ServiceEnd, run_by_calls, run_in_session
-from session_programs import (
+
+from bros.core.config import EngineConfig
+from bros.executor.model_store import default_cache_dir, resolve_model
+from bros.simulator.program_simulation import Answers, chat_at, program_server
+from bros.simulator.programs import (
+    BE,
+    RT,
+    ChatRecord,
     Program,
+    Run,
+    ServiceEnd,
     Texts,
     chain_summary,
     map_reduce_summary,
     multi_agent_coding,
     question,
+    run_by_calls,
+    run_in_session,
 )
-
-from bros.core.config import EngineConfig
-from bros.core.plan import Chunk
-from bros.core.request import IdGenerator, SamplingParams
-from bros.executor.model_store import default_cache_dir, resolve_model
-from bros.semantic.service.live import SessionSettings
-from bros.semantic.service.service import SessionService
 from bros.simulator.simulation import BLOCK_SIZE, device_of, read_profile
-from bros.simulator.virtual_loop import LoopClock, run_virtual, virtual_engine
-from bros.text.generation import TextGenerator
+from bros.simulator.virtual_loop import LoopClock, run_virtual
 from bros.text.tokenizer import Tokenizer
 from bros.workload.arrivals import PoissonLoad
 
@@ -54,7 +54,6 @@ ROOT = Path(__file__).resolve().parents[1]
 DELAY_S = 0.25
 CAPACITY_TOKENS = 4096
 DOCUMENT_TOKENS = 20_480
-VOCAB = 1 << 16
 LLAMA_13B, LLAMA_7B = "1x-a100-80g/llama-13b-fp16", "1x-a100-80g/llama-7b-fp16"
 # A reader wants a token every 40 ms, as in the paper.
 OURS = EngineConfig(
@@ -73,6 +72,7 @@ class Way:
     grouped: decode rows read shared prefixes once.
     best_effort: class of the calls.
     kv_tokens: size of the KV memory; None: that of the device.
+    router: routing policy, if there are several engines.
     """
 
     name: str
@@ -81,6 +81,7 @@ class Way:
     grouped: bool = False
     best_effort: bool = False
     kv_tokens: int | None = None
+    router: str = "e2"
 
 
 def limited(request_tokens: int, **changes: Any) -> EngineConfig:
@@ -90,21 +91,17 @@ def limited(request_tokens: int, **changes: Any) -> EngineConfig:
 
 
 class World:
-    """Shared by all simulations."""
+    """Shared by all simulations.
+
+    answers: words that are one token in any context, so that calls and sessions have equal prompts.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        # Words that are one token in any context, so that calls and sessions have equal prompts.
-        texts = ((i, tokenizer.token_text(i)) for i in range(min(tokenizer.vocab_size, VOCAB)))
-        self._words = [i for i, text in texts if re.fullmatch(r" [a-z]{3,9}", text)]
+        self.answers = Answers(tokenizer, r" [a-z]{3,9}")
 
     def texts(self, seed: int) -> Texts:
         return Texts(self.tokenizer, seed)
-
-    def word(self, chunk: Chunk) -> int:
-        """The token after a chunk, pseudorandom by request and position."""
-        place = zlib.crc32(f"{chunk.request_id} {chunk.start}".encode())
-        return self._words[place % len(self._words)]
 
 
 async def asked(end: ServiceEnd, program: Program, way: Way) -> Run:
@@ -118,26 +115,25 @@ def simulate(
     world: World,
     way: Way,
     profile: str,
-    use: Callable[[ServiceEnd, TextGenerator], Awaitable[Row]],
+    use: Callable[[ServiceEnd], Awaitable[Row]],
+    replicas: int = 1,
 ) -> Row:
-    """The result of `use` on a server with one engine."""
+    """The result of `use` on a server with so many engines."""
     blocks = None if way.kv_tokens is None else way.kv_tokens // BLOCK_SIZE
     device = device_of(read_profile(profile, [ROOT / "profiles"]), blocks)
 
     async def main() -> Row:
-        engine = virtual_engine(
-            way.config, device, vocab_size=VOCAB, choose=world.word, grouped=way.grouped
-        )
-        clock, ids = LoopClock(), IdGenerator(random.Random(1))
-        generator = TextGenerator(engine, world.tokenizer, clock, ids)
-        settings = SessionSettings(ttl_s=86_400.0, max_wait_s=1e6)
-        service = SessionService(generator, engine, world.tokenizer, clock, ids, settings)
-        sweep = asyncio.create_task(service.run())
-        row = await use(ServiceEnd(service, generator, world.tokenizer, clock), generator)
-        sweep.cancel()
-        await asyncio.gather(sweep, return_exceptions=True)
-        await engine.close()
-        return row
+        async with program_server(
+            way.config,
+            device,
+            world.tokenizer,
+            world.answers,
+            replicas=replicas,
+            router=way.router,
+            grouped=way.grouped,
+            seed=1,
+        ) as server:
+            return await use(server.end)
 
     return run_virtual(main)
 
@@ -147,8 +143,8 @@ def at_once(
 ) -> Row:
     """All programs start together, beside background chats at a rate per second."""
 
-    async def use(end: ServiceEnd, generator: TextGenerator) -> Row:
-        others = asyncio.create_task(chats_at_rate(generator, background))
+    async def use(end: ServiceEnd) -> Row:
+        others = asyncio.create_task(chats_at_rate(end, background))
         runs = await asyncio.gather(*(asked(end, program, way) for program in programs))
         others.cancel()
         await asyncio.gather(others, return_exceptions=True)
@@ -167,7 +163,7 @@ def at_once(
     return simulate(world, way, profile, use)
 
 
-async def chats_at_rate(generator: TextGenerator, rate: float) -> None:
+async def chats_at_rate(end: ServiceEnd, rate: float) -> None:
     """Background chats with the lengths of LMSYS-Chat, until cancelled."""
     if not rate:
         return
@@ -176,25 +172,14 @@ async def chats_at_rate(generator: TextGenerator, rate: float) -> None:
     began_s = clock.now()
     try:
         for arrival in PoissonLoad(rate, "lmsys").arrivals(3600.0, seed=3):
-            await asyncio.sleep(max(0.0, began_s + arrival.time_s - clock.now()))
             prompt = [rng.randrange(1000, 30_000) for _ in range(arrival.size.prompt_tokens)]
-            tasks.append(asyncio.create_task(chat(generator, prompt, arrival.size.output_tokens)))
+            wait_s = max(0.0, began_s + arrival.time_s - clock.now())
+            await asyncio.sleep(wait_s)
+            tasks.append(asyncio.create_task(chat_at(end, 0.0, prompt, arrival.size.output_tokens)))
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def chat(generator: TextGenerator, prompt: list[int], tokens: int) -> ChatRecord:
-    clock = LoopClock()
-    answer = ChatRecord(clock.now())
-    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0)
-    async with await generator.start([prompt], sampling) as generation:
-        async for delta in generation:
-            answer.last_s = clock.now()
-            answer.first_s = answer.first_s or answer.last_s
-            answer.tokens += len(delta.token_ids)
-    return answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,25 +362,22 @@ MIXED_PAPER = {
 def mixed(world: World, way: Way) -> Row:
     """Chats, one per second, beside consecutive map-reduce programs on one engine."""
 
-    async def use(end: ServiceEnd, generator: TextGenerator) -> Row:
-        clock, answers = LoopClock(), []
+    async def use(end: ServiceEnd) -> Row:
+        clock = LoopClock()
         began_s, chats, programs = clock.now(), [], []
         rng = random.Random(2)
 
-        async def later(time_s: float, prompt: list[int], tokens: int) -> None:
-            await asyncio.sleep(time_s + DELAY_S)
-            answers.append(await chat(generator, prompt, tokens))
-
         for arrival in PoissonLoad(1.0, "lmsys").arrivals(MIXED_S, seed=3):
             prompt = [rng.randrange(1000, 30_000) for _ in range(arrival.size.prompt_tokens)]
-            chats.append(later(arrival.time_s, prompt, arrival.size.output_tokens))
+            time_s = arrival.time_s + DELAY_S
+            chats.append(chat_at(end, time_s, prompt, arrival.size.output_tokens))
         pending = asyncio.gather(*chats)
         while clock.now() < began_s + MIXED_S:
             program = map_reduce_summary(
                 world.texts(len(programs)), chunks=20, chunk_tokens=1024, output_tokens=50
             )
             programs.append((await asked(end, program, way)).seconds)
-        await pending
+        answers = await pending
         normalized = [(a.last_s - a.asked_s + DELAY_S) / a.tokens for a in answers]
         return {
             "normalized_ms": 1e3 * statistics.mean(normalized),

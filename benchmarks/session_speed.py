@@ -41,20 +41,26 @@ from engine_speed import environment
 from quick import add_quick
 from rich.console import Console
 from rich.table import Table
-from session_clients import BE, RT, ChatRecord, HttpEnd, Run, run_by_calls, run_in_session
-from session_programs import (
+from session_clients import HttpEnd
+
+from bros.cli.bench import local_server
+from bros.core.clock import SystemClock
+from bros.executor.model_store import default_cache_dir, resolve_model
+from bros.simulator.programs import (
+    BE,
+    RT,
+    ChatRecord,
     Program,
+    Run,
     Texts,
     chain_summary,
     fixed_length,
     map_reduce_summary,
     multi_agent_coding,
     question,
+    run_by_calls,
+    run_in_session,
 )
-
-from bros.cli.bench import local_server
-from bros.core.clock import SystemClock
-from bros.executor.model_store import default_cache_dir, resolve_model
 from bros.text.tokenizer import Tokenizer
 
 DELAY_S = 0.25

@@ -205,6 +205,8 @@ class RunBatchFlags:
 
 DEFAULT_POLICIES = "bros,priority,fcfs"
 REPLICA_POLICY = "fcfs"
+PROGRAM_POLICY = "bros"
+DEFAULT_RT_RATE, PROGRAM_RT_RATE = "4", "1"
 DEFAULT_PROFILE = "1x-h200/llama-3-8b-fp16"
 REPLICA_PROFILE = "1x-a6000/mistral-7b-fp16"
 RT_LENGTHS = ("lmsys", "sharegpt")
@@ -215,6 +217,11 @@ WORKLOADS = ("toolbench", "embodied", "programming", "video", "loogle", *RECORDE
 """The keys of prefix_workloads.KINDS, and the recorded ones."""
 POPULARITIES = ("even", "zipf", "dataset")
 DEFAULT_ROUTERS = "e2,rr,least,oracle"
+PROGRAM_NAMES = ("map-reduce", "chain", "coding", "copilot", "gpts")
+"""The keys of simulator.programs.PROGRAMS."""
+PROGRAM_WAYS = ("session", "calls")
+"""simulator.program_simulation.WAYS."""
+PROGRAM_ROUTERS = "e2"
 MOST_REQUESTS = 64_000
 MOONCAKE_RATE = 0.08
 """Requests per second and replica. It keeps an A6000 busy for two thirds of the time: prompts are
@@ -231,13 +238,13 @@ class SimulateFlags:
     policy: str | None = flag(
         "LIST",
         "comma-separated policies to compare (default: "
-        f"{DEFAULT_POLICIES}; with --replicas {REPLICA_POLICY})",
+        f"{DEFAULT_POLICIES}; with --replicas {REPLICA_POLICY}; with --programs {PROGRAM_POLICY})",
     )
-    rt_rate: str = flag(
+    rt_rate: str | None = flag(
         "RATES",
         "real-time requests per second: 4, or 1,2,4, or 1:15 for "
-        f"{RANGE_VALUES} values from 1 to 15, or 1:15:2 in steps of 2",
-        "4",
+        f"{RANGE_VALUES} values from 1 to 15, or 1:15:2 in steps of 2 "
+        f"(default: {DEFAULT_RT_RATE}; with --programs {PROGRAM_RT_RATE})",
     )
     rt_lengths: str = flag(
         "NAME", f"lengths of real-time requests: {', '.join(RT_LENGTHS)}", "lmsys"
@@ -270,16 +277,20 @@ class ReplicasFlags:
         "LIST",
         "simulate several replicas behind a router: 4, or 1,2,8, or 1:1024 for 1, 2, 4, ... 1024",
     )
-    router: str = flag("LIST", "routing policies to compare", DEFAULT_ROUTERS)
+    router: str | None = flag(
+        "LIST",
+        f"routing policies to compare (default: {DEFAULT_ROUTERS}; "
+        f"with --programs {PROGRAM_ROUTERS})",
+    )
     workload: str = flag("NAME", f"{', '.join(WORKLOADS)} (the last two need --trace)", "toolbench")
     rate: str | None = flag(
         "X",
-        "requests per second over all replicas (default per replica: half the paper's rate, "
-        f"which is for two; {MOONCAKE}: {MOONCAKE_RATE:g}; {AZURE}: {AZURE_RATE:g})",
+        "requests, or programs, per second over all replicas (default per replica: half the "
+        f"paper's rate, which is for two; {MOONCAKE}: {MOONCAKE_RATE:g}; {AZURE}: {AZURE_RATE:g})",
     )
     requests: str | None = flag(
         "N",
-        "requests of each run (default: half the paper's number per replica, "
+        "requests, or programs, of each run (default: half the paper's number per replica, "
         f"at most {MOST_REQUESTS}; {MOONCAKE} and {AZURE}: the whole trace)",
     )
     families: str | None = flag(
@@ -293,18 +304,36 @@ class ReplicasFlags:
     decision_time: str = flag("MS", "time that the router takes for one request", "0")
 
 
+@dataclass(frozen=True, slots=True)
+class ProgramsFlags:
+    """Additional options of `bros simulate --programs`."""
+
+    programs: str | None = flag(
+        "LIST",
+        "simulate programs of many calls beside chats, each of the list in runs of its own: "
+        f"{', '.join(PROGRAM_NAMES)}",
+    )
+    run_as: str = flag(
+        "LIST",
+        "how programs are run: submitted to a session, or call by call by the client",
+        ",".join(PROGRAM_WAYS),
+    )
+    network_delay: str = flag("MS", "network latency before each request of a client", "250")
+
+
 _FROM_ENGINE = {
     "profile": "device and model: a file made by `bros profile`, or a name such as "
-    f"{DEFAULT_PROFILE} (default; with --replicas {REPLICA_PROFILE})",
+    f"{DEFAULT_PROFILE} (default; with --replicas {REPLICA_PROFILE}, unless with --programs)",
     "kv_blocks": "KV cache in blocks of 16 tokens (default: what the profile's device holds)",
     "max_model_len": "maximum prompt + output in tokens (default: what the KV cache holds)",
     "host_kv_blocks": "host pool for checkpointed KV in blocks of 16 tokens (default: as many as "
-    "--kv-blocks; with --replicas 0)",
-    "max_num_seqs": f"maximum requests per step (default: 64; with --replicas {REPLICA_ROWS})",
+    "--kv-blocks; with --replicas or --programs 0)",
+    "max_num_seqs": "maximum requests per step (default: 64; with --replicas or --programs "
+    f"{REPLICA_ROWS})",
     "max_batch_tokens": "maximum tokens per step, longer prompts are chunked (default: 256; "
-    f"with --replicas {REPLICA_STEP_TOKENS})",
+    f"with --replicas or --programs {REPLICA_STEP_TOKENS})",
     "max_queue": "maximum waiting requests per class before 429 (default: 512; with --replicas "
-    "unlimited)",
+    "or --programs unlimited)",
     "seed": "seed of arrivals, lengths and noise (default: 0)",
 }
 _NOT_SIMULATED = (
@@ -319,6 +348,12 @@ ONE_ENGINE = (
     *("--duration", "--warm-up", "--noise", "--slowdown"),
 )
 """Options without effect on several replicas."""
+NOT_FOR_PROGRAMS = (
+    *("--be", "--be-batches", "--duration", "--warm-up", "--noise", "--slowdown"),
+    *("--workload", "--families", "--popularity", "--be-requests"),
+    *("--notice-delay", "--decision-time"),
+)
+"""Options without effect on programs."""
 
 
 # ---- bros bench
@@ -471,7 +506,8 @@ _COMMANDS = (
         "compare scheduling policies on a virtual clock",
         "bros simulate [--policy LIST] [--rt-rate RATES | --trace FILE] [--be N] [options]\n"
         "       bros simulate --replicas LIST [--router LIST] [--workload NAME] [--rate X] "
-        "[options]",
+        "[options]\n"
+        "       bros simulate --programs LIST [--replicas LIST] [--run-as LIST] [options]",
         "Run the scheduler on a virtual clock: a profile determines the step times, and nothing is "
         "computed. The same seed gives the same results on every machine.",
     ),
@@ -486,7 +522,7 @@ _OWN: dict[str, tuple[type[Any], ...]] = {
     "batch": (BatchFlags,),
     "run-batch": (RunBatchFlags,),
     "bench": (BenchFlags,),
-    "simulate": (SimulateFlags, ReplicasFlags),
+    "simulate": (SimulateFlags, ReplicasFlags, ProgramsFlags),
 }
 
 _BATCH_EXIT_STATUSES = """\
@@ -673,6 +709,7 @@ def _add_simulate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(FILE_FLAG, metavar="FILE", default=argparse.SUPPRESS, help="TOML file")
     add_own(parser, SimulateFlags)
     add_own(parser.add_argument_group("several replicas"), ReplicasFlags)
+    add_own(parser.add_argument_group("programs"), ProgramsFlags)
     group = parser.add_argument_group("engine options")
     for option in _simulated_options():
         choices = option.field.metadata.get("choices")

@@ -1,4 +1,4 @@
-"""`bros simulate`: compares policies and routers on a virtual clock, without a model."""
+"""`bros simulate`: compares policies, routers and programs on a virtual clock, without a model."""
 
 from __future__ import annotations
 
@@ -19,14 +19,23 @@ from bros.cli.flags import (
     AZURE_RATE,
     DEFAULT_POLICIES,
     DEFAULT_PROFILE,
+    DEFAULT_ROUTERS,
+    DEFAULT_RT_RATE,
     MOONCAKE_RATE,
     MOST_REQUESTS,
+    NOT_FOR_PROGRAMS,
     ONE_ENGINE,
     POPULARITIES,
+    PROGRAM_NAMES,
+    PROGRAM_POLICY,
+    PROGRAM_ROUTERS,
+    PROGRAM_RT_RATE,
+    PROGRAM_WAYS,
     RECORDED,
     REPLICA_POLICY,
     REPLICA_PROFILE,
     WORKLOADS,
+    ProgramsFlags,
     ReplicasFlags,
     SimulateFlags,
     changed_flags,
@@ -40,6 +49,7 @@ from bros.cli.flags import (
 )
 from bros.cli.simulate_tables import (
     print_fleet_reports,
+    print_program_reports,
     print_reports,
     progress_bar,
     table_console,
@@ -71,6 +81,13 @@ from bros.simulator.prefix_workloads import (
     read_azure_times,
     read_mooncake_trace,
 )
+from bros.simulator.program_simulation import (
+    ProgramReport,
+    ProgramScenario,
+    check_program_scenario,
+    run_programs,
+)
+from bros.simulator.programs import PROGRAMS
 from bros.simulator.simulation import (
     Disturbance,
     SimulatedScenario,
@@ -196,7 +213,7 @@ def read_replica_settings(
         )
         for policy in selected
         for replicas in counts
-        for router in names("--router", fleet.router, ROUTERS)
+        for router in names("--router", fleet.router or DEFAULT_ROUTERS, ROUTERS)
     )
     for scenario in scenarios:
         check_fleet_scenario(scenario)
@@ -330,6 +347,131 @@ def _warn_of_unused_with_replicas(own: SimulateFlags, warn: Callable[[str], None
         warn(f"{', '.join(unused)}: without effect with --replicas")
 
 
+# ---- `bros simulate --programs`: runs programs in sessions and call by call.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramSettings:
+    """The checked options."""
+
+    scenarios: tuple[ProgramScenario, ...]
+    profile: Profile
+    jobs: int
+    json_path: Path | None
+
+
+def run_program_scenarios(
+    args: argparse.Namespace,
+    environ: Mapping[str, str],
+    warn: Callable[[str], None],
+    clock: Clock,
+    console: Console | None = None,
+) -> int:
+    """Simulate, print tables and write the file; returns the exit status.
+
+    Raises ConfigError for an invalid option.
+    """
+    settings = read_program_settings(args, environ, warn)
+    console = table_console(console)
+    reports, wall_s = _timed_runs(run_programs, settings.scenarios, settings.jobs, clock)
+    key, first = settings.profile.key, settings.scenarios[0]
+    console.print(
+        f"{key.model} ({key.weights}) on {first.device.name}, {settings.profile.kind} profile, "
+        f"each replica; {1e3 * first.delay_s:g} ms of network latency, seed {first.seed}\n"
+    )
+    print_program_reports(console, list(zip(settings.scenarios, reports, strict=True)))
+    if settings.json_path is not None:
+        _write_json(settings.json_path, programs_json(settings, reports), wall_s)
+    _print_wall_time(console, len(reports), wall_s)
+    return 0
+
+
+def read_program_settings(
+    args: argparse.Namespace, environ: Mapping[str, str], warn: Callable[[str], None]
+) -> ProgramSettings:
+    """Raises ConfigError, naming the invalid flag and the allowed values."""
+    own, fleet = read_own(SimulateFlags, args), read_own(ReplicasFlags, args)
+    programs = read_own(ProgramsFlags, args)
+    assert programs.programs is not None
+    policies = names("--policy", own.policy or PROGRAM_POLICY, POLICIES)
+    # Only the simulator of independent requests knows which ones belong together.
+    known = [router for router in ROUTERS if router != "oracle"]
+    routers = names("--router", fleet.router or PROGRAM_ROUTERS, known)
+    config = load_config({**given_flags(args), "policy": policies[0]}, environ, warn)
+    engine = config.engine
+    data_dir = Path(config.server.data_dir or "~/.cache/bros").expanduser()
+    profile = read_profile(engine.profile or DEFAULT_PROFILE, profile_folders(data_dir))
+    device = device_of(profile, engine.kv_blocks)
+    rate, count = (
+        _optional_number("--rate", fleet.rate),
+        optional_whole("--requests", fleet.requests),
+    )
+    scenarios = tuple(
+        ProgramScenario(
+            program=name,
+            way=way,
+            config=_fleet_config_with(engine, policy),
+            device=device,
+            replicas=replicas,
+            router=router,
+            rate=rate or PROGRAMS[name].rate * replicas,
+            count=count or PROGRAMS[name].count * replicas,
+            chats=chats,
+            seed=engine.seed,
+            delay_s=number("--network-delay", programs.network_delay, low=0) / 1e3,
+        )
+        for name in names("--programs", programs.programs, PROGRAM_NAMES)
+        for chats in _loads(own, PROGRAM_RT_RATE)
+        for policy in policies
+        for replicas in doublings("--replicas", fleet.replicas or "1", _MOST_REPLICAS)
+        for router in (routers if replicas > 1 else routers[:1])
+        for way in names("--run-as", programs.run_as, PROGRAM_WAYS)
+    )
+    for scenario in scenarios:
+        check_program_scenario(scenario)
+    unused = [
+        flag for flag in (*changed_flags(own), *changed_flags(fleet)) if flag in NOT_FOR_PROGRAMS
+    ]
+    if unused:
+        warn(f"{', '.join(unused)}: without effect with --programs")
+    jobs = own.jobs
+    return ProgramSettings(
+        scenarios=scenarios,
+        profile=profile,
+        jobs=available_cores() if jobs is None else whole("--jobs", jobs, low=1),
+        json_path=writable(own.json),
+    )
+
+
+def programs_json(settings: ProgramSettings, reports: Sequence[ProgramReport]) -> dict[str, Any]:
+    """Everything that determines the runs, and their results."""
+    return {
+        "bros": __version__,
+        "python": platform.python_version(),
+        "profile": json.loads(settings.profile.to_json()),
+        "runs": [
+            {
+                "programs": scenario.program,
+                "run_as": scenario.way,
+                "replicas": scenario.replicas,
+                "router": scenario.router if scenario.replicas > 1 else None,
+                "policy": scenario.config.policy,
+                "settings": {
+                    "seed": scenario.seed,
+                    "rate": scenario.rate,
+                    "count": scenario.count,
+                    "chats": _arrivals_json(scenario.chats),
+                    "delay_s": scenario.delay_s,
+                    "kv_blocks": scenario.device.kv_blocks,
+                    "engine": dataclasses.asdict(scenario.config),
+                },
+                "results": dataclasses.asdict(report),
+            }
+            for scenario, report in zip(settings.scenarios, reports, strict=True)
+        ],
+    }
+
+
 # ---- `bros simulate` with one replica.
 
 
@@ -354,6 +496,11 @@ def run_simulate(
 
     Raises ConfigError for an invalid option.
     """
+    if read_own(ProgramsFlags, args).programs is not None:
+        return run_program_scenarios(args, environ, warn, clock, console)
+    unused = changed_flags(read_own(ProgramsFlags, args))
+    if unused:
+        warn(f"{', '.join(unused)}: without effect, needs --programs")
     if read_own(ReplicasFlags, args).replicas is not None:
         return run_replicas(args, environ, warn, clock, console)
     settings = read_settings(args, environ, warn)
@@ -437,18 +584,18 @@ def as_json(settings: SimulateSettings, reports: Sequence[Report]) -> dict[str, 
     }
 
 
+def _arrivals_json(load: RtLoad) -> dict[str, Any]:
+    if isinstance(load, TraceLoad):
+        return {"trace": load.source, "speed": load.speed}
+    return dataclasses.asdict(load)  # type: ignore[call-overload, no-any-return]
+
+
 def _scenario_json(scenario: SimulatedScenario) -> dict[str, Any]:
-    rt = scenario.rt
-    arrivals: dict[str, Any] = (
-        {"trace": rt.source, "speed": rt.speed}
-        if isinstance(rt, TraceLoad)
-        else dataclasses.asdict(rt)  # type: ignore[call-overload]
-    )
     return {
         "seed": scenario.seed,
         "duration_s": scenario.duration_s,
         "warm_up_s": scenario.warm_up_s,
-        "rt": arrivals,
+        "rt": _arrivals_json(scenario.rt),
         "be": dataclasses.asdict(scenario.be),
         "kv_blocks": scenario.device.kv_blocks,
         "disturbance": dataclasses.asdict(scenario.disturbance),
@@ -476,7 +623,7 @@ def _warn_of_unused(
             warn(without_effect(unused, policy))
 
 
-def _loads(own: SimulateFlags) -> list[RtLoad]:
+def _loads(own: SimulateFlags, default_rate: str = DEFAULT_RT_RATE) -> list[RtLoad]:
     if own.trace is not None:
         path = Path(own.trace)
         speed = number("--trace-speed", own.trace_speed, above=0)
@@ -485,4 +632,4 @@ def _loads(own: SimulateFlags) -> list[RtLoad]:
     if sizes not in RT_SIZES:
         near = near_matches(sizes, RT_SIZES)
         raise ConfigError(f"--rt-lengths: {sizes!r} is not one of {', '.join(RT_SIZES)}{near}")
-    return [PoissonLoad(rate, sizes) for rate in rates("--rt-rate", own.rt_rate)]
+    return [PoissonLoad(rate, sizes) for rate in rates("--rt-rate", own.rt_rate or default_rate)]

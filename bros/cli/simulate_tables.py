@@ -15,6 +15,8 @@ from bros.core.errors import ConfigError
 from bros.core.request import ServiceClass
 from bros.simulator.fleet import FleetReport, FleetScenario
 from bros.simulator.metrics import ClassReport, Report
+from bros.simulator.program_simulation import ProgramReport, ProgramScenario
+from bros.simulator.programs import PROGRAMS
 from bros.simulator.simulation import SimulatedScenario
 from bros.workload.attainment import Attainment, Summary
 
@@ -213,6 +215,66 @@ def _seconds(value: float | None) -> str:
 def _short(value: float) -> str:
     """Three significant digits, or more for large numbers."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+# ---- Tables of programs.
+
+
+ProgramRow = tuple[ProgramScenario, ProgramReport]
+
+
+def print_program_reports(console: Console, rows: Sequence[ProgramRow]) -> None:
+    """One table per program, load of chats and policy, in the order of the rows. `x faster` is the
+    latency of calls on the same replicas, divided by this one."""
+    groups: dict[tuple[str, str, str], list[ProgramRow]] = {}
+    for scenario, report in rows:
+        key = (scenario.program, scenario.chats.label, scenario.config.policy)
+        groups.setdefault(key, []).append((scenario, report))
+    for (name, chats, policy), group in groups.items():
+        slo = group[0][0].config
+        console.print(f"[bold]{name}[/bold]: {PROGRAMS[name].title}; policy {policy}")
+        console.print(
+            f"chats beside: {chats}, first token within {slo.slo_ttft:g} ms, then one every "
+            f"{slo.slo_tpot:g} ms"
+        )
+        console.print(_program_table(group))
+
+
+def _program_table(rows: Sequence[ProgramRow]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in ("replicas", "run as"):
+        table.add_column(column, no_wrap=True, vertical="bottom")
+    for column in (
+        *("pro-\ngrams", "per s", "latency\nmean s", "p99 s", "x faster\nmean", "p99"),
+        *("chats\nmet %", "tokens\nper s", "output\nper s", "cached\n%"),
+    ):
+        table.add_column(column, justify="right", no_wrap=True, vertical="bottom")
+    calls = {_place(scenario): report for scenario, report in rows if scenario.way == "calls"}
+    for scenario, report in rows:
+        baseline = calls.get(_place(scenario))
+        theirs, ours = baseline and baseline.latency_s, report.latency_s
+        table.add_row(
+            _place(scenario),
+            scenario.way,
+            str(report.programs),
+            f"{scenario.rate:g}",
+            _seconds(ours.mean),
+            _seconds(ours.p99),
+            _ratio(theirs.mean, ours.mean) if theirs else _NOTHING,
+            _ratio(theirs.p99, ours.p99) if theirs else _NOTHING,
+            _NOTHING if report.chats_met.value is None else _percent(report.chats_met),
+            f"{report.prompt_tokens_per_s + report.output_tokens_per_s:.0f}",
+            f"{report.output_tokens_per_s:.0f}",
+            f"{100 * report.cached:.1f}",
+        )
+    return table
+
+
+def _place(scenario: ProgramScenario) -> str:
+    """`4, e2`, or `1`."""
+    if scenario.replicas == 1:
+        return "1"
+    return f"{scenario.replicas}, {scenario.router}"
 
 
 # ---- The output file and the progress bar of `bros simulate`.

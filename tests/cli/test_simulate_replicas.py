@@ -138,10 +138,10 @@ def test_help_has_the_defaults_of_several_replicas(
     text = " ".join(capsys.readouterr().out.split())
     config = settings(profile, "2").scenarios[0].config
     for default in (
-        f"(default; with --replicas {REPLICA_PROFILE})",
-        f"requests per step (default: 64; with --replicas {config.max_num_seqs})",
-        f"are chunked (default: 256; with --replicas {config.max_batch_tokens})",
-        f"--kv-blocks; with --replicas {config.host_kv_blocks})",
+        f"(default; with --replicas {REPLICA_PROFILE}, unless with --programs)",
+        f"requests per step (default: 64; with --replicas or --programs {config.max_num_seqs})",
+        f"are chunked (default: 256; with --replicas or --programs {config.max_batch_tokens})",
+        f"--kv-blocks; with --replicas or --programs {config.host_kv_blocks})",
         "JSON lines of a Mooncake trace",
         "mooncake: 0.08; azure: 1.5)",
     ):
