@@ -76,7 +76,8 @@ class RowLimiter:
 
     @limit.setter
     def limit(self, value: int) -> None:
-        """Running rows are not interrupted: below a lower limit, no row starts until enough end."""
+        """If more rows run than a lower limit allows, none is interrupted, and none starts until
+        enough have ended."""
         self._limit = value
         self._admit()
 
@@ -121,8 +122,8 @@ _MAX_SUSPECTS = 8
 """Rows with one interruption that run at a time."""
 
 MAX_ATTEMPTS = 4
-"""A row fails after this many interrupted attempts. The last two run alone: two, because the first
-may have been interrupted by an unrelated engine failure."""
+"""A row fails after this many interrupted attempts. The last two run alone: two, because an
+unrelated engine failure may have interrupted the first of them."""
 
 
 class SuspectIsolation:
@@ -184,7 +185,8 @@ _PAGE = 256
 """Rows read from the store at a time."""
 
 _MAX_UNSTORED = 512
-"""Most outcomes that wait to be stored. Beyond it, rows keep their place and no more start."""
+"""Most outcomes that wait to be stored. Further rows that end keep their place in the limiter, so
+that fewer rows start."""
 
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.2, 10.0
 """First and longest pause before a retry; it doubles in between."""
@@ -676,7 +678,7 @@ class BatchRunner:
     async def _poll(self) -> None:
         context, began_s = self._context, self._now()
         lease_s = self._settings.lease_s
-        until_s = began_s + lease_s  # the store, asked later, never has an earlier end
+        until_s = began_s + lease_s  # not later than in the store, whose lease begins later
         for job, _ in self._jobs.values():
             # The job's own timer stands still while the machine sleeps.
             if began_s >= job.batch.expires_at:
@@ -700,7 +702,8 @@ class BatchRunner:
             logger.exception("cannot renew or claim batches")
             return
         for lease, batch in claimed:
-            if batch.id not in self._jobs:  # else the old job must end first; a later poll claims
+            # Else the old job has to end first, and a later poll claims the batch again.
+            if batch.id not in self._jobs:
                 self._start_job(lease, batch, until_s)
 
     def _apply_leases(self, held: Mapping[Lease, BatchStatus], until_s: float) -> None:

@@ -247,7 +247,7 @@ class BatchStore:
         return {Lease(row.id, owner, row.lease_epoch): BatchStatus(row.status) for row in rows}
 
     def release(self, owner: str | None = None) -> None:
-        """Release the leases of one owner, or of all: then no other process may run."""
+        """Release the leases of `owner`; None: of all owners, only while no other process runs."""
         column = BATCHES.c.lease_owner
         held = column.is_not(None) if owner is None else column == owner
         with self._database.write() as connection:
@@ -382,7 +382,7 @@ class BatchStore:
             )
 
     def begin_finalizing(self, lease: Lease, outcome: BatchStatus, now: float) -> BatchStatus:
-        """End the running of rows; returns the final status that the batch will get."""
+        """Record that no more rows run; returns the final status that the batch will get."""
         with self._database.write() as connection:
             batch = self._locked_batch(connection, lease)
             if batch.status.is_final:

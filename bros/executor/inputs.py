@@ -95,15 +95,16 @@ def with_shared_parts(batch: AttentionBatch, shared: Sequence[SharedPrefix]) -> 
     row_start = offsets(counts)
     begins = start[rows] + np.repeat(firsts, counts)
     lengths = np.repeat(sizes, counts)
+    # +1 where a shared piece begins in a row, -1 where it ends: the sum is 0 outside all pieces.
     borders = np.bincount(begins, minlength=len(segments) + 1)
     borders -= np.bincount(begins + lengths, minlength=len(segments) + 1)
     own = np.cumsum(borders[:-1]) == 0
-    taken = np.bincount(rows, lengths, batch.num_rows).astype(np.int32)
-    examples = begins[row_start[:-1]].tolist()
-    pieces = [segments[a : a + n] for a, n in zip(examples, sizes.tolist(), strict=True)]
+    num_shared = np.bincount(rows, lengths, batch.num_rows).astype(np.int32)
+    in_first_row = begins[row_start[:-1]].tolist()
+    pieces = [segments[a : a + n] for a, n in zip(in_first_row, sizes.tolist(), strict=True)]
     return AttentionBatch(
         batch.query_start,
-        torch.from_numpy(offsets(lengths_of(start) - taken)),
+        torch.from_numpy(offsets(lengths_of(start) - num_shared)),
         torch.from_numpy(segments[own]),
         SharedParts(
             row_start=torch.from_numpy(row_start),

@@ -297,7 +297,7 @@ class KvCacheManager:
         return {request_id: count * self.block_size for request_id, count in blocks.items()}
 
     def take_copies(self) -> KvCopies | None:
-        """Copies that the next step has to make, once; None if there are none."""
+        """Copies that the next step has to make; None if there are none. Each is returned once."""
         return self._checkpoints.take_copies()
 
     def take_losses(self) -> dict[str, Loss]:
@@ -305,7 +305,8 @@ class KvCacheManager:
         return self._checkpoints.take_losses()
 
     def take_cuts(self) -> dict[str, int]:
-        """Request -> tokens it keeps, for requests that lost tokens without a checkpoint; once.
+        """Request -> tokens it keeps, for requests that have lost tokens without a checkpoint since
+        the last call.
 
         A request recomputes the tokens after these. One that keeps none is freed.
         """

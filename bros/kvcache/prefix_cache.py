@@ -40,8 +40,9 @@ class Origins:
     are cached, too. So a router can derive the whole tree from (request, number of blocks).
 
     A change says how many blocks of one request are cached now: up to a block that it has computed,
-    or up to one that was evicted. Leaves are evicted first, so a change is exact when it happens,
-    and changes in the order of each request's last one are exact together.
+    or up to one that was evicted. Leaves are evicted first, so a change is exact when it happens.
+    Only the latest change of each request is kept, in the order in which they happened: applied in
+    this order, they give the exact tree.
 
     nodes: the cached ones, each after its parent. A request id must stand for one prompt; once an
         id is used again for another prompt, changes of the first prompt's blocks are not reported.

@@ -46,7 +46,8 @@ class StepMemory:
 
     running: requests that hold memory, sorted by rank.
     states: all requests by id.
-    max_holders: how many requests may hold memory; real-time requests count only real-time ones.
+    max_holders: most requests that may hold memory; a new real-time request counts only real-time
+        ones.
     new_requests_preempt: whether a request that holds no memory may preempt others. If it is late
         it may preempt only best-effort ones, so that no request that is on time waits for it.
     expected_tokens: how many more tokens a request is likely to generate. If given, a new
@@ -219,9 +220,9 @@ class StepMemory:
         self._asked_for_victims = True
         return (victim.request_id for victim in self._victims(self._requester))
 
-    def _note_losses(self, winner: RequestState) -> None:
+    def _note_losses(self, preemptor: RequestState) -> None:
         for name, lost in self._kv.take_losses().items():
-            self._preemptors.add(winner.request_id)
+            self._preemptors.add(preemptor.request_id)
             total = self.losses.setdefault(name, Loss())
             total.tokens += lost.tokens
             total.copied += lost.copied
@@ -230,8 +231,9 @@ class StepMemory:
     def _admit(self, state: RequestState, num_tokens: int) -> bool:
         """Reserve for a new request, if its whole prompt fits; after a refusal none is admitted.
 
-        Beside the prompt there must be a block for every request that it may not preempt to grow
-        into, so that no request is admitted only to be preempted, or to preempt, a moment later.
+        Beside the prompt there must be one more block for each request that it may not preempt, so
+        that these can grow. Else the new request would be preempted, or would preempt others, a
+        moment later.
         """
         if not self._may_start(state):
             return False

@@ -11,9 +11,9 @@ commits the result.
                   |<----- predicted, with margin ----------->|
 
 The published algorithm takes whole prompts, and ends the step as soon as one candidate does not
-fit (`Rules.paper`). Here (ambiguities A1-A4 of the specification) prompts are cut to the largest
-chunk that fits, candidates that do not fit are passed over, and a token that will be late in any
-case is computed but does not limit the step.
+fit (`Rules.paper`). Here (docs/decisions/0005) prompts are cut to the largest chunk that fits,
+candidates that do not fit are passed over, and a token that will be late in any case is computed
+but does not limit the step.
 """
 
 from __future__ import annotations
@@ -178,9 +178,10 @@ class Bounds:
     tokens: most tokens of all chunks.
     best_effort_s: most seconds of a step with best-effort work, or with late prompts.
     best_effort_share: best-effort work is added up to this share of best_effort_s.
-    best_effort_credit_s: seconds that best-effort work may take in any case. If positive, it may
-        also take one row and min_chunk tokens in any case.
-    tbar_s: moving average of step times (Tbar): how long a candidate that is passed over waits.
+    best_effort_credit_s: seconds that best-effort work may take in any case. If positive,
+        best-effort work may also take one row and min_chunk tokens in any case.
+    tbar_s: moving average of step times (Tbar). A candidate that is passed over is assumed to wait
+        that long.
     rules: switches for ablations.
     """
 
@@ -435,8 +436,8 @@ def pack(
 
 
 _PATIENT_STEPS, _PATIENT_PROMPTS = 5, 4
-"""A first token has time if it is due after more than so many of the longest steps with best-effort
-work, and after more than so many times the time of its prompt."""
+"""A first token has time if it is due later than this many of the longest steps with best-effort
+work take, and later than this many times the time that its prompt takes alone."""
 
 
 class _Packer(Generic[C]):
@@ -531,7 +532,8 @@ class _Packer(Generic[C]):
                 continue
             num_tokens = self._chunk_within(candidate, limit_s)
             if num_tokens == 0 and first:
-                # Alone it must run, or it never would; and the credit is spent in any case.
+                # If nothing else is selected it must run, or it never would. With credit, the first
+                # best-effort candidate runs in any case.
                 num_tokens = min(self._min_tokens(candidate), self._tokens_left)
             if num_tokens == 0:
                 packing.best_effort_stop = "time"
@@ -658,7 +660,8 @@ class _Packer(Generic[C]):
             limit_s = min(self._limit_s, self._bounds.best_effort_s)
             num_tokens = self._chunk_within(candidate, limit_s)
             if num_tokens == 0 and not (hopeless and self.packing.selected):
-                # It fits, since a larger chunk did; only a hopeless one waits for its own step.
+                # The smallest chunk fits, since a larger one did. A hopeless candidate waits for
+                # a step in which nothing is selected before it.
                 num_tokens = min(self._min_tokens(candidate), self._tokens_left)
         if num_tokens == 0:
             return self._pass_over(candidate, "time")
@@ -699,7 +702,7 @@ class _Packer(Generic[C]):
         return self._pass_over(candidate, reason)
 
     def _bind(self, candidate: C, finish_s: float, due_s: float) -> None:
-        """Limit the step by the deadline of a selected candidate, unless that is lost.
+        """Limit the step by the deadline of a selected candidate, unless that deadline is lost.
 
         finish_s: seconds until its token, with safety margin, in this step or a later one. If that
         is too late but the expected time is not, nothing more is added to the step. If a prompt
@@ -719,7 +722,7 @@ class _Packer(Generic[C]):
             self._credit_only |= candidate.remaining > 1 and is_new
             packing.violated |= self._late_because_of_others(candidate, due_s)
             if self._rules.early_return and len(packing.selected) == 1:
-                self._limit_s = 1.1 * packing.seconds  # A1: the head runs, late as it is
+                self._limit_s = 1.1 * packing.seconds  # the first one runs although it is late
 
     def _waits_for_prefix(self, candidate: C) -> bool:
         """Whether a new request is passed over to wait for the producer of its prefix."""
@@ -742,7 +745,8 @@ class _Packer(Generic[C]):
         return min(remaining, self._rules.min_chunk) if self._rules.chunked else remaining
 
     def _chunk_within(self, candidate: C, limit_s: float) -> int:
-        """Most tokens of a candidate that keep the step within `limit_s`; 0 if below its least."""
+        """Most tokens of a candidate that keep the step within `limit_s`; 0 if its smallest chunk
+        does not."""
         most = min(candidate.remaining, self._tokens_left)
         if self._exceeds_budget(candidate):
             return 0
@@ -815,7 +819,7 @@ class _Packer(Generic[C]):
     def _replace(self, candidate: C, limit_s: float) -> bool:
         """Replace the least urgent decode row by a best-effort candidate, if that row can wait.
 
-        A4: never the most urgent row, never one whose reservation preempted, not for a new request
+        Never the most urgent row, never one whose reservation preempted, not for a new request
         (which would bring ever more requests into memory), and only if the step keeps its limit
         and the replaced row can still be on time in the next step.
         """

@@ -6,7 +6,7 @@
 The policy orders the candidates and bounds the step. `pack` chooses the chunks and allocates their
 KV memory (StepMemory). The scheduler commits the choice: requests move to the running queue, and
 the tokens of the plan count as computed. While a step runs, the scheduler may plan the next one
-(see `assume_done`); a step that has been overtaken like this is applied, never aborted.
+(see `assume_done`); a running step is never aborted once the next one has been planned.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def assume_done(step: Step, prefixes: Prefixes, ends_s: float) -> None:
 
 
 def without_finishing(proposal: Proposal) -> Proposal:
-    """The proposal without requests that will have no tokens left once the running step ends."""
+    """The proposal without requests that have nothing left to compute after the running step."""
     urgent, best_effort = (
         filter(_has_tokens_left, proposal.urgent),
         filter(_has_tokens_left, proposal.best_effort),
@@ -153,7 +153,7 @@ class Scheduler:
     """Owns every request from `submit` until its last output or `abort`.
 
     counters: by class; the policy reads them for its estimates.
-    grouping: which shared prefixes the executor reads once; None: it reads none once.
+    grouping: which shared prefixes the executor reads once for all their rows; None: none of them.
     reporter: makes the reports of this engine.
     """
 

@@ -187,8 +187,8 @@ class ChunkedBody:
         return cls(cycle) if isinstance(cycle, RequestResponseCycle) else None
 
     def ready(self) -> bool:
-        """False if the client reads too slowly or has left, or the body is not chunked: `send`
-        knows what to do then."""
+        """False if the client reads too slowly or has left, or if the body is not chunked. Then use
+        `send`, which handles these cases."""
         cycle = self._cycle
         paused = cycle.flow.write_paused or cycle.disconnected
         return not paused and cycle.chunked_encoding is True and not cycle.response_complete

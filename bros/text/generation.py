@@ -45,7 +45,7 @@ class TextDelta:
     Not frozen, because one is made per token, and freezing would triple the time.
 
     index: choice i of prompt p has index p * n + i.
-    text: may be empty, and may lag behind the tokens: it never changes later.
+    text: may be empty, and may lag behind the tokens, because text that was given never changes.
     token_ids: new tokens, a final stop token included.
     logprobs: one per token, if requested.
     finish_reason: set in the last delta of a choice.
@@ -94,14 +94,14 @@ class DeltaSink(Protocol):
         ...
 
     def put(self, deltas: Sequence[TextDelta]) -> None:
-        """One delta of each choice that has new output; none of them is the last one."""
+        """One delta of each choice that has new output; none of them ends its choice."""
         ...
 
 
 class _Turn:
-    """Generations that forward what the current turn of the event loop brought them.
+    """Generations with slots that were filled in the current turn of the event loop.
 
-    They forward at its end: outputs of several steps that arrive in one turn become one delta.
+    They forward their deltas at its end, so outputs of several steps in one turn become one delta.
     """
 
     def __init__(self) -> None:
@@ -371,7 +371,7 @@ class Generation:
             self._turn.add(self)
 
     def on_stop_string(self, choice: _Choice) -> None:
-        """A stop string ended the choice. The engine only knows tokens, so its request goes on."""
+        """Abort the request of a choice that a stop string ended: the engine only knows tokens."""
         self._aborts.append(asyncio.ensure_future(self._engine.abort(choice.request_id)))
 
     def on_failure(self, error: Exception) -> None:
@@ -467,7 +467,7 @@ class _Choice:
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(sampling.stop) if sampling.stop else None
         self._slot: TextDelta | None = None
-        # Deltas to merge into the slot's one in `take`: the latest one, and the parts of all.
+        # Deltas after the slot's one, to be merged in `take`: the latest one, and the parts of all.
         self._last: TextDelta | None = None
         self._texts: list[str] = []
         self._token_ids: list[int] = []

@@ -60,9 +60,9 @@ class SupervisedClient(MessageClient, ABC):
     """Starts, watches and talks to one engine.
 
     When the engine dies, all open requests fail at once with EngineDeadError. With `restart` the
-    client starts it again. Without `restart`, or if the first start fails, or later three starts in
-    a row, the client calls `on_final_death` with the reason. A start that fails because no host was
-    available (_host_unavailable) does not count.
+    client starts it again. Without `restart`, or if the first start fails, or if three later starts
+    in a row fail, the client calls `on_final_death` with the reason. A start that fails because no
+    host was available (_host_unavailable) does not count.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class SupervisedClient(MessageClient, ABC):
 
     def _reset(self) -> None:
         """Clear what is known of the last engine."""
-        self._failure = ""  # why it failed, if it or this client has said so
+        self._failure = ""  # why the engine failed, if the engine or this client has said so
         self._was_ready = self._host_unavailable = False
         self._rank_heartbeats = (
             HeartbeatMonitor(self._rank_heartbeat_timeout_s)
@@ -229,7 +229,7 @@ class SupervisedClient(MessageClient, ABC):
     def _send_command(self, command: Command) -> None:
         if self._push is None:
             raise EngineDeadError("The engine is not running.")
-        # Without a peer ZeroMQ drops it; the supervisor is about to fail everything that is open.
+        # Without a peer ZeroMQ drops the command; the supervisor will soon fail all open requests.
         with contextlib.suppress(zmq.ZMQError):
             self._push.send_multipart(self._encoder.encode(command), zmq.NOBLOCK)
 

@@ -40,8 +40,8 @@ from bros.scheduler.state import (
 #
 # A request whose first token is late waits behind those that can still be on time. If a request
 # was preempted after its first token, a user is reading its answer: it gets a new deadline, and
-# another one each time that passes. Requests that cannot keep their pace would always be due before
-# it, so that it needs turns as well.
+# another one each time that passes. Running requests that cannot keep their pace would always be
+# due before it, so it needs turns as well.
 
 
 _ON_TIME, _INTERRUPTED, _LATE = 0.0, 1.0, 2.0
@@ -49,8 +49,8 @@ _ON_TIME, _INTERRUPTED, _LATE = 0.0, 1.0, 2.0
 token, and have missed the deadline that they got for starting over."""
 
 _TURN_STEPS = 8
-"""Every so many steps, the request that has been late for longest goes before all others; and so
-does, half of that later, the oldest interrupted request."""
+"""Once in so many steps, the request that has been late for longest goes before all others. Half
+that many steps later, the oldest interrupted request does."""
 
 
 class UrgentOrder:
@@ -324,11 +324,12 @@ _PRESSING, _OTHERS, _EARLY = 0.0, 1.0, 2.0
 """Sections of the waiting best-effort requests; the last one holds early prefills."""
 
 _MAX_GAP, _MAX_GAP_BEHIND = 2.5, 1.5
-"""Longest time between two tokens, in TPOT objectives, when a step is aborted for another request's
-first token: of a request that is ahead of its mean pace, and of one that is not."""
+"""Limits of the time from a request's last token to its next one, in TPOT objectives, if a step is
+aborted for another request's first token. The first is for requests that are ahead of their mean
+pace, the second for all others."""
 
-_ABANDONED_SHARE, _MAX_ABANDONED_S = 0.03, 1.0
-"""Bounds of the time spent in aborted steps: its share of all time, and the most that adds up."""
+_ABORTED_SHARE, _MAX_ABORTED_S = 0.03, 1.0
+"""Aborted steps may take this share of all time. What is not used adds up to this many seconds."""
 
 _MIN_GAIN = 0.2
 """A step is aborted only if more than this share of it is left."""
@@ -399,7 +400,7 @@ class BrosPolicy:
         self._batch = AdaptiveBatchSize(_INITIAL_ROWS, settings.rows, settings.growth)
         self._tbar_s = 0.0
         self._credit_s = 0.0
-        self._allowance_s = _MAX_ABANDONED_S
+        self._allowance_s = _MAX_ABORTED_S
         self._steps = 0
         self._allowed_rows = self._batch.rows
         self._tight: deque[tuple[float, float]] = deque()  # (until, objective), both rising
@@ -502,7 +503,7 @@ class BrosPolicy:
 
     def settle(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
         self._steps += 1
-        self._allowance_s = min(self._allowance_s + _ABANDONED_SHARE * seconds, _MAX_ABANDONED_S)
+        self._allowance_s = min(self._allowance_s + _ABORTED_SHARE * seconds, _MAX_ABORTED_S)
         weight = _TBAR_ALPHA if self._tbar_s else 1.0
         self._tbar_s += weight * (seconds - self._tbar_s)
         self._batch.settle(violated=packing.violated, was_full=packing.full)
@@ -540,7 +541,7 @@ class BrosPolicy:
         It follows the tightest recent TTFT objective and the time of usual prompts, down to half
         of the default, so that no request can stop best-effort work with an impossible objective.
         It is also bounded by the TPOT objectives of running requests, even if all are ahead of
-        their pace: that lead is for first tokens.
+        their pace: that lead is kept for the first tokens of new requests.
         """
         settings = self._settings
         while self._tight and self._tight[0][0] < now:
@@ -601,13 +602,13 @@ class BrosPolicy:
                 queues.requeue(state, (_PRESSING, start_s, state.arrival_index))
 
     def _forget_ended(self) -> None:
-        """Drop deadlines of requests that have ended or were promoted; they may be days away."""
+        """Drop deadlines, which may be days away, of requests that have ended or were promoted."""
         self._deadlines = [entry for entry in self._deadlines if _has_deadline(entry[2])]
         heapq.heapify(self._deadlines)
         self._known_deadlines = len(self._deadlines)
 
     def _work_s(self, state: RequestState) -> float:
-        """Estimated time of a best-effort request in steps of the longest kind."""
+        """Estimated time of a best-effort request if every step takes as long as allowed."""
         step_s = max(self._tbar_s, self._settings.usual_best_effort_s)
         prompt_s = self.predictor.prefill_seconds(state.remaining)
         return prompt_s + self.expected_tokens(state) * step_s

@@ -156,7 +156,10 @@ def tier_of(request: GenerationRequest) -> Tier:
 
 
 def response_tier(requested: Tier, *, best_effort: bool) -> str:
-    """The `service_tier` of the response. best_effort: whether the engine serves any choice so."""
+    """The `service_tier` of the response.
+
+    best_effort: whether the engine serves any choice as best-effort.
+    """
     return BEST_EFFORT.name if best_effort else requested.name
 
 

@@ -112,7 +112,7 @@ class Answer:
         return found
 
     async def forward(self, sink: DeltaSink) -> None:
-        """Generation.forward: `deltas` has what follows."""
+        """See Generation.forward. Call `deltas` for what follows."""
         if self._failure is None:
             await self._generation.forward(_ObservedSink(sink, self._observer))
 
@@ -338,7 +338,7 @@ class CompletionChunkWriter:
     """text_completion chunks.
 
     logprobs: alternatives per token; None for no logprobs.
-    echoes: text before that of a choice (the echoed prompt), by index.
+    echoes: index of a choice -> the echoed prompt, which comes before its text.
     """
 
     def __init__(
@@ -436,7 +436,8 @@ class EventStream(Response):
         return b""
 
     async def close(self) -> None:
-        """Release the source of the events. Always called, after `send_all` and before the end."""
+        """Release the source of the events. Always called, after `send_all` and before the last
+        events are sent."""
         raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -118,7 +118,7 @@ _ENGINE_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "batch_resets": (
             "batch_resets",
-            "Resets of the batch size because real-time requests were about to be late. A steady "
+            "How often the batch size was reduced because tokens would have been late. A steady "
             "rise means that the load is at the limit",
         ),
     }
@@ -175,7 +175,7 @@ _CLASS_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "deadlines_met": (
             "deadlines_met",
             "Finished requests whose last token met its deadline. Divided by bros_deadlines: share "
-            "in time. If it falls for class be, use later deadlines, raise --be-share or add "
+            "on time. If it falls for class be, use later deadlines, raise --be-share or add "
             "capacity",
         ),
         "relegated": (
