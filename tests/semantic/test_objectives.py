@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.core.request import ServiceClass, Slo
 from bros.semantic.core.nodes import Label, Level, LlmCall, NewCall, Want
-from bros.semantic.core.objectives import EngineTerms, terms
+from bros.semantic.core.objectives import (
+    FASTEST,
+    TARGET_MARGIN,
+    EngineTerms,
+    set_target,
+    terms,
+)
 from bros.semantic.core.retention import SessionLimits
 from bros.semantic.core.session import PromoteCall, SessionStateMachine
 from bros.semantic.schema import Criteria, Perf
@@ -26,6 +34,7 @@ from support.naive_programs import (
 from support.tier import examples
 
 LATENCY = Criteria(perf=Perf.LATENCY)
+STREAMED = Criteria(perf=Perf.TTFT)
 THROUGHPUT = Criteria(perf=Perf.THROUGHPUT)
 RT, GROUP, BATCH = Level.RT, Level.GROUP, Level.THROUGHPUT
 
@@ -76,7 +85,7 @@ def test_figure_9() -> None:
     core.want("y", LATENCY, 0.0)
     assert levels(core) == {
         **{"1": (RT, 0), "2": (RT, 0), "3": (RT, 1)},
-        **{"4": (GROUP, 2), "5": (GROUP, 2), "6": (GROUP, 1), "7": (GROUP, 1)},
+        **{"4": (RT, 2), "5": (RT, 2), "6": (RT, 1), "7": (RT, 1)},
     }
     assert groups(core) == {"x:2": {"4", "5"}, "y:1": {"6", "7"}}
 
@@ -99,8 +108,23 @@ def map_reduce(maps: int) -> tuple[NewCall, ...]:
 def test_maps_are_a_task_group_of_their_reduce() -> None:
     core = core_of(*map_reduce(3))
     core.want("out", LATENCY, 0.0)
-    assert levels(core) == {**{f"m{i}": (GROUP, 1) for i in range(3)}, "reduce": (RT, 0)}
+    assert levels(core) == {**{f"m{i}": (RT, 1) for i in range(3)}, "reduce": (RT, 0)}
     assert groups(core) == {"out:1": {"m0", "m1", "m2"}}
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [Criteria(perf=Perf.TTFT), Criteria(perf=Perf.TPOT), Criteria(deadline_s=50.0)],
+    ids=["ttft", "tpot", "deadline"],
+)
+def test_only_latency_makes_a_group_real_time(wanted: Criteria) -> None:
+    core = core_of(*map_reduce(3))
+    core.want("out", wanted, 0.0)
+    assert levels(core) == {**{f"m{i}": (GROUP, 1) for i in range(3)}, "reduce": (RT, 0)}
+    core.want("out", LATENCY, 0.0)
+    assert {level for level, _ in levels(core).values()} == {RT}
+    core.want("out", wanted, 0.0)
+    assert {level for level, _ in levels(core).values()} == {RT}, "also what was labeled anew"
 
 
 def test_parallel_chains_are_groups_stage_by_stage() -> None:
@@ -124,8 +148,9 @@ def test_diamond() -> None:
     core.want("out", LATENCY, 0.0)
     assert levels(core) == {
         **{"top": (RT, 3), "right": (RT, 2), "bottom": (RT, 0)},
-        **{"left": (GROUP, 1), "right2": (GROUP, 1)},
+        **{"left": (RT, 1), "right2": (RT, 1)},
     }
+    assert groups(core) == {"out:1": {"left", "right2"}}
 
 
 def test_native_functions_in_the_middle_add_no_stage() -> None:
@@ -137,7 +162,8 @@ def test_native_functions_in_the_middle_add_no_stage() -> None:
         llm("c", ("n2o vb", "out")),
     )
     core.want("out", LATENCY, 0.0)
-    assert levels(core) == {"a": (GROUP, 1), "b": (GROUP, 1), "c": (RT, 0)}
+    assert levels(core) == {"a": (RT, 1), "b": (RT, 1), "c": (RT, 0)}
+    assert groups(core) == {"out:1": {"a", "b"}}
 
 
 def test_what_feeds_a_native_sink_is_at_its_own_stage_not_read_by_the_caller() -> None:
@@ -172,7 +198,7 @@ def test_two_sinks_share_what_both_need() -> None:
         llm("p", ("va vb", "out1")),
         llm("q", ("va", "out2")),
     )
-    core.want("out1", LATENCY, 0.0)
+    core.want("out1", STREAMED, 0.0)
     assert levels(core)["a"] == (GROUP, 1)
     core.want("out2", LATENCY, 0.0)
     assert levels(core)["a"] == (RT, 1), "it alone gates the second one"
@@ -218,9 +244,9 @@ def test_asking_again_only_makes_it_stricter() -> None:
     core.set("x1", "text", 0.0)
     core.want("out", THROUGHPUT, 0.0)
     core.take_actions()
-    core.want("out", LATENCY, 1.0)
+    core.want("out", STREAMED, 1.0)
     assert levels(core) == {**{f"m{i}": (GROUP, 1) for i in range(3)}, "reduce": (RT, 0)}
-    assert not promoted(core), "a group is best-effort"
+    assert not promoted(core), "this group is best-effort"
     core.want("out", THROUGHPUT, 2.0)
     assert levels(core)["reduce"] == (RT, 0)
     core.want("v1", Criteria(perf=Perf.TPOT, tpot_s=0.05, ttft_s=0.3), 3.0)
@@ -242,7 +268,7 @@ def test_a_want_before_the_program_is_there() -> None:
     core.submit([reduce], 1.0)
     assert levels(core) == {"reduce": (RT, 0)}
     core.submit(maps, 2.0)
-    assert levels(core) == {"reduce": (RT, 0), "m0": (GROUP, 1), "m1": (GROUP, 1)}
+    assert levels(core) == {"reduce": (RT, 0), "m0": (RT, 1), "m1": (RT, 1)}
 
 
 def test_groups_are_made_anew_when_a_longer_way_comes() -> None:
@@ -261,7 +287,7 @@ def test_a_group_remains_the_same_while_its_program_grows() -> None:
     """Twenty maps come one by one; most have finished when the last ones come."""
     names = [f"v{i}" for i in range(20)]
     core = core_of(llm("reduce", (" ".join(names), "out")))
-    core.want("out", LATENCY, 0.0)
+    core.want("out", STREAMED, 0.0)
     out = core.graph.variables["out"]
     seen = []
     for i, name in enumerate(names):
@@ -286,7 +312,7 @@ def test_a_group_remains_the_same_while_its_program_grows() -> None:
 def test_who_joins_a_group_of_stragglers_is_no_straggler_yet() -> None:
     maps = [llm(f"m{i}", ("", f"v{i}")) for i in range(4)]
     core = core_of(*maps[:2], llm("r", ("v0 v1 v2 v3", "out")))
-    core.want("out", LATENCY, 0.0)
+    core.want("out", STREAMED, 0.0)
     finish(core, "m0")
     assert levels(core)["m1"] == (RT, 1)
     core.submit(maps[2:], 1.0)
@@ -372,7 +398,7 @@ def test_incremental_is_from_scratch_in_any_order(
 def test_stragglers_of_a_group_are_promoted(members: int, over: int, left: int) -> None:
     """left: how many are promoted after `over` are; at most a tenth of the group, or one."""
     core = core_of(*map_reduce(members))
-    core.want("out", LATENCY, 0.0)
+    core.want("out", STREAMED, 0.0)
     for i in range(members):
         core.set(f"x{i}", "text", 0.0)
     core.take_actions()
@@ -385,7 +411,7 @@ def test_stragglers_of_a_group_are_promoted(members: int, over: int, left: int) 
 
 def test_stragglers_that_have_not_started_start_real_time() -> None:
     core = core_of(*map_reduce(2))
-    core.want("out", LATENCY, 0.0)
+    core.want("out", STREAMED, 0.0)
     core.set("x0", "text", 0.0)
     finish(core, "m0")
     assert llm_calls(core)["m1", 0].label.level is RT
@@ -485,3 +511,47 @@ def test_what_a_label_means_for_the_engine(label: Label, stage: int, expected: E
     assert found.service_class is expected.service_class
     for name in ("ttft_s", "tpot_s", "deadline_s"):
         assert getattr(found.slo, name) == pytest.approx(getattr(expected.slo, name))
+
+
+@given(
+    seconds=st.floats(0.01, 100.0),
+    ready_s=st.lists(st.floats(0.0, 5.0), min_size=2, max_size=6),
+    tokens=st.floats(1.0, 1000.0),
+)
+def test_an_urgent_group_has_one_target_and_no_looser_pace_than_others(
+    seconds: float, ready_s: list[float], tokens: float
+) -> None:
+    core = core_of(*map_reduce(len(ready_s)))
+    core.want("out", LATENCY, 0.0)
+    group = core.graph.variables["out"].groups[1]
+    for i, at_s in sorted(enumerate(ready_s), key=lambda item: item[1]):
+        core.set(f"x{i}", "text", at_s)
+        set_target(group, lambda members: seconds)
+        assert group.target_s == min(ready_s) + TARGET_MARGIN * seconds
+        member = llm_calls(core)[f"m{i}", 0]
+        found = terms(member, at_s, tokens, DEFAULT)
+        assert found.service_class is ServiceClass.RT
+        assert found.slo.deadline_s is None
+        assert FASTEST * 0.4 <= (found.slo.ttft_s or 0.0) <= 0.4
+        assert FASTEST * 0.2 <= (found.slo.tpot_s or 0.0) <= 0.2
+
+
+def test_the_target_of_a_group_that_grows_moves_with_it() -> None:
+    values = [f"v{i}" for i in range(100)]
+    core = core_of(llm("reduce", (" ".join(values), "out")))
+    core.want("out", LATENCY, 0.0)
+    targets, predictions = [], 0
+
+    def seconds(members: Sequence[LlmCall]) -> float:
+        nonlocal predictions
+        predictions += len(members)
+        return float(len(members))
+
+    for i, value in enumerate(values):
+        core.submit([llm(f"m{i}", ("", value))], float(i))
+        group = core.graph.variables["out"].groups.get(1)
+        if group is not None:
+            set_target(group, seconds)
+            targets.append(group.target_s or 0.0)
+    assert targets == sorted(targets) and targets[-1] > 100.0
+    assert predictions < 8 * len(values), "linear in the size of the group"

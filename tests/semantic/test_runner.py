@@ -241,8 +241,7 @@ async def test_map_reduce_is_served_as_its_objectives_say() -> None:
     maps = [call(f"Part {i} {{{{output:m{i}}}}}", name="map") for i in range(4)]
     inputs = " ".join(f"{{{{m{i}}}}}" for i in range(4))
     *_, reduce = desk.submit(*maps, call(f"All {inputs} {{{{output:r}}}}"))
-    desk.want("r", Criteria(perf=Perf.LATENCY, deadline_s=60.0))
-    await desk.value("r")
+    await desk.value("r", Criteria(perf=Perf.LATENCY, deadline_s=60.0))
     *mapped, reduced = desk.engine.llm_calls()
     assert {request.service_class for request in mapped} == {ServiceClass.BE}
     (group,) = {request.hints.group for request in mapped}
@@ -262,6 +261,23 @@ async def test_map_reduce_is_served_as_its_objectives_say() -> None:
 
 
 @virtually
+async def test_maps_that_a_user_waits_for_are_real_time_at_one_pace() -> None:
+    desk = Desk()
+    maps = [call(f"Part {i} {{{{output:m{i}}}}}", name="map") for i in range(4)]
+    *_, reduce = desk.submit(*maps, call("{{m0}}{{m1}}{{m2}}{{m3}}{{output:r}}"))
+    await desk.value("r", LATENCY)
+    *mapped, _ = desk.engine.llm_calls()
+    assert {request.service_class for request in mapped} == {ServiceClass.RT}
+    assert len({(request.arrival_s, request.slo) for request in mapped}) == 1
+    default = desk.engine.info.default_slo
+    assert 0.0 < (mapped[0].slo.ttft_s or 0.0) <= (default.ttft_s or 0.0)
+    assert 0.0 < (mapped[0].slo.tpot_s or 0.0) <= (default.tpot_s or 0.0)
+    (group,) = {request.hints.group for request in mapped}
+    assert group is not None and group.size == 4
+    assert desk.view(reduce).level == "rt"
+
+
+@virtually
 async def test_the_last_of_a_group_is_promoted() -> None:
     def answer(prompt: str) -> str:
         return "x" * (500 if prompt == "Part 3 " else 5)
@@ -271,7 +287,7 @@ async def test_the_last_of_a_group_is_promoted() -> None:
         *(call(f"Part {i} {{{{output:m{i}}}}}") for i in range(4)),
         call("{{m0}}{{m1}}{{m2}}{{m3}}{{output:r}}", sampling={"max_tokens": 5}),
     )
-    desk.want("r")
+    desk.want("r", Criteria(perf=Perf.TTFT))
     await asyncio.sleep(1.0)
     assert set(desk.engine.promoted) == {requests[3]}
     assert desk.view(requests[3]).service_class is ServiceClass.RT

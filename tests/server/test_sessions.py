@@ -146,7 +146,7 @@ async def test_a_chain_runs_in_the_server(kept: Server, session: SessionClient) 
 
 
 async def test_waiting_for_a_whole_program(kept: Server, session: SessionClient) -> None:
-    """The maps are a task group, best-effort, although all outputs are in the answer."""
+    """The maps are a task group, although all outputs are in the answer."""
     calls = [
         {"name": "map", "template": f"Part {i}: {{{{output:part}}}}",
          "parameters": [{"name": "part", "variable": f"part-{i}"}]}
@@ -163,8 +163,9 @@ async def test_waiting_for_a_whole_program(kept: Server, session: SessionClient)
         *({"part": "Hello world"} for _ in range(3)),
         {"end": "Hello world"},
     ]
-    classes = [each.service_class for each in kept.engine.submitted if not each.prefill_only]
-    assert classes == [ServiceClass.BE] * 3 + [ServiceClass.RT]
+    sent = [each for each in kept.engine.submitted if not each.prefill_only]
+    assert {each.service_class for each in sent} == {ServiceClass.RT}
+    assert [each.hints.group and each.hints.group.size for each in sent] == [3, 3, 3, None]
 
 
 async def test_waiting_for_what_has_criteria_only(kept: Server, session: SessionClient) -> None:

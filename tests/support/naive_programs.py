@@ -198,8 +198,12 @@ class NaiveObjectives:
             before = self.groups.get((sink, stage), (None, None))[1]
             known = [s for s in (before, deadline_s) if s is not None]
             self.groups[sink, stage] = frozenset(at_stage), min(known, default=None)
+            urgent = criteria.perf is Perf.LATENCY and criteria.deadline_s is None
+            label = Label(level=Level.GROUP, deadline_s=deadline_s)
+            if urgent:
+                label = Label(level=Level.RT, objectives=frozenset({Perf.LATENCY}))
             for llm_call in at_stage:
-                self._raise(llm_call, Label(level=Level.GROUP, deadline_s=deadline_s))
+                self._raise(llm_call, label)
 
     def _raise(self, llm_call: TurnId, label: Label) -> None:
         self.labels[llm_call] = self.labels[llm_call].merged(label)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bros.core.interfaces import Prices
@@ -193,6 +194,20 @@ class Estimates:
             + self.prefill_s(work.prompt_tokens, work.cached_tokens, prices)
             + self.decode_s(work.output_tokens, context, prices, service_class)
         )
+
+    def group_s(self, works: Sequence[CallWork], longest: float, prices: Prices | None) -> float:
+        """Predicted seconds of these calls as one batch: all prefills, then the longest decode in
+        steps with a row of each call.
+
+        longest: output tokens of the longest call.
+        """
+        rows = len(works)
+        context = sum(work.prompt_tokens for work in works) / max(1, rows) + longest / 2
+        step_s = rows * (prices or GUESSED_PRICES).decode_s(1, round(context), rows)
+        prefill_s = sum(
+            self.prefill_s(work.prompt_tokens, work.cached_tokens, prices) for work in works
+        )
+        return prefill_s + longest * step_s
 
     def observe_tokens(self, function: Function, output_tokens: int) -> None:
         """A call of this function generated so many tokens."""

@@ -29,7 +29,7 @@ class Level(enum.IntEnum):
 
     THROUGHPUT = 0  # best-effort
     GROUP = 1  # best-effort; only the completion time of its whole task group counts
-    RT = 2  # real-time: a client or a single later call waits for it
+    RT = 2  # real-time: a client or a single later call waits for it, or its group is urgent
 
 
 def earliest(a: float | None, b: float | None) -> float | None:
@@ -72,11 +72,13 @@ class Want:
     """All criteria that clients have requested for one variable so far.
 
     label: label of its producer from all criteria except THROUGHPUT; None if there are none.
+    urgent: whether a client requested LATENCY without a deadline: as soon as possible.
     batch: whether a client requested THROUGHPUT.
     batch_deadline_s: earliest deadline among the THROUGHPUT criteria.
     """
 
     label: Label | None = None
+    urgent: bool = False
     batch: bool = False
     batch_deadline_s: float | None = None
 
@@ -92,7 +94,12 @@ class Want:
             tpot_s=criteria.tpot_s,
             deadline_s=deadline_s,
         )
-        return replace(self, label=asked if self.label is None else self.label.merged(asked))
+        urgent = criteria.perf is Perf.LATENCY and deadline_s is None
+        return replace(
+            self,
+            label=asked if self.label is None else self.label.merged(asked),
+            urgent=self.urgent or urgent,
+        )
 
 
 DEFAULT_SAMPLING = SamplingParams()
@@ -320,7 +327,11 @@ class TaskGroup:
     until it has no members: calls that are added to the program later join it.
 
     sink: the requested variable.
-    deadline_s: latest finish time of all members.
+    deadline_s: latest finish time of all members, from the deadline of the sink.
+    urgent: whether its members are real-time, because a client waits for the sink.
+    target_s: finish time that the engine should reach if the group is urgent and has started; see
+        objectives.set_target.
+    num_targeted: number of members when the target was set.
     members: the members that have not finished.
     num_finished: number of members that have finished.
     active: False once the group has ended.
@@ -331,6 +342,9 @@ class TaskGroup:
     sink: Variable
     stage: int
     deadline_s: float | None = None
+    urgent: bool = False
+    target_s: float | None = None
+    num_targeted: int = 0
     members: dict[LlmCall, None] = field(default_factory=dict)
     num_finished: int = 0
     active: bool = True
