@@ -356,7 +356,7 @@ def program_report(
     """slo: objectives of chats."""
     classes = stats.by_class.values()
     cached = sum(values.prefix_tokens for values in classes)
-    prompt = cached + sum(values.prompt_tokens for values in classes)
+    prompt = sum(values.prompt_tokens for values in classes)
     return ProgramReport(
         programs=len(runs),
         chats=len(chats),

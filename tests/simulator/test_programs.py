@@ -154,6 +154,16 @@ def test_every_token_is_counted_on_one_engine_and_on_several(way: str) -> None:
             assert sum(report.reasons.values()) >= len(programs) + len(arrivals)
 
 
+def test_a_common_system_prompt_is_computed_once_per_engine() -> None:
+    """Nearly all of a prompt is one of four common ones, and requests arrive seconds apart."""
+    asked = scenario(count=8, rate=0.3, chats=PoissonLoad(0.0, "lmsys"))
+    programs = programs_of("gpts", asked.count, TOKENIZER, asked.seed)
+    distinct = len({program.calls[0].template for program in programs})
+    report = run_programs(asked)
+    assert report.cached == pytest.approx(1 - distinct / asked.count, abs=0.03)
+    assert report.chats_met.value is None
+
+
 def test_requests_that_do_not_fit_are_refused_by_the_name_of_the_option() -> None:
     with pytest.raises(ConfigError, match="^--programs: gpts cannot be served: "):
         run_programs(scenario(device=dataclasses.replace(DEVICE, kv_blocks=128)))
