@@ -225,10 +225,25 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a router has placed a request, and why.
+
+    replica: number of the replica for operators.
+    reason: what decided, see `Decision` of the router.
+    expected_tokens: prompt tokens that the router expected to be cached there.
+    """
+
+    replica: int
+    reason: str
+    expected_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTrace:
     """The history of one request. Times are in seconds after its arrival.
 
     tenant: whose request it is, see EngineRequest.
+    placement: its replica; None without a router.
     events: (time, event) in order: queued, scheduled, first token, preempted, finished, ...
     waits: reason -> seconds in which the request could have run and did not:
         "time"      the step had no time left for it
@@ -259,6 +274,7 @@ class RequestTrace:
     late_tokens: int = 0
     preemptions: int = 0
     finish_reason: FinishReason | None = None
+    placement: Placement | None = None
 
 
 class Executor(Protocol):

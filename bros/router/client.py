@@ -14,6 +14,7 @@ from bros.core.errors import EngineDeadError, InvalidRequestError
 from bros.core.interfaces import (
     EngineInfo,
     EngineStats,
+    Placement,
     ReportingClient,
     RequestTrace,
 )
@@ -176,7 +177,16 @@ class RouterClient:
         deaths = [error for error in found if isinstance(error, EngineDeadError)]
         if deaths and not self.alive:
             raise EngineDeadError(str(deaths[0]))
-        return next((trace for trace in found if isinstance(trace, RequestTrace)), None)
+        trace = next((trace for trace in found if isinstance(trace, RequestTrace)), None)
+        if trace is None:
+            return None
+        return dataclasses.replace(trace, placement=self.placement(request_id))
+
+    def placement(self, request_id: str) -> Placement | None:
+        """Where a request was placed last, and why; None if it is unknown or not placed yet. The
+        latest ended requests are remembered."""
+        request = self._dispatcher.open.get(request_id) or self._dispatcher.ended.get(request_id)
+        return None if request is None else request.placed
 
     async def close(self) -> None:
         """Fail all open requests, and close all engines."""
@@ -315,7 +325,11 @@ class RouterClient:
     def _replicas_of(self, request_id: str) -> Sequence[ReplicaHandle]:
         """The replica that has or had a request; all replicas if it is unknown."""
         item = self._dispatcher.open.get(request_id)
-        replica = item.replica if item is not None else self._dispatcher.ended.get(request_id)
+        ended = self._dispatcher.ended.get(request_id)
+        if item is not None:
+            replica = item.replica
+        else:
+            replica = None if ended is None else ended.replica
         return [replica] if replica is not None else self._replicas
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:

@@ -15,6 +15,7 @@ import asyncio
 import functools
 import logging
 from collections import OrderedDict
+from typing import NamedTuple
 
 from bros.core.errors import (
     BrosError,
@@ -23,7 +24,7 @@ from bros.core.errors import (
     OverloadedError,
     QueueFullError,
 )
-from bros.core.interfaces import RequestStream
+from bros.core.interfaces import Placement, RequestStream
 from bros.core.request import FinishReason, RequestOutput
 from bros.router.replica_set import ReplicaHandle, ReplicaSet, RoutedRequest
 
@@ -34,12 +35,19 @@ _MAX_LOSSES = 3
 kills them, so requests that are one loss short of this start one at a time."""
 
 _MAX_ENDED = 16_384
-"""Ended requests whose replica is remembered, for `trace` and `release`."""
+"""Ended requests whose replica is remembered, for `trace`, `placement` and `release`."""
 
 _MIN_WAIT_S = 0.01
 
 _STUCK_WAIT_S = 0.1
 """Pause before a request is submitted again to an engine that has not yet aborted it."""
+
+
+class EndedRequest(NamedTuple):
+    """What is remembered of a request that has ended."""
+
+    replica: ReplicaHandle
+    placed: Placement | None
 
 
 class _LostTooOftenError(EngineDeadError):
@@ -78,7 +86,7 @@ class Dispatcher:
     """The open requests, and how they reach their replicas.
 
     open: request id -> open request.
-    ended: request id -> replica of the latest requests that ended.
+    ended: request id -> what is remembered of the latest requests that ended.
     continued: how often a request continued on another replica because its engine was lost.
     moved: how often one did because of draining or rebalancing.
     closing: the reason, once the router shuts down.
@@ -86,7 +94,7 @@ class Dispatcher:
 
     def __init__(self, replica_set: ReplicaSet) -> None:
         self.open: dict[str, RoutedRequest] = {}
-        self.ended: OrderedDict[str, ReplicaHandle] = OrderedDict()
+        self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
         self.continued = 0
         self.moved = 0
         self.closing: str | None = None
@@ -335,7 +343,7 @@ class Dispatcher:
             item.forward(output)
             return
         if item.replica is not None:
-            self._remember(item.id, item.replica)
+            self._remember(item.id, EndedRequest(item.replica, item.placed))
         self._disconnect(item)
         item.forward(output)
         self._replica_set.detach(item, cached=reason.complete)
@@ -353,7 +361,7 @@ class Dispatcher:
                 f"The request failed, as {item.losses} engines were lost with it. The last: {error}"
             )
 
-    def _remember(self, request_id: str, replica: ReplicaHandle) -> None:
-        self.ended[request_id] = replica
+    def _remember(self, request_id: str, ended: EndedRequest) -> None:
+        self.ended[request_id] = ended
         if len(self.ended) > _MAX_ENDED:
             self.ended.popitem(last=False)

@@ -26,6 +26,7 @@ from bros.core.interfaces import (
     EngineInfo,
     EngineReport,
     EngineStats,
+    Placement,
     Prices,
     ReportingClient,
     RequestStream,
@@ -267,6 +268,7 @@ class RoutedRequest:
     replica          its replica; None while it is between two
     fleet_id         the replica's fleet_id when the request was routed there
     placement        the replica that it is routed to, once that is decided
+    placed           the same with the reason, for those who ask; the last one if there are several
     can_wait         it waits if no replica accepts requests now
     accepting        the pending submit to the present engine
     accepted         the present engine has accepted it
@@ -287,8 +289,8 @@ class RoutedRequest:
     __slots__ = (
         *("_cached_tokens", "_num_output_before", "aborted", "accepted", "accepting", "avoided"),
         *("can_wait", "connected", "connection", "current", "fleet_id", "has_output", "losses"),
-        *("moving", "original", "output_ids", "placement", "promoted", "promoted_s", "refusals"),
-        *("replica", "stream", "suspect", "task", "unreleased"),
+        *("moving", "original", "output_ids", "placed", "placement", "promoted", "promoted_s"),
+        *("refusals", "replica", "stream", "suspect", "task", "unreleased"),
     )
 
     def __init__(self, original: EngineRequest) -> None:
@@ -298,6 +300,7 @@ class RoutedRequest:
         self.replica: ReplicaHandle | None = None
         self.fleet_id: int | None = None
         self.placement: asyncio.Future[ReplicaHandle] | None = None
+        self.placed: Placement | None = None
         self.can_wait = False
         self.accepting: asyncio.Future[RequestStream] | None = None
         self.connection = 0
@@ -604,6 +607,9 @@ class ReplicaSet:
         for item, decision in zip(items, decisions, strict=True):
             replica = self._by_fleet_id[decision.replica]
             item.replica, item.fleet_id = replica, decision.replica
+            item.placed = Placement(
+                replica=replica.number, reason=decision.reason, expected_tokens=decision.matched
+            )
             replica.open[item.id] = item
             replica.routed[decision.reason] += 1
             assert item.placement is not None

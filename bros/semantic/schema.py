@@ -517,6 +517,15 @@ class PrefixView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementView:
+    """Where the router has placed a call, and why."""
+
+    replica: Annotated[int, "Number of the replica"]
+    reason: Annotated[str, "What decided, as in the request's trace: exploit, explore, group, ..."]
+    expected_tokens: Annotated[int, "Prompt tokens that the router expected to be cached there"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LlmCallView:
     """The part of a call up to one output: the unit of scheduling.
 
@@ -541,6 +550,16 @@ class LlmCallView:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    why: Annotated[str, "Why it has its level and class"] = ""
+    predicted_end_s: Annotated[float | None, "While it is open and wanted"] = None
+    slack_s: Annotated[float | None, "Latest finish time (deadline_s) less predicted_end_s"] = None
+    critical: Annotated[bool, "Whether a requested variable waits longest for it"] = False
+    queueing_s: Annotated[
+        float | None, "Time without a token so far, less the predicted prefill once it has one"
+    ] = None
+    prefill_s: Annotated[float | None, "Predicted prefill, once it has a token"] = None
+    decode_s: Annotated[float | None, "Time since its first token, until its end"] = None
+    placement: Annotated[PlacementView | None, "null without a router"] = None
     prefilled_tokens: int = field(default=0, metadata=wire(hidden=True))
     attempts: int = field(default=0, metadata=wire(hidden=True))
 
@@ -549,9 +568,10 @@ class LlmCallView:
 class CallView:
     """A request of a session: one call.
 
-    state, level, service_class, stage, group and deadline_s are those of its current LLM call.
-    prompt_tokens is that of the last LLM call that was started. cached_tokens and output_tokens
-    are sums over its LLM calls.
+    state, level, service_class, stage, group, deadline_s, why, critical and placement are those of
+    its current LLM call; so are predicted_end_s and slack_s. prompt_tokens is that of the last LLM
+    call that was started. cached_tokens, output_tokens, queueing_s, prefill_s and decode_s are
+    sums over its LLM calls.
     """
 
     id: str
@@ -581,6 +601,16 @@ class CallView:
         field(metadata=wire(name="turns", shown_from=2))
     )
     prefixes: tuple[PrefixView, ...] = ()
+    why: Annotated[str, "Why it has its level and class"] = ""
+    predicted_end_s: Annotated[float | None, "While it is open and wanted"] = None
+    slack_s: Annotated[float | None, "Latest finish time (deadline_s) less predicted_end_s"] = None
+    critical: Annotated[bool, "Whether a requested variable waits longest for it"] = False
+    queueing_s: Annotated[
+        float | None, "Time without a token so far, less the predicted prefill once it has one"
+    ] = None
+    prefill_s: Annotated[float | None, "Predicted prefill, once it has a token"] = None
+    decode_s: Annotated[float | None, "Time since its first token, until its end"] = None
+    placement: Annotated[PlacementView | None, "null without a router"] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -600,11 +630,29 @@ class SessionSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CriticalPathView:
+    """The chain of open requests that a requested variable waits for longest."""
+
+    variable: Annotated[str, "Id of the requested variable"]
+    requests: Annotated[
+        tuple[str, ...],
+        "Ids in the order in which they run, without those on an earlier path of the list",
+    ]
+    predicted_end_s: float
+    slack_s: Annotated[float | None, "Deadline of the variable less predicted_end_s"] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionView(SessionSummary):
     """A session with its graph."""
 
     calls: tuple[CallView, ...] = field(metadata=wire(name="requests"))
     variables: tuple[VariableView, ...]
+    now_s: Annotated[float, "Time of this view"] = 0.0
+    critical_paths: Annotated[
+        tuple[CriticalPathView, ...],
+        "The one that ends last first; a variable whose producer is on an earlier one has none",
+    ] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

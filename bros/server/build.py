@@ -190,6 +190,7 @@ def with_sessions(state: ServerState) -> ServerState:
             max_sessions=config.max_sessions,
             max_calls=config.session_max_calls,
         ),
+        placements=None if state.replicas is None else state.replicas.placement,
     )
     return dataclasses.replace(state, sessions=service)
 

@@ -330,6 +330,9 @@ def test_parked_kv_is_released_where_it_is() -> None:
         assert all(engine.released[-1] == "of long ago" for engine in group.engines)
         trace = await group.client.trace("a")
         assert trace is not None and trace.prompt_tokens == 3
+        assert trace.placement == group.client.placement("a")
+        assert trace.placement is not None and trace.placement.reason == "turn"
+        assert group.client.placement("of long ago") is None
         assert await group.client.trace("of long ago") is None
 
     in_group(test)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from html.parser import HTMLParser
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from bros.core.request import ServiceClass
 from bros.semantic.errors import Cause, FailedStage
-from bros.semantic.schema import CallKind, CallState, SessionView
+from bros.semantic.schema import CallKind, CallState, CriticalPathView, PlacementView, SessionView
 from bros.server.sessions.graph import MAX_CARDS, render_dot, render_mermaid, render_page
 from support.session_views import make_call, make_session
 
@@ -182,3 +183,33 @@ def test_the_page_says_what_it_leaves_out() -> None:
     assert len(page.cards) == MAX_CARDS
     assert "the last 7 are not shown" in page.text
     assert f"c{MAX_CARDS + 6}[" in render_mermaid(view)
+
+
+def test_the_page_shows_what_values_wait_for_and_where_calls_are() -> None:
+    a = make_call(
+        "a",
+        [],
+        ["x"],
+        why="alone 1 call before y",
+        critical=True,
+        slack_s=-0.5,
+        predicted_end_s=2.5,
+        queueing_s=0.1,
+        prefill_s=0.2,
+        decode_s=0.3,
+        placement=PlacementView(replica=3, reason="exploit", expected_tokens=64),
+    )
+    b = make_call("b", ["x"], ["y"], critical=True)
+    path = CriticalPathView(variable="y", requests=("a", "b"), predicted_end_s=3.5, slack_s=-0.5)
+    view = dataclasses.replace(make_session([a, b]), critical_paths=(path,) * 7)
+    page = Page(view)
+    for text in (
+        *("alone 1 call before y", "predicted end 2.50 · slack -0.50 s · on the critical path"),
+        *("queueing 0.10 · prefill 0.20 · decode 0.30 s", "replica 3: exploit, expected 64 cached"),
+        *("predicted at 3.50 s, slack -0.50 s", "and 2 more critical paths"),
+    ):
+        assert text in page.text
+    assert [card["class"] for card in page.cards] == ["rt critical", "rt critical"]
+    closed = dataclasses.replace(view, state="closed")
+    assert 'http-equiv="refresh"' in render_page(view)
+    assert 'http-equiv="refresh"' not in render_page(closed)

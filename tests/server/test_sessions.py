@@ -78,7 +78,8 @@ async def test_a_session_from_beginning_to_end(kept: Server) -> None:
     listed = ok(await kept.http.get("/v1/sessions"))
     assert [each["id"] for each in listed["data"]] == [created["id"]]
     path = f"/v1/sessions/{created['id']}"
-    assert ok(await kept.http.get(path)) == created | {"requests": [], "variables": []}
+    nothing = {"requests": [], "variables": [], "critical_paths": [], "now_s": 0.0}
+    assert ok(await kept.http.get(path)) == created | nothing
     gone = ok(await kept.http.delete(path))
     assert gone == {"id": created["id"], "object": "session", "deleted": True}
     for method in ("GET", "DELETE"):
@@ -442,6 +443,7 @@ async def test_the_graph_as_a_page_and_as_text(session: SessionClient) -> None:
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert 'http-equiv="refresh"' in page.text
+    assert "its value is requested with LATENCY" in page.text
     assert "&lt;Say&gt;" in page.text and "<Say>" not in page.text
     mermaid = await session.ask("GET", "/graph.mmd")
     dot = await session.ask("GET", "/graph.dot")
@@ -449,6 +451,45 @@ async def test_the_graph_as_a_page_and_as_text(session: SessionClient) -> None:
         assert text.headers["content-type"] == "text/plain; charset=utf-8"
         assert "Say" in text.text and "finished" in text.text
     assert mermaid.text.startswith("flowchart") and dot.text.startswith("digraph")
+
+
+async def test_why_a_call_has_its_class_and_what_a_value_waits_for(session: SessionClient) -> None:
+    """The scripted engine answers at once, so the chain waits for a function of the client."""
+    await session.submit(
+        requests=[
+            {
+                "name": "look",
+                "native": True,
+                "parameters": [{"name": "seen", "role": "output", "variable": "seen"}],
+            },
+            {
+                "name": "tell",
+                "template": "{{seen}} means {{output:told}}",
+                "parameters": [
+                    {"name": "seen", "variable": "seen"},
+                    {"name": "told", "variable": "told"},
+                ],
+            },
+        ]
+    )
+    ok(
+        await session.ask(
+            "PATCH",
+            "/variables/told",
+            json={"criteria": {"perf": "LATENCY", "deadline_ms": 90_000}},
+        )
+    )
+    graph = await session.graph()
+    look, tell = graph["requests"]
+    assert (look["why"], look["placement"]) == ("function of the client", None)
+    assert tell["why"] == "its value is requested with LATENCY"
+    assert tell["slack_s"] == pytest.approx(tell["deadline_s"] - tell["predicted_end_s"], abs=1e-5)
+    assert tell["critical"] and look["critical"]
+    (path,) = graph["critical_paths"]
+    assert path["variable"] == "told" and path["requests"] == [look["id"], tell["id"]]
+    assert path["slack_s"] == pytest.approx(tell["slack_s"])
+    page = (await session.ask("GET", "/graph")).text
+    assert "slack" in page and "waits for" in page
 
 
 async def test_metrics(kept: Server, session: SessionClient) -> None:

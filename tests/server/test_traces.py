@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bros.core.interfaces import RequestTrace
+from bros.core.interfaces import Placement, RequestTrace
 from bros.core.request import FinishReason, ServiceClass, Slo
 from bros.server.state import RecentRequests
 from support.scripted_server import Server, assert_envelope
@@ -28,6 +28,7 @@ def make_trace(request_id: str) -> RequestTrace:
         late_tokens=3,
         preemptions=1,
         finish_reason=FinishReason.STOP,
+        placement=Placement(replica=2, reason="exploit", expected_tokens=16),
     )
 
 
@@ -64,6 +65,7 @@ async def test_a_trace_tells_everything_in_milliseconds(server: Server) -> None:
                     {"at_ms": 1000.6, "event": "finished"},
                 ],
                 "finish_reason": "stop",
+                "placement": {"replica": 2, "reason": "exploit", "expected_tokens": 16},
             }
         ],
     }

@@ -86,7 +86,7 @@ class LocalBackend:
         self._service.cancel(_TENANT, session_id, request_id)
 
     async def inspect(self, session_id: str) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = to_json(self._service.inspect(_TENANT, session_id))
+        found: Mapping[str, Any] = to_json(await self._service.view(_TENANT, session_id))
         return found
 
     async def delete(self, session_id: str) -> None:

@@ -32,6 +32,17 @@ class Level(enum.IntEnum):
     RT = 2  # real-time: a client or a single later call waits for it, or its group is urgent
 
 
+class Promotion(enum.Enum):
+    """Why a member of a task group has become real-time.
+
+    STRAGGLER: it is one of the last ones, see `stragglers`.
+    DEADLINE: the deadline of its group is at risk.
+    """
+
+    STRAGGLER = enum.auto()
+    DEADLINE = enum.auto()
+
+
 def earliest(a: float | None, b: float | None) -> float | None:
     """The smaller time; None means no bound."""
     if a is None or b is None:
@@ -232,6 +243,7 @@ class LlmCall:
     num_missing: number of pending inputs, plus one while the previous LLM call is unfinished.
     depth: number of LLM calls on the longest path to it.
     label: its scheduling objective.
+    promoted: why it has become real-time although its place in the graph does not ask for it.
     stages: requested variable that depends on it -> number of calls between the two.
     groups: task groups that it is a member of.
     num_known_pieces: leading prompt pieces whose values were set at the last check.
@@ -251,6 +263,7 @@ class LlmCall:
     num_missing: int = 0
     depth: int = 0
     label: Label = Label()
+    promoted: Promotion | None = None
     stages: dict[Variable, int] = field(default_factory=dict)
     groups: dict[TaskGroup, None] = field(default_factory=dict)
     num_known_pieces: int = 0

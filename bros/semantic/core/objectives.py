@@ -33,6 +33,7 @@ from bros.semantic.core.nodes import (
     Label,
     Level,
     LlmCall,
+    Promotion,
     TaskGroup,
     Variable,
     earliest,
@@ -233,6 +234,8 @@ def _label_stage(
             llm_call.groups[group] = None
             _raise_label(llm_call, label.merged(Label(deadline_s=group.deadline_s)), deduced)
         for llm_call in stragglers(group):  # others of them may be at another stage by now
+            if llm_call.label.level < Level.RT:
+                llm_call.promoted = Promotion.STRAGGLER
             _raise_label(llm_call, RT_INTERMEDIATE, deduced)
         return
     base = RT_INTERMEDIATE if stage else sink.want.label

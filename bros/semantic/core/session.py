@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.semantic.core.graph import Graph, already_set
-from bros.semantic.core.nodes import Call, Level, LlmCall, NewCall, Variable, Want
+from bros.semantic.core.nodes import Call, Level, LlmCall, NewCall, Promotion, Variable, Want
 from bros.semantic.core.objectives import (
     RT_INTERMEDIATE,
     Estimate,
@@ -296,7 +296,7 @@ class SessionStateMachine:
         """Continue labeling, and promote groups whose deadlines are at risk."""
         self._emit_promotions(self._labeler.run(now))
         for group in self._labeler.at_risk(now):
-            self._promote(group.members)
+            self._promote(group.members, Promotion.DEADLINE)
 
     # ---- Queries
 
@@ -326,12 +326,13 @@ class SessionStateMachine:
         self._emit_promotions(self._labeler.add(sinks))
         self.tick(now)
 
-    def _promote(self, llm_calls: Iterable[LlmCall]) -> None:
+    def _promote(self, llm_calls: Iterable[LlmCall], why: Promotion) -> None:
         raised = [
             llm_call for llm_call in llm_calls if llm_call.open and llm_call.label.level < Level.RT
         ]
         for llm_call in raised:
             llm_call.label = llm_call.label.merged(RT_INTERMEDIATE)
+            llm_call.promoted = why
         self._emit_promotions(raised)
 
     def _emit_promotions(self, changed: Iterable[LlmCall]) -> None:
@@ -406,7 +407,7 @@ class SessionStateMachine:
         llm_call.end_s = now
         for group in llm_call.groups:
             group.finished(llm_call)
-            self._promote(stragglers(group))
+            self._promote(stragglers(group), Promotion.STRAGGLER)
         llm_call.groups.clear()
         if not llm_call.call.open:
             self._retention.call_ended(llm_call.call)

@@ -1,32 +1,26 @@
-"""An open session on the server: its settings, its records of calls, and its views."""
+"""An open session on the server: its settings, and its records of calls."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from bros.core.interfaces import Placement
 from bros.core.request import RequestGroup, ServiceClass
-from bros.semantic.core.nodes import Call, Level, LlmCall, Variable
+from bros.semantic.core.nodes import Call, LlmCall, Variable
 from bros.semantic.core.prompt import Prompt, PromptSharing, RequestedPrefixes
 from bros.semantic.core.retention import SessionLimits
 from bros.semantic.core.session import SessionStateMachine
 from bros.semantic.schema import (
-    CallKind,
     CallSpec,
     CallState,
-    CallView,
     Criteria,
-    LlmCallView,
-    Perf,
     PrefixView,
-    SessionSummary,
-    SessionView,
     Sharing,
     SubmittedCall,
-    VariableView,
 )
 
 
@@ -103,6 +97,7 @@ class LlmCallRecord:
     prefilled_tokens: prompt tokens prefilled ahead.
     attempts: number of submissions.
     promoted: whether it was submitted as best-effort and has become real-time since.
+    placement: where the router had placed it when it ended; None before, and without a router.
     """
 
     service_class: ServiceClass | None = None
@@ -116,6 +111,7 @@ class LlmCallRecord:
     prefilled_tokens: int = 0
     attempts: int = 0
     promoted: bool = False
+    placement: Placement | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -269,92 +265,6 @@ class ServedSession:
             self.text_chars = sum(record.text_chars for record in self.records.values())
 
 
-_DIGITS = 6
-_BY_STRICTNESS = (Perf.TTFT, Perf.TPOT, Perf.LATENCY)
-
-
-def view_summary(session: ServedSession, now: float) -> SessionSummary:
-    """A session without its graph."""
-    return SessionSummary(**_summary(session, now))
-
-
-def view_session(session: ServedSession, now: float) -> SessionView:
-    """A session with its graph."""
-    graph = session.machine.graph
-    return SessionView(
-        **_summary(session, now),
-        calls=tuple(view_call(session, call) for call in graph.calls.values()),
-        variables=tuple(view_variable(variable) for variable in graph.variables.values()),
-    )
-
-
-def _summary(session: ServedSession, now: float) -> dict[str, Any]:
-    expires_s = session.expires_s()
-    return {
-        "id": session.id,
-        "state": "closed" if session.machine.closed else "open",
-        "created_at": int(session.created_unix_s),
-        "expires_in_s": None if expires_s is None else round(max(0.0, expires_s - now), 3),
-        "ttl_s": session.ttl_s,
-        "criteria": session.criteria,
-        "tenant": session.scope,
-        "sharing": session.shared_with,
-        "metadata": dict(session.metadata),
-    }
-
-
-def view_variable(variable: Variable) -> VariableView:
-    """A variable with the ids of its producer and consumers."""
-    return VariableView(
-        id=variable.id,
-        name=variable.name,
-        state=variable.state,
-        value=variable.text,
-        producer=None if variable.producer is None else variable.producer.call.id,
-        consumers=tuple(dict.fromkeys(llm_call.call.id for llm_call in variable.consumers)),
-        perf=_perf(variable),
-        error=variable.cause,
-    )
-
-
-def view_call(session: ServedSession, call: Call) -> CallView:
-    """One call with its LLM calls."""
-    record = session.records.get(call.id) or CallRecord()
-    llm_calls = tuple(_view_llm_call(session, llm_call, record) for llm_call in call.llm_calls)
-    at = next(
-        (index for index, llm_call in enumerate(call.llm_calls) if llm_call.open),
-        len(llm_calls) - 1,
-    )
-    if at and not call.llm_calls[at].wanted:
-        at -= 1  # no client has requested the next output yet
-    current = llm_calls[at]
-    prefixes = record.prefixes if record.prompt is None else record.prompt.prefixes
-    return CallView(
-        id=call.id,
-        name=call.name,
-        kind=call.kind,
-        state=call_state(call),
-        service_class=current.service_class,
-        level=current.level,
-        stage=current.stage,
-        depth=current.depth,
-        group=current.group,
-        deadline_s=current.deadline_s,
-        inputs=tuple(dict.fromkeys(name for llm_call in llm_calls for name in llm_call.inputs)),
-        outputs=tuple(name for llm_call in llm_calls for name in llm_call.outputs),
-        submitted_s=round(call.created_s - session.created_s, _DIGITS),
-        queued_s=_first(llm_call.queued_s for llm_call in llm_calls),
-        first_token_s=_first(llm_call.first_token_s for llm_call in llm_calls),
-        end_s=None if call.open else current.end_s,
-        prompt_tokens=max(llm_call.prompt_tokens for llm_call in llm_calls),
-        cached_tokens=sum(llm_call.cached_tokens for llm_call in llm_calls),
-        output_tokens=sum(llm_call.output_tokens for llm_call in llm_calls),
-        error=call.cause,
-        llm_calls=llm_calls,
-        prefixes=prefixes,
-    )
-
-
 def class_name(session: ServedSession, call: Call) -> str:
     """The last service class of a call; empty if the engine never accepted it."""
     record = session.records.get(call.id) or CallRecord()
@@ -364,41 +274,10 @@ def class_name(session: ServedSession, call: Call) -> str:
     return classes[-1].value if classes else ""
 
 
-def _view_llm_call(
-    session: ServedSession, llm_call: LlmCall, call_record: CallRecord
-) -> LlmCallView:
-    record = call_record.llm_calls.get(llm_call.index, LlmCallRecord())
-    labeled = llm_call.wanted and llm_call.call.kind is CallKind.LLM
-    group = next(iter(llm_call.groups)).id if llm_call.groups else record.group
-    return LlmCallView(
-        state=llm_call.state,
-        inputs=tuple(variable.id for variable in llm_call.inputs),
-        outputs=tuple(variable.id for variable in llm_call.outputs),
-        level=llm_call.label.level.name.lower() if labeled else None,
-        service_class=record.service_class or (_planned_class(llm_call) if labeled else None),
-        stage=llm_call.stage,
-        depth=llm_call.depth,
-        group=group,
-        deadline_s=_after(session, llm_call.label.deadline_s),
-        queued_s=_after(session, llm_call.ready_s),
-        first_token_s=_after(session, llm_call.first_token_s),
-        end_s=_after(session, llm_call.end_s),
-        prompt_tokens=record.prompt_tokens,
-        cached_tokens=record.cached_tokens,
-        output_tokens=record.output_tokens,
-        prefilled_tokens=record.prefilled_tokens,
-        attempts=record.attempts,
-    )
-
-
 def request_group(session: ServedSession, llm_call: LlmCall) -> RequestGroup | None:
     """The task group of an LLM call as engines and routers know it; the first one of several."""
     group = next(iter(llm_call.groups), None)
     return None if group is None else RequestGroup(f"{session.uid}/{group.id}", group.size)
-
-
-def _planned_class(llm_call: LlmCall) -> ServiceClass:
-    return ServiceClass.RT if llm_call.label.level is Level.RT else ServiceClass.BE
 
 
 def call_state(call: Call) -> CallState:
@@ -407,19 +286,3 @@ def call_state(call: Call) -> CallState:
         if llm_call.state is not CallState.FINISHED:
             return llm_call.state
     return CallState.FINISHED
-
-
-def _perf(variable: Variable) -> str | None:
-    want = variable.want
-    if want is None:
-        return None
-    objectives = () if want.label is None else want.label.objectives
-    return next((perf for perf in _BY_STRICTNESS if perf in objectives), Perf.THROUGHPUT)
-
-
-def _after(session: ServedSession, time_s: float | None) -> float | None:
-    return None if time_s is None else round(time_s - session.created_s, _DIGITS)
-
-
-def _first(times: Iterable[float | None]) -> float | None:
-    return min((time_s for time_s in times if time_s is not None), default=None)

@@ -18,12 +18,12 @@ import asyncio
 import functools
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from bros.core.clock import Clock
 from bros.core.errors import EngineDeadError
-from bros.core.interfaces import EngineClient, Prices
+from bros.core.interfaces import EngineClient, Placement, Prices
 from bros.core.request import Hints, ServiceClass
 from bros.semantic.core import objectives
 from bros.semantic.core.estimates import CallWork, Estimates, Function, ObservedCall
@@ -60,6 +60,10 @@ _CHARS_PER_TOKEN = 4
 _BACKGROUND_TIMEOUT_S = 5.0
 
 
+Placements = Callable[[str], Placement | None]
+"""Where the engine request with this id is, and why: `RouterClient.placement`."""
+
+
 class ProgramRunner:
     """Runs the LLM calls of all sessions of a service.
 
@@ -73,8 +77,10 @@ class ProgramRunner:
         tokenizer: Tokenizer,
         clock: Clock,
         settings: SessionSettings,
+        placements: Placements | None = None,
     ) -> None:
         self._engine = engine
+        self._placements = placements or (lambda request_id: None)
         self._tokenizer = tokenizer
         self._clock = clock
         self._settings = settings
@@ -110,6 +116,32 @@ class ProgramRunner:
         """Predicted seconds of an LLM call that has become real-time."""
         work = self._work(session, llm_call)
         return self._estimates.seconds(work, self._prices, self._clock.now())
+
+    # Insight for views
+
+    def rest_s(self, session: ServedSession, llm_call: LlmCall) -> float:
+        """Predicted seconds that an open LLM call takes from now, or from its start, in its present
+        class."""
+        work, prices, now = self._work(session, llm_call), self._prices, self._clock.now()
+        call_record = session.records.get(llm_call.call.id) or CallRecord()
+        record = call_record.llm_calls.get(llm_call.index, LlmCallRecord())
+        real_time = llm_call.label.level is Level.RT
+        service_class = record.service_class or (ServiceClass.RT if real_time else ServiceClass.BE)
+        if llm_call.first_token_s is not None:
+            left = max(1.0, work.output_tokens - record.output_tokens)
+            context = work.prompt_tokens + record.output_tokens
+            return self._estimates.decode_s(left, context, prices, service_class)
+        seconds = self._estimates.seconds(work, prices, now, service_class)
+        waited_s = 0.0 if llm_call.ready_s is None else now - llm_call.ready_s
+        return seconds - min(waited_s, self._estimates.queueing_s(service_class, now))
+
+    def prefill_s(self, record: LlmCallRecord) -> float:
+        """Predicted seconds of the prefill of a submitted LLM call."""
+        return self._estimates.prefill_s(record.prompt_tokens, record.cached_tokens, self._prices)
+
+    def placement(self, request_id: str) -> Placement | None:
+        """Where an engine request is; None without a router, or if it does not know it any more."""
+        return self._placements(request_id)
 
     def terms(self, session: ServedSession, llm_call: LlmCall) -> GenerationTerms:
         """The current scheduling parameters of a started LLM call."""
@@ -230,7 +262,10 @@ class ProgramRunner:
             )
             self._fail_internally(session, llm_call)
             self.carry_out(session)
-        session.record(llm_call.call.id).llm_call(llm_call.index).text = ""
+        record = session.record(llm_call.call.id).llm_call(llm_call.index)
+        record.text = ""
+        if record.request_id is not None:  # while the router remembers it
+            record.placement = self._placements(record.request_id)
         self._release_if_over(session, llm_call.call)
 
     def _release_if_over(self, session: ServedSession, call: Call) -> None:
@@ -519,6 +554,7 @@ class PlainCall:
         self._record.service_class = service_class
         self._record.attempts = 1
         self._engine_ids = tuple(engine_ids)
+        self._record.request_id = next(iter(engine_ids), None)
 
     def first_token(self) -> None:
         """The engine has generated the first token."""
@@ -568,6 +604,8 @@ class PlainCall:
 
     def _end(self) -> None:
         self._over = True
+        if self._record.request_id is not None:
+            self._record.placement = self._runner.placement(self._record.request_id)
         self._session.num_plain -= 1
         self._session.last_activity_s = self._clock.now()
         self._runner.carry_out(self._session)

@@ -48,11 +48,16 @@ from bros.semantic.service.live import (
     ServedSession,
     SessionSettings,
     Subscribers,
+)
+from bros.semantic.service.runner import Placements, PlainCall, ProgramRunner
+from bros.semantic.service.views import (
+    Viewing,
+    in_slices,
     view_session,
     view_summary,
     view_variable,
+    whole,
 )
-from bros.semantic.service.runner import PlainCall, ProgramRunner
 from bros.text.generation import TextGenerator
 from bros.text.tokenizer import Tokenizer
 
@@ -260,12 +265,14 @@ class SessionService:
         clock: Clock,
         ids: IdGenerator,
         settings: SessionSettings,
+        placements: Placements | None = None,
     ) -> None:
+        """placements: tells where a router has placed an engine request; None without a router."""
         self._engine = engine
         self._clock = clock
         self._ids = ids
         self._settings = settings
-        self._runner = ProgramRunner(generator, engine, tokenizer, clock, settings)
+        self._runner = ProgramRunner(generator, engine, tokenizer, clock, settings, placements)
         self._reader = SubmissionReader(tokenizer, ids.new, settings.max_tokens)
         self._registry = SessionRegistry(settings.max_gone)
         self._stopping: set[asyncio.Task[None]] = set()
@@ -340,7 +347,15 @@ class SessionService:
 
     def inspect(self, tenant: str, session_id: str) -> SessionView:
         """A session with its graph. This does not count as activity."""
-        return view_session(self._find(tenant, session_id), self._clock.now())
+        return whole(self._viewing(tenant, session_id))
+
+    async def view(self, tenant: str, session_id: str) -> SessionView:
+        """As `inspect`. The event loop is free meanwhile: each call is shown as it is when its turn
+        comes."""
+        return await in_slices(self._viewing(tenant, session_id))
+
+    def _viewing(self, tenant: str, session_id: str) -> Viewing[SessionView]:
+        return view_session(self._find(tenant, session_id), self._runner, self._clock.now())
 
     async def delete(self, tenant: str, session_id: str) -> SessionSummary:
         """End a session: abort its running calls, fail waiting clients with SessionGoneError, and

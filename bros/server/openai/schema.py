@@ -386,6 +386,22 @@ class TraceEvent(BaseModel):
     event: str
 
 
+class TracePlacement(BaseModel):
+    """Where the router has placed a request, and why."""
+
+    replica: int = Field(description="Number of the replica")
+    reason: str = Field(
+        description="What decided: exploit (the prefix is cached there), again (it was cached "
+        "there), explore (lowest cost), decode (the replica is decode-heavy), moved (a home of the "
+        "prefix after rebalancing or replication), planned (a home of the prefix by the plan), "
+        "parked (the KV of the program's previous call is pinned there), group (placed with its "
+        "task group), only (no other candidate), or the policy"
+    )
+    expected_tokens: int = Field(
+        description="Prompt tokens that the router expected to be cached there"
+    )
+
+
 class ChoiceTrace(BaseModel):
     """The history of one choice, and why it waited. Times are in milliseconds."""
 
@@ -410,6 +426,7 @@ class ChoiceTrace(BaseModel):
     )
     events: list[TraceEvent]
     finish_reason: FinishReason | None = Field(description="null until it is finished")
+    placement: TracePlacement | None = Field(description="null without a router")
 
 
 class RequestTraceReply(BaseModel):

@@ -31,6 +31,7 @@ from bros.server.openai.schema import (
     ReplicaReply,
     RequestTraceReply,
     TraceEvent,
+    TracePlacement,
     Version,
 )
 from bros.server.operations.metrics import BatchFigures
@@ -224,6 +225,11 @@ def _choice(index: int, trace: RequestTrace) -> ChoiceTrace:
         waits_ms={reason: _ms(seconds) for reason, seconds in trace.waits.items()},
         events=[TraceEvent(at_ms=_ms(at_s), event=event) for at_s, event in trace.events],
         finish_reason=trace.finish_reason,
+        placement=(
+            None
+            if trace.placement is None
+            else TracePlacement(**dataclasses.asdict(trace.placement))
+        ),
     )
 
 

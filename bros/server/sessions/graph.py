@@ -15,6 +15,8 @@ from bros.semantic.schema import CallKind, CallView, SessionView, VariableState,
 MAX_CARDS = 400
 """Most calls on the page, which says how many it omits; the two texts have all calls."""
 
+_MAX_PATHS = 5
+_MAX_STEPS = 12
 _MAX_NAME = 40
 _MAX_ERROR = 80
 
@@ -43,7 +45,7 @@ _LOOKS: Mapping[str, _Look] = MappingProxyType(
 
 
 def render_page(view: SessionView) -> str:
-    """HTML without scripts: a column for each depth, a card for each call."""
+    """HTML without scripts: the critical paths, a column for each depth, a card for each call."""
     calls = view.calls[:MAX_CARDS]
     return _printable(
         _PAGE.render(
@@ -53,6 +55,9 @@ def render_page(view: SessionView) -> str:
             variables={variable.id: variable for variable in view.variables},
             ended=sum(call.end_s is not None for call in view.calls),
             left_out=len(view.calls) - len(calls),
+            paths=view.critical_paths[:_MAX_PATHS],
+            more_paths=len(view.critical_paths[_MAX_PATHS:]),
+            max_steps=_MAX_STEPS,
             looks=_LOOKS,
         )
     )
@@ -107,21 +112,38 @@ def _look(call: CallView) -> str:
 
 
 def _facts(call: CallView) -> list[str]:
-    """Lines on a call: its place in the program, its times (seconds after the start of the
-    session) and its tokens."""
+    """Lines on a call: its place in the program and why it has its class, its times (queued,
+    first, end and predicted end in seconds after the start of the session), its tokens, and where
+    the router has placed it."""
     position = [] if call.service_class is None else [call.service_class.value.upper()]
     if call.group is not None:
         position.append(f"group {call.group}")
     if call.stage is not None:
         position.append(f"stage {call.stage}")
     position.append(f"depth {call.depth}")
-    named = (("queued", call.queued_s), ("first", call.first_token_s), ("end", call.end_s))
-    times = [f"{name} {seconds:.2f}" for name, seconds in named if seconds is not None]
-    facts = [" · ".join(position), " · ".join(times) + " s" if times else "not started"]
+    times = _times(queued=call.queued_s, first=call.first_token_s, end=call.end_s)
+    facts = [" · ".join(position), times or "not started"]
+    if call.why:
+        facts.insert(1, call.why)
+    outlook = [_times(**{"predicted end": call.predicted_end_s, "slack": call.slack_s})]
+    outlook += ["on the critical path"] * call.critical
+    spent = _times(queueing=call.queueing_s, prefill=call.prefill_s, decode=call.decode_s)
+    facts += filter(None, (" · ".join(filter(None, outlook)), spent))
     if call.prompt_tokens or call.output_tokens:
         cached = f" ({call.cached_tokens} cached)" if call.cached_tokens else ""
         facts.append(f"tokens: {call.prompt_tokens}{cached} in, {call.output_tokens} out")
+    if call.placement is not None:
+        placed = call.placement
+        facts.append(
+            f"replica {placed.replica}: {placed.reason}, expected {placed.expected_tokens} cached"
+        )
     return facts
+
+
+def _times(**named: float | None) -> str:
+    """The known ones of these seconds; empty if there are none."""
+    known = [f"{name} {seconds:.2f}" for name, seconds in named.items() if seconds is not None]
+    return " · ".join(known) + " s" if known else ""
 
 
 def _lines(call: CallView) -> list[str]:

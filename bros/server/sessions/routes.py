@@ -128,7 +128,7 @@ async def list_sessions(request: Request) -> Response:
 
 async def retrieve_session(request: Request) -> Response:
     """A session with the graph of its requests and variables."""
-    view = _inspect(request)
+    view = await _view(request)
     return await offload(ServerState.of(request), lambda: reply(view), _size(view))
 
 
@@ -157,14 +157,14 @@ async def graph_dot(request: Request) -> Response:
 async def _graph(
     request: Request, render: Callable[[SessionView], str], media_type: str
 ) -> Response:
-    view = _inspect(request)
+    view = await _view(request)
     text = await offload(ServerState.of(request), lambda: render(view), _size(view))
     return Response(text, headers=_GRAPH_HEADERS, media_type=media_type)
 
 
-def _inspect(request: Request) -> SessionView:
+async def _view(request: Request) -> SessionView:
     service, tenant, session_id = SessionScope.of(request)
-    return service.inspect(tenant, session_id)
+    return await service.view(tenant, session_id)
 
 
 def _size(view: SessionView) -> int:

@@ -1,0 +1,189 @@
+"""Explains a program while it runs: why each LLM call has its class, when it is predicted to end,
+and which chain of calls each requested value waits for.
+
+```
+       now ──▶ a (2 s) ──▶ b (1 s) ─┐
+               c (1 s) ─────────────┴▶ d (1 s) ──▶ requested value, predicted 4 s from now
+
+    critical path   a, b, d: the value waits for these one after another
+    slack of c      its latest finish time less its predicted end
+```
+
+It reads the graph and changes nothing. A forecast of a large session is made in slices: the graph
+may change between them, so the forecast holds for the calls that were open when it began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
+from typing import NamedTuple
+
+from bros.semantic.core.nodes import Call, Level, LlmCall, Promotion, Variable, earliest
+from bros.semantic.schema import CallKind, Perf
+
+_BY_STRICTNESS = (Perf.TTFT, Perf.TPOT, Perf.LATENCY)
+
+_SLICE = 100
+"""LLM calls that a forecast visits between two pauses."""
+
+
+def strictest(variable: Variable) -> Perf | None:
+    """The strictest criterion that clients requested the variable with; None if none did."""
+    want = variable.want
+    if want is None:
+        return None
+    objectives = () if want.label is None else want.label.objectives
+    return next((perf for perf in _BY_STRICTNESS if perf in objectives), Perf.THROUGHPUT)
+
+
+# ---- Why an LLM call has its label.
+
+
+def explain(llm_call: LlmCall, group_id: str | None = None) -> str:
+    """In a few words why the LLM call has its level.
+
+    group_id: the task group that it was submitted in; groups forget members that have finished.
+    """
+    if llm_call.call.kind is CallKind.PLAIN:
+        return "request of an OpenAI client, in the class that it asks for"
+    if not llm_call.wanted:
+        return "no requested value needs it"
+    if llm_call.native:
+        return "function of the client"
+    nearest = min(llm_call.stages.items(), key=lambda item: item[1], default=None)
+    if nearest is None:
+        return "its place in the program is not deduced yet"
+    sink, stage = _deciding(llm_call, nearest)
+    if llm_call.label.level is Level.THROUGHPUT:
+        whose = "its value is" if not stage else f"it is {_before(stage, sink)}, which is"
+        return f"{whose} requested with THROUGHPUT"
+    if not stage:
+        return f"its value is requested with {(strictest(sink) or Perf.LATENCY).name}"
+    if llm_call.promoted is Promotion.STRAGGLER:
+        return f"promoted: one of the last of its task group before {_named(sink)}"
+    if llm_call.promoted is Promotion.DEADLINE:
+        return f"promoted: the deadline of {_named(sink)} is at risk"
+    group = max(llm_call.groups, key=lambda group: group.urgent, default=None)
+    if group is not None:
+        unfinished = f"{len(group.members)} of {group.size} unfinished"
+        awaited = f"; a client waits for {_named(group.sink)}" if group.urgent else ""
+        return f"member of the task group {group.id}: {unfinished}{awaited}"
+    if group_id is not None:
+        return f"member of the task group {group_id}"
+    return f"alone {_before(stage, sink)}: all after it waits for it"
+
+
+def _deciding(llm_call: LlmCall, nearest: tuple[Variable, int]) -> tuple[Variable, int]:
+    """The nearest requested variable that the LLM call is not best-effort for, with its stage;
+    `nearest` if there is none."""
+    urgent = (
+        (sink, stage)
+        for sink, stage in llm_call.stages.items()
+        if sink.want is not None and sink.want.label is not None
+    )
+    return min(urgent, key=lambda item: item[1], default=nearest)
+
+
+def _before(stage: int, sink: Variable) -> str:
+    return f"{stage} call{'' if stage == 1 else 's'} before {_named(sink)}"
+
+
+def _named(variable: Variable) -> str:
+    return variable.name or variable.id
+
+
+# ---- When the open LLM calls end.
+
+
+class CriticalPath(NamedTuple):
+    """The chain of open calls that a requested variable waits for longest.
+
+    calls: in the order in which they run, without those on a path before this one.
+    end_s: predicted time when the variable has its value.
+    slack_s: its deadline less `end_s`; None without a deadline.
+    """
+
+    variable: Variable
+    calls: Sequence[Call]
+    end_s: float
+    slack_s: float | None
+
+
+class Forecast(NamedTuple):
+    """Predicted times on the session's clock.
+
+    end_s: predicted end of each LLM call that was open and wanted.
+    critical: LLM calls on a critical path.
+    paths: the critical paths, the one that ends last first. A requested variable whose producer is
+        on an earlier path has none of its own.
+    """
+
+    end_s: Mapping[LlmCall, float]
+    critical: Set[LlmCall]
+    paths: Sequence[CriticalPath]
+
+    def slack_s(self, llm_call: LlmCall) -> float | None:
+        """Its latest finish time less its predicted end; None without a deadline or prediction."""
+        end_s, deadline_s = self.end_s.get(llm_call), llm_call.label.deadline_s
+        return None if end_s is None or deadline_s is None else deadline_s - end_s
+
+
+Pausing = Generator[None, None, Forecast]
+"""A forecast in the making: it yields where other work may run, and returns the forecast."""
+
+
+def forecast(calls: Iterable[Call], rest_s: Callable[[LlmCall], float], now: float) -> Pausing:
+    """Predict when the open, wanted LLM calls of these calls end.
+
+    Each runs when its predecessors have ended, as if clients ran their functions and set their
+    values in no time. rest_s: predicted seconds from then on, or from now if it has started.
+    """
+    found = [t for call in calls for t in call.llm_calls if t.wanted and t.open]
+    before: dict[LlmCall, Sequence[LlmCall]] = dict.fromkeys(found, ())
+    after: dict[LlmCall, list[LlmCall]] = {}
+    for number, llm_call in enumerate(found, start=1):
+        before[llm_call] = [t for t in llm_call.open_predecessors() if t in before]
+        for earlier in before[llm_call]:
+            after.setdefault(earlier, []).append(llm_call)
+        if not number % _SLICE:
+            yield
+    waiting_for = {llm_call: len(earlier) for llm_call, earlier in before.items()}
+    order = [llm_call for llm_call in found if not waiting_for[llm_call]]
+    end_s: dict[LlmCall, float] = {}
+    for number, llm_call in enumerate(order, start=1):  # the loop appends to `order`
+        start_s = max((end_s[earlier] for earlier in before[llm_call]), default=now)
+        end_s[llm_call] = start_s + (0.0 if llm_call.native else max(0.0, rest_s(llm_call)))
+        for later in after.get(llm_call, ()):
+            waiting_for[later] -= 1
+            if not waiting_for[later]:
+                order.append(later)
+        if not number % _SLICE:
+            yield
+    critical: dict[LlmCall, None] = {}
+    paths = []
+    sinks = [
+        (variable, llm_call)
+        for llm_call in order
+        for variable in llm_call.outputs
+        if variable.pending and variable.want is not None
+    ]
+    for variable, producer in sorted(sinks, key=lambda sink: -end_s[sink[1]]):
+        chain: list[LlmCall] = []
+        last: LlmCall | None = producer
+        while last is not None and last not in critical:
+            critical[last] = None
+            chain.append(last)
+            last = max(before[last], key=end_s.__getitem__, default=None)
+        if chain:
+            deadline_s = _deadline_s(variable)
+            slack_s = None if deadline_s is None else deadline_s - end_s[producer]
+            in_order = tuple(dict.fromkeys(llm_call.call for llm_call in reversed(chain)))
+            paths.append(CriticalPath(variable, in_order, end_s[producer], slack_s))
+    return Forecast(end_s, critical.keys(), paths)
+
+
+def _deadline_s(variable: Variable) -> float | None:
+    want = variable.want
+    if want is None:
+        return None
+    return earliest(None if want.label is None else want.label.deadline_s, want.batch_deadline_s)
