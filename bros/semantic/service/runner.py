@@ -17,8 +17,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from bros.core.clock import Clock
@@ -28,7 +28,7 @@ from bros.core.request import Hints, ServiceClass
 from bros.semantic.core import objectives
 from bros.semantic.core.estimates import CallWork, Estimates, Function, ObservedCall
 from bros.semantic.core.matching import PlainPrompt
-from bros.semantic.core.nodes import Call, Level, LlmCall, OutputPiece, Piece
+from bros.semantic.core.nodes import Call, Level, LlmCall, OutputPiece, Piece, TaskGroup
 from bros.semantic.core.prompt import PieceEncoder
 from bros.semantic.core.session import AbortCall, Action, Prefill, PromoteCall, Settled, Start
 from bros.semantic.core.template import Text
@@ -105,9 +105,10 @@ class ProgramRunner:
     def carry_out(self, session: ServedSession) -> None:
         """Perform the pending actions of a session. Callers do this after every change of it."""
         while actions := session.machine.take_actions():
+            together = _group_starts(actions)
             for action in actions:
                 try:
-                    self._do(session, action)
+                    self._do(session, action, together)
                 except Exception:  # the other actions must still be performed
                     logger.exception("%r in session %s failed", action, session.id)
         self._set_timer(session)
@@ -208,11 +209,16 @@ class ProgramRunner:
         if self._background_tasks:
             await asyncio.wait(self._background_tasks, timeout=_BACKGROUND_TIMEOUT_S)
 
-    def _do(self, session: ServedSession, action: Action) -> None:
+    def _do(
+        self, session: ServedSession, action: Action, together: Mapping[LlmCall, GroupStart]
+    ) -> None:
         match action:
             case Start(llm_call):
-                task = asyncio.create_task(self._run(session, llm_call))
+                start = together.get(llm_call)
+                task = asyncio.create_task(self._run(session, llm_call, start))
                 session.tasks[llm_call] = task
+                if start is not None:
+                    task.add_done_callback(lambda _: start.leave(llm_call))
                 task.add_done_callback(lambda _: self._on_task_done(session, llm_call))
             case PromoteCall(llm_call):
                 self.promote(session, llm_call)
@@ -235,10 +241,20 @@ class ProgramRunner:
             record.counted = True
             self.ended_calls[call_state(call).value, class_name(session, call)] += 1
 
-    async def _run(self, session: ServedSession, llm_call: LlmCall) -> None:
-        """The body of an LLM call's task."""
+    async def _run(
+        self, session: ServedSession, llm_call: LlmCall, start: GroupStart | None
+    ) -> None:
+        """The body of an LLM call's task.
+
+        start: of the members of its task group that start together with it.
+        """
         try:
-            await self._finish(session, llm_call, await self._generate(session, llm_call))
+            request = await self._prepare(session, llm_call)
+            if start is not None:
+                await start.ready(llm_call)
+            watcher = _Watcher(self, session, llm_call, self._clock)
+            answer = await self._llm_calls.run(request, watcher)
+            await self._finish(session, llm_call, answer)
         except LlmCallFailedError as error:
             call = llm_call.call
             cause = Cause(call.id, error.stage, error.message, error.variable, call.name)
@@ -288,9 +304,10 @@ class ProgramRunner:
         if record.prompt is not None:
             record.prefixes, record.prompt = record.prompt.prefixes, None
 
-    async def _generate(self, session: ServedSession, llm_call: LlmCall) -> LlmAnswer:
+    async def _prepare(self, session: ServedSession, llm_call: LlmCall) -> LlmRequest:
+        """Complete the prompt of an LLM call."""
         async with session.starting:
-            await asyncio.sleep(0)  # let other tasks run between two starts
+            await asyncio.sleep(0)  # let other tasks run between bursts of starts
         await self._prefiller.stop(session, llm_call)
         prompt = await self._prompter.extend(session, llm_call)
         call, sampling = llm_call.call, _output_piece(llm_call).sampling
@@ -300,14 +317,13 @@ class ProgramRunner:
         record.requested_tokens = session.requested_prefixes.num_tokens(token_ids)
         session.requested_prefixes.add(token_ids)
         assert llm_call.ready_s is not None, "the LLM call has been started"
-        request = LlmRequest(
+        return LlmRequest(
             request_id=call.id if len(call.llm_calls) == 1 else f"{call.id}.{llm_call.index}",
             token_ids=token_ids,
             sampling=sampling,
             tenant=session.tenant,
             arrival_s=llm_call.ready_s,
         )
-        return await self._llm_calls.run(request, _Watcher(self, session, llm_call, self._clock))
 
     async def _finish(
         self, session: ServedSession, llm_call: LlmCall, generated: LlmAnswer
@@ -446,6 +462,59 @@ class ProgramRunner:
         task = asyncio.create_task(_log_errors(work))
         self._background_tasks.add(task)
         task.add_done_callback(self._background_tasks.discard)
+
+
+MAX_TOGETHER = 64
+"""LLM calls of a group that are submitted in one turn of the event loop, so that a wide group does
+not block it. A router sends later ones where the prefix of the first ones is."""
+
+
+class GroupStart:
+    """Holds LLM calls of a task group that start together until all have their prompts.
+
+    Then they are submitted in one turn of the event loop, so that a router, which places what
+    arrives in one turn, places them as one.
+    """
+
+    def __init__(self, llm_calls: Iterable[LlmCall]) -> None:
+        self._preparing = set(llm_calls)
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def ready(self, llm_call: LlmCall) -> None:
+        """The LLM call has its prompt: wait until all have theirs, or have left."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        self.leave(llm_call)
+        await waiter
+
+    def leave(self, llm_call: LlmCall) -> None:
+        """Others do not wait for this LLM call any more. May be called twice."""
+        if llm_call in self._preparing:
+            self._preparing.remove(llm_call)
+            if not self._preparing:  # not at once: the last one does not await its waiter yet
+                asyncio.get_running_loop().call_soon(self._release)
+
+    def _release(self) -> None:
+        for _ in range(min(MAX_TOGETHER, len(self._waiting))):
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._release)
+
+
+def _group_starts(actions: Sequence[Action]) -> dict[LlmCall, GroupStart]:
+    """The group starts of LLM calls that these actions start, by LLM call."""
+    by_group: dict[TaskGroup, list[LlmCall]] = {}
+    for action in actions:
+        if isinstance(action, Start) and action.llm_call.groups:
+            group = next(iter(action.llm_call.groups))
+            by_group.setdefault(group, []).append(action.llm_call)
+    found: dict[LlmCall, GroupStart] = {}
+    for members in by_group.values():
+        if len(members) > 1:
+            found |= dict.fromkeys(members, GroupStart(members))
+    return found
 
 
 class _Watcher:

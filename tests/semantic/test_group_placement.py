@@ -1,0 +1,176 @@
+"""Task groups of sessions behind a router: decided on as one, and placed where it is cheapest."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from bros.core.config import EngineConfig
+from bros.core.request import EngineRequest
+from bros.router.client import RouterClient
+from bros.router.fleet import make_fleet
+from bros.router.state import Decision, RouterSettings
+from bros.scheduler.cost_model import CostModel
+from bros.semantic.core.session import SessionStateMachine
+from bros.semantic.schema import CallSpec, Criteria, Perf
+from bros.semantic.service.runner import MAX_TOGETHER, GroupStart
+from bros.simulator.fleet import fleet_config
+from bros.simulator.simulation import BLOCK_SIZE, Device
+from bros.simulator.virtual_loop import LoopClock, virtual_engine
+from support.naive_programs import llm, llm_calls
+from support.program_engine import TOKENIZER, byte_ids
+from support.programs import LATENCY, TENANT, Desk, call, virtually
+
+STEPS = CostModel(constant_s=0.005, token_s=2e-4, sample_s=0.0, pair_s=0.0, context_s=1e-7)
+DEVICE = Device(name="d", model="m", weights="w", steps=STEPS, kv_blocks=4096)
+CONFIG = fleet_config(EngineConfig(policy="bros", max_batch_tokens=2048))
+WORDS = ["fox", "dog", "code", "review", "others", "careful", "written", "brown", "lazy", "jumps"]
+
+
+class Router:
+    """A desk on a router over simulated engines, and the decisions of the router.
+
+    turns: ids of the requests that the router placed together.
+    places: request id -> decision.
+    """
+
+    def __init__(self, replicas: int = 3) -> None:
+        self.turns: list[list[str]] = []
+        self.places: dict[str, Decision] = {}
+        fleet = make_fleet("e2", RouterSettings(), block_size=BLOCK_SIZE)
+        route = fleet.route
+
+        def recorded(
+            requests: Sequence[EngineRequest], now: float, avoid: frozenset[int] = frozenset()
+        ) -> list[Decision]:
+            decisions = route(requests, now, avoid)
+            self.turns.append([request.request_id for request in requests])
+            self.places |= {decision.request_id: decision for decision in decisions}
+            return decisions
+
+        fleet.route = recorded  # type: ignore[method-assign]
+        self.client = RouterClient(fleet, LoopClock(), random.Random(0))
+        token = byte_ids("x")[0]
+        for _ in range(replicas):
+            self.client.add(
+                virtual_engine(
+                    CONFIG, DEVICE, vocab_size=TOKENIZER.vocab_size, choose=lambda chunk: token
+                )
+            )
+        self.desk = Desk(self.client)
+
+    async def close(self) -> None:
+        await self.desk.close()
+        await self.client.close()
+
+
+def words(count: int, seed: int) -> str:
+    rng = random.Random(seed)
+    return " ".join(rng.choice(WORDS) for _ in range(count))
+
+
+def maps(prefix: str, own: int, numbers: Iterator[int] | range = range(8)) -> list[CallSpec]:
+    """Maps over one prefix, each with so many words of its own."""
+    return [
+        call(
+            f"{prefix} {words(own, 100 + n)} {{{{output:m{n}}}}}",
+            name="map",
+            sampling={"max_tokens": 8},
+        )
+        for n in numbers
+    ]
+
+
+def reduce(count: int = 8) -> CallSpec:
+    inputs = " ".join(f"{{{{m{n}}}}}" for n in range(count))
+    return call(f"{inputs} {{{{output:all}}}}", name="reduce", sampling={"max_tokens": 4})
+
+
+@pytest.mark.parametrize("perf", [Perf.LATENCY, Perf.TTFT], ids=["real-time", "best-effort"])
+@virtually
+async def test_maps_over_one_long_prefix_are_one_decision_and_stay_together(perf: Perf) -> None:
+    router = Router()
+    *mapped, _ = router.desk.submit(*maps(words(800, 0), 4), reduce())
+    await router.desk.value("all", Criteria(perf=perf))
+    assert router.turns[0] == mapped
+    assert {router.places[request].reason for request in mapped} == {"group"}
+    assert len({router.places[request].replica for request in mapped}) == 1
+    views = [router.desk.view(request) for request in mapped]
+    shared = min(view.prompt_tokens for view in views) // BLOCK_SIZE * BLOCK_SIZE
+    assert sum(view.cached_tokens for view in views) >= 7 * (shared - 10 * BLOCK_SIZE)
+    await router.close()
+
+
+@virtually
+async def test_maps_with_much_of_their_own_are_shared_out_in_one_decision() -> None:
+    router = Router()
+    *mapped, _ = router.desk.submit(*maps(words(40, 0), 800), reduce())
+    await router.desk.value("all", LATENCY)
+    assert router.turns[0] == mapped
+    replicas = [router.places[request].replica for request in mapped]
+    assert sorted(replicas.count(n) for n in range(3)) == [2, 3, 3]
+    await router.close()
+
+
+@virtually
+async def test_who_joins_a_group_later_goes_where_its_prefix_is() -> None:
+    router = Router()
+    prefix = words(800, 0)
+    router.desk.submit(reduce(9), *maps(prefix, 4))
+    router.desk.want("all", LATENCY)
+    await asyncio.sleep(0.3)
+    (late,) = router.desk.submit(*maps(prefix, 4, range(8, 9)))
+    await router.desk.value("all", LATENCY)
+    homes = {router.places[request].replica for request in router.turns[0]}
+    assert len(router.turns[0]) == 8 and homes == {router.places[late].replica}
+    await router.close()
+
+
+@virtually
+async def test_members_that_fail_or_are_cancelled_hold_nobody() -> None:
+    """One input does not pass its transform; another call is cancelled before it is submitted."""
+    router = Router()
+    odd = call(
+        "{{doc}} {{output:m0}}",
+        name="map",
+        values={"doc": "no number"},
+        transforms={"doc": "int"},
+    )
+    _, cancelled, *rest = router.desk.submit(odd, *maps(words(80, 0), 4, range(1, 8)))
+    for n in range(8):
+        router.desk.want(f"m{n}", LATENCY)
+    router.desk.submit(reduce())
+    router.desk.want("all", LATENCY)
+    router.desk.service.cancel(TENANT, router.desk.session, cancelled)
+    for n in range(2, 8):
+        assert await router.desk.value(f"m{n}")
+    assert {each for turn in router.turns for each in turn} == set(rest)
+    await router.close()
+
+
+@virtually
+async def test_a_start_waits_for_all_and_goes_in_bounded_turns() -> None:
+    count = 2 * MAX_TOGETHER + 5
+    core = SessionStateMachine("s", estimate=lambda llm_call: 1.0)
+    core.submit([llm(f"c{n}", ("", f"v{n}")) for n in range(count)], 0.0)
+    members = list(llm_calls(core).values())
+    start, turn, released = GroupStart(members), 0, []
+
+    async def member(number: int) -> None:
+        await start.ready(members[number])
+        released.append((turn, number))
+
+    tasks = [asyncio.create_task(member(number)) for number in range(1, count)]
+    await asyncio.sleep(1.0)
+    assert released == []
+    start.leave(members[0])
+    start.leave(members[0])
+    while not all(task.done() for task in tasks):
+        turn += 1
+        await asyncio.sleep(0)
+    assert [number for _, number in released] == list(range(1, count)), "in their order"
+    turns = [at for at, _ in released]
+    assert max(turns.count(at) for at in set(turns)) <= MAX_TOGETHER
