@@ -55,7 +55,7 @@ test: $(INSTALLED) ## run the fast test tier, 6 min
 	$(PYTEST) --session-timeout=$(TEST_TIMEOUT) $(ARGS)
 
 test-long: $(INSTALLED) ## run all tests with larger budgets and new random seeds, 2 h
-	$(PYTEST) --session-timeout=$(LONG_TEST_TIMEOUT) --long $(ARGS)
+	$(PYTEST) --session-timeout=$(LONG_TEST_TIMEOUT) --timeout=1800 --long $(ARGS)
 
 # -W default: libraries emit warnings on a GPU, which must not fail the tests.
 test-gpu: $(GPU_INSTALLED) ## run the tests that need a GPU; PYTHON=python3 installs nothing

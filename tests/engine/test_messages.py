@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import types
 import typing
 
 import pytest
@@ -65,14 +67,23 @@ slo = st.builds(Slo, *[st.none() | number] * 3)
 
 def of(kind: type, **special: st.SearchStrategy[typing.Any]) -> st.SearchStrategy[typing.Any]:
     """Instances of a dataclass with every field given, by its type unless it is `special`."""
-    by_type: dict[typing.Any, st.SearchStrategy[typing.Any]] = {
+    hints = typing.get_type_hints(kind)
+    return st.builds(
+        kind,
+        **{name: special[name] if name in special else _of(hints[name]) for name in hints},
+    )
+
+
+def _of(hint: typing.Any) -> st.SearchStrategy[typing.Any]:
+    """Values of a type; numbers are as large as those of the engine may be."""
+    simple: dict[typing.Any, st.SearchStrategy[typing.Any]] = {
         int: count, float: number, str: text, Slo: slo, Buckets: buckets,
     }  # fmt: skip
-    fields = {
-        name: special.get(name, by_type.get(hint, st.from_type(hint)))
-        for name, hint in typing.get_type_hints(kind).items()
-    }
-    return st.builds(kind, **fields)
+    if hint in simple:
+        return simple[hint]
+    if isinstance(hint, types.UnionType):
+        return st.one_of([_of(part) for part in typing.get_args(hint)])
+    return of(hint) if dataclasses.is_dataclass(hint) else st.from_type(hint)
 
 
 buckets = st.builds(
