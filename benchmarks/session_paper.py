@@ -1,12 +1,12 @@
-"""The Parrot paper's settings in simulated time: programs in sessions or call by call, on an A100.
+"""The Parrot paper's settings in simulated time: programs in sessions or call by call.
 
     python benchmarks/session_paper.py [--figures 11a,14a,...] [--json FILE]
 
-Sessions, scheduler and KV memory are the real ones; step times come from the analytic profile of
-LLaMA on one A100; outputs are random words of fixed length. Every client request has an additional
-latency of 250 ms (the paper: 200 to 300). The paper's baseline runs requests of at most 4,096
-tokens in total on an engine for a low TPOT ("latency"), or as many as fit ("throughput"), and does
-not share prefixes that are known only at run time.
+Sessions, router, scheduler and KV memory are the real ones; step times come from the analytic
+profiles of LLaMA on one A100 or on four A6000; outputs are random words of fixed length. Every
+client request has an additional latency of 250 ms (the paper: 200 to 300). The paper's baseline
+runs requests of at most 4,096 tokens in total on an engine for a low TPOT ("latency"), or as many
+as fit ("throughput"), and does not share prefixes that are known only at run time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ from rich.table import Table
 
 from bros.core.config import EngineConfig
 from bros.executor.model_store import default_cache_dir, resolve_model
-from bros.simulator.program_simulation import Answers, chat_at, program_server
+from bros.simulator.program_simulation import (
+    Answers,
+    ProgramServer,
+    chat_at,
+    poisson_times,
+    program_server,
+)
 from bros.simulator.programs import (
     BE,
     RT,
@@ -41,6 +47,7 @@ from bros.simulator.programs import (
     chain_summary,
     map_reduce_summary,
     multi_agent_coding,
+    programs_of,
     question,
     run_by_calls,
     run_in_session,
@@ -55,6 +62,12 @@ DELAY_S = 0.25
 CAPACITY_TOKENS = 4096
 DOCUMENT_TOKENS = 20_480
 LLAMA_13B, LLAMA_7B = "1x-a100-80g/llama-13b-fp16", "1x-a100-80g/llama-7b-fp16"
+# Figures 17 and 19 are those of four engines.
+ENGINES, ENGINE = 4, "1x-a6000/llama-7b-fp16"
+KV_GB_PER_BLOCK = 16 * 2 * 40 * 5120 * 2 / 1e9
+"""Of LLaMA-13B in fp16."""
+KV_PERIOD_S = 0.1
+"""How often the KV memory in use is read, in virtual time."""
 # A reader wants a token every 40 ms, as in the paper.
 OURS = EngineConfig(
     max_num_seqs=256, max_batch_tokens=2048, max_queue=100_000, slo_ttft=1000, slo_tpot=40
@@ -115,7 +128,7 @@ def simulate(
     world: World,
     way: Way,
     profile: str,
-    use: Callable[[ServiceEnd], Awaitable[Row]],
+    use: Callable[[ProgramServer], Awaitable[Row]],
     replicas: int = 1,
 ) -> Row:
     """The result of `use` on a server with so many engines."""
@@ -133,7 +146,7 @@ def simulate(
             grouped=way.grouped,
             seed=1,
         ) as server:
-            return await use(server.end)
+            return await use(server)
 
     return run_virtual(main)
 
@@ -143,11 +156,16 @@ def at_once(
 ) -> Row:
     """All programs start together, beside background chats at a rate per second."""
 
-    async def use(end: ServiceEnd) -> Row:
-        others = asyncio.create_task(chats_at_rate(end, background))
-        runs = await asyncio.gather(*(asked(end, program, way) for program in programs))
-        others.cancel()
-        await asyncio.gather(others, return_exceptions=True)
+    async def use(server: ProgramServer) -> Row:
+        peak = PeakKv(server)
+        beside = [
+            asyncio.create_task(chats_at_rate(server.end, background)),
+            asyncio.create_task(peak.watch()),
+        ]
+        runs = await asyncio.gather(*(asked(server.end, program, way) for program in programs))
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
         gaps = [answer.tpot_s for run in runs for answer in run.answers] + [
             (call["end_s"] - call["first_token_s"]) / (call["output_tokens"] - 1)
             for run in runs
@@ -158,9 +176,25 @@ def at_once(
             "seconds": statistics.mean(run.seconds for run in runs),
             "each_s": [run.seconds for run in runs],
             "decode_s": statistics.mean(gaps),
+            "kv_gb": peak.blocks * KV_GB_PER_BLOCK,
         }
 
     return simulate(world, way, profile, use)
+
+
+class PeakKv:
+    """The most KV blocks that requests have held at once."""
+
+    def __init__(self, server: ProgramServer) -> None:
+        self._server = server
+        self.blocks = 0
+
+    async def watch(self) -> None:
+        """Read the engine's statistics until cancelled."""
+        while True:
+            stats = await self._server.engine.stats()
+            self.blocks = max(self.blocks, stats.kv_blocks_used)
+            await asyncio.sleep(KV_PERIOD_S)
 
 
 async def chats_at_rate(end: ServiceEnd, rate: float) -> None:
@@ -183,12 +217,27 @@ async def chats_at_rate(end: ServiceEnd, rate: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Measure:
+    """What a figure compares: the field `key` of its rows, times `scale` in `unit`."""
+
+    key: str
+    unit: str
+    scale: float = 1.0
+
+
+SECONDS = Measure("seconds", "s")
+PER_TOKEN = Measure("per_token_s", "ms per token", 1e3)
+KV_MEMORY = Measure("kv_gb", "GB")
+
+
+@dataclass(frozen=True, slots=True)
 class Figure:
     """A figure of the paper.
 
     x: values of the varied parameter.
     ways: returns the ways to compare for a value, ours first.
-    paper: way -> its time relative to the paper's system, by x; None where the paper has none.
+    paper: way -> its value relative to the paper's system, by x; None where the paper has none.
+    measure: what is compared.
     """
 
     title: str
@@ -197,9 +246,11 @@ class Figure:
     ways: Callable[[float], Sequence[Way]]
     run: Callable[[World, Way, float], Row]
     paper: Mapping[str, Sequence[float | None]]
+    measure: Measure = SECONDS
 
 
 LATENCY, MANY = "by calls, latency", "by calls, throughput"
+NOT_SHARED = "session, no sharing"
 # For requests of different lengths, the KV memory limits the tokens instead.
 SMALL = Way(LATENCY, THROUGHPUT, session=False, kv_tokens=CAPACITY_TOKENS)
 
@@ -251,6 +302,11 @@ def copilot(world: World, way: Way, batch: float, output: int | None = None) -> 
     return at_once(world, way, LLAMA_7B, programs)
 
 
+def copilot_per_token(world: World, way: Way, batch: int, output: float) -> Row:
+    row = copilot(world, way, batch, int(output))
+    return {**row, "per_token_s": row["seconds"] / output}
+
+
 def sharing_ways(_: float) -> Sequence[Way]:
     cached = dataclasses.replace(OURS, policy="fcfs")
     return (
@@ -265,7 +321,7 @@ def coding_ways(_: float) -> Sequence[Way]:
     return (
         Way("session", grouped=True),
         Way("session, read by every row"),
-        Way("session, no sharing", dataclasses.replace(OURS, prefix_cache="off")),
+        Way(NOT_SHARED, dataclasses.replace(OURS, prefix_cache="off")),
         Way(MANY, THROUGHPUT, session=False),
         Way(LATENCY, limited(2048), session=False),
     )
@@ -331,6 +387,24 @@ FIGURES: Mapping[str, Figure] = {
             "without sharing": (1.8, 2.4, None, None),
         },
     ),
+    "16a": Figure(
+        "copilot, 32 requests at once",
+        "output tokens",
+        (200, 400, 600, 800),
+        lambda x: sharing_ways(x)[:2],
+        lambda world, way, x: copilot_per_token(world, way, 32, x),
+        {"with sharing, read by every row": (1.44, 1.53, 1.56, 1.58)},
+        PER_TOKEN,
+    ),
+    "16b": Figure(
+        "copilot, 64 requests at once",
+        "output tokens",
+        (100, 200, 300, 400, 480),
+        lambda x: sharing_ways(x)[:2],
+        lambda world, way, x: copilot_per_token(world, way, 64, x),
+        {"with sharing, read by every row": (1.44, 1.64, 1.74, 1.81, 1.84)},
+        PER_TOKEN,
+    ),
     "18": Figure(
         "multi-agent coding, 3 rounds",
         "files",
@@ -339,19 +413,97 @@ FIGURES: Mapping[str, Figure] = {
         coding,
         {
             "session, read by every row": (1.00, 1.04, 1.14, 1.16),
-            "session, no sharing": (1.22, 1.61, 1.88, 2.35),
+            NOT_SHARED: (1.22, 1.61, 1.88, 2.35),
             MANY: (1.27, 1.58, 2.03, 2.45),
             LATENCY: (3.0, 4.9, 7.19, 11.7),
         },
     ),
+    "18b": Figure(
+        "multi-agent coding, KV memory in use at most, of 51.3 GB",
+        "files",
+        (4, 8, 12, 16),
+        lambda x: [way for way in coding_ways(x) if way.name in ("session", NOT_SHARED)],
+        coding,
+        {},
+        KV_MEMORY,
+    ),
 }
+
+# ---- Four engines: figure 17, GPTs applications, and figure 19, chats beside map-reduce programs.
+
+
+SERVED_S = 30.0
+"""How long requests arrive in each run of figure 17."""
+
+OVERLOADED_S = 0.1
+"""A rate is sustained if the mean latency per output token is at most this. A backlog that grows
+for SERVED_S exceeds it, and higher rates are then not tried."""
+
+GPTS_RATES = (0.5, 1, 2, 4, 8, 16, 24)
+ALL_ROWS = "session, read by every row"
+GPTS_WAYS = (
+    Way("session", grouped=True),
+    Way(ALL_ROWS),
+    Way("session, to the least loaded engine", grouped=True, router="least"),
+    Way("by calls, no sharing", THROUGHPUT, session=False, router="least"),
+)
+GPTS_PAPER = {
+    "session": 12.0,
+    ALL_ROWS: 5.0,
+    "session, to the least loaded engine": 3.0,
+    "by calls, no sharing": 1.0,
+}
+"""Sustained rate relative to the baseline; that of Parrot with PagedAttention is 12 / 2.4."""
+
+
+def gpts(world: World, way: Way, rate: float, seconds: float) -> Row:
+    """Questions to four applications on four engines, as a Poisson process."""
+    count = max(4, round(rate * seconds))
+    programs = programs_of("gpts", count, world.tokenizer, seed=1)
+    times_s = poisson_times(rate, count, seed=1)
+
+    async def use(server: ProgramServer) -> Row:
+        async def one(time_s: float, program: Program) -> float:
+            await asyncio.sleep(time_s)
+            return (await asked(server.end, program, way)).seconds / program.num_output_tokens
+
+        pairs = zip(times_s, programs, strict=True)
+        latencies = await asyncio.gather(*(one(time_s, program) for time_s, program in pairs))
+        stats = await server.engine.stats()
+        classes = stats.by_class.values()
+        cached = sum(each.prefix_tokens for each in classes)
+        return {
+            "per_token_s": statistics.mean(latencies),
+            "cached": cached / sum(each.prompt_tokens for each in classes),
+            "requests": count,
+        }
+
+    return simulate(world, way, ENGINE, use, ENGINES)
+
+
+def sweep(world: World, way: Way, seconds: float) -> list[Row]:
+    """The rows of all rates up to the first one that is not sustained."""
+    rows: list[Row] = []
+    for rate in GPTS_RATES:
+        rows.append({"rate": rate, **gpts(world, way, rate, seconds)})
+        if rows[-1]["per_token_s"] > OVERLOADED_S:
+            break
+    return rows
+
+
+def sustained(rows: Sequence[Mapping[str, Any]]) -> float:
+    """The highest rate that is sustained; 0 if none is."""
+    return max((row["rate"] for row in rows if row["per_token_s"] <= OVERLOADED_S), default=0.0)
+
 
 MIXED_WAYS = (
     Way("session", grouped=True),
-    Way(MANY, THROUGHPUT, session=False),
-    SMALL,
+    Way(MANY, THROUGHPUT, session=False, router="least"),
+    dataclasses.replace(SMALL, router="least"),
 )
-MIXED_S = 300.0
+MIXED_S = 60.0
+"""How long chats and programs arrive in figure 19."""
+
 MIXED_PAPER = {
     "session": (149.1, 45.1, 23.2),
     MANY: (184.6, 77.8, 24.5),
@@ -359,25 +511,27 @@ MIXED_PAPER = {
 }
 
 
-def mixed(world: World, way: Way) -> Row:
-    """Chats, one per second, beside consecutive map-reduce programs on one engine."""
+def mixed(world: World, way: Way, seconds: float) -> Row:
+    """Chats, one per second, beside as many consecutive map-reduce programs as engines."""
 
-    async def use(end: ServiceEnd) -> Row:
-        clock = LoopClock()
+    async def use(server: ProgramServer) -> Row:
+        end, clock = server.end, LoopClock()
         began_s, chats, programs = clock.now(), [], []
         rng = random.Random(2)
-
-        for arrival in PoissonLoad(1.0, "lmsys").arrivals(MIXED_S, seed=3):
+        for arrival in PoissonLoad(1.0, "lmsys").arrivals(seconds, seed=3):
             prompt = [rng.randrange(1000, 30_000) for _ in range(arrival.size.prompt_tokens)]
             time_s = arrival.time_s + DELAY_S
             chats.append(chat_at(end, time_s, prompt, arrival.size.output_tokens))
-        pending = asyncio.gather(*chats)
-        while clock.now() < began_s + MIXED_S:
-            program = map_reduce_summary(
-                world.texts(len(programs)), chunks=20, chunk_tokens=1024, output_tokens=50
-            )
-            programs.append((await asked(end, program, way)).seconds)
-        answers = await pending
+
+        async def consecutive(user: int) -> None:
+            texts = world.texts(user)
+            while clock.now() < began_s + seconds:
+                program = map_reduce_summary(texts, chunks=20, chunk_tokens=1024, output_tokens=50)
+                programs.append((await asked(end, program, way)).seconds)
+
+        answers, _ = await asyncio.gather(
+            asyncio.gather(*chats), asyncio.gather(*map(consecutive, range(ENGINES)))
+        )
         normalized = [(a.last_s - a.asked_s + DELAY_S) / a.tokens for a in answers]
         return {
             "normalized_ms": 1e3 * statistics.mean(normalized),
@@ -388,54 +542,73 @@ def mixed(world: World, way: Way) -> Row:
             "programs": len(programs),
         }
 
-    return simulate(world, way, LLAMA_7B, use)
+    return simulate(world, way, ENGINE, use, ENGINES)
 
 
-def run(names: Sequence[str], console: Console, path: Path | None) -> None:
+def run(names: Sequence[str], console: Console, path: Path | None, seconds: float | None) -> None:
     """Simulate these figures; other figures in the file are kept."""
     files = resolve_model(None, default_cache_dir(), console.print)
     world = World(Tokenizer.load(files.folder))
     found: Row = json.loads(path.read_text()) if path and path.exists() else {"figures": {}}
     found |= {"environment": environment(), "delay_s": DELAY_S}
     for name in names:
-        if name == "19":
-            found["figures"][name] = {way.name: mixed(world, way) for way in MIXED_WAYS}
-            show_mixed(console, found["figures"][name])
-            keep(found, path)
-            continue
-        figure = FIGURES[name]
-        rows: dict[str, list[Row]] = {}
-        for x in figure.x:
-            for way in figure.ways(x):
-                rows.setdefault(way.name, []).append(figure.run(world, way, x))
-        found["figures"][name] = {
-            "title": figure.title,
-            "x_label": figure.x_label,
-            "x": list(figure.x),
-            "ways": rows,
-            "paper": {way: list(ratios) for way, ratios in figure.paper.items()},
-        }
-        show(console, name, found["figures"][name])
-        keep(found, path)
+        if name == "17":
+            rows = {way.name: sweep(world, way, seconds or SERVED_S) for way in GPTS_WAYS}
+            found["figures"][name] = rows
+            show_gpts(console, rows)
+        elif name == "19":
+            mixes = {way.name: mixed(world, way, seconds or MIXED_S) for way in MIXED_WAYS}
+            found["figures"][name] = mixes
+            show_mixed(console, mixes)
+        else:
+            found["figures"][name] = simulated(world, FIGURES[name])
+            show(console, name, found["figures"][name])
+        if path:
+            ordered = sorted(found["figures"].items())
+            path.write_text(json.dumps({**found, "figures": dict(ordered)}, indent=1) + "\n")
 
 
-def keep(found: Row, path: Path | None) -> None:
-    if path:
-        path.write_text(json.dumps(found, indent=1) + "\n")
+def simulated(world: World, figure: Figure) -> Row:
+    """All rows of a figure, as written to the file."""
+    rows: dict[str, list[Row]] = {}
+    for x in figure.x:
+        for way in figure.ways(x):
+            rows.setdefault(way.name, []).append(figure.run(world, way, x))
+    return {
+        "title": figure.title,
+        "x_label": figure.x_label,
+        "x": list(figure.x),
+        "measure": dataclasses.asdict(figure.measure),
+        "ways": rows,
+        "paper": {way: list(ratios) for way, ratios in figure.paper.items()},
+    }
+
+
+def values_of(figure: Mapping[str, Any], way: str) -> list[float]:
+    """What a figure of the file shows of a way, in the unit of its measure."""
+    measure = Measure(**figure["measure"])
+    return [measure.scale * row[measure.key] for row in figure["ways"][way]]
 
 
 def show(console: Console, name: str, figure: Row) -> None:
     table = Table(f"figure {name}", *(f"{x:g} {figure['x_label']}" for x in figure["x"]))
-    ours = figure["ways"]["session"]
-    for way, rows in figure["ways"].items():
-        table.add_row(f"{way}, s", *(f"{row['seconds']:.1f}" for row in rows))
-        if rows is ours:
+    ours = values_of(figure, "session")
+    for way in figure["ways"]:
+        values = values_of(figure, way)
+        table.add_row(f"{way}, {figure['measure']['unit']}", *(f"{value:.1f}" for value in values))
+        if way == "session":
             continue
-        ratios = [row["seconds"] / first["seconds"] for row, first in zip(rows, ours, strict=True)]
-        table.add_row("  times ours", *(f"{ratio:.2f}" for ratio in ratios))
+        table.add_row("  times ours", *(f"{a / b:.2f}" for a, b in zip(values, ours, strict=True)))
         paper = figure["paper"].get(way)
         if paper:
             table.add_row("  in the paper", *("" if r is None else f"{r:.2f}" for r in paper))
+    console.print(table)
+
+
+def show_gpts(console: Console, figure: Mapping[str, Sequence[Row]]) -> None:
+    table = Table("figure 17, ms per token", *(f"{rate:g}/s" for rate in GPTS_RATES))
+    for way, rows in figure.items():
+        table.add_row(way, *(f"{1e3 * row['per_token_s']:.0f}" for row in rows))
     console.print(table)
 
 
@@ -454,12 +627,13 @@ def show_mixed(console: Console, figure: Row) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--figures", default=",".join([*FIGURES, "19"]))
+    parser.add_argument("--figures", default=",".join(sorted([*FIGURES, "17", "19"])))
     parser.add_argument("--json", type=Path, help="output file; its other figures are kept")
-    add_quick(parser, figures="11a")
+    parser.add_argument("--seconds", type=float, help="virtual time of each run of 17 and 19")
+    add_quick(parser, figures="11a,19", seconds=5.0)
     arguments = parser.parse_args()
     console = Console()
-    run(arguments.figures.split(","), console, arguments.json)
+    run(arguments.figures.split(","), console, arguments.json, arguments.seconds)
 
 
 if __name__ == "__main__":

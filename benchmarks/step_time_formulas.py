@@ -197,9 +197,23 @@ def h200s(count: int) -> Gpus:
     )
 
 
+def a6000s(count: int) -> Gpus:
+    """RTX A6000 with 48 GiB, over PCIe."""
+    return Gpus(
+        name=f"{count}x-a6000",
+        count=count,
+        memory=48 * _GIB,
+        bandwidth=768e9,
+        flops=154.8e12,
+        link_bandwidth=20e9,
+        host_bandwidth=20e9,
+    )
+
+
 def analytic_profiles() -> tuple[Profile, ...]:
-    """The set-ups of the BROS paper, those of the Parrot paper on one GPU, and one of today."""
+    """The set-ups of the BROS paper, those of the Parrot paper, and one of today."""
     return (
+        analytic_profile(LLAMA_7B, a6000s(1)),
         analytic_profile(LLAMA_7B, a100s(1, 80)),
         analytic_profile(LLAMA_13B, a100s(1, 80)),
         analytic_profile(OPT_13B, a100s(2, 40)),
