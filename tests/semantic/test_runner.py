@@ -220,6 +220,23 @@ async def test_a_fill_for_nobody_is_stopped() -> None:
 
 
 @virtually
+async def test_prefixes_that_grow_while_one_is_computed_are_one_task() -> None:
+    """1,200 values that come at once made a chain of as many tasks, too long to be cancelled."""
+    count = 1200
+    desk = Desk(ProgramEngine(lambda prompt: "x", step_s=10.0))
+    desk.submit(*(call(f"{n} {{{{output:v{n}}}}}") for n in range(count)))
+    desk.submit(call(LONG + "".join(f"{{{{v{n}}}}}" for n in range(count)) + " {{output:all}}"))
+    for n in range(count):  # so that the values come one after the other
+        desk.want(f"v{n}")
+        await asyncio.sleep(0.001)
+    assert await desk.value("all") == "x"
+    prompt = text_of(desk.engine.llm_calls()[-1].prompt_token_ids)
+    assert prompt == LONG + count * "x" + " "
+    await desk.close()
+    assert not desk.engine.kept
+
+
+@virtually
 async def test_a_failed_fill_does_no_harm() -> None:
     engine = ProgramEngine()
 

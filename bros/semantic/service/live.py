@@ -125,6 +125,7 @@ class CallRecord:
     llm_calls: records of its LLM calls by index.
     pinned: ids of engine requests whose KV is pinned for the next LLM call.
     prefill: the task that prefills the known prefix of the prompt.
+    next_prefill: the LLM call whose known prefix it prefills next; None if it is not longer.
     lock: held while the prompt is extended, because long texts are encoded on a thread.
     """
 
@@ -135,6 +136,7 @@ class CallRecord:
     llm_calls: dict[int, LlmCallRecord] = field(default_factory=dict)
     pinned: set[str] = field(default_factory=set)
     prefill: asyncio.Task[None] | None = None
+    next_prefill: LlmCall | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def llm_call(self, index: int) -> LlmCallRecord:

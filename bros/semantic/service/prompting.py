@@ -21,7 +21,12 @@ from bros.semantic.core.prompt import PieceEncoder, Prompt
 from bros.semantic.core.template import Text
 from bros.semantic.errors import FailedStage
 from bros.semantic.service.generating import LlmCallFailedError
-from bros.semantic.service.live import ServedSession, SessionSettings, request_group
+from bros.semantic.service.live import (
+    CallRecord,
+    ServedSession,
+    SessionSettings,
+    request_group,
+)
 from bros.semantic.transforms import TransformError
 
 T = TypeVar("T")
@@ -115,26 +120,38 @@ class Prefiller:
         self._settings = settings
         self.count = 0
 
-    def start(self, session: ServedSession, llm_call: LlmCall) -> asyncio.Task[None]:
-        """Prefill the known prefix of the prompt, after any earlier prefill of the call."""
+    def start(self, session: ServedSession, llm_call: LlmCall) -> asyncio.Task[None] | None:
+        """Prefill the known prefix of the prompt. Returns the task that does it.
+
+        None: a task already prefills a shorter prefix of the call, and goes on with this one.
+        """
         record = session.record(llm_call.call.id)
-        record.prefill = asyncio.create_task(self._prefill(session, llm_call, record.prefill))
+        record.next_prefill = llm_call
+        if record.prefill is not None and not record.prefill.done():
+            return None
+        record.prefill = asyncio.create_task(self._prefill_all(session, record))
         return record.prefill
 
     async def stop(self, session: ServedSession, llm_call: LlmCall) -> None:
         """Cancel an unfinished prefill of the call."""
-        prefill = session.record(llm_call.call.id).prefill
-        if prefill is not None:
-            prefill.cancel()
-            await asyncio.gather(prefill, return_exceptions=True)
+        record = session.record(llm_call.call.id)
+        record.next_prefill = None
+        if record.prefill is not None:
+            record.prefill.cancel()
+            await asyncio.gather(record.prefill, return_exceptions=True)
 
-    async def _prefill(
-        self, session: ServedSession, llm_call: LlmCall, before: asyncio.Task[None] | None
-    ) -> None:
+    async def _prefill_all(self, session: ServedSession, record: CallRecord) -> None:
+        """Prefill the known prefix of a call until it has not become longer meanwhile.
+
+        One task does all of it: a call that reads 1,000 values has up to 1,000 known prefixes.
+        """
+        while record.next_prefill is not None:
+            llm_call, record.next_prefill = record.next_prefill, None
+            await self._prefill(session, llm_call)
+
+    async def _prefill(self, session: ServedSession, llm_call: LlmCall) -> None:
         record = session.record(llm_call.call.id)
         try:
-            if before is not None:
-                await before
             prompt = await self._prompter.extend(session, llm_call)
             token_ids, private_from = prompt.token_ids(), prompt.private_from
             block_size = self._engine.info.block_size

@@ -227,7 +227,10 @@ class ProgramRunner:
                     session.tasks[llm_call].cancel()
             case Prefill(llm_call):
                 prefill = self._prefiller.start(session, llm_call)
-                prefill.add_done_callback(lambda _: self._release_if_over(session, llm_call.call))
+                if prefill is not None:
+                    prefill.add_done_callback(
+                        lambda _: self._release_if_over(session, llm_call.call)
+                    )
             case Settled(variable, call):
                 session.settled.notify(variable)
                 session.streamed.notify(variable)
