@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
 
-from bros.core.errors import EngineDeadError
 from bros.engine.client import MessageClient
 from bros.engine.engine import Engine
 from bros.engine.loop import run_engine
@@ -46,9 +46,16 @@ class ThreadEngineClient(MessageClient):
     def _run(self, transport: _ThreadTransport) -> None:
         try:
             run_engine(self._engine, transport)
+        except _LoopClosedError:
+            logger.warning("the engine stopped: the event loop of its client was closed")
         except Exception as error:
             logger.exception("the engine stopped")
-            transport.send(Failed(f"The engine stopped: {error}"))
+            with contextlib.suppress(_LoopClosedError):
+                transport.send(Failed(f"The engine stopped: {error}"))
+
+
+class _LoopClosedError(Exception):
+    """The event loop of the client is closed."""
 
 
 class _ThreadTransport:
@@ -64,5 +71,5 @@ class _ThreadTransport:
     def send(self, reply: Reply) -> None:
         try:
             self._reply(reply)
-        except RuntimeError as error:  # the event loop is closed
-            raise EngineDeadError("The program that used this engine has ended.") from error
+        except RuntimeError as error:
+            raise _LoopClosedError from error

@@ -232,3 +232,26 @@ async def test_close_ends_the_thread_and_releases_the_executor(model: GatedModel
         async for _ in stream:
             pass
     await client.close()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_thread_ends_if_the_event_loop_is_closed_before_the_client(
+    model: GatedModel, broken: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """broken: its last step fails, which it can only log."""
+
+    async def forget_to_close() -> None:
+        client = ThreadEngineClient(make_engine(model))
+        await client.wait_ready()
+        model.hold_after = 1
+        await client.submit(ask("a", max_tokens=150))
+
+    before = set(threading.enumerate())
+    asyncio.run(forget_to_close())
+    (thread,) = [t for t in set(threading.enumerate()) - before if t.name == "bros-engine"]
+    model.broken = broken
+    model.gate.set()
+    thread.join(timeout=10)
+    assert not thread.is_alive() and model.steps < 150
+    reason = "the engine stopped" if broken else "the event loop of its client was closed"
+    assert reason in caplog.messages[-1]
