@@ -518,3 +518,45 @@ def test_who_leaves_before_its_copies_are_read_gives_host_blocks_back_once() -> 
     kv.take_copies()
     kv.check_integrity()
     assert kv.num_host_blocks_used == 0
+
+
+def test_host_copies_of_tokens_that_will_be_recomputed_are_evicted() -> None:
+    """The one host block has a copy of the last four tokens until those before them are lost."""
+    kv = KvCacheManager(4, 4, num_host_blocks=1)
+    kv.append("be", 16, Side.RIGHT)
+    lost = []
+    for _ in range(3):
+        assert kv.append("rt", 4, Side.LEFT, lambda: ["be"]) is not None
+        lost.append((kv.take_losses()["be"].copied, kv.take_cuts(), kv.num_missing("be")))
+        kv.take_copies()
+        kv.check_integrity()
+    assert lost == [(4, {}, 4), (0, {"be": 8}, 0), (4, {}, 4)]
+
+
+def test_a_shared_block_of_the_other_side_stays_shared_when_one_request_is_left() -> None:
+    """That request grows from the right; the block was filled from the left."""
+    prompts = Prompts(8)
+    prompts.start("rt", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    prompts.start("be", [1, 2, 3, 4, 5, 6, 7, 8, 9], Side.RIGHT)
+    prompts.kv.free("rt")
+    prompts.kv.check_integrity()
+    assert prompts.kv.num_shared_blocks == 2
+
+
+def test_a_preempted_request_is_no_longer_a_producer() -> None:
+    prompts = Prompts(16, num_host_blocks=16)
+    prompts.texts["a"] = array("i", range(40))
+    keys = prompts.keys("a", 39)
+    prompts.kv.append("a", 12, Side.RIGHT, match=prompts.kv.match(keys))
+    assert prompts.kv.match(keys).producer == "a"
+    assert prompts.kv.append("rt", 60, Side.LEFT, lambda: ["a"]) is not None
+    assert prompts.kv.match(keys).producer is None
+
+
+def test_the_literal_policy_preempts_blocks_with_the_most_free_slots_first() -> None:
+    kv = KvCacheManager(2, 4, literal=True)
+    kv.append("full", 4, Side.RIGHT)
+    kv.append("half", 2, Side.RIGHT)
+    assert kv.append("rt", 6, Side.LEFT, lambda: ["full", "half"]) is not None
+    assert {name: lost.tokens for name, lost in kv.take_losses().items()} == {"half": 2, "full": 2}
+    kv.check_integrity()

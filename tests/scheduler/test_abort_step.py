@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
+from bros.core.clock import ManualClock
+from bros.core.plan import StepPlan, StepResult
 from bros.core.request import EngineRequest, FinishReason, Slo
-from support.scheduling import make_scheduler, request
+from bros.engine.engine import Engine
+from support.scheduling import engine_info, make_scheduler, request
+from support.toy_model import ToyModel
 from support.virtual_time import BE, RT, VirtualRun, plan_seconds
 
 # Of support.scheduling.MODEL: a step takes 20 ms and 1 ms per token. The first token is due after
@@ -242,3 +247,23 @@ def test_a_request_with_the_name_of_one_that_was_in_the_step_is_left_alone() -> 
     run.scheduler.check_integrity()
     again = run.scheduler.schedule(0.02)
     assert again is not None and again.chunks[0].start == 0
+
+
+class AskingModel(ToyModel):
+    """Asks once in each step whether to abort it."""
+
+    def execute(
+        self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
+    ) -> StepResult | None:
+        if should_abort is not None and should_abort():
+            return None
+        return super().execute(plan)
+
+
+def test_one_urgent_request_among_several_arrivals_aborts_the_step() -> None:
+    scheduler = make_scheduler("bros", blocks=4000, max_batch_tokens=400)
+    info = engine_info(blocks=4000, block_size=4, policy="bros")
+    engine = Engine(scheduler, AskingModel(4), ManualClock(), info)
+    engine.submit(request("be", [7] * 9000, BE))
+    assert engine.step(lambda: [arrival(SHORT, 0.0), arrival(LONG, 0.0)]) == []
+    assert engine.stats().abandoned_steps == 1

@@ -681,3 +681,14 @@ def test_who_starts_in_the_next_step_has_waited_for_the_running_one() -> None:
         waits[overlap] = [trace.waits.get("tokens", 0.0) for trace in traces if trace is not None]
     assert waits[True] == pytest.approx(waits[False])
     assert waits[True][0] == 0.0 and waits[True][3] == pytest.approx(3 * waits[True][1])
+
+
+def test_an_overdue_step_is_expected_to_end_now_rather_than_in_the_past() -> None:
+    """A prompt of 300 tokens takes 0.32 s, too long for a deadline 0.3 s from now."""
+    run = Run("bros", overload="relegate", max_batch_tokens=400, blocks=2000)
+    run.submit("be", [7] * 40, BE, max_tokens=20)
+    run.step()
+    run.clock.advance(10.0)
+    slo = Slo(ttft_s=0.3, tpot_s=0.2)
+    arrival = request("rt", 300, RT, slo=slo, arrival_s=run.clock.now(), max_tokens=2)
+    assert run.engine.submit(arrival) is BE

@@ -576,3 +576,33 @@ def test_best_effort_leaves_time_for_what_prompts_take_here(prompt_tokens: int) 
     assert len(late) <= 8, late
     best_effort = [seconds for seconds in run.seconds if seconds > 0.1]
     assert best_effort, "nothing is gained by steps that have no room for best-effort work"
+
+
+def test_an_interrupted_request_that_waits_gets_a_new_deadline_whenever_it_misses_one() -> None:
+    """With its first deadline it would come before all requests that are on time."""
+    bros, queues = policy(), Queues()
+
+    def arrives(name: str, slo: Slo, now: float, outputs: int = 0) -> None:
+        state = RequestState(
+            request(name, 9, RT),
+            service_class=RT,
+            slo=slo,
+            now=now,
+            arrival_index=int(now),
+            seed=0,
+            max_length=50,
+            eos_token_ids=frozenset(),
+        )
+        for _ in range(outputs):
+            state.add_output(7, now)
+        bros.place(state, now)
+        queues.enqueue(state)
+
+    arrives("begun", Slo(0.5, 0.2), 0.0, outputs=1)
+    assert [state.deadline_s for state in bros.propose(queues, 1.0).urgent] == [1.5]
+    arrives("new", Slo(0.4, 0.2), 2.0)
+    urgent = list(bros.propose(queues, 2.0).urgent)
+    assert [(state.request_id, state.deadline_s) for state in urgent] == [
+        ("new", pytest.approx(2.4)),
+        ("begun", 2.5),
+    ]

@@ -443,3 +443,17 @@ def test_best_effort_is_not_stopped_by_a_prefix_that_many_real_time_requests_sha
         run.step()
     assert run.answers["be"]
     run.drain()
+
+
+def test_two_best_effort_prompts_in_one_step_do_not_evict_protected_blocks() -> None:
+    """Of 40 blocks, 10 hold the real-time prompt and are protected; each other prompt needs 18."""
+    run = Run(blocks=40, rt_cache_share=0.5, max_batch_tokens=400)
+    run.submit("before", 40)
+    run.drain()
+    for number in range(2):
+        run.submit(f"be{number}", range(100 + 100 * number, 172 + 100 * number), BE)
+    assert list(run.step()) == ["be0"]
+    run.drain()
+    run.submit("after", 40)
+    run.drain()
+    assert run.cached["after"] == 36

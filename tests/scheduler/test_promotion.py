@@ -444,3 +444,14 @@ class AnyTime(RuleBasedStateMachine):
 
 
 TestAnyTime = AnyTime.TestCase
+
+
+def test_promotion_sets_the_pace_by_the_number_of_remaining_tokens() -> None:
+    """40 of 100 tokens remain, in 20 s."""
+    run = VirtualRun()
+    run.submit("be", 10, BE, max_tokens=100, ignore_eos=True)
+    while len(run.token_times["be"]) < 60:
+        run.step()
+    run.scheduler.promote("be", Slo(1.0, 1.0, 20.0), run.now)
+    trace = run.scheduler.trace("be")
+    assert trace is not None and trace.slo == Slo(0.5, 0.5, 20.0)
