@@ -226,3 +226,73 @@ def test_promoted_work_counts_as_real_time_work() -> None:
             await group.client.close()
 
     run_virtual(main)
+
+
+def test_requests_return_to_a_stuck_replica_that_answers_again_and_is_the_only_one() -> None:
+    async def test(group: Group) -> None:
+        reading = asyncio.create_task(collect(group.client, ask(max_tokens=300)))
+        await asyncio.sleep(5 * STEP_S)
+        where = group.where("r")
+        slow, other = group.engines[where], group.engines[1 - where]
+        slow.hung = True
+        group.client.drain(where, move=True)
+        await asyncio.sleep(1.2)
+        other.die()
+        await asyncio.sleep(0.5)
+        slow.hung = False
+        await asyncio.sleep(5 * STEP_S)
+        assert "r" not in slow.open_ids and not reading.done()
+        slow.report()
+        assert tokens_of(await reading) == foretold(ask(max_tokens=300))
+
+    in_group(test)
+
+
+def test_a_dropped_request_that_has_output_is_not_submitted_to_another_replica() -> None:
+    async def test(group: Group) -> None:
+        reading = asyncio.create_task(collect(group.client, ask()))
+        await asyncio.sleep(5 * STEP_S)
+        where = group.where("r")
+        group.engines[where].shed = {"r"}
+        outputs = await reading
+        assert 0 < len(tokens_of(outputs)) < 20
+        assert (outputs[-1].finish_reason, outputs[-1].retry_after_s) == (FinishReason.ERROR, 2.0)
+        assert "r" not in group.engines[1 - where].submitted
+
+    in_group(test)
+
+
+def test_a_replica_that_is_resumed_before_it_is_drained_is_not_restarted() -> None:
+    async def test(group: Group) -> None:
+        reading = asyncio.create_task(collect(group.client, ask()))
+        await asyncio.sleep(5 * STEP_S)
+        where = group.where("r")
+        group.client.drain(where, restart=True)
+        group.client.resume(where)
+        assert tokens_of(await reading) == foretold(ask())
+        await asyncio.sleep(2)
+        assert group.client.replicas()[where].state is ReplicaState.UP
+        assert group.engines[where].deaths == 0
+
+    in_group(test)
+
+
+def test_promotion_of_a_prefilled_request_counts_only_its_decode_time() -> None:
+    async def main() -> None:
+        fleet = make_fleet("e2", RouterSettings())
+        group = Group(2, fleet)
+        async with asyncio.timeout(HANGS_S):
+            prompt = list(range(1, 41))
+            asked = ask(service_class=BE, prompt_token_ids=prompt)
+            reading = asyncio.create_task(collect(group.client, asked))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            (busy,) = [replica for replica in fleet.replicas.values() if replica.works]
+            assert busy.open_work.prefill_s[BE] > 0.0
+            await asyncio.sleep(5 * STEP_S)
+            await group.client.promote("r", Slo())
+            assert busy.open_work.prefill_s == {RT: 0.0, BE: 0.0}
+            await reading
+            await group.client.close()
+
+    run_virtual(main)

@@ -365,3 +365,21 @@ def test_a_first_one_that_does_not_come_up_says_why() -> None:
         await group.client.close()
 
     in_virtual_time(test)
+
+
+def test_a_replica_that_fails_for_good_while_it_is_drained_is_closed_once() -> None:
+    async def test() -> None:
+        group = Group(step_s=1.0, first=2, min_replicas=1, max_replicas=2, calm_s=30.0)
+        await group.client.start()
+        requests = [ask(f"r{n}", group.clock.now(), None, 400) for n in range(2)]
+        answers = [asyncio.create_task(tokens_of(group.client, each)) for each in requests]
+        await asyncio.sleep(60)
+        lost = group.engines[group.states.index(ReplicaState.DRAINING)]
+        lost.die()
+        lost.on_final_death("three times")  # type: ignore[attr-defined]
+        await asyncio.sleep(5)
+        assert sorted(group.states) == [ReplicaState.GONE, ReplicaState.UP] and lost.closed
+        assert await asyncio.gather(*answers) == [foretold(each) for each in requests]
+        await group.client.close()
+
+    in_virtual_time(test)

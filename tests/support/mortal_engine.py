@@ -80,6 +80,10 @@ class MortalEngine:
         self._listener(EngineReport(version=1, full=True))
         self._worker = asyncio.get_running_loop().create_task(self._work())
 
+    def report(self) -> None:
+        """Send a report."""
+        self._listener(EngineReport(version=2))
+
     def die(self) -> None:
         """All that is open is lost."""
         if not self.alive:
