@@ -309,3 +309,22 @@ async def test_an_engine_that_is_up_is_asked_at_once(wire: Wire) -> None:
     wire.client.on_reply(Reported(EngineReport(version=1)))  # nobody listens
     wire.client.subscribe(lambda report: None)
     assert wire.all_sent == [Subscribe()]
+
+
+def test_a_sink_that_connects_after_a_death_gets_the_output_and_the_error() -> None:
+    stream, output = OutputStream(ServiceClass.RT), RequestOutput(request_id="r", token_ids=(1,))
+    death = EngineDeadError("It is gone.")
+    stream.put(output)
+    stream.put(death)
+    received: list[RequestOutput | EngineDeadError] = []
+    stream.connect(received.append)
+    assert received == [output, death]
+
+
+async def test_merged_outputs_keep_the_cached_tokens_of_the_first_one() -> None:
+    stream = OutputStream(ServiceClass.RT)
+    stream.put(RequestOutput(request_id="r", token_ids=(1,), cached_tokens=8))
+    stream.put(RequestOutput(request_id="r", finish_reason=FinishReason.ABORT))
+    (output,) = [output async for output in stream]
+    assert (output.token_ids, output.finish_reason) == ((1,), FinishReason.ABORT)
+    assert output.cached_tokens == 8

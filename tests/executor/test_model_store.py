@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -172,3 +173,12 @@ def test_default_cache_is_in_the_home_folder(
 def test_importing_the_store_does_not_import_torch() -> None:
     script = "import sys, bros.executor.model_store; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_gguf_file_with_a_new_modification_time_is_converted_again(
+    gguf_file: Path, tmp_path: Path
+) -> None:
+    first = resolve_model(str(gguf_file), tmp_path / "cache")
+    written_ns = gguf_file.stat().st_mtime_ns
+    os.utime(gguf_file, ns=(written_ns, written_ns + 1_000_000_000))
+    assert resolve_model(str(gguf_file), tmp_path / "cache").folder != first.folder

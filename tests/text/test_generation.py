@@ -815,3 +815,13 @@ async def test_choices_of_several_prompts_are_numbered_through() -> None:
         engine.say("a", FinishReason.LENGTH, to=request.request_id, cached=cached)
     assert [result.index for result in await collect(generation)] == [0, 1, 2, 3]
     assert generation.cached_tokens == 3, "2 of the first prompt, 1 of the second"
+
+
+async def test_an_incomplete_character_at_the_end_can_complete_a_stop_string() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine, stop=("x\ufffd",))
+    half = TOKENIZER.encode("\U0001f680")[:2]
+    engine.say([*one_by_one("ax"), *half], FinishReason.LENGTH)
+    delta = await anext(generation)
+    assert (delta.text, delta.stop_reason) == ("a", "x\ufffd")
+    assert delta.finish_reason is FinishReason.STOP

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from bros.core.errors import EngineDeadError
-from bros.engine.messages import Heartbeat, Ready
+from bros.engine.messages import Failed, Heartbeat, Ready
+from bros.transport import process_client
 from bros.transport.ipc import Endpoints, ZmqTransport
 from bros.transport.process_client import SupervisedClient
 from support.mortal_engine import INFO
@@ -93,3 +94,80 @@ async def test_want_of_room_is_no_reason_to_give_up(tmp_path: Path) -> None:
             await asyncio.sleep(0)
     assert client.alive
     await client.close()
+
+
+class UnreliableClient(EndlessClient):
+    """Of an engine whose starts fail or that dies as soon as it is ready.
+
+    starts: "-" fails, "+" becomes ready.
+    """
+
+    def __init__(self, folder: Path, starts: str) -> None:
+        super().__init__(folder)
+        self._starts = list(starts)
+
+    async def _run_once(self) -> str:
+        if not self._starts:
+            return await super()._run_once()
+        if self._starts.pop(0) == "+":
+            self.on_reply(Ready(INFO))
+            return "lost"
+        return "not started"
+
+
+async def test_only_failed_starts_in_a_row_stop_the_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_client, "_BACK_OFF_S", 0.0)
+    client = UnreliableClient(tmp_path, "+--+--+-")
+    await client.start()
+    async with asyncio.timeout(10):
+        while not client.alive:
+            await asyncio.sleep(0)
+    assert not client._starts
+    await client.close()
+
+
+class FailingClient(SupervisedClient):
+    """Of an engine that may report failures before it is killed, and is not restarted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.deaths: list[str] = []
+        super().__init__(restart=False, on_final_death=self.deaths.append, grace_s=1.0)
+        self._folder = folder
+        self.killed = asyncio.Event()
+
+    async def _run_once(self) -> str:
+        async with AsyncExitStack() as stack:
+            self._listen(stack, Endpoints.of(self._folder))
+            self.on_reply(Ready(INFO))
+            await self.killed.wait()
+        return self._failure
+
+    def _kill(self) -> None:
+        self.killed.set()
+
+
+async def test_the_first_reported_failure_is_the_reason_of_a_death(tmp_path: Path) -> None:
+    client = FailingClient(tmp_path)
+    await client.start()
+    engine = ZmqTransport(tmp_path)
+    for reason in ("the disk is full", "a rank is lost"):
+        engine.send(Failed(reason))
+    async with asyncio.timeout(10):
+        while not await _dead_because(client, "a rank is lost"):
+            await asyncio.sleep(0.001)
+        client.killed.set()
+        while not client.deaths:
+            await asyncio.sleep(0.001)
+    assert client.deaths == ["the disk is full"]
+    await client.close()
+    engine.close()
+
+
+async def _dead_because(client: SupervisedClient, reason: str) -> bool:
+    if client.alive:
+        return False
+    with pytest.raises(EngineDeadError) as caught:
+        await client.stats()
+    return str(caught.value) == reason
