@@ -515,3 +515,11 @@ def test_a_batch_that_could_not_be_finished_for_lack_of_room_is_as_before(store:
     assert store.unplaced() == []
     finish_with_files(store, lease, ("file-out", "file-err"), NOW + 9)
     assert store.batches.get("ann", "batch_1").status is BatchStatus.COMPLETED
+
+
+def test_faults_do_not_fail_a_batch_that_is_about_to_expire(store: Store) -> None:
+    lease = started(store)
+    store.batches.begin_finalizing(lease, BatchStatus.EXPIRED, NOW + 1)
+    before = store.batches.get("ann", "batch_1")
+    assert note_faults(store, lease, 5) == before
+    assert ended(store, BatchStatus.EXPIRED, lease).status is BatchStatus.EXPIRED

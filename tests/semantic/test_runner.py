@@ -523,3 +523,33 @@ async def test_a_call_of_which_only_the_beginning_is_wanted_is_seen_as_that() ->
     assert (view.state, view.service_class, view.level) == ("waiting", ServiceClass.RT, "rt")
     await desk.value("y", THROUGHPUT)
     assert desk.view(request).service_class is ServiceClass.BE
+
+
+class RecordingEngine(ProgramEngine):
+    """calls: aborts and releases, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    async def abort(self, request_id: str) -> None:
+        self.calls.append(f"abort {request_id}")
+        await super().abort(request_id)
+
+    async def release(self, request_id: str) -> None:
+        self.calls.append(f"release {request_id}")
+        await super().release(request_id)
+
+
+@virtually
+async def test_kv_of_a_cancelled_call_is_released_after_its_requests_are_aborted() -> None:
+    """KV released before would stay pinned if the request completed in between."""
+    engine = RecordingEngine()
+    desk = Desk(engine)
+    (request,) = desk.submit(call("A {{output:x}} B {{output:y}}"))
+    desk.want("y")
+    await asyncio.sleep(0.08)
+    (running,) = engine.open
+    desk.service.cancel(TENANT, desk.session, request)
+    await asyncio.sleep(0.1)
+    assert engine.calls == [f"abort {running}", f"release {running}"]

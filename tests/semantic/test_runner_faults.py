@@ -292,3 +292,16 @@ async def test_cancelled_before_the_engine_has_heard_of_it() -> None:
     assert not desk.engine.open
     view = await desk.service.delete(TENANT, desk.session)
     assert view.state == "closed"
+
+
+@virtually
+async def test_refusals_do_not_count_as_engine_deaths() -> None:
+    desk = Desk(retries=1)
+    desk.engine.refusals = [QueueFullError(9, 1.0)] * 3
+    desk.submit(call("Say {{output:a}}", sampling=GREEDY))
+    desk.want("a")
+    await asyncio.sleep(3.08)
+    assert not desk.engine.refusals
+    desk.engine.die()
+    desk.engine.revive()
+    assert await desk.value("a") == echo("Say ")

@@ -501,3 +501,16 @@ async def test_what_is_forgotten_makes_room() -> None:
     calls = desk.service.inspect(TENANT, desk.session).calls
     assert len(calls) == 5
     assert calls[-1].id == request
+
+
+@virtually
+async def test_a_plain_request_that_ends_after_its_session_releases_its_kv() -> None:
+    engine = ProgramEngine()
+    service = make_service(engine)
+    late = service.join(TENANT, "crew")
+    await service.delete(TENANT, "crew")
+    engine.kept = {"x"}
+    late.accepted(ServiceClass.RT, ["x"])
+    late.finished("text", prompt_tokens=1, cached_tokens=0, output_tokens=1)
+    await asyncio.sleep(0.1)
+    assert not engine.kept

@@ -290,3 +290,31 @@ async def check_ended(server: BatchServer, batch_id: str, lost: set[int]) -> Non
     assert batch.request_counts is not None
     counts = (batch.request_counts.completed, batch.request_counts.failed)
     assert counts == (ROWS - len(lost), len(lost))
+
+
+async def test_a_row_that_is_stopped_while_it_waits_for_a_valid_lease_releases_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease has run out; then the batch expires."""
+
+    def unreachable(*args: Any) -> Any:
+        raise StoreUnavailableError("the store cannot be reached")
+
+    async with batch_server(tmp_path) as server:
+        assert server.live.server.state.jobs is not None
+        runner = server.live.server.state.jobs.runner
+        server.engine.held = "row"
+        batch = await server.submit(*map(row, range(20)))
+        await until(lambda: 0 < server.engine.waiting == runner.rows_in_flight)
+        begun = len(server.engine.submitted)
+        with monkeypatch.context() as patch:
+            patch.setattr(server.store.batches, "renew", unreachable)
+            server.clock.advance(100.0)
+            server.engine.go_on.set()
+            await server.wait_done(batch, begun)
+            await until(lambda: runner.rows_in_flight == 1)
+            server.clock.advance(24 * 3600.0)
+            server.wake()
+            await server.wait(batch, "expired")
+        assert len(server.engine.submitted) == begun < 20
+        await until(lambda: runner.rows_in_flight == 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bros.batch.objects import StoreError
+from bros.batch.objects import StoreError, StoreUnavailableError
 from support.batch_server import (
     ANSWER_TOKENS,
     NOW,
@@ -264,3 +265,31 @@ async def test_old_files_are_swept_by_the_next_server(tmp_path: Path) -> None:
         assert [file async for file in second.client.files.list()] == []
         kept = await second.client.batches.retrieve(done.id)
         assert kept.output_file_id == done.output_file_id
+
+
+async def test_a_cancelled_batch_has_no_backlog_while_the_store_is_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with batch_server(tmp_path) as server:
+        assert server.live.server.state.jobs is not None
+        runner, commit = server.live.server.state.jobs.runner, server.store.batches.commit
+        out_of_reach = threading.Event()
+        out_of_reach.set()
+
+        def unreachable(*args: Any) -> Any:
+            if out_of_reach.is_set():
+                raise StoreUnavailableError("the store cannot be reached")
+            return commit(*args)
+
+        monkeypatch.setattr(server.store.batches, "commit", unreachable)
+        server.engine.held = "held"
+        batch = await server.submit(row(40, "quick"), *rows(40, "held"))
+        await until(lambda: server.engine.waiting == in_flight(server) >= 15)
+        ((left, _),) = runner.backlog()
+        assert left > 0
+        await server.client.batches.cancel(batch.id)
+        server.wake()
+        await until(lambda: in_flight(server) == 0)
+        assert runner.backlog() == []
+        out_of_reach.clear()
+        assert (await server.wait(batch)).status == "cancelled"

@@ -9,6 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from bros.server.errors import ServerStoppingError
+from bros.server.http import CancelOnDisconnect
+from bros.server.state import StopSignal
 from support.scripted_server import LiveServer, Server
 
 CHAT = "/v1/chat/completions"
@@ -114,3 +117,23 @@ async def test_closed_connection_aborts(live: LiveServer, stream: bool) -> None:
         await asyncio.gather(request, return_exceptions=True)
     await asyncio.wait_for(engine.abort_seen.wait(), SOON_S)
     assert engine.aborted == [engine.submitted[0].request_id]
+
+
+async def test_a_task_that_is_cancelled_while_the_server_stops_stays_cancelled() -> None:
+    async def no_disconnect() -> dict[str, Any]:
+        await asyncio.sleep(60)
+        return {"type": "http.disconnect"}
+
+    async def work() -> None:
+        async with CancelOnDisconnect(no_disconnect, stopping):
+            await asyncio.sleep(60)
+
+    stopping = StopSignal()
+    only_stopped, cancelled = asyncio.ensure_future(work()), asyncio.ensure_future(work())
+    await asyncio.sleep(0)
+    stopping.set()
+    cancelled.cancel()
+    with pytest.raises(ServerStoppingError):
+        await only_stopped
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled

@@ -241,3 +241,9 @@ async def test_openais_client_joins(live: LiveServer, stream: bool) -> None:
             ("first", "finished"),
             ("second", "cancelled"),
         ]
+
+
+async def test_the_value_of_a_plain_request_is_its_first_choice(kept: Server) -> None:
+    ok(await chat(kept, {"x-bros-session": "app"}, n=2))
+    (variable,) = ok(await kept.http.get("/v1/sessions/app/variables"))["data"]
+    assert variable["value"] == "Hello world"

@@ -12,8 +12,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from bros.core.request import FinishReason, ServiceClass
+from bros.server.errors import GenerationFailedError
 from bros.server.http import ChunkedBody
-from bros.server.openai.stream import DIRECT_SEND
+from bros.server.openai.stream import DIRECT_SEND, Answer
+from bros.text.generation import TextDelta
 from support.scripted_server import LiveServer, Server, chunks, events
 
 
@@ -298,3 +301,33 @@ async def test_without_the_servers_protocol_there_is_no_direct_body() -> None:
         raise AssertionError
 
     assert ChunkedBody.behind(send) is None
+
+
+class OneTurnGeneration:
+    """All of its deltas arrive in the same turn of the event loop."""
+
+    service_classes = (ServiceClass.RT,) * 2
+
+    def __init__(self, *deltas: TextDelta) -> None:
+        self._deltas = list(deltas)
+
+    async def ready(self) -> list[TextDelta]:
+        return self._deltas
+
+
+class IdleObserver:
+    def on_delta(self, delta: TextDelta) -> None: ...
+
+    def on_error(self, message: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+async def test_deltas_that_arrive_with_a_failure_are_returned_before_it_is_raised() -> None:
+    text = TextDelta(0, "Hi", (5,), (), None, None, 1, 0)
+    failure = TextDelta(1, "", (), (), FinishReason.ERROR, None, 0, 0, error="NaN!")
+    generation = OneTurnGeneration(text, failure)
+    answer = Answer(generation, lambda classes: IdleObserver())  # type: ignore[arg-type]
+    assert list(await answer.deltas()) == [text]
+    with pytest.raises(GenerationFailedError, match="NaN!"):
+        await answer.deltas()
