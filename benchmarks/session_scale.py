@@ -179,7 +179,8 @@ class Bench:
 
     async def submit(self, session: str, calls: Sequence[CallSpec]) -> list[str]:
         """Ids of the calls."""
-        return [each.request_id for each in self.service.submit(TENANT, session, calls)]
+        accepted = await self.service.accept(TENANT, session, calls)
+        return [each.request_id for each in accepted]
 
     async def want(self, session: str, *names: str) -> None:
         """Request values, one per turn."""

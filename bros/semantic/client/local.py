@@ -48,7 +48,7 @@ class LocalBackend:
     async def submit(
         self, session_id: str, calls: Sequence[CallSpec], key: str
     ) -> Sequence[SubmittedCall]:
-        return self._service.submit(_TENANT, session_id, calls, key)
+        return await self._service.accept(_TENANT, session_id, calls, key)
 
     async def declare(
         self, session_id: str, variable_id: str, name: str, value: str | None

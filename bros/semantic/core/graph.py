@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 from bros.semantic.core.nodes import Call, InputPiece, LlmCall, NewCall, OutputPiece, Variable
 from bros.semantic.errors import ConflictError
 from bros.semantic.schema import CallKind, CallState, VariableState
+
+
+class AddedCalls(NamedTuple):
+    """Calls that were added to a graph.
+
+    touching: their LLM calls that read or set a variable which was there before.
+    """
+
+    calls: list[Call]
+    touching: list[LlmCall]
 
 
 class Graph:
@@ -35,22 +46,33 @@ class Graph:
         (already_produced), an id is taken (already_exists), or the calls would form a cycle
         (cyclic, with the path in the message).
         """
-        draft = _Draft(self)
-        calls = [draft.call(one, now) for one in new]
-        llm_calls = [llm_call for call in calls for llm_call in call.llm_calls]
-        order = draft.producers_first(llm_calls)
+        return self.commit(whole(self.drafting(new, now, len(new) + 1))).calls
+
+    def drafting(
+        self, new: Sequence[NewCall], now: float, slice_calls: int
+    ) -> Generator[None, None, Draft]:
+        """Check these calls like `add`, in slices, without adding them.
+
+        It pauses after every slice_calls calls. Only `commit` changes the graph. Raises as `add`.
+        """
+        draft = Draft(self, new, now)
+        yield from draft.check(slice_calls)
+        return draft
+
+    def commit(self, draft: Draft) -> AddedCalls:
+        """Add the calls of a draft. If the graph has changed since so that the draft does not hold
+        any more, check them again, in one slice. Raises as `add`."""
+        if not draft.holds():
+            draft = whole(self.drafting(draft.new, draft.now, len(draft.new) + 1))
         self.variables.update(draft.variables)
-        self.calls.update((call.id, call) for call in calls)
-        self.added += len(calls)
-        for llm_call in llm_calls:
-            for variable in llm_call.inputs:
-                variable.consumers[llm_call] = None
-            for variable in llm_call.outputs:
-                variable.producer = llm_call
-            llm_call.num_missing = sum(v.pending for v in llm_call.inputs) + (llm_call.index > 0)
-        for llm_call in order:
+        self.calls.update((call.id, call) for call in draft.calls)
+        self.added += len(draft.calls)
+        for llm_call in draft.touching:
+            draft.link(llm_call)
+            _set_num_missing(llm_call)
+        for llm_call in draft.order_to_set:
             _set_depth(llm_call)
-        return calls
+        return AddedCalls(draft.calls, draft.touching)
 
     def forget(self, call: Call) -> None:
         """Remove an ended call; its variables stay."""
@@ -84,7 +106,22 @@ class Graph:
                 depth = llm_call.depth
                 _set_depth(llm_call)
                 assert llm_call.depth == depth
-        assert len(_Draft(self).producers_first(llm_calls)) == len(llm_calls)
+        assert len(whole(Draft(self).producers_first(llm_calls, len(llm_calls) + 1))) == len(
+            llm_calls
+        )
+
+
+T = TypeVar("T")
+
+
+def whole(slices: Generator[None, None, T]) -> T:
+    """The result of work in slices, without pauses."""
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 def already_set(variable: Variable) -> ConflictError:
@@ -98,6 +135,10 @@ def already_set(variable: Variable) -> ConflictError:
     return ConflictError(message, "already_set")
 
 
+def _set_num_missing(llm_call: LlmCall) -> None:
+    llm_call.num_missing = sum(v.pending for v in llm_call.inputs) + (llm_call.index > 0)
+
+
 def _set_depth(llm_call: LlmCall) -> None:
     """Set the depth: number of LLM calls on the longest path to it; native calls do not count."""
     before = llm_call.previous
@@ -108,31 +149,99 @@ def _set_depth(llm_call: LlmCall) -> None:
         variable.depth = llm_call.depth + (not llm_call.native)
 
 
-class _Draft:
-    """New calls and variables while they are checked; the graph is not changed."""
+class Draft:
+    """New calls and variables while they are checked; the graph is not changed.
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
+    calls, variables: to be added. Their edges to each other are there already.
+    touching: LLM calls with an edge to a variable of the graph.
+    order_to_set: LLM calls whose depth is set when the draft is committed, producers first.
+    """
+
+    def __init__(self, graph: Graph, new: Sequence[NewCall] = (), now: float = 0.0) -> None:
+        self.new = new
+        self.now = now
+        self.calls: list[Call] = []
         self.variables: dict[str, Variable] = {}
+        self.touching: list[LlmCall] = []
+        self.order_to_set: Sequence[LlmCall] = ()
+        self._graph = graph
+        self._added = graph.added
         self._calls: set[str] = set()
         self._producers: dict[Variable, Call] = {}
         self._consumers: dict[Variable, list[LlmCall]] = {}
 
-    def call(self, new: NewCall, now: float) -> Call:
+    def check(self, slice_calls: int) -> Iterator[None]:
+        """Check the calls, and pause after every slice_calls of them."""
+        for number, new in enumerate(self.new, start=1):
+            self.calls.append(self._call(new))
+            if not number % slice_calls:
+                yield
+        llm_calls = [llm_call for call in self.calls for llm_call in call.llm_calls]
+        order = yield from self.producers_first(llm_calls, slice_calls)
+        if len(order) > len(llm_calls):
+            self.order_to_set = order  # calls of the graph become deeper, too
+            return
+        for number, llm_call in enumerate(order, start=1):
+            _set_depth(llm_call)
+            if not number % slice_calls:
+                yield
+
+    def holds(self) -> bool:
+        """Whether the graph has not changed since in a way that matters to the checks."""
+        graph = self._graph
+        return (
+            self._added == graph.added
+            and self.variables.keys().isdisjoint(graph.variables.keys())
+            and all(
+                graph.variables.get(variable.id) is variable
+                for llm_call in self.touching
+                for variable in (*llm_call.inputs, *llm_call.outputs)
+                if variable.id not in self.variables
+            )
+            and all(
+                variable.pending and variable.producer is None
+                for llm_call in self.touching
+                for variable in llm_call.outputs
+                if variable.id not in self.variables
+            )
+        )
+
+    def link(self, llm_call: LlmCall) -> None:
+        """Add its edges to variables of the graph."""
+        for variable in llm_call.inputs:
+            variable.consumers[llm_call] = None
+        for variable in llm_call.outputs:
+            variable.producer = llm_call
+
+    def _call(self, new: NewCall) -> Call:
         if new.id in self._graph.calls or new.id in self._calls:
             raise ConflictError(f"There is a request {new.id} already.", "already_exists")
-        number = self._graph.added + len(self._calls)
+        number = self._added + len(self._calls)
         self._calls.add(new.id)
         names = {p.variable_id: p.name for p in new.pieces if isinstance(p, InputPiece)}
         for variable_id, text in new.values.items():
             self._constant(variable_id, names.get(variable_id, ""), text)
-        call = Call(new.id, number, new.name, new.kind, tuple(new.pieces), created_s=now)
+        call = Call(new.id, number, new.name, new.kind, tuple(new.pieces), created_s=self.now)
         call.llm_calls = tuple(
             self._native(call) if new.kind is CallKind.NATIVE else self._llm_calls(call)
         )
         for llm_call in call.llm_calls:
+            touches = False
             for variable in llm_call.inputs:
-                self._consumers.setdefault(variable, []).append(llm_call)
+                if variable.id in self.variables:
+                    variable.consumers[llm_call] = None
+                else:
+                    self._consumers.setdefault(variable, []).append(llm_call)
+                    touches = True
+            for variable in llm_call.outputs:
+                if variable.id in self.variables:
+                    variable.producer = llm_call
+                else:
+                    touches = True
+            if touches:
+                self.touching.append(llm_call)
+            else:
+                _set_num_missing(llm_call)
         return call
 
     def _constant(self, variable_id: str, name: str, text: str) -> None:
@@ -184,22 +293,31 @@ class _Draft:
         self._producers[variable] = call
         return variable
 
-    def producers_first(self, llm_calls: Iterable[LlmCall]) -> list[LlmCall]:
+    def producers_first(
+        self, llm_calls: Iterable[LlmCall], slice_calls: int
+    ) -> Generator[None, None, list[LlmCall]]:
         """These and their dependents in topological order. Raises ConflictError (cyclic)."""
         waiting_for: dict[LlmCall, int] = dict.fromkeys(llm_calls, 0)
+        after: dict[LlmCall, list[LlmCall]] = {}
         stack = list(waiting_for)
         while stack:
-            for follower in self._followers(stack.pop()):
+            llm_call = stack.pop()
+            after[llm_call] = list(self._followers(llm_call))
+            for follower in after[llm_call]:
                 if follower not in waiting_for:
                     waiting_for[follower] = 0
                     stack.append(follower)
                 waiting_for[follower] += 1
+            if not len(after) % slice_calls:
+                yield
         order = [llm_call for llm_call, count in waiting_for.items() if not count]
-        for llm_call in order:  # the loop appends to `order`
-            for follower in self._followers(llm_call):
+        for number, llm_call in enumerate(order, start=1):  # the loop appends to `order`
+            for follower in after[llm_call]:
                 waiting_for[follower] -= 1
                 if not waiting_for[follower]:
                     order.append(follower)
+            if not number % slice_calls:
+                yield
         if len(order) < len(waiting_for):
             raise ConflictError(self._cycle([t for t, n in waiting_for.items() if n]), "cyclic")
         return order

@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from bros.semantic.core.graph import Graph
-from bros.semantic.core.nodes import Call, InputPiece, NewCall, OutputPiece, Variable
+from bros.semantic.core.nodes import Call, InputPiece, LlmCall, NewCall, OutputPiece, Variable
 from bros.semantic.errors import SessionLimitError
 
 
@@ -22,6 +22,8 @@ class SessionLimits:
     max_value_chars: characters of all values. Unreferenced variables are dropped likewise.
     max_labels: see Labeler.
     label_steps: `max_steps` of Labeler.
+    slice_calls: calls that are added or ended at a time, see `submitting` and `closing`. 100 take
+        1 to 2 ms.
     """
 
     max_calls: int = 10_000
@@ -30,6 +32,7 @@ class SessionLimits:
     max_value_chars: int = 64_000_000
     max_labels: int = 100_000
     label_steps: int = 2_000
+    slice_calls: int = 100
 
 
 class Retention:
@@ -100,14 +103,15 @@ class Retention:
                 "characters."
             )
 
-    def calls_added(self, calls: Sequence[Call], new: Sequence[NewCall]) -> None:
-        """Record that the graph has added these calls."""
+    def calls_added(
+        self, calls: Sequence[Call], new: Sequence[NewCall], touching: Sequence[LlmCall]
+    ) -> None:
+        """Record that the graph has added these calls. touching: see AddedCalls."""
         self.open_calls += len(calls)
         self._chars += sum(len(text) for call in new for text in call.values.values())
-        for call in calls:
-            for llm_call in call.llm_calls:
-                for variable in (*llm_call.inputs, *llm_call.outputs):
-                    self._mark_used(variable)
+        for llm_call in touching:
+            for variable in (*llm_call.inputs, *llm_call.outputs):
+                self._mark_used(variable)
         self.drop_unreferenced()
 
     def awaited(self, variable: Variable) -> None:

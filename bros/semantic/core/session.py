@@ -7,11 +7,11 @@ Times are arguments; `take_actions` returns the actions to perform.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bros.core.errors import InvalidRequestError, NotFoundError
-from bros.semantic.core.graph import Graph, already_set
+from bros.semantic.core.graph import Graph, already_set, whole
 from bros.semantic.core.nodes import Call, Level, LlmCall, NewCall, Promotion, Variable, Want
 from bros.semantic.core.objectives import (
     RT_INTERMEDIATE,
@@ -114,6 +114,7 @@ class SessionStateMachine:
         self.graph = Graph()
         self.closed = False
         self._retention = Retention(self.graph, limits)
+        self._slice = limits.slice_calls
         self._labeler = Labeler(estimate, limits.label_steps, limits.max_labels)
         self._actions: list[Action] = []
 
@@ -125,22 +126,35 @@ class SessionStateMachine:
         A call whose input has failed or was cancelled is added, and fails with the same cause.
         Raises ConflictError (see Graph.add), SessionLimitError, SessionGoneError.
         """
+        return whole(self.submitting(calls, now))
+
+    def submitting(
+        self, calls: Sequence[NewCall], now: float
+    ) -> Generator[None, None, Sequence[Call]]:
+        """`submit` in slices: it pauses where the caller may let other work run. Clients see
+        nothing of the calls before the last slice, which adds all of them."""
         self._check_alive()
         self._retention.check_calls(calls)
-        added = self.graph.add(calls, now)
-        self._retention.calls_added(added, calls)
-        llm_calls = [llm_call for call in added for llm_call in call.llm_calls]
-        for llm_call in llm_calls:
+        draft = yield from self.graph.drafting(calls, now, self._slice)
+        if len(calls) >= self._slice:  # it has paused
+            self._check_alive()
+            self._retention.check_calls(calls)
+        added, touching = self.graph.commit(draft)
+        self._retention.calls_added(added, calls, touching)
+        for llm_call in touching:
             bad = next((v.cause for v in llm_call.inputs if v.cause is not None), None)
             if bad is not None:
                 self._end_unfinished([llm_call], bad, now)
-            elif llm_call.call.kind is CallKind.PLAIN:
-                llm_call.wanted = True
-                llm_call.state = CallState.READY
-                llm_call.ready_s = now
+        for call in added:
+            if call.kind is CallKind.PLAIN:
+                (llm_call,) = call.llm_calls
+                if llm_call.open:
+                    llm_call.wanted = True
+                    llm_call.state = CallState.READY
+                    llm_call.ready_s = now
         awaited = [
             llm_call
-            for llm_call in llm_calls
+            for llm_call in touching  # no client has requested a new variable yet
             if any(v.pending and v.wanted for v in llm_call.outputs)
         ]
         if awaited:
@@ -217,14 +231,27 @@ class SessionStateMachine:
 
     def close(self, reason: str, now: float) -> None:
         """Cancel all open calls and pending variables; waiting clients get `reason`."""
+        for _ in self.closing(reason, now):
+            pass
+
+    def closing(self, reason: str, now: float) -> Iterator[None]:
+        """`close` in slices: it pauses where the caller may let other work run.
+
+        The session is closed from the first slice on, so that no call starts any more.
+        """
         self.closed = True
-        for call in list(self.graph.calls.values()):
+        for number, call in enumerate(list(self.graph.calls.values()), start=1):
             cause = Cause(call.id, FailedStage.CANCELLED, reason, name=call.name)
-            self._end_unfinished(call.llm_calls, cause, now)
-        for variable in self.graph.variables.values():
+            # Without its dependents: their turn comes, and thousands may depend on one call.
+            self._end_unfinished(call.llm_calls, cause, now, with_dependents=False)
+            if not number % self._slice:
+                yield
+        for number, variable in enumerate(list(self.graph.variables.values()), start=1):
             if variable.pending:
                 cause = Cause("", FailedStage.CANCELLED, reason, variable.id)
                 self._fail_variable(variable, cause)
+            if not number % self._slice:
+                yield
 
     # ---- Events of LLM calls. Events of an ended LLM call are ignored.
 
@@ -365,7 +392,7 @@ class SessionStateMachine:
     def _start_if_ready(self, llm_call: LlmCall, now: float) -> None:
         """Start a wanted LLM call if its inputs are set, else prefill the known part of its prompt
         if the next piece is being generated."""
-        if not llm_call.wanted or llm_call.state is not CallState.WAITING:
+        if self.closed or not llm_call.wanted or llm_call.state is not CallState.WAITING:
             return
         if not llm_call.num_missing:
             llm_call.state = CallState.READY
@@ -418,10 +445,12 @@ class SessionStateMachine:
         cause: Cause,
         now: float,
         ended_by_engine: LlmCall | None = None,
+        with_dependents: bool = True,
     ) -> None:
         """End these open LLM calls and all their dependents as CANCELLED or FAILED, by `cause`.
 
         ended_by_engine: an LLM call that the engine has ended already; it needs no AbortCall.
+        with_dependents: False if the caller ends them itself.
         """
         cancelled = cause.stage is FailedStage.CANCELLED
         stack = list(llm_calls)
@@ -437,8 +466,9 @@ class SessionStateMachine:
             for variable in llm_call.outputs:
                 if variable.pending:
                     self._fail_variable(variable, cause)
-                    stack.extend(variable.consumers)
-            if llm_call.next is not None:
+                    if with_dependents:
+                        stack.extend(variable.consumers)
+            if with_dependents and llm_call.next is not None:
                 stack.append(llm_call.next)
             if not llm_call.call.open:
                 self._retention.call_ended(llm_call.call)

@@ -21,12 +21,13 @@ import dataclasses
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from bros.core.errors import InvalidRequestError
 from bros.core.request import SamplingParams
+from bros.semantic.core.graph import whole
 from bros.semantic.core.nodes import InputPiece, NewCall, OutputPiece
 from bros.semantic.core.nodes import Piece as GraphPiece
 from bros.semantic.core.template import (
@@ -287,6 +288,10 @@ _UNSUPPORTED = ("n", "logprobs")
 _INTEGERS = ("max_tokens", "min_tokens", "seed", "top_k")
 
 
+_SLICE = 100
+"""Calls that are read between two pauses; they take 1 to 2 ms."""
+
+
 @dataclass(frozen=True, slots=True)
 class Submission:
     """A validated call for the graph.
@@ -318,13 +323,21 @@ class SubmissionReader:
 
         Raises InvalidRequestError with a param such as "requests[2].parameters[0].name".
         """
+        return whole(self.reading(specs, sampling))
+
+    def reading(
+        self, specs: Sequence[CallSpec], sampling: Mapping[str, Any]
+    ) -> Generator[None, None, list[Submission]]:
+        """`read` in slices: it pauses where the caller may let other work run."""
         cache = _ProgramCache(self._chat)
-        found = []
+        found: list[Submission] = []
         for index, spec in enumerate(specs):
             try:
                 found.append(self._one(spec, sampling, cache))
             except InvalidRequestError as error:
                 raise _with_place(f"requests[{index}]", error) from None
+            if not len(found) % _SLICE:
+                yield
         return found
 
     def _one(self, spec: CallSpec, sampling: Mapping[str, Any], cache: _ProgramCache) -> Submission:

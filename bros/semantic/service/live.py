@@ -198,6 +198,8 @@ class ServedSession:
     timer: calls `tick` of the state machine when it is due.
     starting: bounds the LLM calls that begin to prepare their prompts in one turn of the event
         loop, so that a burst of them does not block it.
+    submitting: held by the program that is being added, because that takes several turns of the
+        event loop if it is large.
     text_chars: characters of all templates with a record.
     num_plain: running requests of plain clients.
     only_plain: whether a plain client opened it and only plain clients have used it.
@@ -228,6 +230,7 @@ class ServedSession:
     streamed: Subscribers = field(default_factory=Subscribers)
     timer: asyncio.TimerHandle | None = None
     starting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(STARTS_PER_TURN))
+    submitting: asyncio.Lock = field(default_factory=asyncio.Lock)
     text_chars: int = 0
     num_plain: int = 0
     only_plain: bool = False

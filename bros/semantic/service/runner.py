@@ -18,7 +18,7 @@ import asyncio
 import functools
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bros.core.clock import Clock
@@ -192,8 +192,15 @@ class ProgramRunner:
         for request_id in request_ids:
             self._in_background(self._engine.release(request_id))
 
-    async def stop(self, session: ServedSession) -> None:
-        """Cancel all tasks of a closed session, unpin its KV, and wait until that is done."""
+    async def stop(self, session: ServedSession, closing: Iterator[None]) -> None:
+        """Close a session, cancel all its tasks, unpin its KV, and wait until that is done.
+
+        closing: the slices of `SessionStateMachine.closing` that are left.
+        """
+        for _ in closing:
+            self.carry_out(session)
+            await asyncio.sleep(0)
+        self.carry_out(session)
         if session.timer is not None:
             session.timer.cancel()
         tasks = [*session.tasks.values()]

@@ -242,6 +242,9 @@ def _private_salt(uid: str, scope: str, shared_with: Sharing) -> str | None:
     return f"scope:{scope}" if scope else None
 
 
+_SLICE = 100
+"""Calls whose records are made between two pauses."""
+
 _EXPIRY_CHECK_S = 1.0
 _DELETED = "it was deleted."
 _EXPIRED = "it was idle for too long."
@@ -374,24 +377,50 @@ class SessionService:
         Raises InvalidRequestError (param such as "requests[2].parameters[0].name"), ConflictError
         (already_produced, already_set, cyclic, key_reused), SessionLimitError.
         """
+        return whole(self._submitting(self._used(tenant, session_id), calls, key))
+
+    async def accept(
+        self, tenant: str, session_id: str, calls: Sequence[CallSpec], key: str | None = None
+    ) -> Sequence[SubmittedCall]:
+        """As `submit`. The event loop is free meanwhile, and the next program of the session waits;
+        nothing of the program is visible before all of it is.
+
+        Raises SessionGoneError also if the session ends meanwhile.
+        """
         session = self._used(tenant, session_id)
+        async with session.submitting:
+            return await in_slices(self._submitting(session, calls, key))
+
+    def _submitting(
+        self, session: ServedSession, calls: Sequence[CallSpec], key: str | None
+    ) -> Viewing[Sequence[SubmittedCall]]:
         if key is not None and key in session.answers:
             known, answer = session.answers[key]
             if list(known) != list(calls):
                 message = f"The key {key!r} was used with other calls."
                 raise ConflictError(message, "key_reused", "key")
             return answer
-        found = self._reader.read(calls, session.sampling)
+        found = yield from self._reader.reading(calls, session.sampling)
         text_chars = sum(submission.text_chars for submission in found)
         if session.text_chars + text_chars > self._settings.max_chars:
             raise SessionLimitError(
                 f"The templates of the session would have more than {self._settings.max_chars} "
                 "characters."
             )
+        records: dict[str, CallRecord] = {}
+        answer = []
+        for number, submission in enumerate(found, start=1):
+            records[submission.call.id] = self._new_record(session, submission)
+            answer.append(
+                SubmittedCall(request_id=submission.call.id, variables=dict(submission.variables))
+            )
+            if not number % _SLICE:
+                yield
         now = self._clock.now()
-        session.machine.submit([submission.call for submission in found], now)
-        for submission in found:
-            session.records[submission.call.id] = self._new_record(session, submission)
+        new = [submission.call for submission in found]
+        yield from session.machine.submitting(new, now)
+        # There is no pause from here on: the calls are in the graph.
+        session.records.update(records)
         session.text_chars += text_chars
         try:
             for submission in found:
@@ -400,10 +429,6 @@ class SessionService:
         finally:
             session.forget_records()
             self._runner.carry_out(session)
-        answer = [
-            SubmittedCall(request_id=submission.call.id, variables=dict(submission.variables))
-            for submission in found
-        ]
         if key is not None:
             session.remember_answer(key, calls, answer)
         return answer
@@ -663,9 +688,10 @@ class SessionService:
     def _close(self, session: ServedSession, why: str) -> asyncio.Task[None]:
         """End a session at once. The task ends when the engine runs and pins nothing of it."""
         self._registry.remove(session, why)
-        session.machine.close(f"The session has ended: {why}", self._clock.now())
+        closing = session.machine.closing(f"The session has ended: {why}", self._clock.now())
+        next(closing, None)
         self._runner.carry_out(session)
-        stopping = asyncio.create_task(self._runner.stop(session))
+        stopping = asyncio.create_task(self._runner.stop(session, closing))
         self._stopping.add(stopping)
         stopping.add_done_callback(self._stopping.discard)
         return stopping
