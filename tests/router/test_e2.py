@@ -120,9 +120,10 @@ def test_what_is_left_elsewhere_is_worth_as_much_as_where_it_was() -> None:
 
 def test_what_was_moved_stays_moved_when_it_is_evicted() -> None:
     fleet, there = evicted(NOBODY_WAITS)
-    path = fleet.forest.walk("", fleet.forest.pieces(ask("b", [*PREFIX, 2])))
+    request = ask("b", [*PREFIX, 2])
+    path = fleet.forest.walk(request.kv_salt, fleet.forest.pieces(request))
     path.nodes[0].homes = (1 - there,)
-    assert decide(fleet, ask("b", [*PREFIX, 2]), 1.0)[:2] == (1 - there, "moved")
+    assert decide(fleet, request, 1.0)[:2] == (1 - there, "moved")
 
 
 def test_what_was_evicted_and_not_asked_for_lately_goes_anywhere() -> None:

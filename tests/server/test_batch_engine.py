@@ -42,7 +42,7 @@ LEASE_S = 15.0
 @pytest.fixture
 async def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[BatchServer]:
     """It does not pause before it tries a row again."""
-    monkeypatch.setattr(job, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(job, "_MIN_PAUSE_S", 0.0)
     async with batch_server(tmp_path) as made:
         yield made
 
@@ -271,14 +271,14 @@ async def test_a_job_on_a_broken_store_is_given_up(
     errors = await server.results(failed.error_file_id)
     assert errors.keys() == {"row-3", "row-4"}
     assert {line["error"]["code"] for line in errors.values()} == {"batch_failed"}
-    assert "no such table" in caplog.text and "tried again" not in caplog.text
+    assert "no such table" in caplog.text and "retrying in" not in caplog.text
 
 
 async def test_an_engine_that_gives_no_figures_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """How many rows run follows from them"""
-    monkeypatch.setattr(runner, "_WATCH_S", 0.001)
+    monkeypatch.setattr(runner, "_ADJUST_S", 0.001)
     async with batch_server(tmp_path) as server:
         server.engine.held, server.engine.bug = "row", RuntimeError("a bug")
         await server.submit(*(row(i) for i in range(40)))
@@ -366,7 +366,7 @@ async def test_a_full_store_holds_up_jobs(
     """A batch that cannot be admitted waits for room; its rows do not run before"""
     with server.full("rows"):
         batch = await server.submit(row(1))
-        await until(lambda: "will be tried again" in caplog.text)
+        await until(lambda: "retrying in" in caplog.text)
         assert not server.engine.submitted
         assert (await server.client.batches.retrieve(batch.id)).status == "validating"
     assert (await server.wait(batch)).request_counts == counts(1, 1, 0)

@@ -122,9 +122,9 @@ async def test_a_job_waits_for_a_store_that_cannot_be_reached(
         with out_of_reach(server, monkeypatch):
             server.engine.go_on.set()
             await until(lambda: len(server.engine.submitted) == rows_at_once)
-            tried = caplog.text.count("tried again")
+            tried = caplog.text.count("retrying in")
             # It says so for the outcomes and, then at the latest, for the rows.
-            await until(lambda: caplog.text.count("tried again") >= tried + 2)
+            await until(lambda: caplog.text.count("retrying in") >= tried + 2)
         batch = await server.wait(batch, "completed")
         assert len(await server.results(batch.output_file_id)) == num_rows
         assert set(server.engine.prompts.values()) == {1}
