@@ -263,6 +263,19 @@ async def large_program_runs(bench: Bench) -> Callable[[], Awaitable[None]]:
     return run
 
 
+async def one_value_for_all(bench: Bench) -> Callable[[], Awaitable[None]]:
+    """All calls of a large session read one value, which a client sets."""
+    session, count = bench.open(), bench.size.calls
+    await bench.submit(session, [make_call("reads", ["x"], f"v{n}") for n in range(count)])
+    await bench.want(session, *(f"v{n}" for n in range(count)))
+
+    async def run() -> None:
+        bench.service.set(TENANT, session, "x", "text")
+        await bench.value(session, f"v{count - 1}")
+
+    return run
+
+
 async def chain_end(bench: Bench) -> Callable[[], Awaitable[None]]:
     session, count = bench.open(), bench.size.chain
 
@@ -414,6 +427,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "submit at once": submit_at_once,
     "submit in batches of 100": submit_in_batches,
     "all calls run": large_program_runs,
+    "one value, read by all calls": one_value_for_all,
     "chain, requested at its end": chain_end,
     "chain, every value requested": chain_all,
     "chain, cancelled in the middle": chain_cancelled,
