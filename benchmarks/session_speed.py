@@ -20,6 +20,9 @@ chat        16 questions at once with a system prompt of 1,500 tokens. By calls:
             KV. (chat-alone: without a prefix cache.)
 mixed       Random chats beside consecutive map-reduce programs: attainment of the chats, and the
             slowdown of the programs.
+beside      Map-reduce of 8 parts requested with LATENCY, beside 16 best-effort requests in flight
+            and beside random chats: as a session, and as real-time and best-effort calls of a
+            client on this machine, without network latency. All ways use one server in turn.
 """
 
 from __future__ import annotations
@@ -278,6 +281,101 @@ async def random_chats(end: HttpEnd, texts: Texts, wanted: bool) -> list[ChatRec
     return list(await asyncio.gather(*tasks))
 
 
+# ---- Programs beside load of others
+
+
+FLOOD = 16
+BESIDE_CHAT_RATE = 0.5
+
+
+async def by_nearby_session(end: HttpEnd, program: Program) -> Run:
+    return await run_in_session(end, program, CLOCK, delay_s=0.0)
+
+
+async def by_nearby_calls(end: HttpEnd, program: Program) -> Run:
+    return await run_by_calls(end, program, CLOCK, delay_s=0.0)
+
+
+async def by_nearby_flex_calls(end: HttpEnd, program: Program) -> Run:
+    return await run_by_calls(end, program, CLOCK, delay_s=0.0, service_class=BE)
+
+
+BESIDE: Mapping[str, Ask] = {
+    "session": by_nearby_session,
+    "real-time calls": by_nearby_calls,
+    "best-effort calls": by_nearby_flex_calls,
+}
+
+
+async def beside(
+    rounds: int, texts_of: Callable[[int], Texts], report: Callable[[str], None]
+) -> Row:
+    """Load of others -> seconds of the program by way, and how many chats met their objectives."""
+    found: Row = {}
+    async with AsyncExitStack() as stack:
+        http = await stack.enter_async_context(client())
+        url = await stack.enter_async_context(local_server(SERVER))
+        end = HttpEnd(http, url, CLOCK)
+        await by_nearby_session(end, small_chain(texts_of(-1)))
+        for load in (flood, steady_chats):
+            chats: dict[str, list[ChatRecord]] = {name: [] for name in BESIDE}
+            seconds: dict[str, list[float]] = {name: [] for name in BESIDE}
+            for turn in range(rounds):
+                for name, ask in BESIDE.items():
+                    texts = texts_of(turn)
+                    program = map_reduce_summary(
+                        texts, chunks=8, chunk_tokens=128, output_tokens=50
+                    )
+                    others = asyncio.ensure_future(load(end, texts_of(1000 + turn), chats[name]))
+                    await asyncio.sleep(WARM_UP_S)
+                    seconds[name].append((await ask(end, program)).seconds)
+                    others.cancel()
+                    await asyncio.gather(others, return_exceptions=True)
+                    report(f"beside {load.__name__}: {name}, {seconds[name][-1]:.2f} s")
+            found[load.__name__] = {
+                name: {
+                    "seconds": seconds[name],
+                    "chats": len(chats[name]),
+                    "both_met": sum(map(met, chats[name])),
+                }
+                for name in BESIDE
+            }
+    return found
+
+
+WARM_UP_S = 5.0
+
+
+def met(chat: ChatRecord) -> bool:
+    return chat.ttft_s <= TTFT_S and chat.tpot_s <= TPOT_S
+
+
+async def flood(end: HttpEnd, texts: Texts, chats: list[ChatRecord]) -> None:
+    """FLOOD best-effort requests in flight until cancelled."""
+    rng = random.Random(2)
+
+    async def one() -> None:
+        while True:
+            asked, sampling = texts.words(rng.randrange(512, 1024)), rng.randrange(32, 128)
+            await end.chat(asked, fixed_length(sampling), BE)
+
+    await asyncio.gather(*(one() for _ in range(FLOOD)))
+
+
+async def steady_chats(end: HttpEnd, texts: Texts, chats: list[ChatRecord]) -> None:
+    """A Poisson process of short questions until cancelled; `chats` gets the complete ones."""
+    rng = random.Random(3)
+
+    async def one() -> None:
+        asked, sampling = texts.words(rng.randrange(20, 120)), rng.randrange(20, 100)
+        chats.append(await end.chat(asked, fixed_length(sampling), RT))
+
+    async with asyncio.TaskGroup() as group:
+        while True:
+            await asyncio.sleep(rng.expovariate(BESIDE_CHAT_RATE))
+            group.create_task(one())
+
+
 async def step_seconds(http: aiohttp.ClientSession, url: str) -> float:
     """The total step time of the engine so far."""
     async with http.get(f"{url}/metrics") as reply:
@@ -332,6 +430,13 @@ def show(console: Console, results: Mapping[str, Any]) -> None:
             "(target: at most 1.15; chats: at least 97 %)"
         )
 
+    for load, ways in results.get("beside", {}).items():
+        ours = statistics.median(ways["session"]["seconds"])
+        for name, row in ways.items():
+            took = statistics.median(row["seconds"])
+            met = f", {row['both_met']} of {row['chats']} chats met both" if row["chats"] else ""
+            console.print(f"beside {load}: {name} {took:.1f} s, {took / ours:.2f} times ours{met}")
+
 
 def median(runs: Sequence[Row], key: str) -> float:
     return statistics.median(run[key] for run in runs)
@@ -348,6 +453,8 @@ async def run(arguments: argparse.Namespace, console: Console) -> None:
         results: Row = {"parts": {}}
         if name == "mixed":
             results["mixed"] = await mixed(texts_of, console.print)
+        elif name == "beside":
+            results["beside"] = await beside(arguments.rounds, texts_of, console.print)
         else:
             part = PARTS[name]
             results["parts"][name] = await measured(part, arguments.rounds, texts_of, console.print)
@@ -366,7 +473,7 @@ def keep(path: Path, results: Row, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--parts", default=",".join([*PARTS, "mixed"]))
+    parser.add_argument("--parts", default=",".join([*PARTS, "mixed", "beside"]))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="output file; its other parts are kept")
     add_quick(parser, parts="chain", rounds=1)
