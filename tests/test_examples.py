@@ -77,6 +77,7 @@ def test_an_engine_in_the_process_of_the_example() -> None:
     assert "class rt     stage 1" in printed and "class rt     stage 0" in printed
 
 
+@pytest.mark.long
 def test_branches_of_a_search_find_their_common_beginning_in_the_cache() -> None:
     steps = re.findall(
         r"step \d: (\d) branches, (\d+) of (\d+) tokens cached",

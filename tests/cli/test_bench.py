@@ -137,6 +137,7 @@ def result(out: Path) -> BenchResult:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_target_is_measured_in_every_scenario(measured: Measured) -> None:
     out = measured.out
     found = result(out)

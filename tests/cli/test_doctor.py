@@ -278,6 +278,7 @@ def test_all_tokens_of_the_small_model_are_clear() -> None:
 @without_cuda
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.long
 def test_triton_is_tested_where_it_is_interpreted() -> None:
     pytest.importorskip("triton")
     done = subprocess.run(

@@ -216,6 +216,7 @@ def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
         converted(path)
 
 
+@pytest.mark.long
 def test_a_conversion_leaves_triton_alone(tmp_path: Path) -> None:
     """Which transformers loads if it can, and then says a page when the process ends."""
     path = written(tmp_path, LlamaConfig(**SHAPE), "llama")

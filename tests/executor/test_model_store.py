@@ -146,6 +146,7 @@ def test_cache_that_cannot_be_written_is_named(gguf_file: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.long
 def test_processes_that_convert_at_once_agree(gguf_file: Path, tmp_path: Path) -> None:
     with ProcessPoolExecutor(3, mp_context=get_context("spawn")) as pool:
         arguments = (str(gguf_file), tmp_path / "cache")

@@ -92,6 +92,7 @@ def error_of(line: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_ranks_answer_as_one_process_does_and_none_is_left_of_them(model: Path) -> None:
     """A rank is killed in a stream, and then the server while it starts others."""
     with LLM(str(model), **OPTIONS) as llm:

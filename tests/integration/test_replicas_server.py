@@ -129,6 +129,7 @@ def test_streams_survive_the_engine_they_come_from(server: ServerProcess) -> Non
     assert [each["open"] for each in figures["data"]] == [0, 0]
 
 
+@pytest.mark.long
 def test_rows_of_a_batch_survive(server: ServerProcess) -> None:
     rows = [
         {"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": body}

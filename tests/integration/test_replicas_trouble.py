@@ -215,6 +215,7 @@ def test_a_hung_engine_is_noticed(server: ServerProcess, undisturbed: list[str])
     assert "has not answered for 4 s" in server.output
 
 
+@pytest.mark.long
 def test_open_streams_end_before_a_server_that_is_told_to(
     server: ServerProcess, undisturbed: list[str]
 ) -> None:

@@ -124,6 +124,7 @@ async def test_a_seed_gives_the_same_text_alone_and_in_a_crowd(server: ServerPro
     assert len(set(crowd)) == CROWD
 
 
+@pytest.mark.long
 async def test_many_streaming_clients_at_once_and_memory_is_flat_afterwards(
     server: ServerProcess,
 ) -> None:

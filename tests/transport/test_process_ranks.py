@@ -257,6 +257,7 @@ def _kill_an_owner(files: ModelFiles) -> None:
     assert not folder.exists()
 
 
+@pytest.mark.long
 async def test_a_launcher_that_is_killed_takes_its_ranks_along_and_a_new_group_comes(
     client: ProcessEngineClient,
 ) -> None:

@@ -81,6 +81,7 @@ def test_the_embedded_model_over_three_ranks() -> None:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.long
 def test_steps_given_up_over_two_ranks() -> None:
     rng = random.Random(4)
     common = [rng.randrange(VOCAB) for _ in range(40)]

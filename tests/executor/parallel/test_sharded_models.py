@@ -130,6 +130,7 @@ def test_every_family_has_the_logits_of_one_rank(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_plain_matrices_and_recorded_steps_have_the_logits_of_one_rank() -> None:
     """As on GPUs."""
     specs = list(family_specs().values())
