@@ -27,7 +27,7 @@ _PRIVATE = b"\0private:"
 """Prefix of the key of a child that only requests with the same private salt share."""
 
 _MAX_SKIPPED = 64
-"""Nodes in use that an eviction skips before it gives up."""
+"""Most nodes in use that one eviction skips."""
 
 Pieces = Sequence[tuple[bytes, bytes]]
 """(key prefix of the first node, tokens): the public part of a prompt, then the private one."""

@@ -489,14 +489,10 @@ class AnswerStream(EventStream):
         self._body: ChunkedBody | None = None
 
     async def send_all(self) -> None:
-        write = self._writer.write
+        self._body = ChunkedBody.behind(self._send_body)
         while deltas := await self._answer.deltas():
-            # One ASGI message for all deltas.
-            events = write(deltas[0]) if len(deltas) == 1 else b"".join(map(write, deltas))
-            if events:
+            if events := self._events(deltas):
                 await self.send_events(events)
-            if self._body is None:
-                self._body = ChunkedBody.behind(self._send_body)
             if self._begun and self._body is not None:
                 await self._answer.forward(self)
 
@@ -506,10 +502,13 @@ class AnswerStream(EventStream):
 
     def put(self, deltas: Sequence[TextDelta]) -> None:
         assert self._body is not None
-        write = self._writer.write
-        events = write(deltas[0]) if len(deltas) == 1 else b"".join(map(write, deltas))
-        if events:
+        if events := self._events(deltas):
             self._body.write(events)
+
+    def _events(self, deltas: Sequence[TextDelta]) -> bytes:
+        """The events of all deltas, as one chunk of the body."""
+        write = self._writer.write
+        return write(deltas[0]) if len(deltas) == 1 else b"".join(map(write, deltas))
 
     def ending(self) -> bytes:
         return self._writer.end(self._answer.usage())
