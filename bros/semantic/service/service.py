@@ -389,7 +389,8 @@ class SessionService:
         """
         session = self._used(tenant, session_id)
         async with session.submitting:
-            return await in_slices(self._submitting(session, calls, key))
+            # Not in slices: a draft does not survive yet that calls are forgotten meanwhile.
+            return whole(self._submitting(session, calls, key))
 
     def _submitting(
         self, session: ServedSession, calls: Sequence[CallSpec], key: str | None
