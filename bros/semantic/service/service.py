@@ -382,15 +382,13 @@ class SessionService:
     async def accept(
         self, tenant: str, session_id: str, calls: Sequence[CallSpec], key: str | None = None
     ) -> Sequence[SubmittedCall]:
-        """As `submit`. The event loop is free meanwhile, and the next program of the session waits;
-        nothing of the program is visible before all of it is.
+        """As `submit`, after the program that the session is adding.
 
-        Raises SessionGoneError also if the session ends meanwhile.
+        It holds the event loop: in slices, a draft would not survive that calls which it depends on
+        are forgotten meanwhile.
         """
-        session = self._used(tenant, session_id)
-        async with session.submitting:
-            # Not in slices: a draft does not survive yet that calls are forgotten meanwhile.
-            return whole(self._submitting(session, calls, key))
+        async with self._used(tenant, session_id).submitting:
+            return self.submit(tenant, session_id, calls, key)
 
     def _submitting(
         self, session: ServedSession, calls: Sequence[CallSpec], key: str | None
