@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from bros.router.client import RouterClient
 from bros.semantic.core.explanation import Forecast, explain, forecast
+from bros.semantic.core.graph import whole
 from bros.semantic.core.nodes import LlmCall, NewCall
 from bros.semantic.core.session import SessionStateMachine
 from bros.semantic.errors import ConflictError
 from bros.semantic.schema import Criteria, Perf
-from bros.semantic.service.views import whole
 from bros.simulator.virtual_loop import LoopClock
 from support.naive_programs import criteria, llm, llm_calls, native, programs, variables
 from support.program_engine import ProgramEngine, echo, make_service

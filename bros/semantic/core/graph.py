@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from bros.semantic.core.nodes import Call, InputPiece, LlmCall, NewCall, OutputPiece, Variable
@@ -22,22 +22,30 @@ class AddedCalls(NamedTuple):
 
 
 class Graph:
-    """Calls and variables by id, in order of their creation.
+    """Calls and variables by id, in order of their creation. Only the methods change them.
 
     added: number of calls added so far, forgotten ones included.
+    version: number of changes so far to the calls, the variables and the edges between them.
     """
 
     def __init__(self) -> None:
         self.calls: dict[str, Call] = {}
         self.variables: dict[str, Variable] = {}
         self.added = 0
+        self.version = 0
 
     def declare(self, variable_id: str, name: str = "") -> Variable:
         """Create a variable. Raises ConflictError (already_exists)."""
         if variable_id in self.variables:
             raise ConflictError(f"There is a variable {variable_id} already.", "already_exists")
+        self.version += 1
         self.variables[variable_id] = variable = Variable(variable_id, name)
         return variable
+
+    def drop(self, variable: Variable) -> None:
+        """Remove a variable that no call reads or produces."""
+        self.version += 1
+        del self.variables[variable.id]
 
     def add(self, new: Sequence[NewCall], now: float) -> list[Call]:
         """Add all of these calls, or none of them.
@@ -46,7 +54,7 @@ class Graph:
         (already_produced), an id is taken (already_exists), or the calls would form a cycle
         (cyclic, with the path in the message).
         """
-        return self.commit(whole(self.drafting(new, now, len(new) + 1))).calls
+        return self.commit(self._checked(new, now)).calls
 
     def drafting(
         self, new: Sequence[NewCall], now: float, slice_calls: int
@@ -54,16 +62,28 @@ class Graph:
         """Check these calls like `add`, in slices, without adding them.
 
         It pauses after every slice_calls calls. Only `commit` changes the graph. Raises as `add`.
+        If the graph is changed between two slices, the calls are checked again, in one slice: what
+        has been checked refers to calls and variables that may not be there any more.
         """
         draft = Draft(self, new, now)
-        yield from draft.check(slice_calls)
+        for _ in draft.check(slice_calls):
+            yield
+            if draft.stale:
+                return self._checked(new, now)
+        return draft
+
+    def _checked(self, new: Sequence[NewCall], now: float) -> Draft:
+        draft = Draft(self, new, now)
+        for _ in draft.check(len(new) + 1):
+            pass
         return draft
 
     def commit(self, draft: Draft) -> AddedCalls:
-        """Add the calls of a draft. If the graph has changed since so that the draft does not hold
-        any more, check them again, in one slice. Raises as `add`."""
+        """Add the calls of a draft, which are checked again if the draft does not hold any more.
+        Raises as `add`."""
         if not draft.holds():
-            draft = whole(self.drafting(draft.new, draft.now, len(draft.new) + 1))
+            draft = self._checked(draft.new, draft.now)
+        self.version += 1
         self.variables.update(draft.variables)
         self.calls.update((call.id, call) for call in draft.calls)
         self.added += len(draft.calls)
@@ -71,11 +91,13 @@ class Graph:
             draft.link(llm_call)
             _set_num_missing(llm_call)
         for llm_call in draft.order_to_set:
-            _set_depth(llm_call)
+            if llm_call.open:
+                _set_depth(llm_call)
         return AddedCalls(draft.calls, draft.touching)
 
     def forget(self, call: Call) -> None:
         """Remove an ended call; its variables stay."""
+        self.version += 1
         del self.calls[call.id]
         for llm_call in call.llm_calls:
             for variable in llm_call.inputs:
@@ -165,10 +187,11 @@ class Draft:
         self.touching: list[LlmCall] = []
         self.order_to_set: Sequence[LlmCall] = ()
         self._graph = graph
-        self._added = graph.added
+        self._version = graph.version
         self._calls: set[str] = set()
         self._producers: dict[Variable, Call] = {}
         self._consumers: dict[Variable, list[LlmCall]] = {}
+        self._produces_known = False  # whether an output is a variable of the graph
 
     def check(self, slice_calls: int) -> Iterator[None]:
         """Check the calls, and pause after every slice_calls of them."""
@@ -178,32 +201,30 @@ class Draft:
                 yield
         llm_calls = [llm_call for call in self.calls for llm_call in call.llm_calls]
         order = yield from self.producers_first(llm_calls, slice_calls)
-        if len(order) > len(llm_calls):
-            self.order_to_set = order  # calls of the graph become deeper, too
+        if self._produces_known:
+            self.order_to_set = order  # variables and calls of the graph become deeper, too
             return
         for number, llm_call in enumerate(order, start=1):
             _set_depth(llm_call)
             if not number % slice_calls:
                 yield
 
+    @property
+    def stale(self) -> bool:
+        """Whether the graph has changed since, so that the draft may refer to what is gone."""
+        return self._version != self._graph.version
+
     def holds(self) -> bool:
-        """Whether the graph has not changed since in a way that matters to the checks."""
-        graph = self._graph
-        return (
-            self._added == graph.added
-            and self.variables.keys().isdisjoint(graph.variables.keys())
-            and all(
-                graph.variables.get(variable.id) is variable
-                for llm_call in self.touching
-                for variable in (*llm_call.inputs, *llm_call.outputs)
-                if variable.id not in self.variables
-            )
-            and all(
-                variable.pending and variable.producer is None
-                for llm_call in self.touching
-                for variable in llm_call.outputs
-                if variable.id not in self.variables
-            )
+        """Whether what has been checked is still true.
+
+        The state of a call or variable is not part of the graph's version. Calls that end only make
+        the order of `order_to_set` stricter than needed.
+        """
+        return not self.stale and all(
+            variable.pending
+            for llm_call in self.touching
+            for variable in llm_call.outputs
+            if variable.id not in self.variables
         )
 
     def link(self, llm_call: LlmCall) -> None:
@@ -216,7 +237,7 @@ class Draft:
     def _call(self, new: NewCall) -> Call:
         if new.id in self._graph.calls or new.id in self._calls:
             raise ConflictError(f"There is a request {new.id} already.", "already_exists")
-        number = self._added + len(self._calls)
+        number = self._graph.added + len(self._calls)
         self._calls.add(new.id)
         names = {p.variable_id: p.name for p in new.pieces if isinstance(p, InputPiece)}
         for variable_id, text in new.values.items():
@@ -237,7 +258,7 @@ class Draft:
                 if variable.id in self.variables:
                     variable.producer = llm_call
                 else:
-                    touches = True
+                    touches = self._produces_known = True
             if touches:
                 self.touching.append(llm_call)
             else:
@@ -319,7 +340,8 @@ class Draft:
             if not number % slice_calls:
                 yield
         if len(order) < len(waiting_for):
-            raise ConflictError(self._cycle([t for t, n in waiting_for.items() if n]), "cyclic")
+            stuck = [llm_call for llm_call, count in waiting_for.items() if count]
+            raise ConflictError(self._cycle(stuck, after), "cyclic")
         return order
 
     def _followers(self, llm_call: LlmCall) -> Iterator[LlmCall]:
@@ -330,9 +352,12 @@ class Draft:
             yield from (consumer for consumer in variable.consumers if consumer.open)
             yield from self._consumers.get(variable, ())
 
-    def _cycle(self, stuck: Sequence[LlmCall]) -> str:
-        """The message with the path of a cycle. Each of `stuck` waits for another one of them."""
-        waits_for = {later: llm_call for llm_call in stuck for later in self._followers(llm_call)}
+    def _cycle(self, stuck: Sequence[LlmCall], after: Mapping[LlmCall, Sequence[LlmCall]]) -> str:
+        """The message with the path of a cycle. Each of `stuck` waits for another one of them.
+
+        after: the followers of each LLM call.
+        """
+        waits_for = {later: llm_call for llm_call in stuck for later in after[llm_call]}
         llm_call = stuck[0]
         path: dict[LlmCall, None] = {}
         while llm_call not in path:

@@ -158,7 +158,7 @@ class Retention:
         ):
             variable = next(iter(self._unreferenced))
             del self._unreferenced[variable]
-            del self._graph.variables[variable.id]
+            self._graph.drop(variable)
             self._chars -= _chars(variable)
             self._unreferenced_chars -= _chars(variable)
 

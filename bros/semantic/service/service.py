@@ -13,6 +13,7 @@ from bros.core.clock import Clock
 from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.core.interfaces import EngineClient
 from bros.core.request import IdGenerator
+from bros.semantic.core.graph import whole
 from bros.semantic.core.matching import EMPTY_PROMPT, PlainPrompt, find_inputs
 from bros.semantic.core.nodes import (
     InputPiece,
@@ -56,7 +57,6 @@ from bros.semantic.service.views import (
     view_session,
     view_summary,
     view_variable,
-    whole,
 )
 from bros.text.generation import TextGenerator
 from bros.text.tokenizer import Tokenizer
@@ -382,13 +382,14 @@ class SessionService:
     async def accept(
         self, tenant: str, session_id: str, calls: Sequence[CallSpec], key: str | None = None
     ) -> Sequence[SubmittedCall]:
-        """As `submit`, after the program that the session is adding.
+        """As `submit`. The event loop is free meanwhile, and the next program of the session waits;
+        nothing of the program is visible before all of it is.
 
-        It holds the event loop: in slices, a draft would not survive that calls which it depends on
-        are forgotten meanwhile.
+        Raises SessionGoneError also if the session ends meanwhile.
         """
-        async with self._used(tenant, session_id).submitting:
-            return self.submit(tenant, session_id, calls, key)
+        session = self._used(tenant, session_id)
+        async with session.submitting:
+            return await in_slices(self._submitting(session, calls, key))
 
     def _submitting(
         self, session: ServedSession, calls: Sequence[CallSpec], key: str | None

@@ -54,24 +54,14 @@ Viewing = Generator[None, None, T]
 """A view in the making: it yields where other work may run, and returns the view."""
 
 
-def whole(viewing: Viewing[T]) -> T:
-    """The view, without a pause."""
+async def in_slices(slices: Generator[None, None, T]) -> T:
+    """The result of work in slices; other tasks of the event loop run between them."""
     while True:
         try:
-            next(viewing)
+            next(slices)
         except StopIteration as end:
-            view: T = end.value
-            return view
-
-
-async def in_slices(viewing: Viewing[T]) -> T:
-    """The view; other tasks of the event loop run between its slices."""
-    while True:
-        try:
-            next(viewing)
-        except StopIteration as end:
-            view: T = end.value
-            return view
+            result: T = end.value
+            return result
         await asyncio.sleep(0)
 
 
