@@ -61,10 +61,12 @@ class HttpEnd:
         return str((await self._json("GET", path))["value"])
 
     async def calls_of(self, session: str) -> list[dict[str, Any]]:
-        calls: list[dict[str, Any]] = (await self._json("GET", f"/v1/sessions/{session}"))[
-            "requests"
-        ]
+        calls: list[dict[str, Any]] = (await self.view(session))["requests"]
         return calls
+
+    async def view(self, session: str) -> dict[str, Any]:
+        """The session with its graph."""
+        return await self._json("GET", f"/v1/sessions/{session}")
 
     async def close(self, session: str) -> None:
         await self._json("DELETE", f"/v1/sessions/{session}")

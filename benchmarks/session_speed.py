@@ -22,7 +22,12 @@ mixed       Random chats beside consecutive map-reduce programs: attainment of t
             slowdown of the programs.
 beside      Map-reduce of 8 parts requested with LATENCY, beside 16 best-effort requests in flight
             and beside random chats: as a session, and as real-time and best-effort calls of a
-            client on this machine, without network latency. All ways use one server in turn.
+            client on this machine, without network latency. All ways use one server in turn; no
+            text is used twice.
+calibration Programs of four kinds in a random order, alone, beside random chats and beside
+            best-effort requests: the completion time that the session's view predicts when the
+            program has been submitted, and the actual one. The first programs of each kind are
+            shown apart, because nothing is known about their functions yet.
 """
 
 from __future__ import annotations
@@ -49,6 +54,7 @@ from session_clients import HttpEnd
 from bros.cli.bench import local_server
 from bros.core.clock import SystemClock
 from bros.executor.model_store import default_cache_dir, resolve_model
+from bros.semantic.schema import Perf
 from bros.simulator.programs import (
     BE,
     RT,
@@ -317,16 +323,17 @@ async def beside(
         url = await stack.enter_async_context(local_server(SERVER))
         end = HttpEnd(http, url, CLOCK)
         await by_nearby_session(end, small_chain(texts_of(-1)))
-        for load in (flood, steady_chats):
+        for load in LOADS:
             chats: dict[str, list[ChatRecord]] = {name: [] for name in BESIDE}
             seconds: dict[str, list[float]] = {name: [] for name in BESIDE}
             for turn in range(rounds):
-                for name, ask in BESIDE.items():
-                    texts = texts_of(turn)
+                for way, (name, ask) in enumerate(BESIDE.items()):
+                    # Texts of its own: what an earlier way has sent is cached.
+                    seed = (turn * len(BESIDE) + way) * len(LOADS) + LOADS.index(load)
                     program = map_reduce_summary(
-                        texts, chunks=8, chunk_tokens=128, output_tokens=50
+                        texts_of(seed), chunks=8, chunk_tokens=128, output_tokens=50
                     )
-                    others = asyncio.ensure_future(load(end, texts_of(1000 + turn), chats[name]))
+                    others = asyncio.ensure_future(load(end, texts_of(1000 + seed), chats[name]))
                     await asyncio.sleep(WARM_UP_S)
                     seconds[name].append((await ask(end, program)).seconds)
                     others.cancel()
@@ -374,6 +381,80 @@ async def steady_chats(end: HttpEnd, texts: Texts, chats: list[ChatRecord]) -> N
         while True:
             await asyncio.sleep(rng.expovariate(BESIDE_CHAT_RATE))
             group.create_task(one())
+
+
+LOADS = (flood, steady_chats)
+
+
+# ---- Predicted and actual completion of programs
+
+
+KNOWN_AFTER = 2
+"""Programs of a kind whose functions are not known well yet."""
+
+KINDS: Mapping[str, Callable[[Texts], Program]] = {
+    "chain": lambda texts: chain_summary(texts, chunks=6, chunk_tokens=64, output_tokens=16),
+    "map-reduce": lambda texts: map_reduce_summary(
+        texts, chunks=8, chunk_tokens=128, output_tokens=40
+    ),
+    "coding": lambda texts: multi_agent_coding(
+        texts, files=3, rounds=1, code_tokens=40, comment_tokens=20
+    ),
+    "chat": lambda texts: question(texts, texts.words(300), question_tokens=20, output_tokens=64),
+}
+
+
+async def calibration(
+    rounds: int, texts_of: Callable[[int], Texts], report: Callable[[str], None]
+) -> Row:
+    """Load of others -> kind of program -> [predicted, actual] seconds of each program."""
+    found: Row = {}
+    async with AsyncExitStack() as stack:
+        http = await stack.enter_async_context(client())
+        url = await stack.enter_async_context(local_server(SERVER))
+        end = HttpEnd(http, url, CLOCK)
+        rng, seed = random.Random(4), 0
+        for load in (nothing, *LOADS):
+            times: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
+            others = asyncio.ensure_future(load(end, texts_of(2000 + seed), []))
+            await asyncio.sleep(WARM_UP_S)
+            for _ in range(KNOWN_AFTER + rounds):
+                for kind in rng.sample(list(KINDS), len(KINDS)):
+                    seed += 1
+                    predicted_s, actual_s = await predicted(end, KINDS[kind](texts_of(seed)))
+                    times[kind].append([predicted_s, actual_s])
+                    report(f"{load.__name__}: {kind}, {predicted_s:.2f} s, was {actual_s:.2f} s")
+            others.cancel()
+            await asyncio.gather(others, return_exceptions=True)
+            found[load.__name__] = times
+    return found
+
+
+async def nothing(end: HttpEnd, texts: Texts, chats: list[ChatRecord]) -> None:
+    """No load of others."""
+
+
+async def predicted(end: HttpEnd, program: Program) -> tuple[float, float]:
+    """Seconds of a program from its submission: predicted right after it, and actual."""
+    session = await end.open()
+    await end.submit(session, program.calls)
+    began_s = CLOCK.now()
+    values = asyncio.gather(*(end.get(session, name, Perf.LATENCY) for name in program.results))
+    while True:
+        view = await end.view(session)
+        if view["critical_paths"]:
+            break
+    seen_s = CLOCK.now() - began_s
+    left_s = max(path["predicted_end_s"] for path in view["critical_paths"]) - view["now_s"]
+    await values
+    actual_s = CLOCK.now() - began_s
+    await end.close(session)
+    return seen_s + left_s, actual_s
+
+
+def errors(times: Sequence[Sequence[float]]) -> list[float]:
+    """Relative errors of [predicted, actual] seconds."""
+    return [abs(predicted_s - actual_s) / actual_s for predicted_s, actual_s in times]
 
 
 async def step_seconds(http: aiohttp.ClientSession, url: str) -> float:
@@ -437,6 +518,28 @@ def show(console: Console, results: Mapping[str, Any]) -> None:
             met = f", {row['both_met']} of {row['chats']} chats met both" if row["chats"] else ""
             console.print(f"beside {load}: {name} {took:.1f} s, {took / ours:.2f} times ours{met}")
 
+    if "calibration" in results:
+        show_calibration(console, results["calibration"])
+
+
+def show_calibration(console: Console, found: Mapping[str, Row]) -> None:
+    table = Table("load", "program", "seconds", "predicted", "error", "error of the first ones")
+    known: list[float] = []
+    for load, kinds in found.items():
+        for kind, times in kinds.items():
+            first, later = times[:KNOWN_AFTER], times[KNOWN_AFTER:]
+            known += errors(later)
+            table.add_row(
+                load,
+                kind,
+                f"{statistics.median(actual for _, actual in later):.1f}",
+                f"{statistics.median(predicted for predicted, _ in later):.1f}",
+                f"{statistics.median(errors(later)):.0%}",
+                f"{statistics.median(errors(first)):.0%}",
+            )
+    console.print(table)
+    console.print(f"median error: {statistics.median(known):.1%} (target: at most 15 %)")
+
 
 def median(runs: Sequence[Row], key: str) -> float:
     return statistics.median(run[key] for run in runs)
@@ -455,6 +558,8 @@ async def run(arguments: argparse.Namespace, console: Console) -> None:
             results["mixed"] = await mixed(texts_of, console.print)
         elif name == "beside":
             results["beside"] = await beside(arguments.rounds, texts_of, console.print)
+        elif name == "calibration":
+            results["calibration"] = await calibration(arguments.rounds, texts_of, console.print)
         else:
             part = PARTS[name]
             results["parts"][name] = await measured(part, arguments.rounds, texts_of, console.print)
@@ -473,7 +578,7 @@ def keep(path: Path, results: Row, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--parts", default=",".join([*PARTS, "mixed", "beside"]))
+    parser.add_argument("--parts", default=",".join([*PARTS, "mixed", "beside", "calibration"]))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="output file; its other parts are kept")
     add_quick(parser, parts="chain", rounds=1)
