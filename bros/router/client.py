@@ -221,6 +221,19 @@ class RouterClient:
         """Remove a replica. Its owner closes the client, best after draining it."""
         self._replica_set.remove(self._replica_set.find(number))
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless each open request is in one place (for tests)."""
+        self._replica_set.check_integrity()
+        opened = self._dispatcher.open
+        for replica in self._replicas:
+            assert replica.open.keys() <= opened.keys()
+        for request_id, item in opened.items():
+            assert item.id == request_id
+            assert item.replica is None or item.replica.open.get(request_id) is item
+            assert not (item.connected and item.task is not None), "it reads and looks for another"
+            if item.connected:
+                assert item.replica is not None and item.accepted
+
     def be_deadlines(self, now: float) -> list[tuple[float, float | None]]:
         """(share of its output that is left, seconds until its deadline) of each open best-effort
         request; None if it has no deadline."""

@@ -287,6 +287,16 @@ class Fleet:
         if replica in self.state.replicas:
             update_forest(self.state.forest, self.state.replicas[replica], report)
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the parts of the state agree (for tests)."""
+        state = self.state
+        state.forest.check_integrity()
+        self._ledger.check_integrity()
+        assert state.forest.caches.keys() == state.replicas.keys()
+        assert all(number in state.replicas for number, _ in self._parked.values())
+        for replica in state.replicas.values():
+            assert replica.works.keys() <= replica.origins.keys()
+
     def _query(
         self, request: EngineRequest, candidates: Sequence[Replica], now: float
     ) -> RoutingQuery:

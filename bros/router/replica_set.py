@@ -570,6 +570,23 @@ class ReplicaSet:
         if not replica.open and replica.number in self._empty_events:
             self._empty_events.pop(replica.number).set()
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless replicas, open requests and fleet agree (for tests)."""
+        self._fleet.check_integrity()
+        up = self._by_fleet_id
+        assert up == {r.fleet_id: r for r in self.replicas.values() if r.fleet_id is not None}
+        assert up.keys() == self._fleet.replicas.keys()
+        for number, replica in up.items():
+            here = [item.id for item in replica.open.values() if item.fleet_id == number]
+            assert sorted(here) == sorted(self._fleet.replicas[number].works)
+            assert replica.draining == self._fleet.replicas[number].draining
+        for replica in self.replicas.values():
+            assert not (replica.gone and replica.fleet_id is not None)
+            for request_id, item in replica.open.items():
+                assert item.id == request_id and item.replica is replica
+        assert all(item.replica is None for item in self._unplaced if item.awaits_placement)
+        assert self._routing is not None or not self._arrivals
+
     def _route(self) -> None:
         self._routing = None
         self.check_liveness()

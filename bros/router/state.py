@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -182,6 +183,13 @@ class WorkTotals:
         """The prefill part of total_s."""
         weight = 1.0 if service_class is BE else be_weight
         return self.prefill_s[RT] + weight * self.prefill_s[BE]
+
+    def check_equals(self, other: WorkTotals) -> None:
+        """Raise AssertionError unless the other one has the same sums, up to rounding errors."""
+        assert self.num_requests == other.num_requests
+        for mine, others in ((self.prefill_s, other.prefill_s), (self.decode_s, other.decode_s)):
+            for service_class, seconds in mine.items():
+                assert math.isclose(seconds, others[service_class], rel_tol=1e-6, abs_tol=1e-6)
 
     @property
     def decode_share(self) -> float:
@@ -421,12 +429,10 @@ class Ledger:
         if work.key is not None:
             replica.keys[work.key] = replica.keys.get(work.key, 0) + 1
             work.key.load[work.replica] = work.key.load.get(work.replica, 0.0) + work.seconds
-        node: PrefixNode | None = work.leaf
-        while node is not None:
+        for node in _path_of(work.leaf):
             node.active += 1
             node.num_requests += 1
             node.requests[work.replica] = node.requests.get(work.replica, 0) + 1
-            node = node.parent
 
     def mark_prefilled(self, work: ReplicaWork) -> None:
         """Count the prompt of a request as done."""
@@ -456,10 +462,8 @@ class Ledger:
         work.request = None  # the work stays for the window, the long prompt need not
         prefill_s = 0.0 if work.prefilled else work.prefill_s
         replica.open_work.remove(work.service_class, prefill_s, work.decode_s)
-        node: PrefixNode | None = work.leaf
-        while node is not None:
+        for node in _path_of(work.leaf):
             node.active -= 1
-            node = node.parent
 
     def settle(self, work: ReplicaWork, prefill_s: float, decode_s: float) -> None:
         """Replace the estimates of a closed request by its real cost."""
@@ -486,6 +490,43 @@ class Ledger:
             _remove_from_nodes(work)
             self._state.forest.prune(work.leaf)
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless all sums and counts are those of the works (for tests)."""
+        live = self._state.replicas
+        by_replica = {number: replica.works for number, replica in live.items()}
+        there = [item for works in by_replica.values() for item in works.items()]
+        assert len(there) == len(self.works) and dict(there) == self.works
+        active: Counter[PrefixNode] = Counter()
+        requests: Counter[tuple[PrefixNode, int]] = Counter()
+        for work in self.works.values():
+            assert work.request is not None and work.replica in live
+            active.update(_path_of(work.leaf))
+        for work in self._window:
+            assert work.in_window
+            requests.update((node, work.replica) for node in _path_of(work.leaf))
+        for node, count in active.items():
+            assert node.active == count
+        for (node, number), count in requests.items():
+            assert node.requests[number] == count
+        for number, replica in live.items():
+            open_work, window_work = WorkTotals(), WorkTotals()
+            for work in replica.works.values():
+                prefill_s = 0.0 if work.prefilled else work.prefill_s
+                open_work.add(work.service_class, prefill_s, work.decode_s)
+            for work in self._window:
+                if work.replica == number:
+                    window_work.add(work.service_class, work.prefill_s, work.decode_s)
+            replica.open_work.check_equals(open_work)
+            replica.window_work.check_equals(window_work)
+
+
+def _path_of(leaf: PrefixNode) -> Iterator[PrefixNode]:
+    """The node and its ancestors."""
+    node: PrefixNode | None = leaf
+    while node is not None:
+        yield node
+        node = node.parent
+
 
 def _remove_from_key(replica: Replica, work: ReplicaWork) -> None:
     key, number = work.key, work.replica
@@ -499,10 +540,8 @@ def _remove_from_key(replica: Replica, work: ReplicaWork) -> None:
 
 def _remove_from_nodes(work: ReplicaWork) -> None:
     number = work.replica
-    node: PrefixNode | None = work.leaf
-    while node is not None:
+    for node in _path_of(work.leaf):
         node.num_requests -= 1
         node.requests[number] -= 1
         if not node.requests[number]:
             del node.requests[number]
-        node = node.parent
