@@ -254,23 +254,29 @@ class Dispatcher:
         """Start a task that finds another replica for a request."""
         self._disconnect(item)
         item.task = asyncio.create_task(self._continue(item), name="routed-request")
+        item.task.add_done_callback(functools.partial(self._on_task_done, item))
 
     async def _continue(self, item: RoutedRequest) -> None:
         try:
             if item.losses >= _MAX_LOSSES - 1:
                 await self._suspects.acquire(item)
             inner = await self._place(item, can_wait=True)
-        except asyncio.CancelledError:
-            if self.closing is None:  # aborted between two replicas
-                self._end(item, FinishReason.ABORT)
-            else:
-                item.stream.put(EngineDeadError(self.closing))
-                self._remove(item)
         except Exception as error:
             self._fail(item, error)
         else:
             item.task = None
             self._connect(item, inner)
+
+    def _on_task_done(self, item: RoutedRequest, task: asyncio.Task[None]) -> None:
+        """End a request whose task was cancelled. The task itself cannot, because it never runs if
+        it is cancelled in the turn of the event loop in which it was created."""
+        if not task.cancelled():
+            return
+        if self.closing is None:  # aborted between two replicas
+            self._end(item, FinishReason.ABORT)
+        else:
+            item.stream.put(EngineDeadError(self.closing))
+            self._remove(item)
 
     def _fail(self, item: RoutedRequest, error: Exception) -> None:
         """End a request that cannot continue."""

@@ -140,6 +140,30 @@ def test_who_is_refused_is_told_when_to_come_back_if_a_replica_comes_up() -> Non
     in_group(test)
 
 
+def test_a_request_that_is_aborted_as_its_engine_is_lost_ends() -> None:
+    async def test(group: Group) -> None:
+        reading = asyncio.create_task(collect(group.client, ask()))
+        await asyncio.sleep(5 * STEP_S)
+        group.engines[group.where("r")].die()
+        await group.client.abort("r")
+        assert (await reading)[-1].finish_reason is FinishReason.ABORT
+        assert group.client.num_open == 0
+
+    in_group(test)
+
+
+def test_a_request_ends_if_the_router_closes_as_its_engine_is_lost() -> None:
+    async def test(group: Group) -> None:
+        reading = asyncio.create_task(collect(group.client, ask()))
+        await asyncio.sleep(5 * STEP_S)
+        group.engines[group.where("r")].die()
+        await group.client.close()
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            await reading
+
+    in_group(test)
+
+
 # Refused after it was accepted
 
 
