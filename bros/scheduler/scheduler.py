@@ -230,12 +230,16 @@ class Scheduler:
         return state.service_class
 
     def abort(self, request_id: str, now: float) -> RequestOutput | None:
-        """End a request and free its memory; None if the scheduler does not have it (any more)."""
+        """End a request and free its memory; returns its last output, or None if the scheduler does
+        not have it (any more).
+
+        A request that has ended without a step (`take_ended`) is not aborted any more: counters,
+        trace and pins say how it ended, so its output must say the same.
+        """
         state = self._states.get(request_id)
-        if state is not None:
-            self._finish(state, FinishReason.ABORT, now)
-        elif self._ended.pop(request_id, None) is None:
-            return None
+        if state is None:
+            return self._ended.pop(request_id, None)
+        self._finish(state, FinishReason.ABORT, now)
         return RequestOutput(request_id=request_id, finish_reason=FinishReason.ABORT)
 
     def promote(self, request_id: str, slo: Slo, now: float) -> None:

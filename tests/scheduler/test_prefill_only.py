@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bros.core.config import KV_LAYOUTS, POLICIES
 from bros.core.errors import InvalidRequestError, PromptTooLongError
-from bros.core.request import FinishReason, ServiceClass, Slo
+from bros.core.request import FinishReason, Hints, ServiceClass, Slo
 from support.prefix_run import BE, RT, SIZE, Run
 
 
@@ -68,13 +68,23 @@ def test_without_a_prefix_cache_nothing_is_computed() -> None:
     assert not run.scheduler.has_work
 
 
-def test_a_fill_that_has_ended_at_once_can_be_aborted_until_that_is_told() -> None:
+@pytest.mark.parametrize("cached", [0, 40])
+def test_a_fill_that_has_ended_at_once_is_done_for_who_aborts_it_too(cached: int) -> None:
+    """The last output, the trace and the counters say the same; and the prompt stays pinned."""
     run = Run()
-    run.submit("fill", 3, prefill_only=True)
+    run.submit("before", cached + 1)
+    run.drain()
+    counted = run.scheduler.stats().by_class[RT].prompt_tokens
+    run.submit("fill", cached + 3, prefill_only=True, hints=Hints(keep_s=9.0))
     with pytest.raises(InvalidRequestError, match="in use"):
         run.submit("fill", 3, prefill_only=True)
-    output = run.scheduler.abort("fill", run.now)
-    assert output is not None and output.finish_reason is FinishReason.ABORT
+    run.abort("fill")
+    assert (run.ends["fill"], run.cached["fill"]) == (FinishReason.LENGTH, cached)
+    trace = run.scheduler.trace("fill")
+    assert trace is not None and trace.finish_reason is FinishReason.LENGTH
+    stats = run.scheduler.stats()
+    assert stats.by_class[RT].prompt_tokens == counted + cached
+    assert stats.kv_blocks_parked == cached // SIZE
     assert not run.scheduler.has_work and run.scheduler.take_ended() == []
     assert run.scheduler.abort("fill", run.now) is None
 
@@ -180,14 +190,14 @@ def test_any_mix_of_fills_and_answers_ends_well(data: st.DataObject) -> None:
             if run.scheduler.has_work:
                 run.step()
         if data.draw(st.integers(0, 9)) == 0:
-            run.scheduler.abort(f"{number}", run.now)
+            run.abort(f"{number}")
     run.drain()
     stats = run.scheduler.stats()
     assert (stats.kv_blocks_used, stats.host_kv_blocks_used) == (0, 0)
     for name, asked in run.requests.items():
         trace = run.scheduler.trace(name)
-        assert trace is not None and trace.finish_reason is not None
-        if trace.finish_reason is FinishReason.ABORT:
+        assert trace is not None and trace.finish_reason is run.ends[name]
+        if run.ends[name] is FinishReason.ABORT:
             continue
         assert run.ends[name] is FinishReason.LENGTH
         assert run.answers[name] == run.answer(name)

@@ -64,6 +64,11 @@ class Run:
         self.computed[name] = 0
         self.ends.pop(name, None)
 
+    def abort(self, name: str) -> None:
+        output = self.scheduler.abort(name, self.now)
+        self.scheduler.check_integrity()
+        self._take([output] if output else [])
+
     def schedule(self) -> StepPlan:
         plan = self.scheduler.schedule(self.now)
         self.scheduler.check_integrity()
