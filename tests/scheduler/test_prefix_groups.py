@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bros.core.request import Hints
@@ -102,20 +102,26 @@ def test_it_is_what_the_naive_model_says(
 
 
 @given(batches=st.lists(st.integers(1, 9), min_size=40, max_size=60))
+@example(batches=[1] * 26 + [7] + [9] * 33)
 def test_groups_that_always_have_somebody_share_in_proportion(batches: list[int]) -> None:
-    """Whatever fits into each step; and first come first served in each group."""
+    """Whatever fits into each step; and first come first served in each group.
+
+    For each that begins another one with as much cached arrives, so that every group has as many
+    among the first arrivals that are put in groups as a step may begin.
+    """
     order = PrefixGroups(WAIT_S, lambda state: None)
-    waiting = [state_of(index, index % 10 * 10 + 5) for index in range(600)]
+    waiting = [state_of(index, index % 10 * 10 + 5) for index in range(200)]
     begun: list[RequestState] = []
     for count in batches:
         first = order.first(waiting, 0, 65, 0.0)[:count]
         order.started(first)
-        begun += first
         for state in first:
             waiting.remove(state)
-    rounds = len(begun) // 55
-    shares = Counter(map(group_of, begun[: 55 * rounds]))
-    assert shares == {group: rounds * group for group in range(1, 11) if rounds}
+            waiting.append(state_of(200 + len(begun), state.num_computed_tokens))
+            begun.append(state)
+    one_round = [group for group in range(NUM_GROUPS, 0, -1) for _ in range(group)]
+    rounds = itertools.cycle(one_round)
+    assert [group_of(state) for state in begun] == list(itertools.islice(rounds, len(begun)))
     for group in range(1, NUM_GROUPS + 1):
         indexes = [state.arrival_index for state in begun if group_of(state) == group]
         assert indexes == sorted(indexes)
