@@ -176,7 +176,8 @@ class Bounds:
 
     rows: batch size B.
     tokens: most tokens of all chunks.
-    best_effort_s: most seconds of a step with best-effort work, or with late prompts.
+    best_effort_s: most seconds of a step with best-effort work, or with late prompts. If the urgent
+        part takes longer, best-effort work may replace rows of it, but not make the step longer.
     best_effort_share: best-effort work is added up to this share of best_effort_s.
     best_effort_credit_s: seconds that best-effort work may take in any case. If positive,
         best-effort work may also take one row and min_chunk tokens in any case.

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from bros.scheduler.packing import Bounds, Packing, Rules, pack
 from support.packing import (
     RARE_SHARE,
+    SAFETY,
     Blocks,
     Item,
     best_effort_part,
@@ -24,6 +25,7 @@ from support.packing import (
     check_resources,
     names,
     predictor,
+    replaced_rows,
     rest_seconds,
     row,
     seconds,
@@ -102,10 +104,10 @@ def test_rows_tokens_and_memory_are_never_exceeded(
     assert names(urgent_part(packing)) == [n for n in order if n in names(urgent_part(packing))]
     if bounds.best_effort_credit_s == 0.0:
         check_deadlines(packing, bounds, NOW)
+        without_s = seconds([*urgent_part(packing), *replaced_rows(packing)])
+        most_s = max(bounds.best_effort_share * bounds.best_effort_s, without_s)
         assert not best_effort_part(packing) or (
-            packing.seconds
-            <= max(bounds.best_effort_share * bounds.best_effort_s, packing.urgent_s)
-            or len(packing.selected) == 1  # alone it must run
+            packing.seconds <= most_s + 1e-9 or len(packing.selected) == 1  # alone it must run
         )
 
 
@@ -304,6 +306,26 @@ def test_a_first_token_that_just_makes_it_is_in_the_step() -> None:
     assert not packing.violated
 
 
+def test_a_row_that_is_on_time_unless_the_step_is_slow_ends_it_and_is_no_violation() -> None:
+    head = Item("head", 3, 0, -0.1, late=True)
+    due_s = 0.96 * seconds([(head, 3), (row("row"), 1)])
+    packing = run([head, row("row", due_s), row("other", 9.0)], [row("filler")])
+    assert (names(packing.selected), packing.violated) == (["head", "row"], False)
+
+
+@pytest.mark.parametrize(
+    ("share", "late", "violated"), [(0.99, False, True), (0.99, True, False), (0.5, False, False)]
+)
+def test_a_row_that_will_be_late_ends_nothing_and_is_a_violation_if_the_others_make_it_so(
+    share: float, late: bool, violated: bool
+) -> None:
+    """Not if its token was late before the step, nor if it would be late alone."""
+    head = Item("head", 3, 0, -0.1, late=True)
+    due_s = share * seconds([(head, 3), (row("row"), 1)]) / SAFETY
+    packing = run([head, replace(row("row", due_s), late=late), row("other", 9.0)])
+    assert (names(packing.selected), packing.violated) == (["head", "row", "other"], violated)
+
+
 def test_a_piece_smaller_than_the_least_is_not_worth_a_place() -> None:
     head, prompt = row("head", 0.033), Item("prompt", 100, 0, 9.0)
     assert seconds([(head, 1), (prompt, 8)]) < 0.033 < seconds([(head, 1), (prompt, 16)])
@@ -386,6 +408,16 @@ def test_best_effort_takes_the_row_of_the_last_that_can_wait() -> None:
     assert names(run(urgent, [row("f"), row("g")], few_tokens).selected) == ["a", "f", "g"]
     no_replace = replace(bounds, rules=Rules(replace=False))
     assert names(run(urgent, [row("f")], no_replace).selected) == ["a", "b", "c"]
+
+
+def test_best_effort_replaces_a_row_if_the_step_is_no_longer_than_its_urgent_part_was() -> None:
+    bounds = Bounds(rows=2, tokens=99, best_effort_s=0.01)
+    urgent = [row("a", 0.2), row("b", 0.2)]
+    packing = run(urgent, [row("f")], bounds)
+    assert names(packing.selected) == ["a", "f"]
+    assert packing.seconds > max(bounds.best_effort_s, packing.urgent_s)
+    assert math.isclose(packing.seconds, seconds([(item, 1) for item in urgent]))
+    assert names(run(urgent, [row("f", context=9)], bounds).selected) == ["a", "b"], "it is longer"
 
 
 @pytest.mark.parametrize(

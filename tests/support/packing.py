@@ -153,6 +153,12 @@ def best_effort_part(packing: Packing[Item]) -> list[tuple[Item, int]]:
     return packing.selected[packing.num_urgent :]
 
 
+def replaced_rows(packing: Packing[Item]) -> list[tuple[Item, int]]:
+    """Urgent decode rows that gave their places in the batch to best-effort work."""
+    passed_over = packing.passed_over
+    return [(item, 1) for item, why in passed_over if why == "rows" and item.remaining == 1]
+
+
 def names(chosen: Chosen) -> list[str]:
     return [item.name for item, _ in chosen]
 
@@ -166,8 +172,7 @@ def check_resources(packing: Packing[Item], bounds: Bounds, free_blocks: int) ->
     assert sum(blocks_for(item, count) for item, count in chosen) <= free_blocks
     assert math.isclose(packing.seconds, seconds(chosen), rel_tol=1e-9)
     assert math.isclose(predictor().safe_seconds(packing.load), packing.seconds, rel_tol=1e-9)
-    replaced = sum(reason == "rows" and item.remaining == 1 for item, reason in packing.passed_over)
-    urgent = packing.num_urgent + replaced
+    urgent = packing.num_urgent + len(replaced_rows(packing))
     assert len(chosen) <= max(bounds.rows, urgent + (bounds.best_effort_credit_s > 0))
     for item, _ in urgent_part(packing)[bounds.rows :]:
         assert not bounds.rules.strict_rows
@@ -178,24 +183,32 @@ def check_deadlines(packing: Packing[Item], bounds: Bounds, now: float) -> None:
     """Constraint (6): whoever could be on time when it was chosen is so in the final step.
 
     Follows the urgent part from the front: `limit_s` is what those before allow. Prompts must be
-    cut to the largest chunk within it, found by linear search.
+    cut to the largest chunk within it, found by linear search. A token that is on time only if the
+    step takes no longer than expected (without the safety margin) allows nothing after it. One that
+    is late even then allows anything, and is a violation if it is a decode row that would be on
+    time alone.
     """
-    chosen, limit_s = urgent_part(packing), math.inf
+    chosen, limit_s, violated = urgent_part(packing), math.inf, False
     for index, (item, count) in enumerate(chosen):
         before, due_s = chosen[:index], item.deadline_s - now
         left = bounds.tokens - sum(n for _, n in before)
         largest = largest_chunk(item, before, left, limit_s)
         assert largest is not None, "selected beyond the limit"
-        if seconds([*before, (item, largest)]) + rest_seconds(item, largest) > due_s:
-            lost_alone = seconds([(item, 1)]) / SAFETY > due_s
-            assert packing.violated or item.late or item.remaining > 1 or lost_alone
+        comes_s = seconds([*before, (item, largest)]) + rest_seconds(item, largest)
+        if comes_s > due_s * SAFETY:
+            alone_s = seconds([(item, 1)]) / SAFETY
+            violated |= item.remaining == 1 and not item.late and alone_s <= due_s
             continue
         assert count == largest or has_time(item, due_s, bounds)
-        if item.remaining > 1 and not bounds.rules.early_return:
-            due_s *= RARE_SHARE
-        ends_s = max(due_s - rest_seconds(item, count), seconds([*before, (item, count)]))
-        limit_s = min(limit_s, ends_s)
+        now_s = seconds([*before, (item, count)])
+        if comes_s > due_s:
+            limit_s = min(limit_s, now_s)
+        else:
+            if item.remaining > 1 and not bounds.rules.early_return:
+                due_s *= RARE_SHARE
+            limit_s = min(limit_s, max(due_s - rest_seconds(item, count), now_s))
         assert packing.seconds <= limit_s + 1e-9
+    assert packing.violated == violated or (packing.violated and bounds.rules.early_return)
 
 
 def has_time(item: Item, due_s: float, bounds: Bounds) -> bool:
