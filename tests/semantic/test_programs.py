@@ -11,38 +11,11 @@ from hypothesis import strategies as st
 from bros.core.errors import OverloadedError, QueueFullError
 from bros.core.request import FinishReason, RequestOutput
 from bros.semantic.errors import UpstreamError
-from bros.semantic.schema import CallSpec, Criteria, Perf
+from bros.semantic.schema import Criteria, Perf
 from bros.simulator.virtual_loop import run_virtual
-from support.program_engine import echo
-from support.programs import TENANT, Desk, call, native
+from support.programs import TENANT, Desk
+from support.random_programs import Node, expected_values, native_value, nodes_behind, programs
 from support.tier import examples
-
-SHARED = "You are one of many who work on something large. "
-
-
-@dataclass(frozen=True)
-class Node:
-    """One call. inputs: numbers of variables; the outputs have the numbers that follow."""
-
-    number: int
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    kind: str  # llm, native, native-fails
-    transform: str | None
-    greedy: bool
-
-    @property
-    def template(self) -> str:
-        text = SHARED + f"{self.number}: " + " ".join(f"{{{{v{i}}}}}" for i in self.inputs)
-        return text + "".join(f" then {{{{output:v{i}}}}}" for i in self.outputs)
-
-    def spec(self) -> CallSpec:
-        if self.kind != "llm":
-            names = (" ".join(f"v{i}" for i in side) for side in (self.inputs, self.outputs))
-            return native(*names)
-        transforms = {f"v{i}": self.transform for i in self.outputs}
-        sampling = {"temperature": 0.0} if self.greedy else {}
-        return call(self.template, transforms=transforms, sampling=sampling)
 
 
 @dataclass(frozen=True)
@@ -50,27 +23,6 @@ class Event:
     at_s: float
     what: str
     which: int
-
-
-@st.composite
-def programs(draw: st.DrawFn) -> list[Node]:
-    nodes: list[Node] = []
-    made = 0
-    for number in range(draw(st.integers(1, 7))):
-        inputs = draw(st.lists(st.integers(0, made - 1), max_size=3)) if made else []
-        count = draw(st.integers(1, 2))
-        nodes.append(
-            Node(
-                number,
-                tuple(dict.fromkeys(inputs)),
-                tuple(range(made, made + count)),
-                draw(st.sampled_from(["llm", "llm", "llm", "native", "native-fails"])),
-                draw(st.sampled_from([None, None, None, "upper", "json"])),
-                draw(st.booleans()),
-            )
-        )
-        made += count
-    return nodes
 
 
 WHAT = ["get", "get", "get", "leave", "upgrade", "cancel", "die", "refuse", "no room", "error"]
@@ -110,12 +62,12 @@ class Run:
     async def run_native(self, node: Node, request: str) -> None:
         """What the client does with a function of its own."""
         try:
-            values = [await self.desk.value(f"v{i}") for i in node.inputs]
+            texts = [await self.desk.value(f"v{i}") for i in node.inputs]
             if node.kind == "native-fails":
                 self.desk.service.fail(TENANT, self.desk.session, request, "no")
                 return
             for i in node.outputs:
-                self.desk.set(f"v{i}", f"[{'+'.join(values)}|{i}]")
+                self.desk.set(f"v{i}", native_value(texts, i))
         except Exception:  # it has been cancelled, or an input is not there
             assert self.desk.view(request).state in ("failed", "cancelled")
 
@@ -169,7 +121,7 @@ class Run:
 
     def check_results(self) -> None:
         """A value is what the program says, a failure names a call behind it that failed itself."""
-        expected = self.expected()
+        expected = expected_values(self.nodes)
         views = dict(
             zip(
                 self.requests,
@@ -177,7 +129,10 @@ class Run:
                 strict=True,
             )
         )
-        behind = self.behind()
+        behind = {
+            variable: {self.requests[number] for number in numbers}
+            for variable, numbers in nodes_behind(self.nodes).items()
+        }
         for variable, result in self.results:
             if isinstance(result, str):
                 assert result == expected[variable]
@@ -203,30 +158,6 @@ class Run:
         await self.desk.close()
         await asyncio.sleep(10.0)  # for the engine to come back
         assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    def expected(self) -> dict[int, str]:
-        """What each variable is if nothing fails."""
-        values: dict[int, str] = {}
-        for node in self.nodes:
-            texts = [values[i] for i in node.inputs]
-            prompt = SHARED + f"{node.number}: " + " ".join(texts)
-            for i in node.outputs:
-                if node.kind == "llm":
-                    prompt += " then "
-                    answer = echo(prompt)
-                    prompt += answer
-                    values[i] = answer.upper() if node.transform == "upper" else answer
-                else:
-                    values[i] = f"[{'+'.join(texts)}|{i}]"
-        return values
-
-    def behind(self) -> dict[int, set[str]]:
-        """Variable -> the requests that it needs."""
-        needs: dict[int, set[str]] = {}
-        for node, request in zip(self.nodes, self.requests, strict=True):
-            for i in node.outputs:
-                needs[i] = {request}.union(*(needs[j] for j in node.inputs))
-        return needs
 
 
 @settings(max_examples=examples(100), deadline=None)
