@@ -45,7 +45,7 @@ from bros.simulator.programs import (
     run_by_calls,
     run_in_session,
 )
-from bros.simulator.simulation import BLOCK_SIZE, Device, engine_info, slo_of
+from bros.simulator.simulation import BLOCK_SIZE, Device, Disturbance, engine_info, slo_of
 from bros.simulator.virtual_loop import (
     START_S,
     LoopClock,
@@ -133,6 +133,7 @@ async def program_server(
     replicas: int = 1,
     router: str = "e2",
     grouped: bool = True,
+    disturbance: Disturbance | None = None,
     seed: int = 0,
 ) -> AsyncIterator[ProgramServer]:
     """A server with so many engines on the running virtual loop; a router if there are several.
@@ -147,8 +148,10 @@ async def program_server(
             vocab_size=tokenizer.vocab_size,
             choose=answers.choose,
             grouped=grouped,
+            disturbance=disturbance,
+            seed=seed + number,
         )
-        for _ in range(replicas)
+        for number in range(replicas)
     ]
     clock, ids = LoopClock(), IdGenerator(random.Random(seed))
     engine = engines[0] if replicas == 1 else _routed(engines, router, seed)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from bros.core.clock import Clock
 from bros.core.request import SamplingParams, ServiceClass
 from bros.semantic.core.template import Text, parse_template
-from bros.semantic.schema import CallSpec, Criteria, Parameter, Perf, Role
+from bros.semantic.schema import CallSpec, Criteria, Parameter, Perf, Role, SessionView
 from bros.semantic.service.service import SessionService
 from bros.text.generation import TextGenerator
 from bros.text.tokenizer import Tokenizer
@@ -442,7 +442,11 @@ class ServiceEnd:
         return found.value or ""
 
     async def calls_of(self, session: str) -> list[dict[str, Any]]:
-        return [asdict(call) for call in self._service.inspect("", session).calls]
+        return [asdict(call) for call in self.view(session).calls]
+
+    def view(self, session: str) -> SessionView:
+        """The session with its graph."""
+        return self._service.inspect("", session)
 
     async def close(self, session: str) -> None:
         await self._service.delete("", session)

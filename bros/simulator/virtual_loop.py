@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 import selectors
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -22,6 +23,7 @@ from bros.scheduler.cost_model import StepLoad
 from bros.simulator.simulation import (
     BLOCK_SIZE,
     Device,
+    Disturbance,
     SimExecutor,
     engine_info,
     load_of,
@@ -159,12 +161,15 @@ def virtual_engine(
     vocab_size: int,
     choose: Callable[[Chunk], int],
     grouped: bool = False,
+    disturbance: Disturbance | None = None,
+    seed: int = 0,
 ) -> VirtualEngineClient:
     """An engine with these options on a simulated device.
 
     choose: see SimExecutor.
     grouped: decode rows read shared blocks once, at the device's cost per token of context, and
         the scheduler's cost model reflects that.
+    seed: of the noise of the disturbance.
     Call it in a running loop. Raises ConfigError.
     """
     model, grouping = device.steps, None
@@ -177,7 +182,14 @@ def virtual_engine(
     )
     clock = ManualClock(asyncio.get_running_loop().time())
     load = _grouped_load if grouped else load_of
-    executor = SimExecutor(model, clock, choose=choose, load=load)
+    executor = SimExecutor(
+        model,
+        clock,
+        choose=choose,
+        load=load,
+        disturbance=disturbance,
+        rng=random.Random(seed),
+    )
     scheduler = build_scheduler(with_step_bounds(config), info, model)
     return VirtualEngineClient(Engine(scheduler, executor, clock, info), clock)
 

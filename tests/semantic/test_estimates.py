@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from bros.core.interfaces import Prices
 from bros.core.request import ServiceClass
 from bros.semantic.core.estimates import (
+    FIRST_GUESS_CHARS,
     FIRST_GUESS_TOKENS,
     MAX_NAMES,
     Average,
     CallWork,
     Estimates,
     ObservedCall,
+    model_prefill_s,
 )
 from bros.semantic.core.nodes import TaskGroup, Variable
 from bros.semantic.core.objectives import COMPACT_FROM, DeadlineWatch
@@ -156,6 +158,49 @@ def test_mixed_histories_do_not_move_the_estimate(
     for call in history:
         estimates.observe(F, call, PRICES, 0.0)
     assert estimates.seconds(WORK, PRICES, 0.0) == pytest.approx(2.5, rel=0.01)
+
+
+@pytest.mark.parametrize("prices", [PRICES, None])
+@given(rows=st.integers(2, 8), slower=st.sampled_from([1.0, 2.0]))
+def test_members_of_a_group_do_not_count_as_load_of_others(
+    prices: Prices | None, rows: int, slower: float
+) -> None:
+    """A group of equal calls is predicted from what it took, and so is one such call alone."""
+    own_s = PRICES.prefill_s(1000)
+    step_s = rows * PRICES.decode_s(1, 1050, rows)
+    estimates = Estimates()
+    for _ in range(6):
+        for number in range(rows):
+            after_s = (rows - 1 - number) * own_s
+            member = ObservedCall(
+                service_class=RT,
+                prompt_tokens=1000,
+                cached_tokens=0,
+                output_tokens=100,
+                ttft_s=slower * (number + 1) * own_s,
+                decode_s=slower * (99 * step_s + after_s),
+                rows=rows,
+                prefilled_before_s=number * model_prefill_s(1000, 0, prices),
+                prefilled_after_s=(rows - 1 - number) * model_prefill_s(1000, 0, prices),
+            )
+            estimates.observe(F, member, prices, 0.0)
+    together = dataclasses.replace(WORK, members=rows)
+    expected_s = slower * (rows * own_s + 100 * step_s)
+    assert estimates.seconds(together, prices, 0.0) == pytest.approx(expected_s, rel=0.1)
+    if slower == 1.0 and prices is not None:
+        alone_s = own_s + PRICES.decode_s(100, 1050)
+        assert estimates.seconds(WORK, prices, 0.0) == pytest.approx(alone_s, rel=0.1)
+
+
+@given(st.floats(1.0, 8.0), st.integers(1, 2000))
+def test_prompts_have_as_many_tokens_as_those_of_the_function(chars: float, tokens: int) -> None:
+    estimates = Estimates()
+    assert estimates.prompt_tokens(F, 400.0) == 400.0 / FIRST_GUESS_CHARS
+    estimates.observe_prompt(F, chars * tokens, tokens)
+    assert estimates.prompt_tokens(F, chars * 50) == pytest.approx(50)
+    assert estimates.prompt_tokens(("other", "f"), chars * 50) == pytest.approx(50), "best guess"
+    estimates.observe_prompt(("other", "f"), 9 * chars * tokens, tokens)
+    assert estimates.prompt_tokens(F, chars * 50) == pytest.approx(50)
 
 
 def test_an_engine_without_a_cost_model_is_measured() -> None:

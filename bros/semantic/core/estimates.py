@@ -5,16 +5,22 @@
 
     queueing   mean of recent calls of the class: time to first token less predicted prefill; it
                fades while no call is observed, because it depends on the load of the moment
-    prefill    `Prices.prefill_s` of the prompt tokens that are not expected to be cached
-    decode     `Prices.decode_s` of the expected output tokens, times what recent calls of the class
-               took relative to it: an engine decodes many rows at once, and paces them
+    prefill    `Prices.prefill_s` of the prompt tokens that are not expected to be cached, in one
+               step, for all members of a task group that start together; times the slope of time
+               to first token over it in recent calls of the class
+    decode     `Prices.decode_s` of the expected output tokens in steps with a row of each member,
+               plus what recent calls of the class took beyond that per token: rows of others, pace
 
 No figure mixes two of these parts: a call that was cached or queued, or was preempted while it
-decoded, changes only the part that it tells something about.
+decoded, changes only the part that it tells something about. What other calls of its own session
+took is known too, and is not counted as load of others: before, the calls of a chain were
+predicted to take twice as long after a map-reduce had run (calibration in
+benchmarks/results/sessions.md).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import OrderedDict, deque
@@ -45,8 +51,14 @@ _RECENT = 15
 _LEAST_COMPUTED = 64
 """Fewest computed prompt tokens whose time says something about the time of a prompt token."""
 
+_LEAST_SLOPES = 10
+"""Pairs of calls with different prefills whose median slope is one of the prefill."""
+
+FIRST_GUESS_CHARS = 4.0
+"""Characters per token of a prompt before the first observation."""
+
 _CORRECTION_LIMIT = 16.0
-"""Corrections of a cost model are between its inverse and this."""
+"""A corrected step takes at most this times what the cost model says, and at least its inverse."""
 
 
 @dataclass(slots=True)
@@ -73,11 +85,13 @@ class CallWork:
     prompt_tokens: length of its prompt.
     cached_tokens: prompt tokens that are expected to be cached.
     output_tokens: expected output tokens.
+    members: LLM calls that are prefilled and decode together with it, itself included.
     """
 
     prompt_tokens: float
     cached_tokens: float
     output_tokens: float
+    members: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +105,9 @@ class ObservedCall:
     output_tokens: generated tokens.
     ttft_s: from the moment when its inputs were set to its first token.
     decode_s: from its first token to its last.
+    rows: mean number of LLM calls of its session that decoded meanwhile, itself included.
+    prefilled_before_s: `model_prefill_s` of other calls of its session before its first token.
+    prefilled_after_s: the same between its first token and its last.
     """
 
     service_class: ServiceClass | None
@@ -99,20 +116,32 @@ class ObservedCall:
     output_tokens: int
     ttft_s: float
     decode_s: float
+    rows: float = 1.0
+    prefilled_before_s: float = 0.0
+    prefilled_after_s: float = 0.0
 
 
 @dataclass(slots=True)
 class _FunctionStats:
     tokens: Average = field(default_factory=Average)
     cached_share: Average = field(default_factory=Average)
+    chars_per_token: Average = field(default_factory=Average)
 
 
 @dataclass(slots=True)
 class _ClassStats:
-    """queueing_s is as of the time queued_s."""
+    """queueing_s: as of the time queued_s.
+    firsts: (predicted prefill, time to first token) of recent calls.
+    prefill_slope: see the module; None until it is known.
+    added_s: seconds per output token beyond the cost model, of recent calls.
+    prefills, decodes: times of recent calls relative to GUESSED_PRICES, without a cost model.
+    """
 
     queueing_s: float = 0.0
     queued_s: float = 0.0
+    firsts: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    prefill_slope: float | None = None
+    added_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     prefills: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     decodes: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
@@ -126,6 +155,7 @@ class Estimates:
     def __init__(self, weight: float = 0.2) -> None:
         self._weight = weight
         self._functions: OrderedDict[Function, _FunctionStats] = OrderedDict()
+        self._chars_per_token = Average()
         self._classes = {service_class: _ClassStats() for service_class in ServiceClass}
 
     def expected_tokens(self, function: Function, max_tokens: int | None) -> float:
@@ -156,26 +186,53 @@ class Estimates:
         stats = self._classes[service_class]
         return stats.queueing_s * math.exp(min(0.0, stats.queued_s - now) / _QUEUEING_FADES_S)
 
-    def prefill_s(self, prompt_tokens: float, cached_tokens: float, prices: Prices | None) -> float:
+    def prompt_tokens(self, function: Function, chars: float) -> float:
+        """Expected tokens of a prompt with so many characters."""
+        stats = self._functions.get(function)
+        known = self._chars_per_token
+        if stats is not None and stats.chars_per_token.count:
+            known = stats.chars_per_token
+        return chars / (known.mean or FIRST_GUESS_CHARS)
+
+    def prefill_s(
+        self,
+        prompt_tokens: float,
+        cached_tokens: float,
+        prices: Prices | None,
+        service_class: ServiceClass = ServiceClass.RT,
+    ) -> float:
         """Predicted seconds to compute the part of a prompt that is not cached.
 
         prices: None if the engine has no cost model.
         """
-        computed = round(max(0.0, prompt_tokens - cached_tokens))
-        if prices is not None:
-            return prices.prefill_s(computed, round(cached_tokens))
-        correction = _median(self._classes[ServiceClass.RT].prefills)
-        return correction * GUESSED_PRICES.prefill_s(computed, round(cached_tokens))
+        slope = self._prefill_slope(service_class, prices)
+        return slope * model_prefill_s(prompt_tokens, cached_tokens, prices)
+
+    def _prefill_slope(self, service_class: ServiceClass, prices: Prices | None) -> float:
+        stats = self._classes[service_class]
+        if stats.prefill_slope is not None:
+            return stats.prefill_slope
+        return _median(stats.prefills, usual=1.0) if prices is None else 1.0
 
     def decode_s(
-        self, tokens: float, context: float, prices: Prices | None, service_class: ServiceClass
+        self,
+        tokens: float,
+        context: float,
+        prices: Prices | None,
+        service_class: ServiceClass,
+        rows: float = 1.0,
     ) -> float:
-        """Predicted seconds to decode so many tokens after `context`."""
-        correction = _median(self._classes[service_class].decodes)
+        """Predicted seconds to decode so many tokens after `context`.
+
+        rows: rows of the same program in these steps.
+        """
+        stats = self._classes[service_class]
+        step_s = _step_s(context, rows, prices)
         if prices is None:
-            return correction * GUESSED_PRICES.decode_s(tokens, round(context))
-        correction = min(max(correction, 1.0 / _CORRECTION_LIMIT), _CORRECTION_LIMIT)
-        return correction * prices.decode_s(tokens, round(context))
+            return tokens * step_s * _median(stats.decodes, usual=1.0)
+        corrected_s = step_s + _median(stats.added_s, usual=0.0)
+        limit = _CORRECTION_LIMIT
+        return tokens * min(max(corrected_s, step_s / limit), step_s * limit)
 
     def seconds(
         self,
@@ -184,15 +241,17 @@ class Estimates:
         now: float,
         service_class: ServiceClass = ServiceClass.RT,
     ) -> float:
-        """Predicted seconds of a call from the moment when its inputs are set.
+        """Predicted seconds of a call from the moment when its inputs are set, or of a whole task
+        group whose members are such calls.
 
         service_class: real-time by default, because a call whose deadline is near becomes that.
         """
         context = work.prompt_tokens + work.output_tokens / 2
         return (
             self.queueing_s(service_class, now)
-            + self.prefill_s(work.prompt_tokens, work.cached_tokens, prices)
-            + self.decode_s(work.output_tokens, context, prices, service_class)
+            + work.members
+            * self.prefill_s(work.prompt_tokens, work.cached_tokens, prices, service_class)
+            + self.decode_s(work.output_tokens, context, prices, service_class, work.members)
         )
 
     def group_s(self, works: Sequence[CallWork], longest: float, prices: Prices | None) -> float:
@@ -203,7 +262,7 @@ class Estimates:
         """
         rows = len(works)
         context = sum(work.prompt_tokens for work in works) / max(1, rows) + longest / 2
-        step_s = rows * (prices or GUESSED_PRICES).decode_s(1, round(context), rows)
+        step_s = _step_s(context, rows, prices)
         prefill_s = sum(
             self.prefill_s(work.prompt_tokens, work.cached_tokens, prices) for work in works
         )
@@ -224,18 +283,34 @@ class Estimates:
         if call.service_class is None:
             return
         stats = self._classes[call.service_class]
-        computed = call.prompt_tokens - call.cached_tokens
-        if prices is None and computed >= _LEAST_COMPUTED:
-            guessed_s = GUESSED_PRICES.prefill_s(computed, call.cached_tokens)
-            stats.prefills.append(call.ttft_s / guessed_s)
-        waited_s = call.ttft_s - self.prefill_s(call.prompt_tokens, call.cached_tokens, prices)
+        own_s = model_prefill_s(call.prompt_tokens, call.cached_tokens, prices)
+        prefill_s = call.prefilled_before_s + own_s
+        if prices is None and call.prompt_tokens - call.cached_tokens >= _LEAST_COMPUTED:
+            stats.prefills.append(call.ttft_s / prefill_s)
+        stats.firsts.append((prefill_s, call.ttft_s))
+        slope = _slope(stats.firsts)
+        if slope is not None:
+            stats.prefill_slope = slope
+        slope = self._prefill_slope(call.service_class, prices)
+        waited_s = call.ttft_s - slope * prefill_s
         before_s = self.queueing_s(call.service_class, now)
         stats.queueing_s = before_s + self._weight * (max(0.0, waited_s) - before_s)
         stats.queued_s = now
         if call.output_tokens > 1:
-            context = call.prompt_tokens + call.output_tokens // 2
-            predicted_s = (prices or GUESSED_PRICES).decode_s(call.output_tokens - 1, context)
-            stats.decodes.append(call.decode_s / max(predicted_s, 1e-9))
+            context = call.prompt_tokens + call.output_tokens / 2
+            step_s = _step_s(context, max(1.0, call.rows), prices)
+            decode_s = call.decode_s - slope * call.prefilled_after_s
+            took_s = decode_s / (call.output_tokens - 1)
+            if prices is None:
+                stats.decodes.append(took_s / step_s)
+            else:
+                stats.added_s.append(took_s - step_s)
+
+    def observe_prompt(self, function: Function, chars: float, tokens: int) -> None:
+        """A prompt of so many characters has so many tokens."""
+        if tokens:
+            for average in (self._chars_per_token, self._function(function).chars_per_token):
+                average.add(chars / tokens, self._weight)
 
     def _function(self, function: Function) -> _FunctionStats:
         """Its statistics, which count as the latest ones."""
@@ -246,6 +321,34 @@ class Estimates:
         return stats
 
 
-def _median(ratios: deque[float]) -> float:
-    """The lower median of these and 1, so that one slow call does not count alone."""
-    return statistics.median_low((1.0, *ratios))
+def model_prefill_s(prompt_tokens: float, cached_tokens: float, prices: Prices | None) -> float:
+    """Seconds of a prefill in one step by the cost model alone."""
+    prices = prices or GUESSED_PRICES
+    computed = round(max(0.0, prompt_tokens - cached_tokens))
+    return prices.constant_s + prices.prefill_s(computed, round(cached_tokens))
+
+
+def _slope(points: Sequence[tuple[float, float]]) -> float | None:
+    """The median slope of the lines through two of these points whose x are more than a fifth of
+    the largest apart (Theil-Sen); None if there are few of them."""
+    apart = max(x for x, _ in points) / 5.0
+    slopes = [
+        (y - earlier_y) / (x - earlier_x)
+        for number, (x, y) in enumerate(points)
+        for earlier_x, earlier_y in itertools.islice(points, number)
+        if abs(x - earlier_x) > apart
+    ]
+    if len(slopes) < _LEAST_SLOPES:
+        return None
+    return min(max(statistics.median(slopes), 1.0 / _CORRECTION_LIMIT), _CORRECTION_LIMIT)
+
+
+def _step_s(context: float, rows: float, prices: Prices | None) -> float:
+    """Predicted seconds of a step of so many decode rows, each after `context`."""
+    step_s = rows * (prices or GUESSED_PRICES).decode_s(1, round(context), rows)
+    return max(step_s, 1e-9)
+
+
+def _median(values: deque[float], usual: float) -> float:
+    """The lower median of these and the usual one, so that one slow call does not count alone."""
+    return statistics.median_low((usual, *values))

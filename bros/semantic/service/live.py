@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from bros.core.interfaces import Placement
 from bros.core.request import RequestGroup, ServiceClass
@@ -82,6 +82,47 @@ _FORGET_FROM = 100
 _KEPT_ANSWERS = 8
 
 
+class LoadMark(NamedTuple):
+    """The OwnLoad of a session at one time."""
+
+    prefilled_s: float = 0.0
+    decoded_s: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class OwnLoad:
+    """What the LLM calls of a session have had the engine do, to tell it from load of others.
+
+    prefilled_s: predicted seconds of all their prefills so far.
+    decoded_s: row-seconds: the time integral of `decoding`.
+    decoding: LLM calls that are being decoded.
+    as_of_s: time of these figures.
+    """
+
+    prefilled_s: float = 0.0
+    decoded_s: float = 0.0
+    decoding: int = 0
+    as_of_s: float = 0.0
+
+    def at(self, now: float) -> LoadMark:
+        """The figures at the present time."""
+        self.decoded_s += self.decoding * (now - self.as_of_s)
+        self.as_of_s = now
+        return LoadMark(self.prefilled_s, self.decoded_s)
+
+    def begin_decode(self, prefill_s: float, now: float) -> LoadMark:
+        """A prefill of so many predicted seconds has ended, and the decode begins."""
+        self.at(now)
+        self.prefilled_s += prefill_s
+        self.decoding += 1
+        return self.at(now)
+
+    def end_decode(self, now: float) -> None:
+        """A decode has ended."""
+        self.at(now)
+        self.decoding -= 1
+
+
 @dataclass(eq=False, slots=True)
 class LlmCallRecord:
     """State of an LLM call on the engine.
@@ -98,6 +139,8 @@ class LlmCallRecord:
     attempts: number of submissions.
     promoted: whether it was submitted as best-effort and has become real-time since.
     placement: where the router had placed it when it ended; None before, and without a router.
+    started: load of the session when its inputs were set.
+    decoding: load of the session when it had its first token; None before that and after its end.
     """
 
     service_class: ServiceClass | None = None
@@ -112,6 +155,8 @@ class LlmCallRecord:
     attempts: int = 0
     promoted: bool = False
     placement: Placement | None = None
+    started: LoadMark = LoadMark()
+    decoding: LoadMark | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -191,6 +236,7 @@ class ServedSession:
     machine: its state machine with the graph.
     sharing: which requests share the KV of its prompts.
     requested_prefixes: prompt prefixes that were submitted to the engine.
+    load: what its own LLM calls have had the engine do.
     records: call id -> record.
     tasks: tasks of running LLM calls.
     settled: subscribers that wait for values.
@@ -224,6 +270,7 @@ class ServedSession:
     machine: SessionStateMachine
     sharing: PromptSharing
     requested_prefixes: RequestedPrefixes
+    load: OwnLoad = field(default_factory=OwnLoad)
     records: dict[str, CallRecord] = field(default_factory=dict)
     tasks: dict[LlmCall, asyncio.Task[None]] = field(default_factory=dict)
     settled: Subscribers = field(default_factory=Subscribers)

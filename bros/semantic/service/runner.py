@@ -26,7 +26,13 @@ from bros.core.errors import EngineDeadError
 from bros.core.interfaces import EngineClient, Placement, Prices
 from bros.core.request import Hints, ServiceClass
 from bros.semantic.core import objectives
-from bros.semantic.core.estimates import CallWork, Estimates, Function, ObservedCall
+from bros.semantic.core.estimates import (
+    CallWork,
+    Estimates,
+    Function,
+    ObservedCall,
+    model_prefill_s,
+)
 from bros.semantic.core.matching import PlainPrompt
 from bros.semantic.core.nodes import Call, Level, LlmCall, OutputPiece, Piece, TaskGroup
 from bros.semantic.core.prompt import PieceEncoder
@@ -56,7 +62,6 @@ from bros.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 _MIN_TIMER_S = 0.001
-_CHARS_PER_TOKEN = 4
 _BACKGROUND_TIMEOUT_S = 5.0
 
 
@@ -128,17 +133,29 @@ class ProgramRunner:
         record = call_record.llm_calls.get(llm_call.index, LlmCallRecord())
         real_time = llm_call.label.level is Level.RT
         service_class = record.service_class or (ServiceClass.RT if real_time else ServiceClass.BE)
-        if llm_call.first_token_s is not None:
-            left = max(1.0, work.output_tokens - record.output_tokens)
-            context = work.prompt_tokens + record.output_tokens
-            return self._estimates.decode_s(left, context, prices, service_class)
-        seconds = self._estimates.seconds(work, prices, now, service_class)
+        started = llm_call.first_token_s is not None
+        left = work.output_tokens - record.output_tokens if started else work.output_tokens
+        context = work.prompt_tokens + record.output_tokens
+        decode_s = self._estimates.decode_s(
+            max(1.0, left), context, prices, service_class, work.members
+        )
+        if started:
+            return decode_s
         waited_s = 0.0 if llm_call.ready_s is None else now - llm_call.ready_s
-        return seconds - min(waited_s, self._estimates.queueing_s(service_class, now))
+        return max(decode_s, self._estimates.seconds(work, prices, now, service_class) - waited_s)
 
     def prefill_s(self, record: LlmCallRecord) -> float:
         """Predicted seconds of the prefill of a submitted LLM call."""
-        return self._estimates.prefill_s(record.prompt_tokens, record.cached_tokens, self._prices)
+        return self._estimates.prefill_s(
+            record.prompt_tokens,
+            record.cached_tokens,
+            self._prices,
+            record.service_class or ServiceClass.RT,
+        )
+
+    def model_prefill_s(self, record: LlmCallRecord) -> float:
+        """Seconds of this prefill by the engine's cost model alone."""
+        return model_prefill_s(record.prompt_tokens, record.cached_tokens, self._prices)
 
     def placement(self, request_id: str) -> Placement | None:
         """Where an engine request is; None without a router, or if it does not know it any more."""
@@ -222,6 +239,8 @@ class ProgramRunner:
         match action:
             case Start(llm_call):
                 start = together.get(llm_call)
+                record = session.record(llm_call.call.id).llm_call(llm_call.index)
+                record.started = session.load.at(self._clock.now())
                 task = asyncio.create_task(self._run(session, llm_call, start))
                 session.tasks[llm_call] = task
                 if start is not None:
@@ -290,6 +309,9 @@ class ProgramRunner:
             self.carry_out(session)
         record = session.record(llm_call.call.id).llm_call(llm_call.index)
         record.text = ""
+        if record.decoding is not None:
+            session.load.end_decode(self._clock.now())
+            record.decoding = None
         if record.request_id is not None:  # while the router remembers it
             record.placement = self._placements(record.request_id)
         self._release_if_over(session, llm_call.call)
@@ -324,6 +346,9 @@ class ProgramRunner:
         token_ids = prompt.token_ids()
         record = session.record(call.id).llm_call(llm_call.index)
         record.prompt_tokens = len(token_ids)
+        chars, _ = _known_chars(session, call.pieces[: llm_call.prompt_end])
+        function = _function(session.tenant, call)
+        self._estimates.observe_prompt(function, chars, len(token_ids))
         record.requested_tokens = session.requested_prefixes.num_tokens(token_ids)
         session.requested_prefixes.add(token_ids)
         assert llm_call.ready_s is not None, "the LLM call has been started"
@@ -368,6 +393,9 @@ class ProgramRunner:
         assert llm_call.ready_s is not None, "the LLM call has been started"
         first_s = now if llm_call.first_token_s is None else llm_call.first_token_s
         alike = record.attempts == 1 and not record.promoted
+        load = session.load.at(now)
+        first = record.decoding or load
+        own_s = 0.0 if record.decoding is None else self.model_prefill_s(record)
         observed = ObservedCall(
             service_class=record.service_class if alike else None,
             prompt_tokens=record.prompt_tokens,
@@ -375,6 +403,9 @@ class ProgramRunner:
             output_tokens=generated.output_tokens,
             ttft_s=first_s - llm_call.ready_s,
             decode_s=now - first_s,
+            rows=(load.decoded_s - first.decoded_s) / max(now - first_s, 1e-9),
+            prefilled_before_s=first.prefilled_s - record.started.prefilled_s - own_s,
+            prefilled_after_s=load.prefilled_s - first.prefilled_s,
         )
         function = _function(session.tenant, llm_call.call)
         self._estimates.observe(function, observed, self._prices, now)
@@ -407,7 +438,8 @@ class ProgramRunner:
         The prompt of an LLM call that has not been submitted consists of values that may not be
         known yet. What earlier LLM calls of its call have computed is cached.
         """
-        call, output = llm_call.call, self._expected_tokens(session.tenant, llm_call)
+        call, members = llm_call.call, max((len(g.members) for g in llm_call.groups), default=1)
+        output = self._expected_tokens(session.tenant, llm_call, members)
         call_record = session.records.get(call.id) or CallRecord()
         record = call_record.llm_calls.get(llm_call.index, LlmCallRecord())
         if record.prompt_tokens:
@@ -415,31 +447,28 @@ class ProgramRunner:
                 prompt_tokens=record.prompt_tokens,
                 cached_tokens=max(record.cached_tokens, record.requested_tokens),
                 output_tokens=output,
+                members=members,
             )
         previous = llm_call.previous
         known_from = 0 if previous is None else previous.prompt_end + 1
-        cached = self._piece_tokens(session, call.pieces[:known_from])
-        prompt = cached + self._piece_tokens(session, call.pieces[known_from : llm_call.prompt_end])
+        cached = self._piece_tokens(session, call, call.pieces[:known_from])
+        prompt = cached + self._piece_tokens(
+            session, call, call.pieces[known_from : llm_call.prompt_end]
+        )
         if previous is None:
             share = self._estimates.cached_share(_function(session.tenant, call))
             cached = min(max(record.prefilled_tokens, share * prompt), prompt)
-        return CallWork(prompt_tokens=prompt, cached_tokens=cached, output_tokens=output)
+        return CallWork(
+            prompt_tokens=prompt, cached_tokens=cached, output_tokens=output, members=members
+        )
 
-    def _piece_tokens(self, session: ServedSession, pieces: Sequence[Piece]) -> float:
-        """About how many tokens these pieces of a prompt have."""
-        tokens = 0.0
-        for piece in pieces:
-            if isinstance(piece, Text):
-                tokens += len(piece.text) // _CHARS_PER_TOKEN
-                continue
-            variable = session.machine.graph.variables.get(piece.variable_id)
-            if variable is None:
-                continue
-            if variable.text is not None:
-                tokens += len(variable.text) // _CHARS_PER_TOKEN
-            elif variable.producer is not None:
-                tokens += self._expected_tokens(session.tenant, variable.producer)
-        return tokens
+    def _piece_tokens(self, session: ServedSession, call: Call, pieces: Sequence[Piece]) -> float:
+        """About how many tokens these pieces of the call's prompt have."""
+        chars, coming = _known_chars(session, pieces)
+        function = _function(session.tenant, call)
+        return self._estimates.prompt_tokens(function, chars) + sum(
+            self._expected_tokens(session.tenant, producer) for producer in coming
+        )
 
     @property
     def _prices(self) -> Prices | None:
@@ -449,10 +478,11 @@ class ProgramRunner:
         except EngineDeadError:
             return None
 
-    def _expected_tokens(self, tenant: str, llm_call: LlmCall) -> int:
-        """Expected output tokens of an LLM call, from earlier calls of its function."""
+    def _expected_tokens(self, tenant: str, llm_call: LlmCall, calls: int = 1) -> int:
+        """Expected output tokens of the longest of so many calls like this one, from earlier calls
+        of its function."""
         most = None if llm_call.native else _output_piece(llm_call).sampling.max_tokens
-        return round(self._estimates.expected_tokens(_function(tenant, llm_call.call), most))
+        return round(self._estimates.longest_tokens(_function(tenant, llm_call.call), most, calls))
 
     def _set_timer(self, session: ServedSession) -> None:
         if session.timer is not None:
@@ -565,7 +595,11 @@ class _Watcher:
         record = self._record
         record.cached_tokens, record.output_tokens = cached_tokens, output_tokens
         if output_tokens and self._llm_call.first_token_s is None:
-            self._session.machine.first_token(self._llm_call, self._clock.now())
+            now = self._clock.now()
+            record.decoding = self._session.load.begin_decode(
+                self._runner.model_prefill_s(record), now
+            )
+            self._session.machine.first_token(self._llm_call, now)
             self._runner.carry_out(self._session)
         if output_tokens and self._superseded:  # this request now holds the KV that they pinned
             self._runner.release(self._superseded)
@@ -574,6 +608,23 @@ class _Watcher:
         if len(text) > len(record.text):
             record.text = text
             self._session.streamed.notify(self._llm_call.output)
+
+
+def _known_chars(session: ServedSession, pieces: Sequence[Piece]) -> tuple[int, list[LlmCall]]:
+    """Characters of the known texts of these pieces, and the producers of those not known yet."""
+    chars, coming = 0, []
+    for piece in pieces:
+        if isinstance(piece, Text):
+            chars += len(piece.text)
+            continue
+        variable = session.machine.graph.variables.get(piece.variable_id)
+        if variable is None:
+            continue
+        if variable.text is not None:
+            chars += len(variable.text)
+        elif variable.producer is not None:
+            coming.append(variable.producer)
+    return chars, coming
 
 
 def _function(tenant: str, call: Call) -> Function:

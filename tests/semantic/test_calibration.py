@@ -1,0 +1,145 @@
+"""The completion time that is predicted for a program when it is submitted, and the actual one.
+
+Programs of four kinds run in sessions on a simulated engine in virtual time, in a random order,
+alone and beside requests of others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import pytest
+
+from bros.core.config import EngineConfig
+from bros.core.request import SamplingParams
+from bros.scheduler.cost_model import CostModel
+from bros.semantic.schema import Perf
+from bros.simulator.fleet import fleet_config
+from bros.simulator.program_simulation import (
+    Answers,
+    byte_tokenizer,
+    program_server,
+    random_prompt,
+)
+from bros.simulator.programs import (
+    BE,
+    RT,
+    Program,
+    ServiceEnd,
+    Texts,
+    chain_summary,
+    fixed_length,
+    map_reduce_summary,
+    multi_agent_coding,
+    question,
+)
+from bros.simulator.simulation import Device, Disturbance
+from bros.simulator.virtual_loop import LoopClock, run_virtual
+
+# A small model on two cores: computing a prompt token takes as long as 1/30 of a decode step.
+STEPS = CostModel(constant_s=0.029, token_s=1e-3, sample_s=1e-4, pair_s=4e-7, context_s=2.5e-6)
+DEVICE = Device(name="d", model="m", weights="w", steps=STEPS, kv_blocks=4096)
+CONFIG = fleet_config(EngineConfig(policy="bros"))
+TOKENIZER = byte_tokenizer()
+
+FIRST = 2
+"""Programs of each kind that are not judged: nothing is known about their functions yet."""
+JUDGED = 8
+
+KINDS: Mapping[str, Callable[[Texts], Program]] = {
+    "chain": lambda texts: chain_summary(texts, chunks=6, chunk_tokens=64, output_tokens=16),
+    "map-reduce": lambda texts: map_reduce_summary(
+        texts, chunks=8, chunk_tokens=128, output_tokens=40
+    ),
+    "coding": lambda texts: multi_agent_coding(
+        texts, files=3, rounds=1, code_tokens=40, comment_tokens=20
+    ),
+    "chat": lambda texts: question(texts, texts.words(300), question_tokens=20, output_tokens=64),
+}
+
+
+async def nothing(end: ServiceEnd, rng: random.Random) -> None:
+    """No load of others."""
+
+
+async def chats(end: ServiceEnd, rng: random.Random) -> None:
+    """Short real-time requests, two in flight on average."""
+    async with asyncio.TaskGroup() as group:
+        while True:
+            await asyncio.sleep(rng.expovariate(0.5))
+            prompt = random_prompt(rng, TOKENIZER, rng.randrange(20, 120))
+            sampling = SamplingParams(**fixed_length(rng.randrange(20, 100)))
+            group.create_task(end.complete(prompt, sampling, RT))
+
+
+async def flood(end: ServiceEnd, rng: random.Random) -> None:
+    """16 best-effort requests in flight."""
+
+    async def one() -> None:
+        while True:
+            prompt = random_prompt(rng, TOKENIZER, rng.randrange(512, 1024))
+            await end.complete(prompt, SamplingParams(**fixed_length(rng.randrange(32, 128))), BE)
+
+    await asyncio.gather(*(one() for _ in range(16)))
+
+
+Load = Callable[[ServiceEnd, random.Random], Awaitable[None]]
+
+
+async def predicted_and_actual(end: ServiceEnd, program: Program) -> tuple[float, float]:
+    """Seconds from the submission of a program to its last value."""
+    clock = LoopClock()
+    session, began_s = await end.open(), clock.now()
+    await end.submit(session, program.calls)
+    values = asyncio.gather(*(end.get(session, name, Perf.LATENCY) for name in program.results))
+    while not (view := end.view(session)).critical_paths:
+        await asyncio.sleep(0)
+    predicted_s = max(path.predicted_end_s for path in view.critical_paths) - view.now_s
+    await values
+    actual_s = clock.now() - began_s
+    await end.close(session)
+    return predicted_s, actual_s
+
+
+async def errors(load: Load, disturbance: Disturbance) -> Mapping[str, Sequence[float]]:
+    """Kind of program -> predicted / actual - 1 of each judged program."""
+    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    async with program_server(
+        CONFIG, DEVICE, TOKENIZER, Answers(TOKENIZER), disturbance=disturbance
+    ) as server:
+        others = asyncio.ensure_future(load(server.end, random.Random(1)))
+        await asyncio.sleep(5.0)
+        rng = random.Random(2)
+        for number in range(FIRST + JUDGED):
+            for kind in rng.sample(list(KINDS), len(KINDS)):
+                texts = Texts(TOKENIZER, seed=rng.randrange(2**32))
+                predicted_s, actual_s = await predicted_and_actual(server.end, KINDS[kind](texts))
+                if number >= FIRST:
+                    found[kind].append(predicted_s / actual_s - 1.0)
+        others.cancel()
+        await asyncio.gather(others, return_exceptions=True)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("load", "slowdown"),
+    [
+        (nothing, 1.0),
+        (chats, 1.0),
+        pytest.param(flood, 1.0, marks=pytest.mark.long),
+        pytest.param(nothing, 2.0, marks=pytest.mark.long),
+        pytest.param(nothing, 0.5, marks=pytest.mark.long),
+        pytest.param(chats, 2.0, marks=pytest.mark.long),
+    ],
+)
+def test_completion_is_predicted(load: Load, slowdown: float) -> None:
+    """Also where steps take twice as long as the engine's cost model says, or half as long."""
+    disturbance = Disturbance(noise=0.05, slowdown=slowdown)
+    found = run_virtual(lambda: errors(load, disturbance))
+    every = [abs(error) for of_kind in found.values() for error in of_kind]
+    # Where others take most of the device, the completion depends on what they will send.
+    most = 0.1 if load is nothing and slowdown == 1.0 else 0.2
+    assert statistics.median(every) <= most, found
