@@ -36,6 +36,8 @@ def test_nothing_known_is_a_guess_within_max_tokens() -> None:
     assert estimates.expected_tokens(F, 10) == 10.0
     assert estimates.longest_tokens(F, None, 9) == FIRST_GUESS_TOKENS
     assert estimates.cached_share(F) == 0.0
+    estimates.observe_prompt(F, 400.0, 100)
+    assert estimates.expected_tokens(F, None) == FIRST_GUESS_TOKENS, "a prompt is no answer"
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=20))

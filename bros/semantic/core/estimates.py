@@ -169,7 +169,7 @@ class Estimates:
         many values of a normal distribution tends to.
         """
         stats = self._functions.get(function)
-        if stats is None:
+        if stats is None or not stats.tokens.count:  # of its first calls only prompts are known
             expected = FIRST_GUESS_TOKENS
         else:
             spread = math.sqrt(stats.tokens.variance)
