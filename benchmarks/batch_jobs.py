@@ -43,7 +43,7 @@ from bros.text.tokenizer import Tokenizer
 ROOT = Path(__file__).resolve().parent.parent
 ENDPOINT = "/v1/chat/completions"
 SERVER = ("--weights", "fp32", "--max-model-len", "2048")
-ROWS, SYSTEM_PROMPTS, SYSTEM_TOKENS, JOB_ROWS, ANSWER_TOKENS = 50_000, 4, 800, 200, 16
+ROWS, SYSTEM_PROMPTS, SYSTEM_TOKENS, ANSWER_TOKENS = 50_000, 4, 800, 16
 PING_EVERY_S = 0.005
 ASKED = {"seconds": 20.0, "blocked_ms": 50.0, "speedup": 2.0, "both_met": 0.97, "job_share": 0.85}
 
@@ -137,7 +137,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {**at, "max": ordered[-1], "count": len(ordered)}
 
 
-def prefix_job(tokenizer: Tokenizer) -> list[bytes]:
+def prefix_job(tokenizer: Tokenizer, rows: int) -> list[bytes]:
     """Rows that alternate between the system prompts."""
     rng = random.Random(7)
     systems = []
@@ -145,16 +145,16 @@ def prefix_job(tokenizer: Tokenizer) -> list[bytes]:
         tokens = tokenizer.encode(words(rng, SYSTEM_TOKENS), add_special_tokens=False)
         systems.append(tokenizer.decode(tokens[:SYSTEM_TOKENS]))
     lines = []
-    for i in range(JOB_ROWS):
+    for i in range(rows):
         system = {"role": "system", "content": systems[i % SYSTEM_PROMPTS]}
         user = {"role": "user", "content": f"What about {words(rng, 3)}?"}
         lines.append(line(f"row-{i}", [system, user], ANSWER_TOKENS))
     return lines
 
 
-async def prefixes(report: Callable[[str], None], rounds: int) -> list[Row]:
+async def prefixes(report: Callable[[str], None], rounds: int, job_rows: int) -> list[Row]:
     files = resolve_model(None, default_cache_dir())
-    lines = prefix_job(Tokenizer.load(files.folder))
+    lines = prefix_job(Tokenizer.load(files.folder), job_rows)
     cases = {
         "together, cached": ("--batch-order", "prefix"),
         "as in the file, cached": ("--batch-order", "file"),
@@ -185,7 +185,7 @@ async def timed_job(url: str, lines: list[bytes]) -> Row:
             async with session.get(f"{url}/v1/batches/{job.id}") as response:
                 batch = await response.json()
         seconds = time.perf_counter() - began
-        assert batch["request_counts"]["completed"] == JOB_ROWS, batch
+        assert batch["request_counts"]["completed"] == len(lines), batch
     usage = batch["usage"]
     prompt, cached = usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
     computed = prompt - cached
@@ -248,7 +248,7 @@ def parts(options: argparse.Namespace, report: Callable[[str], None]) -> Iterato
     if "validation" in wanted:
         yield "validation", asyncio.run(validation(report))
     if "prefixes" in wanted:
-        yield "prefixes", asyncio.run(prefixes(report, options.rounds))
+        yield "prefixes", asyncio.run(prefixes(report, options.rounds, options.job_rows))
     if "interference" in wanted:
         yield "interference", interference(options)
 
@@ -259,10 +259,11 @@ def main() -> None:
     )
     parser.add_argument("--parts", default="validation,prefixes,interference")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of prefixes")
+    parser.add_argument("--job-rows", type=int, default=200, help="rows of the job of prefixes")
     parser.add_argument("--rate", type=float, default=0.25, help="real-time requests per second")
     parser.add_argument("--duration", type=float, default=300.0, help="duration of each run")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the figures to this file")
-    add_quick(parser, parts="prefixes", rounds=1)
+    add_quick(parser, parts="prefixes", rounds=1, job_rows=12)
     options = parser.parse_args()
     console = Console()
     results = dict(parts(options, lambda text: console.print(f"[dim]{text}[/]")))

@@ -28,6 +28,9 @@ calibration Programs of four kinds in a random order, alone, beside random chats
             best-effort requests: the completion time that the session's view predicts when the
             program has been submitted, and the actual one. The first programs of each kind are
             shown apart, because nothing is known about their functions yet.
+replicas    Map-reduce programs over documents of 800 tokens on three replicas, two programs at a
+            time and each document in two programs: where the router places their calls and how
+            many tokens are cached there, routed by prefix and by turns.
 """
 
 from __future__ import annotations
@@ -62,6 +65,7 @@ from bros.simulator.programs import (
     Program,
     Run,
     Texts,
+    call,
     chain_summary,
     fixed_length,
     map_reduce_summary,
@@ -201,16 +205,15 @@ def summary(runs: Sequence[Run]) -> Row:
     """The figures of concurrent programs. seconds: their mean. decode_s: mean TPOT of the calls."""
     gaps = [answer.tpot_s for run in runs for answer in run.answers]
     for run in runs:
-        for call in run.calls:
-            if call["first_token_s"] is not None and call["output_tokens"] > 1:
-                spent = call["end_s"] - call["first_token_s"]
-                gaps.append(spent / (call["output_tokens"] - 1))
-    cached = sum(call["cached_tokens"] for run in runs for call in run.calls)
+        for made in run.calls:
+            if made["first_token_s"] is not None and made["output_tokens"] > 1:
+                spent = made["end_s"] - made["first_token_s"]
+                gaps.append(spent / (made["output_tokens"] - 1))
     return {
         "seconds": statistics.mean(run.seconds for run in runs),
         "decode_s": statistics.mean(gaps),
         "calls": sum(len(run.calls) or len(run.answers) for run in runs),
-        "cached_tokens": cached,
+        "cached_tokens": cached_tokens(runs),
     }
 
 
@@ -457,6 +460,89 @@ def errors(times: Sequence[Sequence[float]]) -> list[float]:
     return [abs(predicted_s - actual_s) / actual_s for predicted_s, actual_s in times]
 
 
+# ---- Programs on several replicas
+
+
+REPLICAS = 3
+ROUTERS = {"by prefix": "e2", "by turns": "rr"}
+DOCUMENTS, DOCUMENT_TOKENS, MAPS = 6, 800, 6
+
+
+def map_reduce_over(document: str, texts: Texts) -> Program:
+    """Questions about one document, and a summary of the answers."""
+    template = "{{input:document}}\n\nAnswer this question: {{input:question}}\n"
+    names = [f"a{i}" for i in range(MAPS)]
+    maps = [
+        call("ask", template, name, 32, document=document, question="=" + texts.words(15))
+        for name in names
+    ]
+    listed = "\n".join(f"{{{{input:{name}}}}}" for name in names)
+    reduce = f"Here are answers about a document:\n{listed}\n\nSum up all of it."
+    return Program(
+        [*maps, call("reduce", reduce, "summary", 32, **{name: name for name in names})],
+        ["summary"],
+    )
+
+
+async def replicas(
+    rounds: int, texts_of: Callable[[int], Texts], report: Callable[[str], None]
+) -> Row:
+    """Router -> seconds and cached tokens of each round, and the placements of each program."""
+    found: Row = {}
+    for name, router in ROUTERS.items():
+        flags = ("--replicas", str(REPLICAS), "--router", router, "--threads", "1")
+        async with AsyncExitStack() as stack:
+            http = await stack.enter_async_context(client())
+            url = await stack.enter_async_context(local_server((*SERVER, *flags)))
+            end = HttpEnd(http, url, CLOCK)
+            found[name] = {"seconds": [], "cached_tokens": [], "placements": []}
+            for turn in range(rounds):
+                texts = texts_of(turn)
+                documents = [f"={texts.words(DOCUMENT_TOKENS)}" for _ in range(DOCUMENTS)]
+                programs = [map_reduce_over(document, texts) for document in documents * 2]
+                slots = asyncio.Semaphore(2)
+                runs = await asyncio.gather(*(in_slot(slots, end, p) for p in programs))
+                row = found[name]
+                row["seconds"].append(statistics.mean(run.seconds for run in runs))
+                row["cached_tokens"].append(cached_tokens(runs))
+                row["placements"] += [placements(run) for run in runs]
+                report(
+                    f"{name}: {row['seconds'][-1]:.2f} s per program, "
+                    f"{row['cached_tokens'][-1]} tokens cached"
+                )
+    return found
+
+
+async def in_slot(slots: asyncio.Semaphore, end: HttpEnd, program: Program) -> Run:
+    async with slots:
+        return await by_nearby_session(end, program)
+
+
+def cached_tokens(runs: Sequence[Run]) -> int:
+    return sum(made["cached_tokens"] for run in runs for made in run.calls)
+
+
+def placements(run: Run) -> list[tuple[int, str]]:
+    """(replica, reason of the router) of each map."""
+    return [
+        (made["placement"]["replica"], made["placement"]["reason"])
+        for made in run.calls
+        if made["name"] == "ask"
+    ]
+
+
+def show_replicas(console: Console, found: Row) -> None:
+    for name, row in found.items():
+        together = sum(len({replica for replica, _ in maps}) == 1 for maps in row["placements"])
+        console.print(
+            f"{name}: {statistics.median(row['seconds']):.1f} s per program, "
+            f"{statistics.median(row['cached_tokens']):.0f} tokens cached per round, all maps on "
+            f"one replica in {together} of {len(row['placements'])} programs"
+        )
+    ours, theirs = (statistics.median(found[name]["cached_tokens"]) for name in ROUTERS)
+    console.print(f"cached tokens: {ours / max(1, theirs):.2f} of those by turns (target: 1.5)")
+
+
 async def step_seconds(http: aiohttp.ClientSession, url: str) -> float:
     """The total step time of the engine so far."""
     async with http.get(f"{url}/metrics") as reply:
@@ -520,6 +606,8 @@ def show(console: Console, results: Mapping[str, Any]) -> None:
 
     if "calibration" in results:
         show_calibration(console, results["calibration"])
+    if "replicas" in results:
+        show_replicas(console, results["replicas"])
 
 
 def show_calibration(console: Console, found: Mapping[str, Row]) -> None:
@@ -560,6 +648,8 @@ async def run(arguments: argparse.Namespace, console: Console) -> None:
             results["beside"] = await beside(arguments.rounds, texts_of, console.print)
         elif name == "calibration":
             results["calibration"] = await calibration(arguments.rounds, texts_of, console.print)
+        elif name == "replicas":
+            results["replicas"] = await replicas(arguments.rounds, texts_of, console.print)
         else:
             part = PARTS[name]
             results["parts"][name] = await measured(part, arguments.rounds, texts_of, console.print)
@@ -578,7 +668,9 @@ def keep(path: Path, results: Row, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--parts", default=",".join([*PARTS, "mixed", "beside", "calibration"]))
+    parser.add_argument(
+        "--parts", default=",".join([*PARTS, "mixed", "beside", "calibration", "replicas"])
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="output file; its other parts are kept")
     add_quick(parser, parts="chain", rounds=1)
