@@ -16,7 +16,7 @@ from bros.router.state import Decision, RouterSettings
 from bros.scheduler.cost_model import CostModel
 from bros.semantic.core.session import SessionStateMachine
 from bros.semantic.schema import CallSpec, Criteria, Perf
-from bros.semantic.service.runner import MAX_TOGETHER, GroupStart
+from bros.semantic.service.live import MAX_TOGETHER, GroupStart
 from bros.simulator.fleet import fleet_config
 from bros.simulator.simulation import BLOCK_SIZE, Device
 from bros.simulator.virtual_loop import LoopClock, virtual_engine

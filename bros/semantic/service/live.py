@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from bros.core.request import RequestGroup, ServiceClass
 from bros.semantic.core.nodes import Call, LlmCall, Variable
 from bros.semantic.core.prompt import Prompt, PromptSharing, RequestedPrefixes
 from bros.semantic.core.retention import SessionLimits
-from bros.semantic.core.session import SessionStateMachine
+from bros.semantic.core.session import Action, SessionStateMachine
 from bros.semantic.schema import (
     CallSpec,
     CallState,
@@ -193,6 +194,45 @@ STARTS_PER_TURN = 8
 is encoded on the loop, take about 2 ms, and the loop is not to be blocked for more than 20 ms."""
 
 
+MAX_TOGETHER = 64
+"""LLM calls of a group that are submitted in one turn of the event loop, so that a wide group does
+not block it. A router sends later ones where the prefix of the first ones is."""
+
+
+class GroupStart:
+    """Holds LLM calls of a task group that start together until all have their prompts.
+
+    Then they are submitted in one turn of the event loop, so that a router, which places what
+    arrives in one turn, places them as one.
+    """
+
+    def __init__(self, llm_calls: Iterable[LlmCall]) -> None:
+        self._preparing = set(llm_calls)
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def ready(self, llm_call: LlmCall) -> None:
+        """The LLM call has its prompt: wait until all have theirs, or have left."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        self.leave(llm_call)
+        await waiter
+
+    def leave(self, llm_call: LlmCall) -> None:
+        """Others do not wait for this LLM call any more. May be called twice."""
+        if llm_call in self._preparing:
+            self._preparing.remove(llm_call)
+            if not self._preparing:  # not at once: the last one does not await its waiter yet
+                asyncio.get_running_loop().call_soon(self._release)
+
+    def _release(self) -> None:
+        for _ in range(min(MAX_TOGETHER, len(self._waiting))):
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._release)
+
+
 class Subscribers:
     """Subscribers to variables, each with its own event."""
 
@@ -238,6 +278,7 @@ class ServedSession:
     requested_prefixes: prompt prefixes that were submitted to the engine.
     load: what its own LLM calls have had the engine do.
     records: call id -> record.
+    pending: actions that are still to be performed, each with the group starts of its batch.
     tasks: tasks of running LLM calls.
     settled: subscribers that wait for values.
     streamed: subscribers that stream values.
@@ -272,6 +313,7 @@ class ServedSession:
     requested_prefixes: RequestedPrefixes
     load: OwnLoad = field(default_factory=OwnLoad)
     records: dict[str, CallRecord] = field(default_factory=dict)
+    pending: deque[tuple[Action, Mapping[LlmCall, GroupStart]]] = field(default_factory=deque)
     tasks: dict[LlmCall, asyncio.Task[None]] = field(default_factory=dict)
     settled: Subscribers = field(default_factory=Subscribers)
     streamed: Subscribers = field(default_factory=Subscribers)
@@ -290,7 +332,9 @@ class ServedSession:
     @property
     def busy(self) -> bool:
         """Whether a call runs in it, or a client waits for one of its values."""
-        return bool(self.tasks or self.num_plain or len(self.settled) or len(self.streamed))
+        return bool(
+            self.tasks or self.pending or self.num_plain or len(self.settled) or len(self.streamed)
+        )
 
     def expires_s(self) -> float | None:
         """Time when it expires; None while it is busy."""

@@ -17,8 +17,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 from bros.core.clock import Clock
@@ -48,6 +48,7 @@ from bros.semantic.service.generating import (
 )
 from bros.semantic.service.live import (
     CallRecord,
+    GroupStart,
     LlmCallRecord,
     ServedSession,
     SessionSettings,
@@ -108,15 +109,28 @@ class ProgramRunner:
         return self._prefiller.count
 
     def carry_out(self, session: ServedSession) -> None:
-        """Perform the pending actions of a session. Callers do this after every change of it."""
+        """Perform the actions of a session's state machine, in order; callers do this after every
+        change of it. If there are many, the rest is performed in the next turns of the event loop,
+        so that one value which thousands of calls wait for does not block it."""
         while actions := session.machine.take_actions():
             together = _group_starts(actions)
-            for action in actions:
-                try:
-                    self._do(session, action, together)
-                except Exception:  # the other actions must still be performed
-                    logger.exception("%r in session %s failed", action, session.id)
+            first = not session.pending
+            session.pending += [(action, together) for action in actions]
+            if first:
+                self._perform(session)
         self._set_timer(session)
+
+    def _perform(self, session: ServedSession) -> None:
+        for _ in range(min(ACTIONS_PER_TURN, len(session.pending))):
+            # It is pending while it is performed: actions that follow from it come later.
+            action, together = session.pending[0]
+            try:
+                self._do(session, action, together)
+            except Exception:  # the other actions must still be performed
+                logger.exception("%r in session %s failed", action, session.id)
+            session.pending.popleft()
+        if session.pending:
+            asyncio.get_running_loop().call_soon(self._perform, session)
 
     def estimate(self, session: ServedSession, llm_call: LlmCall) -> float:
         """Predicted seconds of an LLM call that has become real-time."""
@@ -218,6 +232,8 @@ class ProgramRunner:
             self.carry_out(session)
             await asyncio.sleep(0)
         self.carry_out(session)
+        while session.pending:
+            await asyncio.sleep(0)
         if session.timer is not None:
             session.timer.cancel()
         tasks = [*session.tasks.values()]
@@ -239,6 +255,10 @@ class ProgramRunner:
         match action:
             case Start(llm_call):
                 start = together.get(llm_call)
+                if not llm_call.started:  # it has ended since
+                    if start is not None:
+                        start.leave(llm_call)
+                    return
                 record = session.record(llm_call.call.id).llm_call(llm_call.index)
                 record.started = session.load.at(self._clock.now())
                 task = asyncio.create_task(self._run(session, llm_call, start))
@@ -504,43 +524,9 @@ class ProgramRunner:
         task.add_done_callback(self._background_tasks.discard)
 
 
-MAX_TOGETHER = 64
-"""LLM calls of a group that are submitted in one turn of the event loop, so that a wide group does
-not block it. A router sends later ones where the prefix of the first ones is."""
-
-
-class GroupStart:
-    """Holds LLM calls of a task group that start together until all have their prompts.
-
-    Then they are submitted in one turn of the event loop, so that a router, which places what
-    arrives in one turn, places them as one.
-    """
-
-    def __init__(self, llm_calls: Iterable[LlmCall]) -> None:
-        self._preparing = set(llm_calls)
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    async def ready(self, llm_call: LlmCall) -> None:
-        """The LLM call has its prompt: wait until all have theirs, or have left."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(waiter)
-        self.leave(llm_call)
-        await waiter
-
-    def leave(self, llm_call: LlmCall) -> None:
-        """Others do not wait for this LLM call any more. May be called twice."""
-        if llm_call in self._preparing:
-            self._preparing.remove(llm_call)
-            if not self._preparing:  # not at once: the last one does not await its waiter yet
-                asyncio.get_running_loop().call_soon(self._release)
-
-    def _release(self) -> None:
-        for _ in range(min(MAX_TOGETHER, len(self._waiting))):
-            waiter = self._waiting.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-        if self._waiting:
-            asyncio.get_running_loop().call_soon(self._release)
+ACTIONS_PER_TURN = 100
+"""Actions of a session that are performed in one turn of the event loop. A call that starts takes
+about 0.05 ms of it, and the turn of 10,000 starts took 50 to 90 ms."""
 
 
 def _group_starts(actions: Sequence[Action]) -> dict[LlmCall, GroupStart]:
