@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,10 +9,7 @@ from hypothesis import strategies as st
 from bros.core.request import ServiceClass, Slo
 from bros.semantic.core.nodes import Label, Level, LlmCall, NewCall, Want
 from bros.semantic.core.objectives import (
-    FASTEST,
-    TARGET_MARGIN,
     EngineTerms,
-    set_target,
     terms,
 )
 from bros.semantic.core.retention import SessionLimits
@@ -513,45 +508,12 @@ def test_what_a_label_means_for_the_engine(label: Label, stage: int, expected: E
         assert getattr(found.slo, name) == pytest.approx(getattr(expected.slo, name))
 
 
-@given(
-    seconds=st.floats(0.01, 100.0),
-    ready_s=st.lists(st.floats(0.0, 5.0), min_size=2, max_size=6),
-    tokens=st.floats(1.0, 1000.0),
-)
-def test_an_urgent_group_has_one_target_and_no_looser_pace_than_others(
-    seconds: float, ready_s: list[float], tokens: float
-) -> None:
-    core = core_of(*map_reduce(len(ready_s)))
+def test_members_of_an_urgent_group_are_ordinary_real_time_requests() -> None:
+    """So that a program is never later than its calls sent one by one."""
+    core = core_of(*map_reduce(3))
     core.want("out", LATENCY, 0.0)
-    group = core.graph.variables["out"].groups[1]
-    for i, at_s in sorted(enumerate(ready_s), key=lambda item: item[1]):
-        core.set(f"x{i}", "text", at_s)
-        set_target(group, lambda members: seconds)
-        assert group.target_s == min(ready_s) + TARGET_MARGIN * seconds
+    for i in range(3):
+        core.set(f"x{i}", "text", 1.0)
+    for i in range(3):
         member = llm_calls(core)[f"m{i}", 0]
-        found = terms(member, at_s, tokens, DEFAULT)
-        assert found.service_class is ServiceClass.RT
-        assert found.slo.deadline_s is None
-        assert FASTEST * 0.4 <= (found.slo.ttft_s or 0.0) <= 0.4
-        assert FASTEST * 0.2 <= (found.slo.tpot_s or 0.0) <= 0.2
-
-
-def test_the_target_of_a_group_that_grows_moves_with_it() -> None:
-    values = [f"v{i}" for i in range(100)]
-    core = core_of(llm("reduce", (" ".join(values), "out")))
-    core.want("out", LATENCY, 0.0)
-    targets, predictions = [], 0
-
-    def seconds(members: Sequence[LlmCall]) -> float:
-        nonlocal predictions
-        predictions += len(members)
-        return float(len(members))
-
-    for i, value in enumerate(values):
-        core.submit([llm(f"m{i}", ("", value))], float(i))
-        group = core.graph.variables["out"].groups.get(1)
-        if group is not None:
-            set_target(group, seconds)
-            targets.append(group.target_s or 0.0)
-    assert targets == sorted(targets) and targets[-1] > 100.0
-    assert predictions < 8 * len(values), "linear in the size of the group"
+        assert terms(member, 1.0, 100.0, DEFAULT) == EngineTerms(ServiceClass.RT, Slo())

@@ -254,20 +254,6 @@ class Estimates:
             + self.decode_s(work.output_tokens, context, prices, service_class, work.members)
         )
 
-    def group_s(self, works: Sequence[CallWork], longest: float, prices: Prices | None) -> float:
-        """Predicted seconds of these calls as one batch: all prefills, then the longest decode in
-        steps with a row of each call.
-
-        longest: output tokens of the longest call.
-        """
-        rows = len(works)
-        context = sum(work.prompt_tokens for work in works) / max(1, rows) + longest / 2
-        step_s = _step_s(context, rows, prices)
-        prefill_s = sum(
-            self.prefill_s(work.prompt_tokens, work.cached_tokens, prices) for work in works
-        )
-        return prefill_s + longest * step_s
-
     def observe_tokens(self, function: Function, output_tokens: int) -> None:
         """A call of this function generated so many tokens."""
         self._function(function).tokens.add(output_tokens, self._weight)

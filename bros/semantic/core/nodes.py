@@ -342,9 +342,6 @@ class TaskGroup:
     sink: the requested variable.
     deadline_s: latest finish time of all members, from the deadline of the sink.
     urgent: whether its members are real-time, because a client waits for the sink.
-    target_s: finish time that the engine should reach if the group is urgent and has started; see
-        objectives.set_target.
-    num_targeted: number of members when the target was set.
     members: the members that have not finished.
     num_finished: number of members that have finished.
     active: False once the group has ended.
@@ -356,8 +353,6 @@ class TaskGroup:
     stage: int
     deadline_s: float | None = None
     urgent: bool = False
-    target_s: float | None = None
-    num_targeted: int = 0
     members: dict[LlmCall, None] = field(default_factory=dict)
     num_finished: int = 0
     active: bool = True

@@ -56,10 +56,6 @@ LAXITY_MARGIN_S = 0.25
 SLOWEST, FASTEST = 2.0, 0.5
 """Bounds of objectives deduced from a deadline, as multiples of the default objectives."""
 
-TARGET_MARGIN = 2.0
-"""Time that an urgent group has, as a multiple of what it takes as one batch. With 1 a map-reduce
-beside chats at 100 ms per token took 6.0 s, with 2 5.5 s: tight paces make small batches."""
-
 
 class Deduced(NamedTuple):
     """Result of `deduce`.
@@ -310,11 +306,6 @@ def terms(llm_call: LlmCall, now: float, expected_tokens: float, default_slo: Sl
         return EngineTerms(ServiceClass.BE, Slo(deadline_s=deadline_s))
     if _watched_by_client(llm_call):
         return EngineTerms(ServiceClass.RT, Slo(label.ttft_s, label.tpot_s, deadline_s))
-    targets = [group.target_s for group in llm_call.groups if group.target_s is not None]
-    if targets and left_s is None:
-        left_s = min(targets) - now
-        slo = _deadline_slo(left_s, None, expected_tokens, default_slo, slowest=1.0)
-        return EngineTerms(ServiceClass.RT, slo)
     return EngineTerms(
         ServiceClass.RT, _deadline_slo(left_s, deadline_s, expected_tokens, default_slo)
     )
@@ -334,36 +325,17 @@ def _deadline_slo(
     deadline_s: float | None,
     expected_tokens: float,
     default_slo: Slo,
-    slowest: float = SLOWEST,
 ) -> Slo:
     """TTFT and TPOT that just meet the latest finish time: no client streams this text."""
     if left_s is None or default_slo.tpot_s is None or default_slo.ttft_s is None:
         return Slo(deadline_s=deadline_s)
-    tpot_s = _clamp(left_s / max(1.0, expected_tokens), default_slo.tpot_s, slowest)
-    ttft_s = _clamp(left_s - expected_tokens * tpot_s, default_slo.ttft_s, slowest)
+    tpot_s = _clamp(left_s / max(1.0, expected_tokens), default_slo.tpot_s)
+    ttft_s = _clamp(left_s - expected_tokens * tpot_s, default_slo.ttft_s)
     return Slo(ttft_s, tpot_s, deadline_s)
 
 
-def _clamp(value_s: float, default_s: float, slowest: float) -> float:
-    return min(max(value_s, FASTEST * default_s), slowest * default_s)
-
-
-def set_target(group: TaskGroup, seconds: Callable[[Sequence[LlmCall]], float]) -> None:
-    """Set the target of an urgent group of which a member is ready, once for all its members.
-
-    The target is the group's start plus TARGET_MARGIN times what its members take as one batch.
-    While the group grows it is set anew, whenever the group has a quarter more members than at the
-    last time, so that the cost of this stays linear; it never becomes earlier.
-    seconds: predicts the time from the members that have not finished.
-    """
-    if group.target_s is not None and group.size < 1.25 * group.num_targeted:
-        return
-    ready = [t.ready_s for t in group.members if t.ready_s is not None]
-    # A group that grows starts again with its latest member.
-    start_s = min(ready) if group.target_s is None else max(ready)
-    target_s = start_s + TARGET_MARGIN * seconds(list(group.members))
-    group.target_s = target_s if group.target_s is None else max(group.target_s, target_s)
-    group.num_targeted = group.size
+def _clamp(value_s: float, default_s: float) -> float:
+    return min(max(value_s, FASTEST * default_s), SLOWEST * default_s)
 
 
 COMPACT_FROM = 64

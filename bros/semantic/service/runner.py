@@ -15,7 +15,6 @@ records a request of a plain OpenAI client in a session.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -433,24 +432,8 @@ class ProgramRunner:
     def _terms(
         self, session: ServedSession, llm_call: LlmCall, now: float
     ) -> objectives.EngineTerms:
-        for group in llm_call.groups:
-            if group.urgent:
-                objectives.set_target(group, functools.partial(self._group_s, session))
         expected = self._expected_tokens(session.tenant, llm_call)
         return objectives.terms(llm_call, now, expected, self._engine.info.default_slo)
-
-    def _group_s(self, session: ServedSession, llm_calls: Sequence[LlmCall]) -> float:
-        """Predicted seconds of these LLM calls as one batch."""
-        longest = max(
-            self._estimates.longest_tokens(
-                _function(session.tenant, llm_call.call),
-                _output_piece(llm_call).sampling.max_tokens,
-                len(llm_calls),
-            )
-            for llm_call in llm_calls
-        )
-        works = [self._work(session, llm_call) for llm_call in llm_calls]
-        return self._estimates.group_s(works, longest, self._prices)
 
     def _work(self, session: ServedSession, llm_call: LlmCall) -> CallWork:
         """What the engine is expected to do for an LLM call.
