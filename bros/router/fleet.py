@@ -18,7 +18,16 @@ from bros.core.errors import ConfigError, EngineDeadError
 from bros.core.interfaces import EngineReport
 from bros.core.request import EngineRequest
 from bros.router.balance import Balancer, Planner, PlanReport
-from bros.router.e2 import E2, Cost, LeastLoaded, OraclePartition, RoundRobin, cost_of, place_group
+from bros.router.e2 import (
+    E2,
+    Cost,
+    LeastLoaded,
+    OraclePartition,
+    QueryGroup,
+    RoundRobin,
+    cost_of,
+    place_groups,
+)
 from bros.router.forest import Forest, PrefixNode, ReplicaCache
 from bros.router.state import (
     ROUTERS,
@@ -223,9 +232,8 @@ class Fleet:
             self._planner.run(self.state, now)
         if self._balances and (self._planner is None or not self._planner.applies):
             self._balancer.run(self.state, now)
-        placed: dict[str, Decision] = {}
-        for group in _task_groups(requests) if self._balances else ():
-            placed.update(self._route_group(group, candidates, now))
+        groups = _task_groups(requests) if self._balances else []
+        placed = self._route_groups(groups, candidates, now) if groups else {}
         return [
             placed.get(request.request_id) or self._route_one(request, candidates, now)
             for request in requests
@@ -321,15 +329,20 @@ class Fleet:
         replica, reason = self.policy.choose(self.state, query)
         return self._commit(query, replica, reason, now)
 
-    def _route_group(
-        self, requests: Sequence[EngineRequest], candidates: Sequence[Replica], now: float
+    def _route_groups(
+        self,
+        groups: Sequence[Sequence[EngineRequest]],
+        candidates: Sequence[Replica],
+        now: float,
     ) -> dict[str, Decision]:
-        queries = [self._query(request, candidates, now) for request in requests]
-        places = place_group(
-            self.state, queries, self.state.forest.common([query.pieces for query in queries])
-        )
+        query_groups = []
+        for requests in groups:
+            queries = [self._query(request, candidates, now) for request in requests]
+            common = self.state.forest.common([query.pieces for query in queries])
+            query_groups.append(QueryGroup(queries, common))
+        places = place_groups(self.state, query_groups)
         found = {}
-        for request in requests:
+        for request in (request for requests in groups for request in requests):
             query = self._query(request, candidates, now)  # earlier members changed the forest
             replica = places[request.request_id]
             found[request.request_id] = self._commit(query, replica, "group", now)

@@ -272,8 +272,9 @@ class Replica:
     def prefill_s(self, tokens: int, context: int) -> float:
         return self.slowdown * self.facts.prices.prefill_s(tokens, context)
 
-    def decode_s(self, tokens: float, context: int) -> float:
-        rows = max(self.running, self.open_work.num_requests, 1)
+    def decode_s(self, tokens: float, context: int, rows: int = 1) -> float:
+        """rows: rows that will be in the steps at least."""
+        rows = max(self.running, self.open_work.num_requests, rows)
         return self.slowdown * self.facts.prices.decode_s(tokens, context, rows)
 
     def expected_output(self, request: EngineRequest) -> float:
@@ -367,6 +368,12 @@ class State:
                 break
             whole = goes_on
         return found
+
+    @property
+    def busy_share(self) -> float:
+        """Share of the window that the work of its requests takes, on average over the replicas."""
+        work_s = sum(each.window_work.total_s(BE, 1.0) for each in self.replicas.values())
+        return min(1.0, work_s / (self.settings.window_s * max(1, len(self.replicas))))
 
     def weight(self, replica: Replica) -> float:
         """Weight of best-effort work there in the load that a real-time request sees."""

@@ -69,13 +69,41 @@ def test_neighbours_go_together() -> None:
     assert found[0] == found[2] == found[4] != found[1] == found[3] == found[5]
 
 
-@pytest.mark.parametrize(("capacity", "parts"), [(400, 1), (250, 2)])
+@pytest.mark.parametrize(("capacity", "parts"), [(400, 1), (260, 2), (250, 3)])
 def test_a_group_that_does_not_fit_is_split_though_it_takes_longer(
     capacity: int, parts: int
 ) -> None:
     """160 + 4 x 14 tokens of KV, which may take up three quarters of a cache."""
     fleet = fleet_of(4, capacity=capacity)
     assert len(set(places(fleet, members(4, 4, output=10)))) == parts
+
+
+def test_two_groups_at_once_are_not_both_split() -> None:
+    """Each alone would be: 40 ms in common, 4 x 0.2 s of their own."""
+    assert set(places(fleet_of(2), members(4, 200))) == {0, 1}
+    found = places(fleet_of(2), members(4, 200) + members(4, 200, program="q"))
+    assert sorted([set(found[:4]), set(found[4:])], key=min) == [{0}, {1}]
+
+
+def test_answers_of_others_hardly_delay_a_group() -> None:
+    """They decode beside it. What counts is only what is computed before it."""
+    fleet = fleet_of(2)
+    other = ask("other", [9] * 4, max_tokens=1000, best_effort=True)
+    fleet.route([other], 0.0)
+    fleet.on_first_token("other", 0.1)
+    assert set(places(fleet, members(4, 400))) == {0, 1}
+
+
+def test_how_busy_the_replicas_were_decides_whether_a_small_gain_is_worth_it() -> None:
+    """Two members with 100 ms of their own and 160 ms in common: together 360 ms, else 260 ms."""
+    assert len(set(places(fleet_of(2), members(2, 100)))) == 2
+    fleet = fleet_of(2, window_s=10.0)
+    for n in range(40):
+        fleet.route([ask(f"x{n}", [100 + n] * 500)], 0.0)
+        fleet.on_first_token(f"x{n}", 0.0)
+        fleet.on_finished(f"x{n}", [1], 0.0)
+    assert fleet.state.busy_share == 1.0
+    assert len(set(places(fleet, members(2, 100)))) == 1
 
 
 def test_others_and_single_ones_are_no_group() -> None:
