@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import statistics
 
 import pytest
@@ -192,6 +193,27 @@ def test_members_of_a_group_do_not_count_as_load_of_others(
     if slower == 1.0 and prices is not None:
         alone_s = own_s + PRICES.decode_s(100, 1050)
         assert estimates.seconds(WORK, prices, 0.0) == pytest.approx(alone_s, rel=0.1)
+
+
+def test_random_queueing_hardly_ever_moves_the_prefill() -> None:
+    """Calls that did not wait agree on what a prompt token takes, those that waited do not."""
+    moved = 0
+    for seed in range(200):
+        rng, estimates = random.Random(seed), Estimates()
+        for number in range(60):
+            tokens = rng.randrange(10, 4000)
+            call = ObservedCall(
+                service_class=RT,
+                prompt_tokens=tokens,
+                cached_tokens=0,
+                output_tokens=1,
+                ttft_s=(number >= 15) * rng.uniform(0.0, 20.0) + 2.0 * PRICES.prefill_s(tokens),
+                decode_s=0.0,
+            )
+            estimates.observe(F, call, PRICES, 0.0)
+        slope = estimates.prefill_s(1000, 0, PRICES) / PRICES.prefill_s(1000)
+        moved += not 1.0 < slope < 4.0
+    assert moved <= 10, "of 200"
 
 
 @given(st.floats(1.0, 8.0), st.integers(1, 2000))

@@ -54,6 +54,9 @@ _LEAST_COMPUTED = 64
 _LEAST_SLOPES = 10
 """Pairs of calls with different prefills whose median slope is one of the prefill."""
 
+_AGREEMENT = 2.0
+"""Slopes agree if the quarter points of all of them are at most this factor apart."""
+
 FIRST_GUESS_CHARS = 4.0
 """Characters per token of a prompt before the first observation."""
 
@@ -316,15 +319,22 @@ def model_prefill_s(prompt_tokens: float, cached_tokens: float, prices: Prices |
 
 def _slope(points: Sequence[tuple[float, float]]) -> float | None:
     """The median slope of the lines through two of these points whose x are more than a fifth of
-    the largest apart (Theil-Sen); None if there are few of them."""
+    the largest apart (Theil-Sen).
+
+    None if there are few of them or if they do not agree: where calls wait in queues, times to
+    first token say nothing about prefills.
+    """
     apart = max(x for x, _ in points) / 5.0
-    slopes = [
+    slopes = sorted(
         (y - earlier_y) / (x - earlier_x)
         for number, (x, y) in enumerate(points)
         for earlier_x, earlier_y in itertools.islice(points, number)
         if abs(x - earlier_x) > apart
-    ]
+    )
     if len(slopes) < _LEAST_SLOPES:
+        return None
+    quarter = len(slopes) // 4
+    if slopes[-1 - quarter] > _AGREEMENT * max(0.0, slopes[quarter]):
         return None
     return min(max(statistics.median(slopes), 1.0 / _CORRECTION_LIMIT), _CORRECTION_LIMIT)
 
