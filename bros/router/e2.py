@@ -315,7 +315,7 @@ _MAX_KV_SHARE = 0.75
 
 _MIN_BUSY_SHARE = 0.1
 """A split counts as if the replicas were busy for this share of the time at least. 60 random
-programs of 3 to 8 maps on two or three simulated replicas took 1.014 times as long as with the best
+programs of 3 to 8 maps on two or three simulated replicas took 1.015 times as long as with the best
 fixed placement, and a group was on 2.0 replicas on average; 1.012 times and 2.1 replicas with a
 share of 0, 1.035 times and 1.3 replicas with a share of 1."""
 

@@ -282,7 +282,7 @@ def random_case(rng: random.Random) -> Case:
 
 
 def test_it_is_nearly_so_for_programs_of_any_shape() -> None:
-    """1.014 on average of 60; 5 are above 1.05, and one is 1.17: all but one have two groups of
+    """1.015 on average of 60; 5 are above 1.05, and one is 1.17: all but one have two groups of
     different shapes, for which the router compares only some of the possible splits."""
     rng = random.Random(seed(1))
     found = [lateness(random_case(rng)) for _ in range(by_tier(fast=3, long=40))]
