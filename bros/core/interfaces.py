@@ -133,7 +133,7 @@ class ClassStats:
 
     running: requests that hold KV memory.
     waiting: requests in the queue.
-    prompt_tokens: computed prompt tokens.
+    prompt_tokens: prompt tokens of requests whose prompt is computed, cached ones included.
     output_tokens: generated tokens.
     finished: finished requests.
     preemptions: number of times a request lost KV memory to another request.

@@ -104,13 +104,14 @@ class Contexts:
     async def fill(self, context: TokenContext, token_ids: Sequence[int]) -> None:
         """Append tokens to a context and compute their KV.
 
-        Raises InvalidRequestError if the context was freed or a job is running in it; what
-        EngineClient.submit raises; OverloadedError or BrosError if the request fails.
+        Raises InvalidRequestError if the context was freed, if a job is running in it, or for token
+        ids that are none; what EngineClient.submit raises; OverloadedError or BrosError if the
+        request fails.
         """
         async with self._reserved([context]) as (request_id,):
             if not token_ids:
                 return
-            tokens = array("i", [*context.tokens, *token_ids])
+            tokens = _extended(context, token_ids)
             request = EngineRequest(
                 request_id=request_id,
                 prompt_token_ids=tokens,
@@ -164,7 +165,7 @@ class Contexts:
 
     async def _generate(self, job: GenerationJob, request_id: str) -> ChoiceResult:
         generation = await self._generator.start(
-            [array("i", [*job.context.tokens, *job.token_ids])],
+            [_extended(job.context, job.token_ids)],
             job.sampling,
             request_id=request_id,
             service_class=job.context.service_class,
@@ -215,6 +216,14 @@ class Contexts:
         before, context.tokens, context.request_id = context.request_id, tokens, request_id
         if before is not None:
             await self._engine.release(before)
+
+
+def _extended(context: TokenContext, token_ids: Sequence[int]) -> array[int]:
+    """The context's tokens and these."""
+    try:
+        return array("i", [*context.tokens, *token_ids])
+    except (OverflowError, TypeError) as error:
+        raise InvalidRequestError(f"Token ids are integers of 32 bits: {error}.", _PARAM) from None
 
 
 def _check_success(

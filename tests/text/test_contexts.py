@@ -256,6 +256,9 @@ async def test_jobs_that_fail_leave_no_trace() -> None:
                     await attempt
             with pytest.raises(InvalidRequestError, match="vocabulary"):
                 await contexts.fill(one, [5000])
+            for attempt in (contexts.fill(one, [2**40]), desk.generate(one, [2**40])):
+                with pytest.raises(InvalidRequestError, match="integers of 32 bits"):
+                    await attempt
             with pytest.raises(BrosError, match="No token could be chosen"):
                 await desk.generate(one, [UNLUCKY])
             with pytest.raises(InvalidRequestError, match="n=2; fork it") as refused:
