@@ -1,7 +1,8 @@
 """The overhead of tensor parallelism: plans, all-reduces, logits, and whole steps.
 
-    torchrun --nproc-per-node 3 benchmarks/tp_speed.py [--json benchmarks/results/tp_speed_3.json]
+    python benchmarks/tp_speed.py [--ranks 3] [--json benchmarks/results/tp_speed_3.json]
 
+It starts its ranks by torchrun; where torchrun has started it, `--ranks` is without effect.
 Rank 0 first runs the model alone on all cores while the others sleep; then all ranks run it
 together, with the cores divided among them. Both do the same work on the same machine, so the
 difference of the step times is the overhead of the ranks. Three ranks run the embedded model; other
@@ -16,7 +17,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -279,10 +283,15 @@ def tables(found: dict[str, object]) -> Iterator[Table]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=30, help="steps of each kind")
     parser.add_argument("--json", type=Path, help="where to save the figures")
-    add_quick(parser, repeats=2)
+    add_quick(parser, repeats=3)
     args = parser.parse_args()
+    if "RANK" not in os.environ:
+        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
+        command = [sys.executable, "-m", *launcher, __file__, *sys.argv[1:]]
+        sys.exit(subprocess.run(command).returncode)
     ranks = TorchRanks.join(torch.device("cpu"), timeout_s=300.0)
     console = Console(quiet=ranks.rank > 0)
     found = measure(ranks, args.repeats, lambda line: console.print(line, style="dim"))
