@@ -133,12 +133,13 @@ async def program_server(
     replicas: int = 1,
     router: str = "e2",
     grouped: bool = True,
+    reread: float = 0.0,
     disturbance: Disturbance | None = None,
     seed: int = 0,
 ) -> AsyncIterator[ProgramServer]:
     """A server with so many engines on the running virtual loop; a router if there are several.
 
-    grouped: see virtual_engine.
+    grouped, reread: see virtual_engine.
     Raises ConfigError.
     """
     engines = [
@@ -148,6 +149,7 @@ async def program_server(
             vocab_size=tokenizer.vocab_size,
             choose=answers.choose,
             grouped=grouped,
+            reread=reread,
             disturbance=disturbance,
             seed=seed + number,
         )

@@ -161,6 +161,7 @@ def virtual_engine(
     vocab_size: int,
     choose: Callable[[Chunk], int],
     grouped: bool = False,
+    reread: float = 0.0,
     disturbance: Disturbance | None = None,
     seed: int = 0,
 ) -> VirtualEngineClient:
@@ -169,13 +170,17 @@ def virtual_engine(
     choose: see SimExecutor.
     grouped: decode rows read shared blocks once, at the device's cost per token of context, and
         the scheduler's cost model reflects that.
+    reread: with `grouped`, what each further row pays for a shared token, relative to that cost:
+        0 to 1. A cache of the device makes it less than 1 where rows read a prefix one by one.
     seed: of the noise of the disturbance.
     Call it in a running loop. Raises ConfigError.
     """
     model, grouping = device.steps, None
     if grouped:
-        unique_s = model.unique_context_s + model.context_s
-        model = dataclasses.replace(model, context_s=0.0, unique_context_s=unique_s)
+        total_s = model.unique_context_s + model.context_s
+        model = dataclasses.replace(
+            model, context_s=reread * total_s, unique_context_s=(1 - reread) * total_s
+        )
         grouping = Grouping(BLOCK_SIZE, min_blocks=1)
     info = dataclasses.replace(
         engine_info(config, device), vocab_size=vocab_size, grouping=grouping

@@ -32,13 +32,16 @@ READING = replace(MODEL, token_s=0.0)
 DEVICE = Device(name="d", model="m", weights="w", steps=MODEL, kv_blocks=256)
 
 
-def client(model: CostModel = MODEL, *, grouped: bool = False) -> VirtualEngineClient:
+def client(
+    model: CostModel = MODEL, *, grouped: bool = False, reread: float = 0.0
+) -> VirtualEngineClient:
     return virtual_engine(
         EngineConfig(policy="fcfs", max_batch_tokens=4096, max_num_seqs=64),
         replace(DEVICE, steps=model),
         vocab_size=1000,
         choose=lambda chunk: chunk.start % 1000,
         grouped=grouped,
+        reread=reread,
     )
 
 
@@ -120,9 +123,9 @@ def test_rows_with_a_common_prefix_read_it_once() -> None:
     plain = replace(READING, context_s=context_s)
     prefix, rows, tokens = list(range(160)), 4, 50
 
-    def total_s(model: CostModel, grouped: bool) -> float:
+    def total_s(grouped: bool, reread: float = 0.0) -> float:
         async def main() -> float:
-            engine = client(model, grouped=grouped)
+            engine = client(plain, grouped=grouped, reread=reread)
             await answer(engine, request("first", prefix, 1))
             asked = [request(f"r{i}", [*prefix, 500 + i], tokens) for i in range(rows)]
             began = LoopClock().now()
@@ -133,9 +136,12 @@ def test_rows_with_a_common_prefix_read_it_once() -> None:
 
         return run_virtual(main)
 
-    saved = total_s(plain, grouped=False) - total_s(plain, grouped=True)
+    alone_s = total_s(grouped=False)
     # One token of each prompt is left to compute, so that the first step is like the others.
-    assert saved == pytest.approx((rows - 1) * len(prefix) * context_s * tokens)
+    reading_s = (rows - 1) * len(prefix) * context_s * tokens
+    for reread in (0.0, 0.25, 1.0):
+        saved_s = alone_s - total_s(grouped=True, reread=reread)
+        assert saved_s == pytest.approx((1 - reread) * reading_s, abs=1e-6)
 
 
 @settings(max_examples=examples(40))
