@@ -1,0 +1,171 @@
+"""FairQueue against a naive model, and FairGate with real threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bros.core.fair import LONG_SIZE, FairGate, FairQueue, FairThreads
+from support.tier import examples
+
+TENANTS = ["a", "b", "c"]
+
+changes = st.one_of(
+    st.tuples(st.just("add"), st.sampled_from(TENANTS), st.just(0)),
+    st.tuples(st.just("end"), st.sampled_from(TENANTS), st.integers(0, 5)),
+    st.tuples(st.just("remove"), st.sampled_from(TENANTS), st.integers(0, 3)),
+)
+
+
+@settings(max_examples=examples(200))
+@given(st.integers(1, 3), st.data(), st.lists(changes, max_size=40))
+def test_queue_starts_whatever_may_start_and_no_more(
+    slots: int, data: st.DataObject, steps: list[tuple[str, str, int]]
+) -> None:
+    per_tenant = data.draw(st.integers(1, slots))
+    queue: FairQueue[int] = FairQueue(slots, per_tenant)
+    waiting: dict[str, list[int]] = {tenant: [] for tenant in TENANTS}
+    running: Counter[str] = Counter()
+    for number, (what, tenant, amount) in enumerate(steps):
+        if what == "add":
+            queue.add(tenant, number)
+            waiting[tenant].append(number)
+        elif what == "remove":
+            job = waiting[tenant].pop(amount) if amount < len(waiting[tenant]) else -1
+            queue.remove(tenant, job)
+        elif running[tenant]:
+            queue.end(tenant, float(amount))
+            running[tenant] -= 1
+        while (started := queue.start()) is not None:
+            owner, job = started
+            assert job == waiting[owner].pop(0), "jobs of one tenant start in their order"
+            running[owner] += 1
+        queue.check_integrity()
+        assert running.total() <= slots and max(running.values(), default=0) <= per_tenant
+        may_start = [t for t in TENANTS if waiting[t] and running[t] < per_tenant]
+        assert running.total() == slots or not may_start
+
+
+@given(st.lists(st.floats(0.1, 3.0), min_size=3, max_size=3))
+def test_tenants_with_work_get_the_same_time(costs: list[float]) -> None:
+    """While all have work, none has had more than one job's time more than another."""
+    queue: FairQueue[int] = FairQueue(1, 1)
+    cost_of = dict(zip(TENANTS, costs, strict=True))
+    for tenant in TENANTS:
+        for number in range(100):
+            queue.add(tenant, number)
+    used: Counter[str] = Counter()
+    for _ in range(90):
+        started = queue.start()
+        assert started is not None
+        tenant, _ = started
+        used[tenant] += cost_of[tenant]  # type: ignore[assignment]
+        queue.end(tenant, cost_of[tenant])
+        assert max(used[t] for t in TENANTS) - min(used[t] for t in TENANTS) <= max(costs) + 1e-6
+
+
+def test_tenant_that_was_idle_is_not_owed_time() -> None:
+    queue: FairQueue[int] = FairQueue(1, 1)
+    for number in range(10):
+        queue.add("busy", number)
+        assert queue.start() == ("busy", number)
+        queue.end("busy", 1.0)
+    for number in range(4):
+        queue.add("busy", number)
+        queue.add("new", number)
+    order = []
+    while (started := queue.start()) is not None:
+        order.append(started[0])
+        queue.end(started[0], 1.0)
+    assert sorted(order[:2]) == sorted(order[2:4]) == ["busy", "new"]
+
+
+class Held:
+    """Work that runs until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._go = threading.Event()
+
+    def __call__(self) -> int:
+        self._loop.call_soon_threadsafe(self.begun.set)
+        self._go.wait()
+        return threading.get_ident()
+
+    def let_go(self) -> None:
+        self._go.set()
+
+
+async def test_work_runs_on_another_thread_and_its_error_comes_back() -> None:
+    gate = FairGate(1, 1)
+    assert await gate.run("a", threading.get_ident) != threading.get_ident()
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    for _ in range(3):  # an error frees its slot
+        try:
+            await gate.run("a", fail)
+        except ValueError as error:
+            assert str(error) == "no"
+
+
+async def test_one_tenant_does_not_take_all_slots() -> None:
+    gate = FairGate(2, 1)
+    held = [Held() for _ in range(20)]
+    slow = [asyncio.create_task(gate.run("a", work)) for work in held]
+    await held[0].begun.wait()
+    await gate.run("b", lambda: None)
+    assert not held[1].begun.is_set()
+    for work in held:
+        work.let_go()
+    await asyncio.gather(*slow)
+
+
+async def test_cancelled_work_that_waits_is_not_done_and_work_that_runs_keeps_its_slot() -> None:
+    gate = FairGate(1, 1)
+    running, waiting = Held(), Held()
+    first = asyncio.create_task(gate.run("a", running))
+    await running.begun.wait()
+    second = asyncio.create_task(gate.run("a", waiting))
+    third = asyncio.create_task(gate.run("b", lambda: 3))
+    await asyncio.sleep(0)
+    first.cancel()
+    second.cancel()
+    await asyncio.gather(first, second, return_exceptions=True)
+    assert first.cancelled() and second.cancelled() and not third.done()
+    running.let_go()
+    assert await third == 3
+    assert not waiting.begun.is_set()
+
+
+async def test_cancelled_in_the_turn_in_which_its_slot_is_free() -> None:
+    gate = FairGate(1, 1)
+
+    def nothing() -> None:
+        pass
+
+    for cancel_after in range(4):
+        tasks = [asyncio.create_task(gate.run(tenant, nothing)) for tenant in ("a", "b", "a")]
+        for _ in range(cancel_after):
+            await asyncio.sleep(0)
+        tasks[1].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await gate.run("a", nothing)  # no slot is lost
+
+
+async def test_short_work_does_not_wait_for_long_work() -> None:
+    threads, long = FairThreads(), Held()
+    slow = asyncio.create_task(threads.run("a", long, LONG_SIZE + 1))
+    await long.begun.wait()
+    work: Callable[[], int] = threading.get_ident
+    assert await threads.run("a", work, LONG_SIZE) != threading.get_ident()
+    assert not slow.done()
+    long.let_go()
+    await slow
