@@ -251,6 +251,11 @@ class EngineConfig(_Checked):
     tp_timeout: float = option(
         30.0, "seconds that ranks wait for each other in a step before the engine ends", low=0.1
     )
+    hang_timeout: float = option(
+        8.0,
+        "seconds after which a stopped engine, or one that hangs in a step, is replaced; 0: never",
+        low=0,
+    )
 
     def threads_of_rank(self, cores: int, ranks: int) -> int:
         """CPU threads of each of `ranks` ranks that share the cores."""

@@ -209,6 +209,12 @@ class MessageClient:
             case Failed(message):
                 self.on_death(message)
 
+    @property
+    def retry_after_s(self) -> float | None:
+        """Seconds until requests may be accepted again; None if that is not expected. Asked while
+        the engine is not running."""
+        return None
+
     def on_death(self, message: str) -> None:
         """Fail everything that is open with EngineDeadError. May be called twice."""
         self._alive, self._death_reason = False, message
@@ -223,9 +229,9 @@ class MessageClient:
         ]
         for future in waiting:
             if not future.done():
-                future.set_exception(EngineDeadError(message))
+                future.set_exception(EngineDeadError(message, self.retry_after_s))
         for stream in self._streams.values():
-            stream.put(EngineDeadError(message))
+            stream.put(EngineDeadError(message, self.retry_after_s))
         self._submissions.clear()
         self._queries.clear()
         self._streams.clear()
@@ -240,7 +246,7 @@ class MessageClient:
 
     def _check_alive(self) -> None:
         if not self._alive:
-            raise EngineDeadError(self._death_reason)
+            raise EngineDeadError(self._death_reason, self.retry_after_s)
 
     async def _query(self, make: Callable[[int], GetStats | GetTrace]) -> Any:
         """Send a query with a fresh id and wait for its answer."""

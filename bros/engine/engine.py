@@ -19,6 +19,7 @@ from bros.core.interfaces import (
 )
 from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
 from bros.scheduler.scheduler import Scheduler
+from bros.scheduler.steps import ExpectedTime
 
 logger = logging.getLogger("bros.engine")
 
@@ -130,6 +131,10 @@ class Engine:
     def _check_idle(self) -> None:
         if self._scheduler.has_work:
             raise RuntimeError("there are requests, but none of them can run")
+
+    def expected(self) -> ExpectedTime:
+        """How long the steps in flight should take together. Any thread may call it."""
+        return self._scheduler.expected()
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats()

@@ -93,6 +93,10 @@ class Group:
             return
         if self.rank > 0:
             threading.Event().wait(_GRACE_S)
+        self.kill_others()
+
+    def kill_others(self) -> None:
+        """Kill all other ranks. Any thread may call it."""
         for pid in self._ranks.others:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -27,6 +27,7 @@ from bros.engine.messages import (
     Subscribe,
     TraceReply,
 )
+from bros.engine.watchdog import Progress
 
 
 class Sender(Protocol):
@@ -48,8 +49,12 @@ class Transport(Sender, Protocol):
         ...
 
 
-def run_engine(engine: Engine, transport: Transport) -> None:
-    """Serve one client until it sends Shutdown. Exceptions of a step pass through."""
+def run_engine(engine: Engine, transport: Transport, progress: Progress | None = None) -> None:
+    """Serve one client until it sends Shutdown. Exceptions of a step pass through.
+
+    progress: updated for a watchdog.
+    """
+    progress = progress or Progress()
     deferred: list[Command] = []  # received during the step, handled after it
     no_requests: list[EngineRequest] = []
 
@@ -63,11 +68,14 @@ def run_engine(engine: Engine, transport: Transport) -> None:
 
     transport.send(Ready(engine.info))
     while True:
-        idle = not (deferred or engine.has_work)
+        progress.idle = idle = not (deferred or engine.has_work)
         commands = [*deferred, *transport.receive(wait=idle)]
+        progress.turns += 1
+        progress.idle = False
         deferred.clear()
         for command in commands:
             if isinstance(command, Shutdown):
+                progress.idle = True
                 return
             handle(command, engine, transport)
         outputs = engine.step(arrivals)

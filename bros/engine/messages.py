@@ -162,11 +162,13 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Sent periodically by a thread of rank 0, to show that its process is running.
+    """Sent periodically by a thread of rank 0 while its engine makes progress (watchdog.py).
 
-    host: sent instead by the process that has started the engine on another machine.
+    pid: process id of the sender, on its machine.
+    host: the sender is not the engine, but has started it on another machine.
     """
 
+    pid: int = 0
     host: bool = False
 
 

@@ -286,7 +286,7 @@ class Dispatcher:
             self._end(item, FinishReason.ERROR, str(error))
         elif isinstance(error, EngineDeadError):
             self._disconnect(item)
-            item.stream.put(EngineDeadError(str(error)))
+            item.stream.put(EngineDeadError(str(error), error.retry_after_s))
             self._remove(item)
         else:
             if not isinstance(error, BrosError):

@@ -29,7 +29,7 @@ from bros.scheduler.packing import Packing, pack, shared_prefixes
 from bros.scheduler.policies import Policy, Proposal
 from bros.scheduler.prefixes import Prefixes, look_up
 from bros.scheduler.state import SIDES, Queues, RequestState, due_from_s
-from bros.scheduler.steps import Step, StepLedger
+from bros.scheduler.steps import ExpectedTime, Step, StepLedger
 
 # ---- Async scheduling: planning a step while the one before it runs.
 #
@@ -394,6 +394,10 @@ class Scheduler:
         shed them, or their whole prompt was cached."""
         ended, self._ended = self._ended, {}
         return list(ended.values())
+
+    def expected(self) -> ExpectedTime:
+        """See StepLedger."""
+        return self._steps.expected()
 
     def stats(self) -> EngineStats:
         """A snapshot of steps, queues, KV memory and counters."""

@@ -4,11 +4,82 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from bros.core.request import ServiceClass
 from bros.scheduler.cost_model import StepTimePredictor
 from bros.scheduler.packing import EARLY, Packing
 from bros.scheduler.state import Queues, RequestState
+
+_Size = tuple[int, int]
+"""(tokens, context tokens) of a step, both as numbers of binary digits."""
+
+
+def _size_of(packing: Packing[RequestState]) -> _Size:
+    tokens = context = 0
+    for state, num_tokens in packing.selected:
+        tokens += num_tokens
+        context += state.num_computed_tokens
+    return tokens.bit_length(), context.bit_length()
+
+
+_LATEST_WEIGHT = 0.1
+"""Of the latest step in a usual time."""
+
+
+class UsualTimes:
+    """Moving averages of the times of steps, by size.
+
+    A watchdog needs them where no cost model predicts times, and where steps take much longer than
+    predicted, which the corrections of StepTimePredictor follow up to a factor of 2 only.
+    """
+
+    def __init__(self) -> None:
+        self._averages: dict[_Size, float] = {}
+        self._begun: set[_Size] = set()  # sizes of which one step has ended
+
+    def is_known(self, size: _Size) -> bool:
+        """Whether two steps of this size have ended; the first one may have compiled."""
+        return size in self._averages
+
+    def seconds(self, size: _Size) -> float | None:
+        """The usual time; None if no size is known.
+
+        Of an unknown size: the shortest time in proportion to the tokens, and to the context, of a
+        known one. That is too long rather than too short, because parts of a step do not grow.
+        """
+        known = self._averages.get(size)
+        if known is not None:
+            return known
+        tokens, context = size
+        return min(
+            (
+                seconds * 2 ** (max(0, tokens - of_tokens) + max(0, context - of_context))
+                for (of_tokens, of_context), seconds in list(self._averages.items())
+            ),
+            default=None,
+        )
+
+    def observe(self, size: _Size, seconds: float) -> None:
+        """A step has ended."""
+        if size not in self._begun:
+            self._begun.add(size)
+            return
+        before = self._averages.get(size, seconds)
+        self._averages[size] = before + _LATEST_WEIGHT * (seconds - before)
+
+
+class ExpectedTime(NamedTuple):
+    """How long the running steps should take together, for a watchdog.
+
+    seconds: predicted by the cost model, or the usual time if that is longer.
+    is_start: the engine has only begun, so that no usual time is known.
+    has_new_size: one of them is among the first two steps of its size.
+    """
+
+    seconds: float
+    is_start: bool = False
+    has_new_size: bool = False
 
 
 @dataclass(slots=True)
@@ -17,7 +88,8 @@ class Step:
 
     began_s: when the device began it; while the device still runs the step before, when it was
         planned.
-    expected_s: predicted seconds.
+    expected_s: predicted seconds; 0 without a cost model.
+    size: for its usual time.
     new_request: arrival_index of the first request that was submitted after the commit.
     prefilled: prefill-only requests that are done after it.
     blocked: (class, reason) for each class with waiting requests.
@@ -29,6 +101,7 @@ class Step:
     packing: Packing[RequestState]
     began_s: float
     expected_s: float
+    size: _Size
     new_request: int
     prefilled: list[RequestState]
     blocked: list[tuple[ServiceClass, str]]
@@ -51,6 +124,7 @@ class StepLedger:
         self.be_tax_s = 0.0
         self.aborted = 0
         self.abandoned_s = 0.0
+        self._usual = UsualTimes()
         self._running: deque[Step] = deque()
 
     def begin(
@@ -71,6 +145,7 @@ class StepLedger:
             packing=packing,
             began_s=now,
             expected_s=predictor.seconds(packing.load) if predictor else 0.0,
+            size=_size_of(packing),
             new_request=new_request,
             prefilled=[s for s, _ in packing.selected if not s.samples and s.remaining == 0],
             blocked=[
@@ -95,6 +170,16 @@ class StepLedger:
         """When the last running step should end, so that the next can begin; now if none runs."""
         latest = self.latest
         return now if latest is None else max(now, latest.began_s + latest.expected_s)
+
+    def expected(self) -> ExpectedTime:
+        """How long the running steps should take together. Any thread may call it."""
+        steps = tuple(self._running)
+        usual = [self._usual.seconds(step.size) for step in steps]
+        return ExpectedTime(
+            seconds=sum(max(s.expected_s, u or 0.0) for s, u in zip(steps, usual, strict=True)),
+            is_start=None in usual,
+            has_new_size=not all(self._usual.is_known(step.size) for step in steps),
+        )
 
     def note_start(self, state: RequestState) -> None:
         """A request leaves its queue for the next step.
@@ -140,6 +225,7 @@ class StepLedger:
         step = self._running.popleft()
         seconds = now - step.began_s
         self.seconds += seconds
+        self._usual.observe(step.size, seconds)
         if self._running:  # the next step cannot have begun before this one ended
             self._running[0].began_s = now
         be_waits = _note_waits(step, seconds, queues)

@@ -29,7 +29,7 @@ from bros.server.state import TENANT, ServerState, Tenants
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("bros.access")
 
-OPEN_PATHS = frozenset({"/", "/health", "/metrics"})
+OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/metrics"})
 """Paths that need no key: the web page, which asks for one, and those of probes and scrapers."""
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")

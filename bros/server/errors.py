@@ -221,7 +221,9 @@ def _describe_server_error(error: Exception) -> ApiError:
             code="internal_error",
         )
     wait_s = error.retry_after_s if isinstance(error, EngineDeadError) else None
-    headers = {} if wait_s is None else {"retry-after": str(math.ceil(wait_s))}
+    headers = {}
+    if wait_s is not None:
+        headers["retry-after"] = str(math.ceil(min(max(wait_s, 1.0), MAX_RETRY_AFTER_S)))
     return ApiError(
         status=status, message=str(error), type=SERVER_ERROR, code=code, headers=headers
     )

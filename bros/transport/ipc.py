@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,17 +124,26 @@ def send_failure(folder: Path, reason: str) -> None:
 
 
 @contextlib.contextmanager
-def heartbeats(folder: Path, every_s: float, *, host: bool = False) -> Iterator[None]:
+def heartbeats(
+    folder: Path,
+    every_s: float,
+    *,
+    host: bool = False,
+    check: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
     """Send Heartbeat to the server every `every_s` seconds, on a thread, until the block ends.
 
     host: this process is not the engine, but has started it on another machine.
+    check: called before each heartbeat, on that thread; does not return if the engine hangs.
     """
     ended = threading.Event()
 
     def send() -> None:
         with zmq.Context() as context, _connect_replies(context, folder) as replies:
+            frames = reply_codec().encode(Heartbeat(os.getpid(), host))
             while not ended.wait(every_s):
-                replies.send_multipart(reply_codec().encode(Heartbeat(host)))
+                check()
+                replies.send_multipart(frames)
 
     thread = threading.Thread(target=send, name="heartbeats", daemon=True)
     thread.start()

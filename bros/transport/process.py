@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import gc
 import json
 import logging
@@ -18,6 +19,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,15 +30,18 @@ from bros.core.errors import BrosError, RanksLostError
 from bros.core.rank_env import torchrun_rank_env
 from bros.engine.loop import run_engine
 from bros.engine.parent import end_with_parent, end_with_server, obey_parent_only
+from bros.engine.watchdog import HeldUp, Progress, Watchdog
 from bros.executor.model_store import ModelFiles
 from bros.transport.ipc import ZmqTransport, heartbeats, send_failure
 
 if TYPE_CHECKING:
+    from bros.engine.engine import Engine
     from bros.engine.group import Group
 
 
 HEARTBEATS_PER_TIMEOUT = 8
-"""Heartbeats that a process sends within the time after which a missing heartbeat is a timeout."""
+"""Heartbeats that a process sends within the time after which a missing heartbeat is a timeout. An
+engine process sends so many per config.hang_timeout, and none if that is 0."""
 
 _FILE = "launch.json"
 
@@ -50,7 +55,6 @@ class LaunchSpec:
         and this process is rank 0.
     replica: index among several engines on this machine, each with its own devices; None if there
         is only one.
-    sends_heartbeats: send HEARTBEATS_PER_TIMEOUT heartbeats per config.tp_timeout to the server.
     """
 
     model_folder: str
@@ -60,7 +64,6 @@ class LaunchSpec:
     profiles: tuple[str, ...] = ()
     starts_ranks: bool = False
     replica: int | None = None
-    sends_heartbeats: bool = False
 
     @property
     def files(self) -> ModelFiles:
@@ -141,11 +144,39 @@ def _lead(launch: LaunchSpec, folder: Path, group: Group) -> None:
         # would delay a step by as long as the step takes.
         gc.collect()
         gc.freeze()
-        if launch.sends_heartbeats:
-            every_s = launch.config.tp_timeout / HEARTBEATS_PER_TIMEOUT
-            stack.enter_context(heartbeats(folder, every_s))
-        run_engine(engine, transport)
+        progress = Progress()
+        if launch.config.hang_timeout:
+            timeout_s = launch.config.hang_timeout
+            stack.enter_context(_watched(engine, progress, timeout_s, folder, group))
+        run_engine(engine, transport, progress)
         engine.close()
+
+
+def _watched(
+    engine: Engine, progress: Progress, timeout_s: float, folder: Path, group: Group
+) -> AbstractContextManager[None]:
+    """Send heartbeats during the block. If the engine hangs, end all its ranks instead."""
+    every_s = timeout_s / HEARTBEATS_PER_TIMEOUT
+    watchdog = Watchdog(
+        progress,
+        engine.expected,
+        least_s=timeout_s,
+        every_s=every_s,
+        held_up_s=HeldUp(),
+        compiles=engine.info.device != "cpu",
+    )
+
+    def check() -> None:
+        reason = watchdog.check()
+        if reason is None:
+            return
+        send_failure(folder, reason)  # first, because the server then answers the clients
+        # Shows where it hangs. Unlike logging, this takes no lock that the other thread may hold.
+        faulthandler.dump_traceback(all_threads=True)
+        group.kill_others()
+        os._exit(1)
+
+    return heartbeats(folder, every_s, check=check)
 
 
 @contextlib.contextmanager

@@ -16,8 +16,10 @@ import zmq
 
 from bros.core.config import EngineConfig
 from bros.core.errors import EngineDeadError
+from bros.core.interfaces import EngineInfo
 from bros.engine.client import MessageClient
 from bros.engine.messages import Command, Failed, Heartbeat, Ready, Shutdown
+from bros.engine.watchdog import is_traced
 from bros.executor.model_store import ModelFiles
 from bros.transport.ipc import Endpoints, command_codec, open_socket, reply_codec
 from bros.transport.process import HEARTBEATS_PER_TIMEOUT, LaunchSpec
@@ -39,8 +41,10 @@ _DRAIN_S = 0.1
 class HeartbeatMonitor:
     """Detects that a process sends no heartbeats any more."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, is_held: Callable[[], bool] = lambda: False) -> None:
+        """is_held: whether the process is held on purpose, by a debugger: it does not time out."""
         self._every_s = timeout_s / HEARTBEATS_PER_TIMEOUT
+        self._is_held = is_held
         self._missed: int | None = None  # None before the first heartbeat
 
     def seen(self) -> None:
@@ -50,9 +54,10 @@ class HeartbeatMonitor:
     async def timed_out(self) -> None:
         """Wait until no heartbeat has arrived for timeout_s, counted from the first one on."""
         while self._missed is None or self._missed < HEARTBEATS_PER_TIMEOUT:
-            # Short sleeps: if this process was stopped, it reads waiting heartbeats in between.
+            # Short sleeps: if this process was stopped or suspended with its machine, it reads
+            # waiting heartbeats in between.
             await asyncio.sleep(self._every_s)
-            if self._missed is not None:
+            if self._missed is not None and not self._is_held():
                 self._missed += 1
 
 
@@ -75,7 +80,7 @@ class SupervisedClient(MessageClient, ABC):
     ) -> None:
         """grace_s: seconds that the engine may take to end after Shutdown before it is killed.
         rank_heartbeat_timeout_s: seconds without a heartbeat of the engine (its rank 0) after which
-            it counts as dead; None: it sends none."""
+            it counts as dead; None or 0: it sends none."""
         super().__init__(self._send_command)
         self._restart = restart
         self._on_final_death = on_final_death
@@ -87,7 +92,16 @@ class SupervisedClient(MessageClient, ABC):
         self._supervisor: asyncio.Task[None] | None = None
         self._closing = False
         self._restarting: asyncio.Future[None] | None = None  # done once the engine has ended
+        self._is_final = False  # the engine is not started again
+        self._began_s = self._start_s = 0.0  # when the last start began, and how long it took
         self._reset()
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """As long as the last start took, if the engine is started again."""
+        if self._is_final or self._closing or not self._start_s:
+            return None
+        return self._start_s if self._restart or self._restarting is not None else None
 
     @abstractmethod
     async def _run_once(self) -> str:
@@ -140,6 +154,7 @@ class SupervisedClient(MessageClient, ABC):
         has_been_up, failures = False, 0
         while not self._closing:
             self._reset()
+            self._began_s = asyncio.get_running_loop().time()
             try:
                 reason = await self._run_once()
             except Exception as error:  # no folder, no socket or no process
@@ -156,6 +171,7 @@ class SupervisedClient(MessageClient, ABC):
             logger.error("%s", reason)
             failures = 0 if self._was_ready or self._host_unavailable else failures + 1
             if not (self._restart and has_been_up) or failures >= _MAX_FAILURES:
+                self._is_final = True
                 self._on_final_death(reason)
                 return
             logger.warning("restarting the engine")
@@ -165,8 +181,9 @@ class SupervisedClient(MessageClient, ABC):
         """Clear what is known of the last engine."""
         self._failure = ""  # why the engine failed, if the engine or this client has said so
         self._was_ready = self._host_unavailable = False
+        self._rank_pid: int | None = None  # on its machine, by its last heartbeat
         self._rank_heartbeats = (
-            HeartbeatMonitor(self._rank_heartbeat_timeout_s)
+            HeartbeatMonitor(self._rank_heartbeat_timeout_s, self._is_traced)
             if self._rank_heartbeat_timeout_s
             else None
         )
@@ -201,16 +218,20 @@ class SupervisedClient(MessageClient, ABC):
     ) -> None:
         """Kill the engine when its heartbeats time out, until `stack` is closed.
 
-        The other ranks notice a rank 0 that hangs within a step, but not one that hangs between
-        two steps.
+        Its watchdog ends an engine that hangs; this is for a process whose threads do not run.
         """
 
         async def watch() -> None:
             await heartbeats.timed_out()
-            self._failure = failure
+            self._failure = self._failure or failure
+            self.on_death(self._failure)  # now: a process with much memory takes long to end
             self._kill()
 
         stack.push_async_callback(_cancel, asyncio.create_task(watch(), name="engine-watch"))
+
+    def _is_traced(self) -> bool:
+        """Whether a debugger is attached to the engine, as far as this process can see."""
+        return False
 
     def _on_frames(self, frames: list[bytes]) -> None:
         message = self._decoder.decode(frames)
@@ -218,10 +239,16 @@ class SupervisedClient(MessageClient, ABC):
             self._failure = self._failure or message.message
         if isinstance(message, Ready | Heartbeat):
             of_host = isinstance(message, Heartbeat) and message.host
+            if isinstance(message, Heartbeat) and not of_host:
+                self._rank_pid = message.pid
             heartbeats = self._host_heartbeats if of_host else self._rank_heartbeats
             if heartbeats is not None:
                 heartbeats.seen()
         self.on_reply(message)  # type: ignore[arg-type]
+
+    def _on_ready(self, info: EngineInfo) -> None:
+        super()._on_ready(info)
+        self._start_s = asyncio.get_running_loop().time() - self._began_s
 
     def _disconnect(self) -> None:
         self._push = None
@@ -322,12 +349,11 @@ class ProcessEngineClient(SupervisedClient):
     ) -> None:
         """replica: see LaunchSpec."""
         starts_ranks = config.tp > 1 and not is_rank
-        sends_heartbeats = config.tp > 1 or replica is not None
         super().__init__(
             restart=restart and not is_rank,
             on_final_death=on_final_death,
             grace_s=_RANKS_GRACE_S if starts_ranks else _GRACE_S,
-            rank_heartbeat_timeout_s=config.tp_timeout if sends_heartbeats else None,
+            rank_heartbeat_timeout_s=config.hang_timeout,
         )
         self._launch = LaunchSpec(
             model_folder=str(files.folder),
@@ -337,7 +363,6 @@ class ProcessEngineClient(SupervisedClient):
             profiles=tuple(str(folder) for folder in profiles),
             starts_ranks=starts_ranks,
             replica=replica,
-            sends_heartbeats=sends_heartbeats,
         )
         self._process: asyncio.subprocess.Process | None = None
 
@@ -345,6 +370,9 @@ class ProcessEngineClient(SupervisedClient):
     def pid(self) -> int | None:
         """Of the engine process or the launcher; not None while the engine is alive."""
         return self._process.pid if self._process else None
+
+    def _is_traced(self) -> bool:
+        return self._rank_pid is not None and is_traced(self._rank_pid)
 
     def _kill(self) -> None:
         if self._process is not None:

@@ -95,7 +95,6 @@ def _launch_of(spec: HostSpec) -> LaunchSpec:
         config=spec.config,
         profiles=tuple(str(folder) for folder in profile_folders(cache_dir)),
         starts_ranks=spec.config.tp > 1,
-        sends_heartbeats=True,
     )
 
 
@@ -296,7 +295,7 @@ class RayEngineClient(SupervisedClient):
             restart=restart,
             on_final_death=on_final_death,
             grace_s=_GRACE_S,
-            rank_heartbeat_timeout_s=config.tp_timeout,
+            rank_heartbeat_timeout_s=config.hang_timeout,
         )
         if not allocation.gpus:
             config = dataclasses.replace(config, threads=max(1, allocation.cpus // config.tp))

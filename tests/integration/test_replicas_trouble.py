@@ -94,7 +94,7 @@ class Streams:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    options = ("--replicas", "2", "--kv-blocks", "256", "--threads", "1", "--tp-timeout", "4")
+    options = ("--replicas", "2", "--kv-blocks", "256", "--threads", "1", "--hang-timeout", "4")
     if not is_long():
         folder = tmp_path_factory.mktemp("tiny")
         save_tiny_llama(folder, vocab_size=1000)

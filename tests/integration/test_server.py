@@ -6,7 +6,9 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -214,9 +216,44 @@ def test_an_engine_that_dies_fails_open_requests_and_comes_back(server: ServerPr
         assert client.get("/health").status_code == 503
         refused = client.post("/v1/completions", json={"prompt": "hi"})
         assert refused.status_code == 503 and refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) >= 1
         wait_until(lambda: client.get("/health").status_code == 200, 120, "the engine is back")
         answer = client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2})
         assert answer.status_code == 200
+
+
+@pytest.mark.long
+def test_a_stopped_engine_is_noticed_within_ten_seconds(server: ServerProcess) -> None:
+    """With the default --hang-timeout: a stream, a whole answer and a trace that are open."""
+    body = {"prompt": "Tell me", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    ended_s: dict[str, float] = {}
+
+    def ask(name: str, send: Callable[[], httpx.Response]) -> httpx.Response:
+        response = send()
+        ended_s[name] = time.monotonic()
+        return response
+
+    with httpx.Client(base_url=server.url, timeout=60) as client, ThreadPoolExecutor(3) as pool:
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(server.engine_pid, signal.SIGSTOP)
+            began_s = time.monotonic()
+            whole = {"prompt": "hi", "max_tokens": 2}
+            answer = pool.submit(ask, "answer", lambda: client.post("/v1/completions", json=whole))
+            trace = pool.submit(ask, "trace", lambda: client.get("/v1/requests/none/trace"))
+            wait_until(lambda: client.get("/health/ready").status_code == 503, 60, "it is noticed")
+            noticed_s = time.monotonic()
+            rest = list(lines)
+            ended_s["stream"] = time.monotonic()
+        assert any('"error"' in line and "has not answered" in line for line in rest)
+        for reply in (answer.result(), trace.result()):
+            assert reply.status_code == 503 and int(reply.headers["retry-after"]) >= 1
+        late_s = max(ended_s.values()) - noticed_s
+        print(f"noticed after {noticed_s - began_s:.2f} s, answered {late_s:.2f} s later")
+        assert client.get("/health/live").status_code == 200
+        wait_until(lambda: client.get("/health/ready").status_code == 200, 120, "it is back")
+        assert client.post("/v1/completions", json=whole).status_code == 200
 
 
 def test_ctrl_c_ends_the_server_with_status_0(server: ServerProcess) -> None:

@@ -160,10 +160,17 @@ async def test_full_queue_says_when_to_come_back(
     assert response.headers["retry-after-ms"] == milliseconds
 
 
-async def test_dead_engine_is_503(server: Server) -> None:
-    server.engine.refusal = EngineDeadError("The engine died.")
-    error = assert_envelope(await server.chat(), 503)
+@pytest.mark.parametrize(
+    ("retry_after_s", "header"), [(None, None), (0.2, "1"), (7.2, "8"), (900.0, "120")]
+)
+async def test_dead_engine_is_503(
+    server: Server, retry_after_s: float | None, header: str | None
+) -> None:
+    server.engine.refusal = EngineDeadError("The engine died.", retry_after_s)
+    response = await server.chat()
+    error = assert_envelope(response, 503)
     assert (error["type"], error["code"]) == ("server_error", "engine_unavailable")
+    assert response.headers.get("retry-after") == header
 
 
 @pytest.mark.parametrize(("trouble", "status"), [("die_after", 503), ("fail_after", 500)])

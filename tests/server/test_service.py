@@ -65,12 +65,19 @@ async def test_wrong_tokens_requests(
     assert assert_envelope(await server.http.post(path, json=body), 400)["param"] == param
 
 
-async def test_health_follows_the_engine(server: Server) -> None:
-    response = await server.http.get("/health")
+@pytest.mark.parametrize("path", ["/health", "/health/ready"])
+async def test_health_follows_the_engine(server: Server, path: str) -> None:
+    response = await server.http.get(path)
     assert (response.status_code, response.json()) == (200, {"status": "ok"})
     server.engine.alive = False
-    response = await server.http.get("/health")
+    response = await server.http.get(path)
     assert (response.status_code, response.json()) == (503, {"status": "engine down"})
+
+
+async def test_a_server_is_live_while_its_engine_is_not(server: Server) -> None:
+    for server.engine.alive in (True, False):
+        response = await server.http.get("/health/live")
+        assert (response.status_code, response.json()) == (200, {"status": "ok"})
 
 
 async def test_version(server: Server) -> None:

@@ -169,6 +169,25 @@ async def test_a_rank_that_hangs_as_soon_as_it_is_ready_is_noticed(
     assert len(await tokens_of(client, ask("after", max_tokens=24))) == 24
 
 
+@pytest.mark.long
+async def test_a_rank_that_hangs_in_a_step_is_noticed_before_the_others_stop_waiting(
+    files: ModelFiles,
+) -> None:
+    """By rank 0, whose step does not end."""
+    config = dataclasses.replace(RANKS, tp_timeout=60.0, hang_timeout=2.0)
+    client = ProcessEngineClient(config, files, log_level="error")
+    await client.start()
+    for number in range(2):  # not one of its first steps
+        await tokens_of(client, ask(f"before{number}", max_tokens=24))
+    group = processes_of(client)
+    reason = await lose_in_a_stream(client, ranks_below(client.pid or 0)[1], signal.SIGSTOP)
+    assert reason.startswith("A step of the engine has not ended after")
+    await gone(group)
+    await back(client, group)
+    assert len(await tokens_of(client, ask("after", max_tokens=24))) == 24
+    await client.close()
+
+
 async def test_signals_to_everybody_leave_the_ranks_to_their_server(
     client: ProcessEngineClient,
 ) -> None:

@@ -10,9 +10,11 @@ import pytest
 
 from bros.core.errors import EngineDeadError
 from bros.engine.messages import Failed, Heartbeat, Ready
+from bros.simulator.virtual_loop import VirtualLoop, run_virtual
 from bros.transport import process_client
 from bros.transport.ipc import Endpoints, ZmqTransport
-from bros.transport.process_client import SupervisedClient
+from bros.transport.process import HEARTBEATS_PER_TIMEOUT
+from bros.transport.process_client import HeartbeatMonitor, SupervisedClient
 from support.mortal_engine import INFO
 
 
@@ -171,3 +173,72 @@ async def _dead_because(client: SupervisedClient, reason: str) -> bool:
     with pytest.raises(EngineDeadError) as caught:
         await client.stats()
     return str(caught.value) == reason
+
+
+# ---- Heartbeats that do not come, in virtual time.
+
+
+TIMEOUT_S = 8.0
+
+
+def test_silence_is_noticed_within_the_timeout() -> None:
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        monitor = HeartbeatMonitor(TIMEOUT_S)
+        waiting = asyncio.create_task(monitor.timed_out())
+        for _ in range(100):
+            monitor.seen()
+            await asyncio.sleep(TIMEOUT_S / HEARTBEATS_PER_TIMEOUT)
+            assert not waiting.done()
+        silent_s = loop.time()
+        await waiting
+        return loop.time() - silent_s
+
+    assert TIMEOUT_S * 6 / 8 <= run_virtual(main) <= TIMEOUT_S
+
+
+def test_an_engine_that_pauses_for_less_is_not_noticed() -> None:
+    async def main() -> None:
+        monitor = HeartbeatMonitor(TIMEOUT_S)
+        waiting = asyncio.create_task(monitor.timed_out())
+        for _ in range(20):
+            monitor.seen()
+            await asyncio.sleep(TIMEOUT_S * 6 / 8)
+        assert not waiting.done()
+        waiting.cancel()
+
+    run_virtual(main)
+
+
+def test_a_server_that_was_stopped_does_not_take_its_own_silence_for_the_engine_s() -> None:
+    """It finds the heartbeats that have come meanwhile, or the next one, in time."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        monitor = HeartbeatMonitor(TIMEOUT_S)
+        waiting = asyncio.create_task(monitor.timed_out())
+        for _ in range(20):
+            monitor.seen()
+            await asyncio.sleep(0)
+            loop.advance(3600)  # both are suspended: none have come
+            await asyncio.sleep(TIMEOUT_S / 2)
+        assert not waiting.done()
+        waiting.cancel()
+
+    run_virtual(main)
+
+
+def test_an_engine_that_is_held_by_a_debugger_does_not_time_out() -> None:
+    async def main() -> None:
+        held = True
+        monitor = HeartbeatMonitor(TIMEOUT_S, lambda: held)
+        waiting = asyncio.create_task(monitor.timed_out())
+        monitor.seen()
+        await asyncio.sleep(10 * TIMEOUT_S)
+        assert not waiting.done()
+        held = False
+        await asyncio.sleep(2 * TIMEOUT_S)
+        assert waiting.done()
+
+    run_virtual(main)

@@ -41,6 +41,8 @@ from bros.server.state import ServerState
 _STATS_TIMEOUT_S = 5.0
 """So that a scrape does not hang on a long step or a slow database."""
 
+_JSON = "application/json"
+
 _PAGE_HEADERS = {
     "content-security-policy": (
         "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -60,7 +62,12 @@ async def health(request: Request) -> Response:
         reply.replicas = len(replicas)
         reply.replicas_up = sum(replica.state in RUNNING for replica in replicas)
     body = reply.model_dump_json(exclude_none=True)
-    return Response(body, 200 if alive else 503, media_type="application/json")
+    return Response(body, 200 if alive else 503, media_type=_JSON)
+
+
+async def live(request: Request) -> Response:
+    """Status 200 while the server process answers, also while its engine is being restarted."""
+    return Response(Health(status="ok").model_dump_json(exclude_none=True), media_type=_JSON)
 
 
 async def metrics(request: Request) -> Response:
@@ -117,6 +124,8 @@ def service_routes(others: Sequence[ApiRoute]) -> list[ApiRoute]:
         *others,
         ApiRoute("GET", "/", index, "text/html"),
         ApiRoute("GET", "/health", health, Health),
+        ApiRoute("GET", "/health/live", live, Health),
+        ApiRoute("GET", "/health/ready", health, Health),
         ApiRoute("GET", "/metrics", metrics, "text/plain"),
         ApiRoute("GET", "/version", version, Version),
         ApiRoute("GET", "/openapi.json", openapi, "application/json"),

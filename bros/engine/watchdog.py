@@ -1,0 +1,144 @@
+"""Notices a turn of the engine's loop that hangs, for instance in a native library.
+
+    engine's thread       | turn 7 | idle ... | turn 8 (a step that never ends) ...............
+    heartbeats' thread    ^    ^    ^    ^    ^    ^    ^    ^    ^    ^  hung: no more heartbeats
+
+A long step is not a hang, so the limit follows from the expected times of the steps that run. A
+check counts only the time in which this process could have made progress: not while it is stopped,
+suspended with its machine or held by a debugger, nor while its threads wait for a core.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bros.scheduler.steps import ExpectedTime
+
+_FACTOR = 20.0
+"""A step hangs once it has taken this many times its expected time (and the least limit). Steps
+that take 10 times as long as expected are only slow (tests/transport/test_hangs.py)."""
+
+_START_S = 300.0
+"""Least limit of the first steps of an engine: libraries initialize themselves, weights may still
+be on the disk, and without a cost model nothing is known. 256 prompt tokens of a 7B model take 72 s
+at 50 GFLOP/s."""
+
+_COMPILING_S = 60.0
+"""Least limit of the first steps of a size on a device whose kernels are compiled when they are
+first launched: one kernel takes Triton seconds (executor/loader.py)."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What the engine's thread tells of its loop.
+
+    turns: turns that have begun; a turn handles commands and runs a step.
+    idle: it waits for a command.
+    """
+
+    turns: int = 0
+    idle: bool = True
+
+
+class Watchdog:
+    """Says whether the engine's thread hangs. Ask it every `every_s` seconds, from another thread.
+
+    A turn hangs if it has lasted for `least_s` and for _FACTOR times as long as its steps should.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        expected: Callable[[], ExpectedTime],
+        *,
+        least_s: float,
+        every_s: float,
+        held_up_s: Callable[[], float],
+        compiles: bool = False,
+    ) -> None:
+        """expected: how long the steps in flight should take together.
+        held_up_s: for how long this process could not make progress since the last call.
+        compiles: the device's kernels are compiled when they are first launched.
+        """
+        self._progress = progress
+        self._expected = expected
+        self._least_s = least_s
+        self._every_s = every_s
+        self._held_up_s = held_up_s
+        self._compiles = compiles
+        self._turns = -1  # when it was last asked
+        self._counted_s = 0.0  # of the present turn
+
+    def check(self) -> str | None:
+        """Why the engine counts as hung; None if it does not."""
+        turns, idle = self._progress.turns, self._progress.idle
+        held_up_s = 0.0 if idle else self._held_up_s()
+        if idle or turns != self._turns:
+            self._turns, self._counted_s = turns, 0.0
+            return None
+        # Checks and not a clock: a process that was stopped or suspended has missed the checks.
+        self._counted_s += max(0.0, self._every_s - held_up_s)
+        if self._counted_s < self._least_s:
+            return None
+        expected = self._expected()
+        if self._counted_s < self._limit_s(expected):
+            return None
+        usual = f"; {expected.seconds:.2g} s were expected" if expected.seconds else ""
+        return f"A step of the engine has not ended after {self._counted_s:.3g} s{usual}."
+
+    def _limit_s(self, expected: ExpectedTime) -> float:
+        least_s = self._least_s
+        if expected.is_start:
+            least_s = max(least_s, _START_S)
+        elif expected.has_new_size and self._compiles:
+            least_s = max(least_s, _COMPILING_S)
+        return max(least_s, _FACTOR * expected.seconds)
+
+
+class HeldUp:
+    """For how long this process could not make progress, as far as the kernel tells. Linux only;
+    elsewhere 0."""
+
+    def __init__(self) -> None:
+        self._queued_ns: dict[str, int] = {}
+
+    def __call__(self) -> float:
+        """Seconds since the last call in which some thread waited for a core, as on a machine that
+        is busy with other processes; infinite while a debugger is attached.
+
+        The longest of all threads: the others may wait for it.
+        """
+        if is_traced(os.getpid()):
+            return float("inf")
+        before, self._queued_ns = self._queued_ns, _queued_ns()
+        waits = (ns - before.get(thread, ns) for thread, ns in self._queued_ns.items())
+        return max(waits, default=0) / 1e9
+
+
+def _queued_ns() -> dict[str, int]:
+    """Nanoseconds that each thread of this process has waited for a core so far."""
+    found: dict[str, int] = {}
+    try:
+        threads = os.listdir("/proc/self/task")
+    except OSError:
+        return found
+    for thread in threads:
+        try:
+            found[thread] = int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1])
+        except (OSError, ValueError, IndexError):
+            continue  # it has ended, or this kernel does not count
+    return found
+
+
+def is_traced(pid: int) -> bool:
+    """Whether a debugger is attached to a process of this machine, which it may hold. Linux only;
+    elsewhere False."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    traced = (line.split()[1] for line in status.splitlines() if line.startswith("TracerPid:"))
+    return next(traced, "0") != "0"

@@ -1,0 +1,224 @@
+"""When a turn of the engine's loop counts as hung, and when it is only long."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bros.core.plan import StepPlan
+from bros.core.request import ServiceClass
+from bros.engine.watchdog import HeldUp, Progress, Watchdog, is_traced
+from bros.scheduler.steps import ExpectedTime
+from support.tier import examples
+from support.virtual_time import VirtualRun, plan_seconds
+
+LEAST_S, EVERY_S = 8.0, 1.0
+USUAL = ExpectedTime(0.0)
+FACTOR, START_S, COMPILING_S = 20.0, 300.0, 60.0
+
+
+def make(
+    progress: Progress,
+    expected: Callable[[], ExpectedTime] = lambda: USUAL,
+    held_up_s: Callable[[], float] = lambda: 0.0,
+    compiles: bool = False,
+) -> Watchdog:
+    return Watchdog(
+        progress,
+        expected,
+        least_s=LEAST_S,
+        every_s=EVERY_S,
+        held_up_s=held_up_s,
+        compiles=compiles,
+    )
+
+
+def checks_until_hung(watchdog: Watchdog, most: int = 100_000) -> int:
+    return next(n for n in range(most) if watchdog.check() is not None)
+
+
+@settings(max_examples=examples(50))
+@given(st.floats(0, 20), st.booleans(), st.booleans(), st.booleans())
+def test_a_turn_hangs_once_it_has_taken_much_longer_than_expected(
+    seconds: float, is_start: bool, has_new_size: bool, compiles: bool
+) -> None:
+    watchdog = make(
+        Progress(turns=1, idle=False),
+        lambda: ExpectedTime(seconds, is_start, has_new_size),
+        compiles=compiles,
+    )
+    least_s = COMPILING_S if has_new_size and compiles else LEAST_S
+    limit_s = max(START_S if is_start else least_s, FACTOR * seconds)
+    # The first check only sees that the turn is there; each later one adds a second.
+    assert checks_until_hung(watchdog) == math.ceil(limit_s / EVERY_S - 1e-9)
+
+
+def test_the_reason_says_what_was_expected() -> None:
+    watchdog = make(Progress(turns=1, idle=False), lambda: ExpectedTime(0.5))
+    for _ in range(10):
+        assert watchdog.check() is None
+    assert watchdog.check() == (
+        "A step of the engine has not ended after 10 s; 0.5 s were expected."
+    )
+
+
+@settings(max_examples=examples(50))
+@given(st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=50))
+def test_turns_that_end_and_idle_times_never_hang(turns: list[tuple[int, bool]]) -> None:
+    """Each turn sees fewer checks than would be too many; while idle there may be any number."""
+    progress = Progress()
+    watchdog = make(progress)
+    for checks, idle in turns:
+        progress.turns += 1
+        progress.idle = False
+        assert all(watchdog.check() is None for _ in range(checks))
+        if idle:
+            progress.idle = True
+            assert all(watchdog.check() is None for _ in range(100))
+
+
+@settings(max_examples=examples(50))
+@given(st.lists(st.floats(0, 5), max_size=200))
+def test_time_in_which_the_process_could_not_run_does_not_count(held_up: list[float]) -> None:
+    """As on a machine that is busy with other processes. Afterwards a hang is noticed as usual."""
+    progress = Progress(turns=1, idle=False)
+    left = iter(held_up)
+    watchdog = make(progress, held_up_s=lambda: next(left, 0.0))
+    own_s = [max(0.0, EVERY_S - held_up_s) for held_up_s in (held_up + [0.0] * 20)[1:]]
+    found = checks_until_hung(watchdog)
+    assert sum(own_s[:found]) >= LEAST_S > sum(own_s[: found - 1])
+
+
+def test_a_process_in_a_debugger_does_not_hang() -> None:
+    held = [math.inf] * 1000
+    held_up_s = lambda: held.pop() if held else 0.0  # noqa: E731
+    watchdog = make(Progress(turns=1, idle=False), held_up_s=held_up_s)
+    assert checks_until_hung(watchdog) == 1000 + LEAST_S / EVERY_S - 1
+
+
+# ---- With the times that a scheduler expects.
+
+
+class WatchedRun(VirtualRun):
+    """Steps take `slower` times what the cost model says. A watchdog checks every second."""
+
+    def __init__(self, policy: str, slower: float) -> None:
+        super().__init__(policy, max_batch_tokens=32)
+        self.slower = slower
+        self._progress = Progress(idle=False)
+        self.watchdog = make(self._progress, self.scheduler.expected)
+        self._next_check_s = 0.0
+
+    def step(self) -> StepPlan | None:
+        self._progress.turns += 1
+        plan = self.scheduler.schedule(self.now)
+        if plan is None:
+            return None
+        ends_s = self.now + self.slower * plan_seconds(plan)
+        while self._next_check_s < ends_s:
+            assert self.watchdog.check() is None, f"killed {self.slower} times slower"
+            self._next_check_s += EVERY_S
+        self.now = ends_s
+        self.scheduler.apply(self._executor.execute(plan), self.now)
+        return plan
+
+    def work(self, name: str, prompt: int) -> None:
+        self.submit(name, prompt, ServiceClass.BE, salt=len(name) * 7, max_tokens=6)
+        while self.scheduler.has_work:
+            self.step()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "bros"])
+@pytest.mark.parametrize("seconds", [0.01, 0.3, 2.0, 30.0])
+def test_a_slow_machine_is_not_a_hang(policy: str, seconds: float) -> None:
+    """Steps of all lengths, and ten times as long from one step to the next."""
+    run = WatchedRun(policy, 1.0)
+    # Times the cost model's step so that a step takes `seconds`, if that is longer.
+    base = max(1.0, seconds / plan_seconds(_a_plan()))
+    run.slower = base
+    for n in range(3):
+        run.work(f"usual{n}", 40)
+    run.slower = 10 * base
+    for n in range(3):
+        run.work(f"slow{n}", 40)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "bros"])
+def test_a_step_that_never_ends_is_noticed_within_ten_seconds(policy: str) -> None:
+    run = WatchedRun(policy, 1.0)
+    for n in range(3):
+        run.work(f"usual{n}", 40)
+    run.submit("hangs", 40, ServiceClass.BE, salt=3, max_tokens=6)
+    run._progress.turns += 1
+    assert run.scheduler.schedule(run.now) is not None
+    assert checks_until_hung(run.watchdog) <= 9
+
+
+def test_the_first_steps_of_an_engine_may_take_minutes() -> None:
+    run = WatchedRun("fcfs", 1.0)
+    run.submit("first", 40, ServiceClass.BE, max_tokens=6)
+    run._progress.turns += 1
+    assert run.scheduler.schedule(run.now) is not None
+    assert checks_until_hung(run.watchdog) == START_S / EVERY_S
+
+
+def _a_plan() -> StepPlan:
+    run = VirtualRun("fcfs", max_batch_tokens=32)
+    run.submit("r", 40, ServiceClass.BE, max_tokens=6)
+    plan = run.scheduler.schedule(0.0)
+    assert plan is not None
+    return plan
+
+
+# ---- What the kernel tells.
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_threads_that_wait_for_a_core_hold_a_process_up() -> None:
+    """Two threads on one core wait for each other."""
+    held_up, ended = HeldUp(), threading.Event()
+    core = min(os.sched_getaffinity(0))
+
+    def burn() -> None:
+        os.sched_setaffinity(threading.get_native_id(), {core})
+        while not ended.is_set():
+            hashlib.sha256(bytes(100_000)).digest()  # releases the interpreter
+
+    threads = [threading.Thread(target=burn) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        held_up()
+        while not held_up() > 0:
+            threads[0].join(0.01)
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+
+_PTRACE_SEIZE, _PTRACE_DETACH = 0x4206, 17
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_debugger_is_seen() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        try:
+            assert not is_traced(process.pid)
+            if libc.ptrace(_PTRACE_SEIZE, process.pid, None, None):
+                pytest.skip(f"no ptrace here: {os.strerror(ctypes.get_errno())}")
+            assert is_traced(process.pid)
+        finally:
+            process.kill()
+    assert not is_traced(process.pid)

@@ -1,0 +1,280 @@
+"""Engines that hang are noticed and replaced; those that are only slow or suspended are not."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from bros.core.errors import EngineDeadError
+from bros.core.request import EngineRequest
+from bros.executor.model_store import ModelFiles
+from bros.transport.process_client import ProcessEngineClient
+from support.hanging_engine import HANG, HANG_WITH_GIL, SLOW, STOP_PYTHON, HangingEngineClient
+from support.process_engine import TINY_ENGINE, ask, tokens_of
+from support.tiny_models import save_tiny_llama
+
+SOON = dataclasses.replace(TINY_ENGINE, hang_timeout=2.0, prefix_cache="off")
+LONG_S = 60.0
+"""Nothing takes so long, but the machine may be busy."""
+
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_llama(folder)
+    return ModelFiles(folder=folder, name="tiny")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(files: ModelFiles) -> AsyncIterator[HangingEngineClient]:
+    """For tests that wait until it is back."""
+    client = HangingEngineClient(SOON, files, log_level="error")
+    await client.start()
+    yield client
+    await client.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(shared: HangingEngineClient) -> HangingEngineClient:
+    async with asyncio.timeout(LONG_S):
+        await shared.wait_ready()
+    return shared
+
+
+def prompting(name: str, token: int, max_tokens: int = 4) -> EngineRequest:
+    return dataclasses.replace(ask(name, max_tokens), prompt_token_ids=[5, 6, 7, token])
+
+
+async def warm(client: ProcessEngineClient) -> None:
+    """First steps of a size may take long."""
+    for n in range(3):
+        await tokens_of(client, prompting(f"warm{n}", 8, max_tokens=12))
+
+
+async def lost(client: ProcessEngineClient, request: EngineRequest) -> EngineDeadError:
+    """Why a request failed. Another one that comes meanwhile fails, too, and in the same moment."""
+    loop = asyncio.get_running_loop()
+    ended: list[float] = []
+
+    async def fail(each: EngineRequest) -> EngineDeadError:
+        with pytest.raises(EngineDeadError) as caught:
+            await tokens_of(client, each)
+        ended.append(loop.time())
+        return caught.value
+
+    began_s = loop.time()
+    async with asyncio.timeout(LONG_S):
+        first, other = await asyncio.gather(fail(request), fail(ask("other")))
+    print(f"answered after {max(ended) - began_s:.2f} s, {max(ended) - min(ended):.3f} s apart")
+    assert str(first) == str(other) and not client.alive
+    assert first.retry_after_s is not None and first.retry_after_s > 0
+    with pytest.raises(EngineDeadError) as refused:
+        await client.submit(ask("too early"))
+    assert refused.value.retry_after_s == first.retry_after_s
+    return first
+
+
+async def works(client: ProcessEngineClient, replaced: int | None) -> None:
+    async with asyncio.timeout(LONG_S):
+        await client.wait_ready()
+        assert len(await tokens_of(client, ask("after"))) == 8
+    assert client.pid != replaced
+
+
+@pytest.mark.parametrize(
+    ("token", "reason"),
+    [
+        (HANG, "A step of the engine has not ended after"),
+        pytest.param(
+            STOP_PYTHON, "A step of the engine has not ended after", marks=pytest.mark.long
+        ),
+        pytest.param(HANG_WITH_GIL, "The engine has not answered for 2 s", marks=pytest.mark.long),
+    ],
+)
+async def test_a_step_that_hangs_is_noticed_and_the_engine_replaced(
+    client: HangingEngineClient, token: int, reason: str
+) -> None:
+    await warm(client)
+    pid = client.pid
+    error = await lost(client, prompting("hangs", token))
+    assert reason in str(error)
+    await works(client, pid)
+
+
+async def test_a_stopped_engine_is_noticed_and_replaced(client: HangingEngineClient) -> None:
+    pid = client.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    error = await lost(client, ask("open"))
+    assert "has not answered" in str(error)
+    await works(client, pid)
+
+
+async def test_steps_ten_times_slower_than_usual_go_on(client: HangingEngineClient) -> None:
+    """Half a second each; 20 times the expected time is a second, and the least limit 2."""
+    await warm(client)
+    pid = client.pid
+    slow = [prompting(f"slow{n}", SLOW) for n in range(4)]
+    async with asyncio.timeout(LONG_S):
+        answers = await asyncio.gather(*(tokens_of(client, each) for each in slow))
+    assert all(len(answer) == 4 for answer in answers) and client.pid == pid
+
+
+@pytest.mark.long
+async def test_with_a_timeout_of_zero_nothing_is_watched(files: ModelFiles) -> None:
+    config = dataclasses.replace(SOON, hang_timeout=0.0)
+    client = HangingEngineClient(config, files, log_level="error")
+    await client.start()
+    pid = client.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.sleep(5)
+    assert client.alive
+    os.kill(pid, signal.SIGCONT)
+    await works(client, None)
+    await client.close()
+
+
+# ---- With the default time, as on a user's machine.
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def usual(files: ModelFiles) -> AsyncIterator[HangingEngineClient]:
+    config = dataclasses.replace(TINY_ENGINE, prefix_cache="off")
+    client = HangingEngineClient(config, files, log_level="error")
+    await client.start()
+    await warm(client)
+    yield client
+    await client.close()
+
+
+@pytest.mark.long
+async def test_a_pause_shorter_than_the_timeout_is_none(usual: HangingEngineClient) -> None:
+    pid = usual.pid
+    assert pid is not None
+    for _ in range(3):
+        stream = asyncio.create_task(tokens_of(usual, ask("open", max_tokens=100)))
+        await asyncio.sleep(0.5)
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(4.0)
+        os.kill(pid, signal.SIGCONT)
+        assert len(await stream) == 100
+    assert usual.pid == pid
+
+
+_DEBUGGER = """
+import ctypes, os, sys
+SEIZE, INTERRUPT = 0x4206, 0x4207
+libc = ctypes.CDLL(None)
+threads = [int(name) for name in os.listdir(f"/proc/{sys.argv[1]}/task")]
+done = [libc.ptrace(what, each, None, None) for what in (SEIZE, INTERRUPT) for each in threads]
+print("refused" if any(done) else "held", flush=True)
+sys.stdin.read()
+"""
+"""Holds all threads of a process until its stdin closes: a tracer that ends lets them go on."""
+
+
+@pytest.mark.long
+async def test_an_engine_is_not_replaced_in_a_debugger(usual: HangingEngineClient) -> None:
+    pid = usual.pid
+    command = [sys.executable, "-c", _DEBUGGER, str(pid)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as debugger:
+        assert debugger.stdin is not None and debugger.stdout is not None
+        if debugger.stdout.readline() != b"held\n":
+            pytest.skip("no ptrace here")
+        stream = asyncio.create_task(tokens_of(usual, ask("open")))
+        await asyncio.sleep(15.0)
+        assert usual.alive and not stream.done()
+        debugger.stdin.close()
+        assert len(await stream) == 8 and usual.pid == pid
+
+
+def _burn(until_s: float) -> None:
+    while time.monotonic() < until_s:
+        hashlib.sha256(bytes(1_000_000)).digest()
+
+
+@pytest.mark.long
+async def test_a_busy_machine_is_no_reason(usual: HangingEngineClient) -> None:
+    """With so many other processes that each core is shared by 25, and the engine yields to all."""
+    pid = usual.pid
+    assert pid is not None
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        os.setpriority(os.PRIO_PROCESS, int(thread), 10)
+    others = multiprocessing.get_context("spawn")
+    until_s = time.monotonic() + 60
+    count = 25 * len(os.sched_getaffinity(0))
+    load = [others.Process(target=_burn, args=(until_s,)) for _ in range(count)]
+    for process in load:
+        process.start()
+    try:
+        answered = 0
+        while time.monotonic() < until_s - 1:
+            answered += len(await tokens_of(usual, ask(f"r{answered}")))
+        print(f"{answered} tokens in a minute")
+        assert usual.pid == pid
+    finally:
+        for process in load:
+            process.kill()
+        for process in load:
+            process.join()
+
+
+_OWNER = """
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from bros.executor.model_store import ModelFiles
+from bros.transport.process_client import ProcessEngineClient
+from support.process_engine import TINY_ENGINE, ask, tokens_of
+
+async def main():
+    client = ProcessEngineClient(TINY_ENGINE, ModelFiles(folder=Path(sys.argv[1]), name="tiny"))
+    await client.start()
+    n = 0
+    while True:
+        n += len(await tokens_of(client, ask(f"r{n}")))
+        print(client.pid, flush=True)
+        await asyncio.sleep(0.1)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.long
+async def test_a_stopped_server_does_not_kill_its_engine(files: ModelFiles) -> None:
+    await asyncio.to_thread(_stop_an_owner, files)
+
+
+def _stop_an_owner(files: ModelFiles) -> None:
+    """Stop a process that owns an engine, alone and together with it, and let it go on."""
+    command = [sys.executable, "-c", _OWNER, str(files.folder), str(Path(__file__).parents[1])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        pid = server.stdout.readline()
+        for both in (False, True):
+            stopped = [server.pid, int(pid)] if both else [server.pid]
+            for each in stopped:
+                os.kill(each, signal.SIGSTOP)
+            time.sleep(12)
+            for each in stopped:
+                os.kill(each, signal.SIGCONT)
+            began_s = time.monotonic()
+            while time.monotonic() - began_s < 12:
+                assert server.stdout.readline() == pid
+        server.kill()
