@@ -470,6 +470,7 @@ _E2E_BUCKETS_S = (
     *(0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0),
     *(30.0, 45.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 7200.0),
 )
+_LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 # ---- Requests that this server has answered, and the page of all metrics.
@@ -499,6 +500,13 @@ class ServerMetrics:
             ("class", "finish_reason"),
             registry=self._registry,
         )
+        self._loop_lag = Histogram(
+            "bros_event_loop_lag_seconds",
+            "How late the server's event loop was, measured 20 times a second. Every stream pauses "
+            "for as long; the log says what ran when it was 0.1 s or more",
+            registry=self._registry,
+            buckets=_LAG_BUCKETS_S,
+        )
         gaps = _GapCollector()
         self._registry.register(gaps)
         self._histograms = {
@@ -509,6 +517,10 @@ class ServerMetrics:
     def http_request(self, path: str, status: int) -> None:
         """Count an HTTP response. `path` is a label, so it must come from a bounded set."""
         self._http.labels(path, str(status)).inc()
+
+    def loop_lag(self, lag_s: float) -> None:
+        """Count a lag of the event loop."""
+        self._loop_lag.observe(lag_s)
 
     def observer(self, arrival_s: float, classes: Sequence[ServiceClass]) -> RequestObserver:
         """An observer of one request.

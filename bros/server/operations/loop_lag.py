@@ -1,0 +1,146 @@
+"""Measures how late the server's event loop is, and says what kept it.
+
+loop    |beat|        |beat| a turn that takes 0.4 s .............. |beat: 0.38 s late, logged
+thread       look         look       look: no beat for 0.1 s,
+                                     so it notes what the loop runs
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from bros.core.clock import Clock, thread_cpu_s
+
+logger = logging.getLogger(__name__)
+
+_EVERY_S = 0.05
+LAG_LIMIT_S = 0.1
+"""A lag that is logged: users see a stream that pauses for longer than this."""
+_LOG_EVERY_S = 10.0
+_SHOWN_FRAMES = 3
+
+
+class LagLog:
+    """Decides which lags are logged: one per _LOG_EVERY_S, with the number of those before it."""
+
+    def __init__(self) -> None:
+        self._next_s = float("-inf")
+        self._silent = 0
+        self._longest_s = 0.0
+
+    def line(self, lag_s: float, now: float, cpu_s: float, what: str | None) -> str | None:
+        """The line to log about a lag; None if it is short or another one was logged recently.
+
+        cpu_s: CPU time of the loop's thread meanwhile.
+        what: what ran; None if that is not known.
+        """
+        if lag_s < LAG_LIMIT_S:
+            return None
+        if now < self._next_s:
+            self._silent += 1
+            self._longest_s = max(self._longest_s, lag_s)
+            return None
+        line = (
+            f"the event loop was {lag_s:.2f} s late, for {cpu_s:.2f} s of which it computed "
+            f"itself; it ran {what or 'what ended before it could be seen'}"
+        )
+        if self._silent:
+            line += f" ({self._silent} more since the last line, up to {self._longest_s:.2f} s)"
+        self._next_s = now + _LOG_EVERY_S
+        self._silent, self._longest_s = 0, 0.0
+        return line
+
+
+class LagWatch:
+    """Watches the event loop on which `run` runs.
+
+    seen: what ran when the present beat was late; None if it is not.
+    """
+
+    def __init__(self, clock: Clock, observe: Callable[[float], None]) -> None:
+        """observe: called with each lag in seconds, some twenty times a second."""
+        self._clock = clock
+        self._observe = observe
+        self._log = LagLog()
+        self._beat_s = clock.now()
+        self.seen: str | None = None
+        self._stopped = threading.Event()
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        watched = threading.get_ident()
+        looker = threading.Thread(target=self._look, args=(watched,), name="loop lag", daemon=True)
+        self._beat_s = self._clock.now()
+        looker.start()
+        try:
+            while True:
+                cpu_s = thread_cpu_s()
+                await asyncio.sleep(_EVERY_S)
+                self._beat(thread_cpu_s() - cpu_s)
+        finally:
+            self._stopped.set()
+
+    def _beat(self, cpu_s: float) -> None:
+        now = self._clock.now()
+        lag_s = max(now - self._beat_s - _EVERY_S, 0.0)
+        self._observe(lag_s)
+        line = self._log.line(lag_s, now, cpu_s, self.seen)
+        if line is not None:
+            logger.warning("%s", line)
+        self._beat_s, self.seen = now, None
+
+    def _look(self, watched: int) -> None:
+        """The thread: note once per beat what runs when the beat is late."""
+        while not self._stopped.wait(_EVERY_S):
+            late = self._clock.now() - self._beat_s > _EVERY_S + LAG_LIMIT_S
+            if late and self.seen is None:
+                self.seen = what_runs(sys._current_frames(), watched)
+
+
+def what_runs(frames: dict[int, FrameType], watched: int) -> str:
+    """The innermost functions of bros that a thread runs, and those of the other busy threads.
+
+    A thread that holds the interpreter in a library keeps the loop from running, too.
+    """
+    threads = {thread.ident: thread.name for thread in threading.enumerate()}
+    loop = frames.get(watched)
+    found = ["nothing itself" if loop is None or _waits(loop) else _describe(loop)]
+    for ident, frame in frames.items():
+        if ident not in (watched, threading.get_ident()) and not _waits(frame):
+            found.append(f"{_describe(frame)} on thread {threads.get(ident, ident)}")
+    return "; ".join(found)
+
+
+def _describe(frame: FrameType) -> str:
+    """The innermost function, and then those of bros, or without any the next ones."""
+    inner, *others = _outwards(frame)
+    own = [each for each in others if each.f_globals.get("__name__", "").startswith("bros.")]
+    return " < ".join(map(_place, [inner, *(own or others)[:_SHOWN_FRAMES]]))
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}:{frame.f_lineno}"
+
+
+_WAITING = (
+    *("threading", "queue", "concurrent.futures.thread", "selectors", "socket", "subprocess"),
+    *("multiprocessing.connection", "zmq", "asyncio.runners"),
+)
+"""Modules whose functions block a thread without holding the interpreter; uvloop waits in that of
+its runner. If nothing runs, other processes keep the machine busy."""
+
+
+def _waits(frame: FrameType) -> bool:
+    name = frame.f_globals.get("__name__", "")
+    return any(name == module or name.startswith(f"{module}.") for module in _WAITING)
