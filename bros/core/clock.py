@@ -51,3 +51,8 @@ class ManualClock:
 def process_cpu_s() -> float:
     """Processor seconds that this process has used so far, on all cores."""
     return time.process_time()
+
+
+def thread_cpu_s() -> float:
+    """Processor seconds that the calling thread has used so far."""
+    return time.thread_time()

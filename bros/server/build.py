@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import json
 import logging
+import os
 import random
 import socket
 import sys
@@ -28,8 +29,10 @@ from bros.router.elastic import ElasticReplicas
 from bros.scheduler.profiles import profile_folders
 from bros.semantic.service.live import SessionSettings
 from bros.semantic.service.service import SessionService
+from bros.semantic.transforms.process import TransformProcesses
 from bros.server.app import create_app
 from bros.server.batches.rows import EngineRowHandler
+from bros.server.operations.loop_lag import LagWatch
 from bros.server.operations.metrics import ServerMetrics
 from bros.server.replicas import (
     ClusterReplicas,
@@ -191,6 +194,8 @@ def with_sessions(state: ServerState) -> ServerState:
             max_calls=config.session_max_calls,
         ),
         placements=None if state.replicas is None else state.replicas.placement,
+        threads=state.threads,
+        transforms=TransformProcesses() if os.name == "posix" else None,
     )
     return dataclasses.replace(state, sessions=service)
 
@@ -225,11 +230,12 @@ def with_jobs(state: ServerState, store: Store) -> ServerState:
 
 @contextlib.asynccontextmanager
 async def _running(state: ServerState) -> AsyncIterator[None]:
-    """Run the tasks of batches and sessions during the block."""
+    """Run the tasks of batches and sessions, and the watch of the loop, during the block."""
     assert state.jobs is not None and state.sessions is not None
     tasks = [
         asyncio.create_task(state.jobs.runner.run(), name="batches"),
         asyncio.create_task(state.sessions.run(), name="sessions"),
+        asyncio.create_task(LagWatch(state.clock, state.metrics.loop_lag).run(), name="loop lag"),
     ]
     try:
         yield

@@ -21,6 +21,7 @@ from bros.batch.store import BatchStore
 from bros.core.clock import Clock
 from bros.core.config import ServerConfig
 from bros.core.errors import ConfigError, NotFoundError
+from bros.core.fair import FairThreads
 from bros.core.interfaces import EngineClient
 from bros.core.request import IdGenerator
 from bros.router.client import RouterClient
@@ -191,7 +192,7 @@ class ServerState:
     replicas: `engine`, if it is a router; else None.
     stopping: set by HttpServer to end open requests with an error.
     recent: for request traces.
-    threads: limits the threads of `offload`, and so their memory.
+    threads: where `offload` runs long work.
     """
 
     engine: EngineClient
@@ -209,7 +210,7 @@ class ServerState:
     max_body_bytes: int = MAX_BODY_BYTES
     stopping: StopSignal = field(default_factory=StopSignal)
     recent: RecentRequests = field(default_factory=RecentRequests)
-    threads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(2))
+    threads: FairThreads = field(default_factory=FairThreads)
 
     @classmethod
     def of(cls, request: Request) -> ServerState:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from bros.core.clock import ManualClock
 from bros.semantic.core.prompt import PieceEncoder, Prompt, PromptSharing, RequestedPrefixes
-from bros.semantic.service.prompting import off_loop
 from bros.text.tokenizer import ChatTemplates, Tokenizer
 from support.tiny_tokenizer import byte_level_backend, sentencepiece_backend, tiny_tokenizer
 
@@ -175,12 +173,6 @@ def test_what_was_begun_is_the_longest_common_beginning_in_blocks(
             if token_ids[:end] == prompt[:end]:
                 longest = max(longest, end)
     assert requested.num_tokens(prompt) == longest
-
-
-async def test_what_takes_more_than_a_moment_is_done_on_a_thread() -> None:
-    here = threading.get_ident()
-    assert await off_loop(threading.get_ident, 4000) == here
-    assert await off_loop(threading.get_ident, 4001) != here
 
 
 def test_only_the_latest_beginnings_are_remembered() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, processors
@@ -18,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from bros.core.clock import ManualClock
 from bros.core.errors import InvalidRequestError, ModelError, PromptTooLongError
-from bros.text.tokenizer import Tokenizer
+from bros.text.tokenizer import ChatTemplates, Tokenizer
 from support.tiny_tokenizer import (
     SENTENCES,
     SPECIAL,
@@ -332,3 +334,15 @@ def test_a_text_far_beyond_the_limit_is_refused_early_and_no_other() -> None:
         tokenizer.encode(text, limit=1000)
     assert 1000 < caught.value.prompt_tokens < count
     assert len(tokenizer.encode("the dog " * 10, limit=1)) > 1, "short texts are simply encoded"
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("backend", [byte_level_backend, sentencepiece_backend])
+def test_long_texts_are_encoded_like_short_ones(
+    backend: Callable[[], tokenizers.Tokenizer], special: bool
+) -> None:
+    """Long ones are encoded without the interpreter lock, by another method of the library."""
+    made = Tokenizer(backend(), {}, ChatTemplates({}, {}, ManualClock()))
+    text = "The quick <s> brown\n\n  fox é 😀 </s> " * 500
+    expected = backend().encode(text, add_special_tokens=special).ids
+    assert made.encode(text, add_special_tokens=special) == expected

@@ -14,8 +14,8 @@
 No figure mixes two of these parts: a call that was cached or queued, or was preempted while it
 decoded, changes only the part that it tells something about. What other calls of its own session
 took is known too, and is not counted as load of others: before, the calls of a chain were
-predicted to take twice as long after a map-reduce had run (calibration in
-benchmarks/results/sessions.md).
+predicted to take twice as long after a map-reduce had run (`session_speed.py --parts
+calibration` in benchmarks).
 """
 
 from __future__ import annotations

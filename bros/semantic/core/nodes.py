@@ -15,13 +15,14 @@ Deadlines are absolute times in seconds on the session's clock; None means no de
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from bros.core.request import SamplingParams
 from bros.semantic.core.template import Text
 from bros.semantic.errors import Cause
 from bros.semantic.schema import CallKind, CallState, Criteria, Perf, VariableState
+from bros.semantic.transforms import Transforms
 
 
 class Level(enum.IntEnum):
@@ -129,7 +130,7 @@ class InputPiece:
 
     name: str
     variable_id: str
-    transforms: Callable[[str], str] | None = None
+    transforms: Transforms | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ class OutputPiece:
 
     name: str
     variable_id: str
-    transforms: Callable[[str], str] | None = None
+    transforms: Transforms | None = None
     sampling: SamplingParams = DEFAULT_SAMPLING
 
 

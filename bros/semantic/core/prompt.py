@@ -59,13 +59,16 @@ class PieceEncoder:
         """The tokens before the first piece of a plain-text prompt: BOS if the model wants one."""
         return self._beginning
 
-    def encode(self, text: str, *, first: bool) -> tuple[int, ...]:
-        """Encode a piece. first: whether it is the first one of its prompt."""
+    def encode(self, text: str, *, first: bool, limit: int | None = None) -> tuple[int, ...]:
+        """Encode a piece. first: whether it is the first one of its prompt.
+
+        Raises PromptTooLongError if a long text certainly has more than `limit` tokens.
+        """
         if self._adds_space and not first:
-            inside = self._after_anchor(text)
+            inside = self._after_anchor(text, limit)
             if inside is not None:
                 return tuple(inside)
-        return tuple(self._encoder.encode(text, add_special_tokens=False))
+        return tuple(self._encoder.encode(text, add_special_tokens=False, limit=limit))
 
     def cached(self, text: str, *, first: bool) -> tuple[int, ...] | None:
         """The cached tokens of a text; None if it is not cached."""
@@ -83,9 +86,9 @@ class PieceEncoder:
             (oldest, _), _ = self._cached.popitem(last=False)
             self._num_chars -= len(oldest)
 
-    def _after_anchor(self, text: str) -> list[int] | None:
+    def _after_anchor(self, text: str, limit: int | None = None) -> list[int] | None:
         """The tokens of `text` inside a prompt; None if the anchor merges with it."""
-        both = self._encoder.encode(_ANCHOR + text, add_special_tokens=False)
+        both = self._encoder.encode(_ANCHOR + text, add_special_tokens=False, limit=limit)
         size = len(self._anchor)
         return both[size:] if both[:size] == self._anchor else None
 

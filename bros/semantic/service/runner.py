@@ -22,6 +22,7 @@ from typing import Any
 
 from bros.core.clock import Clock
 from bros.core.errors import EngineDeadError
+from bros.core.fair import FairThreads
 from bros.core.interfaces import EngineClient, Placement, Prices
 from bros.core.request import Hints, ServiceClass
 from bros.semantic.core import objectives
@@ -55,7 +56,8 @@ from bros.semantic.service.live import (
     class_name,
     request_group,
 )
-from bros.semantic.service.prompting import Prefiller, Prompter, apply_transforms
+from bros.semantic.service.prompting import Prefiller, Prompter
+from bros.semantic.transforms.process import TransformRunner
 from bros.text.generation import TextGenerator
 from bros.text.tokenizer import Tokenizer
 
@@ -82,6 +84,8 @@ class ProgramRunner:
         tokenizer: Tokenizer,
         clock: Clock,
         settings: SessionSettings,
+        threads: FairThreads,
+        transforms: TransformRunner,
         placements: Placements | None = None,
     ) -> None:
         self._engine = engine
@@ -91,7 +95,7 @@ class ProgramRunner:
         self._settings = settings
         self._estimates = Estimates()
         self._encoder = PieceEncoder(tokenizer)
-        self._prompter = Prompter(self._encoder)
+        self._prompter = Prompter(self._encoder, threads, transforms, engine)
         self._llm_calls = LlmCallGenerator(generator, engine, clock, settings)
         self._prefiller = Prefiller(self._prompter, engine, clock, settings)
         self._background_tasks: set[asyncio.Task[None]] = set()
@@ -106,6 +110,10 @@ class ProgramRunner:
     def num_prefills(self) -> int:
         """Number of prefill-only requests submitted so far."""
         return self._prefiller.count
+
+    def close(self) -> None:
+        """End running transforms."""
+        self._prompter.close()
 
     def carry_out(self, session: ServedSession) -> None:
         """Perform the actions of a session's state machine, in order; callers do this after every
@@ -387,11 +395,15 @@ class ProgramRunner:
         assert prompt is not None
         # With stop strings the generated tokens may extend beyond the text, so it is encoded anew.
         no_stop = not piece.sampling.stop
-        sequence = generated.token_ids if no_stop else await self._prompter.encode(generated.text)
+        sequence = (
+            generated.token_ids
+            if no_stop
+            else await self._prompter.encode(session.tenant, generated.text)
+        )
         text, token_ids = generated.text, None
         if piece.transforms is not None:
-            text = await apply_transforms(
-                piece.transforms, text, FailedStage.TRANSFORM, llm_call.output.id
+            text = await self._prompter.transform(
+                session.tenant, piece.transforms, text, FailedStage.TRANSFORM, llm_call.output.id
             )
         elif no_stop and self._is_exact(generated):
             token_ids = generated.token_ids

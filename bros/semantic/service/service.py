@@ -11,6 +11,7 @@ from typing import Any
 
 from bros.core.clock import Clock
 from bros.core.errors import InvalidRequestError, NotFoundError
+from bros.core.fair import FairThreads
 from bros.core.interfaces import EngineClient
 from bros.core.request import IdGenerator
 from bros.semantic.core.graph import whole
@@ -58,6 +59,7 @@ from bros.semantic.service.views import (
     view_summary,
     view_variable,
 )
+from bros.semantic.transforms.process import TransformRunner, TransformThreads
 from bros.text.generation import TextGenerator
 from bros.text.tokenizer import Tokenizer
 
@@ -269,13 +271,28 @@ class SessionService:
         ids: IdGenerator,
         settings: SessionSettings,
         placements: Placements | None = None,
+        threads: FairThreads | None = None,
+        transforms: TransformRunner | None = None,
     ) -> None:
-        """placements: tells where a router has placed an engine request; None without a router."""
+        """placements: tells where a router has placed an engine request; None without a router.
+        threads: for work on long texts; None: threads of its own.
+        transforms: runs transforms that may take long, closed at the end of `run`; None: `threads`.
+        """
+        threads = threads or FairThreads()
         self._engine = engine
         self._clock = clock
         self._ids = ids
         self._settings = settings
-        self._runner = ProgramRunner(generator, engine, tokenizer, clock, settings, placements)
+        self._runner = ProgramRunner(
+            generator,
+            engine,
+            tokenizer,
+            clock,
+            settings,
+            threads,
+            transforms or TransformThreads(threads),
+            placements,
+        )
         self._reader = SubmissionReader(tokenizer, ids.new, settings.max_tokens)
         self._registry = SessionRegistry(settings.max_gone)
         self._stopping: set[asyncio.Task[None]] = set()
@@ -290,7 +307,10 @@ class SessionService:
                     if self._has_expired(session):
                         self._close(session, _EXPIRED)
         finally:
-            await asyncio.shield(asyncio.ensure_future(self._end_all()))
+            try:
+                await asyncio.shield(asyncio.ensure_future(self._end_all()))
+            finally:
+                self._runner.close()
 
     def create(
         self,

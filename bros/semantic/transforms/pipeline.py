@@ -15,13 +15,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from bros.core.clock import thread_cpu_s
 from bros.core.errors import InvalidRequestError
 from bros.semantic.transforms import documents, steps
 from bros.semantic.transforms.steps import (
+    REGEX_TIMEOUT_S,
     ArgumentError,
     Function,
+    Search,
     TransformError,
     check_length,
     check_size,
@@ -40,6 +43,7 @@ class Entry:
     min_arguments: fewest arguments.
     max_arguments: most arguments.
     gives_list: whether it returns a list, of which [i] and [i:j] take parts.
+    quick: whether a text of QUICK_CHARS takes it a few milliseconds at most.
     """
 
     usage: str
@@ -47,6 +51,7 @@ class Entry:
     min_arguments: int = 0
     max_arguments: int = 0
     gives_list: bool = False
+    quick: bool = True
 
 
 _MANY = 100
@@ -64,23 +69,27 @@ REGISTRY: Mapping[str, Entry] = MappingProxyType(
         "numbered_list": Entry("numbered_list", steps.numbered_list, gives_list=True),
         "markdown_list": Entry("markdown_list", steps.markdown_list, gives_list=True),
         "join": Entry("join(sep)", steps.join, 1, 1),
-        "regex": Entry("regex(pattern, group)", steps.regex, 1, 2),
+        "regex": Entry("regex(pattern, group)", steps.regex, 1, 2, quick=False),
         "xml_tag": Entry("xml_tag(name)", steps.xml_tag, 1, 1),
         "code_block": Entry("code_block(language)", steps.code_block, 0, 1),
         "json": Entry("json", documents.json),
         "json_path": Entry("json_path(path)", documents.json_path, 1, 1),
-        "yaml_path": Entry("yaml_path(path)", documents.yaml_path, 1, 1),
+        "yaml_path": Entry("yaml_path(path)", documents.yaml_path, 1, 1, quick=False),
         "bool": Entry("bool", steps.boolean),
         "int": Entry("int", steps.integer),
         "float": Entry("float", steps.number),
         "enum": Entry("enum(a|b)", steps.enum, 1, _MANY),
-        "datetime": Entry("datetime(format)", steps.date_and_time, 0, 1),
+        "datetime": Entry("datetime(format)", steps.date_and_time, 0, 1, quick=False),
     }
 )
 
 
 MAX_SOURCE_CHARS = 4096
 MAX_STEPS = 16
+PIPELINE_S = 1.0
+"""Most CPU time of a pipeline: 16 regular expressions, each with its own timeout, took 4 s."""
+QUICK_CHARS = 4_000
+"""Longest text that is transformed on the event loop."""
 
 _NAME = re.compile(r"\s*([A-Za-z_]\w*)\s*")
 _INDEX = re.compile(
@@ -96,9 +105,15 @@ class _Step:
     written: str
     function: Function
     index: int | slice | None
+    quick: bool
 
-    def __call__(self, text: str) -> str:
-        value = self.function(text)
+    def __call__(self, text: str, left_s: float) -> str:
+        """left_s: CPU time that is left to the pipeline."""
+        value: str | list[Any]
+        if isinstance(self.function, Search):
+            value = self.function(text, min(left_s, REGEX_TIMEOUT_S))
+        else:
+            value = self.function(text)
         if isinstance(value, list):
             check_length(len(value))
             if isinstance(self.index, int):
@@ -114,26 +129,51 @@ class _Step:
 class Transforms:
     """A pipeline of transforms. It is pure, and equal to another one with the same source.
 
-    Its texts are bounded by MAX_CHARS, its lists by MAX_PARTS, and its time by MAX_STEPS passes
-    over such a text. A regular expression has a timeout.
+    Its texts are bounded by MAX_CHARS, its lists by MAX_PARTS, and its CPU time by PIPELINE_S and
+    the last transform, which is a pass over such a text.
     """
 
     source: str
     _steps: tuple[_Step, ...] = field(repr=False, compare=False)
 
-    def __call__(self, text: str) -> str:
+    def quickly(self, text: str) -> str | None:
+        """The result, if it takes a few milliseconds at most; None if it may take longer.
+
+        Raises TransformError.
+        """
+        if len(text) > QUICK_CHARS or not all(step.quick for step in self._steps):
+            return None
+        self._check(text)
+        for step in self._steps:
+            if len(text) > QUICK_CHARS:  # a template or a join has made it longer
+                return None
+            text = self._apply(step, text, PIPELINE_S)
+        return text
+
+    def __call__(self, text: str, cpu_s: Callable[[], float] = thread_cpu_s) -> str:
         """Apply all transforms; a list becomes JSON. Raises TransformError that names the
-        transform that failed."""
+        transform that failed. cpu_s: CPU time that this thread has used."""
+        self._check(text)
+        end_s = cpu_s() + PIPELINE_S
+        for step in self._steps:
+            left_s = end_s - cpu_s()
+            if left_s <= 0:
+                raise TransformError(f"{step.written}: the transforms before it took too long")
+            text = self._apply(step, text, left_s)
+        return text
+
+    def _check(self, text: str) -> None:
         try:
             check_size(text)
         except TransformError as error:
             raise TransformError(f"{self.source}: {error}") from error
-        for step in self._steps:
-            try:
-                text = step(text)
-            except TransformError as error:
-                raise TransformError(f"{step.written}: {error}") from error
-        return text
+
+    @staticmethod
+    def _apply(step: _Step, text: str, left_s: float) -> str:
+        try:
+            return step(text, left_s)
+        except TransformError as error:
+            raise TransformError(f"{step.written}: {error}") from error
 
 
 def parse_transforms(source: str, param: str = "transforms") -> Transforms | None:
@@ -181,7 +221,7 @@ class _Parser:
         arguments = self._arguments() if self._next() == "(" else []
         function = self._build(entry, arguments, start)
         index = self._index(entry) if self._next() == "[" else None
-        return _Step(self._source[start : self._at].strip(), function, index)
+        return _Step(self._source[start : self._at].strip(), function, index, entry.quick)
 
     def _build(self, entry: Entry, arguments: Sequence[str], start: int) -> Function:
         after = self._at

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -72,6 +73,12 @@ def check_size(text: str) -> None:
         raise TransformError("the text holds half a character (a lone surrogate)") from error
 
 
+def check_chars(count: int) -> None:
+    """Raises TransformError if a text that is about to be built is too long."""
+    if count > MAX_CHARS:
+        raise TransformError(f"the text would have {count} characters, more than {MAX_CHARS}")
+
+
 def check_length(count: int) -> None:
     """Raises TransformError for a list that is too long."""
     if count > MAX_PARTS:
@@ -113,8 +120,7 @@ def template(form: str) -> Function:
         raise ArgumentError("the template needs a {} for the value")
 
     def fill(text: str) -> str:
-        if len(form) + holes * len(text) > MAX_CHARS:
-            raise TransformError(f"the text would have more than {MAX_CHARS} characters")
+        check_chars(len(form) + holes * (len(text) - len(_HOLE)))
         return form.replace(_HOLE, text)
 
     return fill
@@ -126,7 +132,7 @@ _BULLET = re.compile(r"\s*[-*+•]\s+(\S.*)")
 
 def lines() -> Function:
     """The non-blank lines, stripped."""
-    return lambda text: _not_empty(text.split("\n"))
+    return lambda text: _not_empty(_pieces(text, "\n"))
 
 
 def split(separator: str) -> Function:
@@ -143,7 +149,7 @@ def split(separator: str) -> Function:
 
 def comma_list() -> Function:
     """The non-empty parts between commas, stripped."""
-    return lambda text: _not_empty(text.split(","))
+    return lambda text: _not_empty(_pieces(text, ","))
 
 
 def numbered_list() -> Function:
@@ -166,17 +172,41 @@ def join(separator: str) -> Function:
             value = None
         if not isinstance(value, list):
             raise TransformError(f"{quoted(text)} is not a list")
-        return separator.join(map(to_text, value))
+        check_length(len(value))
+        parts = list(map(to_text, value))
+        check_chars(sum(map(len, parts)) + len(separator) * max(len(parts) - 1, 0))
+        return separator.join(parts)
 
     return joined
 
 
-def _not_empty(parts: list[str]) -> list[str]:
-    return [part.strip() for part in parts if part.strip()]
+def _pieces(text: str, separator: str) -> Iterator[str]:
+    """What text.split(separator) returns, piece by piece: the list can be ten times as large as
+    the text."""
+    start = 0
+    while (end := text.find(separator, start)) >= 0:
+        yield text[start:end]
+        start = end + len(separator)
+    yield text[start:]
+
+
+def _bounded(parts: Iterable[str]) -> list[str]:
+    """A list of the parts. Raises TransformError as soon as there are too many."""
+    found: list[str] = []
+    for part in parts:
+        if len(found) == MAX_PARTS:
+            raise TransformError(f"the list has more than {MAX_PARTS} parts")
+        found.append(part)
+    return found
+
+
+def _not_empty(parts: Iterable[str]) -> list[str]:
+    return _bounded(stripped for part in parts if (stripped := part.strip()))
 
 
 def _items(text: str, pattern: re.Pattern[str], what: str) -> list[str]:
-    found = [match[1].rstrip() for line in text.split("\n") if (match := pattern.match(line))]
+    matches = map(pattern.match, _pieces(text, "\n"))
+    found = _bounded(match[1].rstrip() for match in matches if match)
     if not found:
         raise TransformError(f"there is no {what} in {quoted(text)}")
     return found
@@ -293,7 +323,33 @@ _RECURSION = re.compile(r"\(\?(?:R|[+-]?[0-9]|&|P>)")
 _TAG_NAME = re.compile(r"[A-Za-z_][\w.:-]*")
 
 
-def regex(pattern: str, group: str = "0") -> Function:
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The transform `regex`: the only one whose time is not linear in its text."""
+
+    pattern: str
+    group: str
+    compiled: regex_library.Pattern[str]
+    key: str | int
+
+    def __call__(self, text: str, timeout_s: float = REGEX_TIMEOUT_S) -> str:
+        """timeout_s: CPU time of the process, as the library measures it."""
+        try:
+            match = self.compiled.search(text, timeout=timeout_s, concurrent=True)
+        except TimeoutError as error:
+            raise TransformError(
+                f"{quoted(self.pattern)} took longer than {timeout_s:.2g} s"
+            ) from error
+        except MemoryError as error:
+            raise TransformError(f"{quoted(self.pattern)} took too much memory") from error
+        found: str | None = None if match is None else match[self.key]
+        if found is None:
+            what = quoted(self.pattern) if match is None else f"group {quoted(self.group)}"
+            raise TransformError(f"{what} does not match {quoted(text)}")
+        return found
+
+
+def regex(pattern: str, group: str = "0") -> Search:
     """The first match of a pattern, or one of its groups by number or name."""
     if len(pattern) > _MAX_PATTERN_CHARS:
         raise ArgumentError(f"the pattern has more than {_MAX_PATTERN_CHARS} characters")
@@ -309,22 +365,7 @@ def regex(pattern: str, group: str = "0") -> Function:
     if key not in compiled.groupindex and key not in range(compiled.groups + 1):
         raise ArgumentError(f"the pattern has no group {quoted(group)}")
 
-    def search(text: str) -> str:
-        try:
-            match = compiled.search(text, timeout=REGEX_TIMEOUT_S, concurrent=True)
-        except TimeoutError as error:
-            raise TransformError(
-                f"{quoted(pattern)} took longer than {REGEX_TIMEOUT_S:g} s"
-            ) from error
-        except MemoryError as error:
-            raise TransformError(f"{quoted(pattern)} took too much memory") from error
-        found: str | None = None if match is None else match[key]
-        if found is None:
-            what = quoted(pattern) if match is None else f"group {quoted(group)}"
-            raise TransformError(f"{what} does not match {quoted(text)}")
-        return found
-
-    return search
+    return Search(pattern, group, compiled, key)
 
 
 def _expanded_size(pattern: str) -> int:
@@ -392,7 +433,7 @@ def find_code_block(text: str, languages: tuple[str, ...]) -> str | None:
     """The first fenced block in one of these languages, () for any; it need not be closed."""
     opened: _Fence | None = None
     block: list[str] = []
-    for line in text.split("\n"):
+    for line in _pieces(text, "\n"):
         fence = _fence(line)
         if opened is None:
             opened, block = fence, []

@@ -12,6 +12,7 @@ import anyio.to_thread
 from bros.batch.objects import RowInterruptedError, RowPostponedError, TokenUsage
 from bros.batch.rows import RowFacts, RowReply
 from bros.core.errors import BrosError, EngineDeadError, OverloadedError, QueueFullError
+from bros.core.fair import FairThreads
 from bros.core.request import Slo
 from bros.server.errors import GenerationFailedError, describe
 from bros.server.openai.calls import BEST_EFFORT, CALLS
@@ -27,9 +28,9 @@ class EngineRowHandler:
     """A RowHandler."""
 
     def __init__(self, state: ServerState) -> None:
-        # One thread for long prompts and one for checks, so that HTTP requests never wait for rows:
-        # checking a row of some megabytes takes longer than a stream should wait.
-        self._state = replace(state, threads=anyio.CapacityLimiter(1))
+        # Threads of their own for prompts and one for checks, so that HTTP requests never wait for
+        # rows: checking a row of some megabytes takes longer than a stream should wait.
+        self._state = replace(state, threads=FairThreads())
         self._checks = anyio.CapacityLimiter(1)
 
     def check(self, endpoint: str, body: dict[str, Any]) -> RowFacts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -268,26 +267,66 @@ _RESERVED = ("messages", "self")
 _MESSAGE_CHARS, _UNKNOWN_CHARS = 40, 10_000  # estimates of what the template adds
 
 
+MAX_ENCODED_BYTES = 2**20
+"""Longest text in UTF-8 that is encoded without a limit of tokens. It takes 0.7 s and 200 MB, those
+of one thread, and up to 20 ms in which no other thread runs."""
+
+
+MAX_MESSAGES = 10_000
+"""Most messages of a chat, and most content parts of all its messages. Templates are Python, and
+took more than a second for 60,000 empty messages."""
+
+
+def check_counts(fields: Mapping[str, Any]) -> None:
+    """Raises InvalidRequestError for too many messages or content parts in a body."""
+    messages = fields.get("messages")
+    if not isinstance(messages, list):
+        return
+    _check_count(len(messages), "messages")
+    contents = (message.get("content") for message in messages if isinstance(message, dict))
+    parts = sum(len(content) for content in contents if isinstance(content, list))
+    _check_count(parts, "content parts")
+
+
+def _check_count(count: int, what: str) -> None:
+    if count > MAX_MESSAGES:
+        raise InvalidRequestError(
+            f"The chat has {count} {what}, more than {MAX_MESSAGES}.",
+            param="messages",
+            code="array_above_max_length",
+        )
+
+
 async def encode_text(
-    state: ServerState, text: str, *, add_special_tokens: bool = True, limit: int | None = None
+    state: ServerState, tenant: str, text: str, *, add_special_tokens: bool = True
 ) -> list[int]:
-    """Token ids of a text. Raises PromptTooLongError if there are more than `limit`."""
-    encode = functools.partial(
-        state.tokenizer.encode, text, add_special_tokens=add_special_tokens, limit=limit
-    )
-    return await offload(state, encode, len(text))
+    """Token ids of a text. Raises InvalidRequestError for more than MAX_ENCODED_BYTES."""
+    _check_bytes(text, "prompt")
+    encode = functools.partial(state.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    return await offload(state, tenant, encode, len(text))
+
+
+def _check_bytes(text: str, param: str) -> None:
+    if len(text) > MAX_ENCODED_BYTES or len(text.encode()) > MAX_ENCODED_BYTES:
+        raise InvalidRequestError(
+            f"The text has more than {MAX_ENCODED_BYTES} bytes; send it in parts.",
+            param=param,
+            code="string_above_max_length",
+        )
 
 
 async def encode_chat(
     state: ServerState,
+    tenant: str,
     messages: Sequence[ChatMessage],
     template_kwargs: Mapping[str, Any] | None,
     limit: int | None = None,
 ) -> list[int]:
     """Token ids of a conversation, up to the start of the answer.
 
-    Raises InvalidRequestError if the model's chat template refuses it, and PromptTooLongError if
-    there are more than `limit` tokens.
+    Raises InvalidRequestError if the model's chat template refuses it, PromptTooLongError if there
+    are more than `limit` tokens, and without a limit InvalidRequestError for more than
+    MAX_ENCODED_BYTES.
     """
     kwargs = dict(template_kwargs or {})
     for name in _RESERVED:
@@ -299,6 +338,8 @@ async def encode_chat(
     def apply() -> list[int]:
         plain = [_plain(message) for message in messages]
         text = state.tokenizer.render_chat(plain, **kwargs)
+        if limit is None:
+            _check_bytes(text, "messages")
         try:
             return state.tokenizer.encode(text, add_special_tokens=False, limit=limit)
         except PromptTooLongError as error:
@@ -309,7 +350,7 @@ async def encode_chat(
     size = sum(_MESSAGE_CHARS + len(message.content or "") for message in messages)
     if kwargs or any(message.model_extra for message in messages):
         size += _UNKNOWN_CHARS  # the template may put all of it into the prompt
-    return await offload(state, apply, size)
+    return await offload(state, tenant, apply, size)
 
 
 def _plain(message: ChatMessage) -> dict[str, Any]:
@@ -350,9 +391,11 @@ class Call(Protocol):
     @property
     def sampling(self) -> SamplingParams: ...
 
-    async def prompts(self) -> list[list[int]]:
-        """Token ids of each prompt. Raises InvalidRequestError, or PromptTooLongError if one
-        exceeds the context length."""
+    async def prompts(self, tenant: str) -> list[list[int]]:
+        """Token ids of each prompt. tenant: whose call it is.
+
+        Raises InvalidRequestError, or PromptTooLongError if one exceeds the context length.
+        """
         ...
 
     def reply(
@@ -381,9 +424,11 @@ class ChatCall:
         self.body = _validated(state, ChatCompletionRequest, fields, _CHAT_UNSUPPORTED)
         self.sampling = _chat_sampling(self.body)
 
-    async def prompts(self) -> list[list[int]]:
+    async def prompts(self, tenant: str) -> list[list[int]]:
         body, limit = self.body, self._state.engine.info.max_model_len
-        prompt = await encode_chat(self._state, body.messages, body.chat_template_kwargs, limit)
+        prompt = await encode_chat(
+            self._state, tenant, body.messages, body.chat_template_kwargs, limit
+        )
         if not prompt:
             raise InvalidRequestError("The messages result in an empty prompt.", param="messages")
         return [prompt]
@@ -435,8 +480,15 @@ class CompletionCall:
                 param="prompt",
             )
 
-    async def prompts(self) -> list[list[int]]:
-        return await asyncio.gather(*(self._token_ids(prompt) for prompt in self.body.prompt))
+    async def prompts(self, tenant: str) -> list[list[int]]:
+        # All in one job: 1,000 short ones would take a second of the event loop.
+        size = sum(len(prompt) for prompt in self.body.prompt if isinstance(prompt, str))
+        return await offload(
+            self._state,
+            tenant,
+            lambda: [self._token_ids(prompt) for prompt in self.body.prompt],
+            size,
+        )
 
     def reply(
         self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer
@@ -461,10 +513,11 @@ class CompletionCall:
         prompts = self.body.prompt
         return sum(len(p) if isinstance(p, str) else _CHARS_PER_ID * len(p) for p in prompts)
 
-    async def _token_ids(self, prompt: str | list[int]) -> list[int]:
+    def _token_ids(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):
             return prompt
-        return await encode_text(self._state, prompt, limit=self._state.engine.info.max_model_len)
+        limit = self._state.engine.info.max_model_len
+        return self._state.tokenizer.encode(prompt, limit=limit)
 
     def _echoes(self) -> dict[int, str]:
         """Index of a choice -> its prompt, which comes before its text. Call it after the engine
@@ -507,6 +560,7 @@ def _validated(
     fields: Mapping[str, Any],
     unsupported: Mapping[str, tuple[Any, ...]],
 ) -> R:
+    check_counts(fields)
     body = validate(model, fields)
     state.check_model(body.model)
     _refuse_unsupported(fields, unsupported)

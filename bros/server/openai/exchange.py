@@ -78,7 +78,7 @@ class Exchange:
     async def start(self) -> None:
         """Submit all prompts. Raises what `Call.prompts` and TextGenerator.start raise."""
         state, call = self._state, self._call
-        prompts = await call.prompts()
+        prompts = await call.prompts(self._tenant)
         hints = NO_HINTS if self._session_call is None else self._session_call.hints
         generation = await state.generator.start(
             prompts,
@@ -106,7 +106,7 @@ class Exchange:
 
         # Rendering the logprobs of one token takes as long as about 100 characters of text.
         size = 100 * sum(len(choice.logprobs) for choice in choices)
-        return await offload(self._state, render, size)
+        return await offload(self._state, self._tenant, render, size)
 
     async def aclose(self) -> None:
         """Abort unfinished requests."""

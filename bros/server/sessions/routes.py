@@ -129,7 +129,8 @@ async def list_sessions(request: Request) -> Response:
 async def retrieve_session(request: Request) -> Response:
     """A session with the graph of its requests and variables."""
     view = await _view(request)
-    return await offload(ServerState.of(request), lambda: reply(view), _size(view))
+    state = ServerState.of(request)
+    return await offload(state, state.tenant(request), lambda: reply(view), _size(view))
 
 
 async def delete_session(request: Request) -> Response:
@@ -158,7 +159,8 @@ async def _graph(
     request: Request, render: Callable[[SessionView], str], media_type: str
 ) -> Response:
     view = await _view(request)
-    text = await offload(ServerState.of(request), lambda: render(view), _size(view))
+    state = ServerState.of(request)
+    text = await offload(state, state.tenant(request), lambda: render(view), _size(view))
     return Response(text, headers=_GRAPH_HEADERS, media_type=media_type)
 
 
@@ -294,7 +296,10 @@ async def submit(request: Request) -> Response:
     fields = await read_object(request, state.max_body_bytes)
     is_program = "requests" in fields
     program = await offload(  # the models check a program of 10,000 calls in 0.2 s
-        state, lambda: _program(fields) if is_program else _one_call(fields), _size_of(fields)
+        state,
+        scope.tenant,
+        lambda: _program(fields) if is_program else _one_call(fields),
+        _size_of(fields),
     )
     try:
         submitted = await scope.service.accept(
@@ -316,7 +321,7 @@ async def submit(request: Request) -> Response:
             return replace(failed, more={**failed.more, **accepted}).to_response()
     body = _program_of(submitted, values)
     size = _CHARS_PER_CALL * len(submitted)
-    return await offload(state, lambda: reply(body, defaults=False), size)
+    return await offload(state, scope.tenant, lambda: reply(body, defaults=False), size)
 
 
 def _size_of(fields: Mapping[str, Any]) -> int:

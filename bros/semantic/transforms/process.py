@@ -1,0 +1,183 @@
+"""Applies transforms off the event loop: in processes of their own, or on a thread.
+
+    event loop ── FairGate ── thread ══ source, text ══▶ process: parses, applies
+                                     ◀══ result ═══════
+    `python -m bros.semantic.transforms.process FD`
+
+A process, because a step over a text of megabytes is one call that holds the interpreter, and since
+a client's regular expression and its memory cannot be bounded well from within. Its limits are the
+kernel's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from typing import Protocol
+
+from bros.core.fair import FairGate, FairThreads
+from bros.semantic.transforms.pipeline import PIPELINE_S, Transforms, parse_transforms
+from bros.semantic.transforms.steps import TransformError
+
+_MEMORY_BYTES = 2**30
+_GRACE_S = 2
+"""CPU time after PIPELINE_S until the kernel ends a process whose transform does not return."""
+_NICE = 5
+"""Lower priority than the engine's, which may use all cores."""
+_PARSED = 256
+
+
+class TransformRunner(Protocol):
+    """Applies transforms that may take long."""
+
+    async def apply(self, tenant: str, transforms: Transforms, text: str) -> str:
+        """The transformed text. tenant: whose work it is. Raises TransformError."""
+        ...
+
+    def close(self) -> None:
+        """End the work. Callers that still wait get a TransformError."""
+        ...
+
+
+class TransformThreads:
+    """A TransformRunner on threads of this process, for a program with one user."""
+
+    def __init__(self, threads: FairThreads) -> None:
+        self._threads = threads
+
+    async def apply(self, tenant: str, transforms: Transforms, text: str) -> str:
+        return await self._threads.run(tenant, lambda: transforms(text), len(text))
+
+    def close(self) -> None:
+        pass
+
+
+class TransformProcesses:
+    """A TransformRunner on processes, which start when they are needed first.
+
+    One tenant never has all of them, so its slow transforms do not keep others waiting.
+    """
+
+    def __init__(self, count: int = 2) -> None:
+        """count: most processes, at least 2."""
+        assert count >= 2
+        self._gate = FairGate(count, count - 1)
+        self._all = [TransformProcess() for _ in range(count)]
+        self._free = list(self._all)
+
+    async def apply(self, tenant: str, transforms: Transforms, text: str) -> str:
+        def work() -> str:
+            process = self._free.pop()
+            try:
+                return process.apply(transforms.source, text)
+            finally:
+                self._free.append(process)
+
+        return await self._gate.run(tenant, work)
+
+    def close(self) -> None:
+        for process in self._all:
+            process.close()
+
+
+class TransformProcess:
+    """One process. `apply` may be called from any thread, by one at a time."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._closed = False
+
+    def apply(self, source: str, text: str) -> str:
+        """The text transformed by the pipeline `source`. Raises TransformError."""
+        connection = self._connect()
+        try:
+            connection.send_bytes(_encoded(source))
+            connection.send_bytes(_encoded(text))
+            reply = connection.recv_bytes()
+        except (EOFError, OSError) as error:
+            self._end()
+            raise TransformError(f"{source}: took too long or too much memory") from error
+        result = reply[1:].decode("utf-8", "surrogatepass")
+        if reply[:1] == _FAILED:
+            raise TransformError(result)
+        return result
+
+    def close(self) -> None:
+        """End the process, and with it a running `apply`."""
+        self._closed = True
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _connect(self) -> Connection:
+        """The connection to the process, which is started if it does not run."""
+        if self._closed:
+            raise TransformError("the server stops")
+        if self._process is not None and self._process.poll() is not None:
+            self._end()
+        if self._connection is None:
+            ours, theirs = multiprocessing.Pipe()
+            with theirs:
+                number = theirs.fileno()
+                command = [sys.executable, "-m", "bros.semantic.transforms.process", str(number)]
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, pass_fds=(number,)
+                )
+            self._connection = ours
+        return self._connection
+
+    def _end(self) -> None:
+        assert self._process is not None and self._connection is not None
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+        self._process = self._connection = None
+
+
+_DONE, _FAILED = b"+", b"-"
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")  # the transforms report half characters
+
+
+def main() -> None:
+    """Answer until the server closes its end."""
+    import resource  # late: not on every system, and only needed here
+
+    # Ctrl-C reaches the whole process group; the server decides when to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(_NICE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":  # elsewhere it does not limit, or cannot be set
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    parse = functools.lru_cache(_PARSED)(parse_transforms)
+    connection = Connection(int(sys.argv[1]))
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            source = connection.recv_bytes().decode("utf-8", "surrogatepass")
+            text = connection.recv_bytes().decode("utf-8", "surrogatepass")
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            end_s = int(used.ru_utime + used.ru_stime + PIPELINE_S) + _GRACE_S
+            # Of a pipeline that does not return, the kernel ends the process.
+            resource.setrlimit(resource.RLIMIT_CPU, (end_s, resource.RLIM_INFINITY))
+            try:
+                transforms = parse(source)
+                assert transforms is not None, "a blank pipeline is not sent"
+                reply = _DONE + _encoded(transforms(text))
+            except TransformError as error:
+                reply = _FAILED + _encoded(str(error))
+            except MemoryError:
+                reply = _FAILED + _encoded(f"{source}: took too much memory")
+            connection.send_bytes(reply)
+
+
+if __name__ == "__main__":
+    main()

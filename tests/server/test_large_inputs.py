@@ -1,0 +1,195 @@
+"""Large inputs: what is refused, what runs off the event loop, and that answers stay the same."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic_core import from_json, to_json
+
+from bros.core.errors import InvalidRequestError
+from bros.server.http import _parse, json_list
+from bros.server.openai.calls import MAX_ENCODED_BYTES, MAX_MESSAGES
+from bros.server.openai.schema import TokenizeReply
+from support.scripted_server import Server, assert_envelope
+from support.session_server import SessionClient, keeping, ok
+
+TEXT_PART = {"type": "text", "text": ""}
+
+
+@given(st.lists(st.one_of(st.integers(), st.text(), st.none())))
+def test_list_in_slices_is_the_list(values: list[Any]) -> None:
+    assert json_list(values) == to_json(values)
+
+
+def test_list_longer_than_a_slice_is_the_list() -> None:
+    values = list(range(25_000))
+    assert from_json(json_list(values)) == values
+
+
+@pytest.mark.parametrize("names", [False, True])
+async def test_tokenize_replies_what_its_model_says(server: Server, names: bool) -> None:
+    body = {"prompt": 'some "text" \n é', "return_token_strs": names}
+    response = await server.http.post("/tokenize", json=body)
+    assert TokenizeReply.model_validate_json(response.text).model_dump_json() == response.text
+
+
+async def test_tokenize_refuses_texts_beyond_a_megabyte(server: Server) -> None:
+    fits = "ä" * (MAX_ENCODED_BYTES // 2)
+    assert ok(await server.http.post("/tokenize", json={"prompt": fits}))["count"] > 0
+    for body in (
+        {"prompt": fits + "x"},
+        {"messages": [{"role": "user", "content": fits}]},
+    ):
+        error = assert_envelope(await server.http.post("/tokenize", json=body), 400)
+        assert error["code"] == "string_above_max_length"
+        assert error["param"] == next(iter(body))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": ""}] * (MAX_MESSAGES + 1),
+        [{"role": "user", "content": [TEXT_PART] * (MAX_MESSAGES // 2)}] * 2
+        + [{"role": "user", "content": [TEXT_PART]}],
+    ],
+    ids=["messages", "parts"],
+)
+async def test_chats_of_too_many_parts_are_refused(
+    server: Server, path: str, messages: list[Any]
+) -> None:
+    response = await server.http.post(path, json={"messages": messages})
+    error = assert_envelope(response, 400)
+    assert (error["param"], error["code"]) == ("messages", "array_above_max_length")
+    assert f"{MAX_MESSAGES + 1} " in error["message"]
+    response = await server.http.post(path, json={"messages": messages[:-1]})
+    assert response.status_code == 200 or "context length" in response.text
+
+
+async def test_messages_that_are_none_get_the_usual_error(server: Server) -> None:
+    for messages in ([1], "x", None, [{"content": 5}]):
+        error = assert_envelope(await server.chat(messages=messages), 400)
+        assert error["param"].startswith("messages")
+
+
+@pytest.mark.parametrize(
+    "part", ["[]", "{}", '{"a":1}', '{"a":1,"b":2,"c":3,"d":4}'], ids=["[]", "{}", "a", "abcd"]
+)
+def test_bodies_of_very_many_parts_are_refused(part: str) -> None:
+    body = f'{{"prompt":[{",".join([part] * (2_000_000 // len(part)))}]}}'.encode()
+    with pytest.raises(InvalidRequestError, match="objects and lists and .* keys"):
+        _parse(body)
+
+
+def test_brackets_in_strings_are_no_parts() -> None:
+    text = 'if (a[0]) { b["k"] = {c: 1}; } // "\\" ' * 20_000
+    body = {"prompt": text, "list": list(range(100_000))}
+    assert _parse(json.dumps(body).encode()) == body
+
+
+@given(st.text('ab"\\{[:', max_size=12))
+def test_large_bodies_that_are_no_json_are_refused_like_small_ones(text: str) -> None:
+    """Half strings and stray backslashes too."""
+    body = b'{"a":"' + b"[" * 150_001 + b'",' + text.encode() + b"}"
+    with pytest.raises(InvalidRequestError):
+        _parse(body)
+
+
+async def test_large_bodies_are_read_on_a_thread(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scripted tokenizer renders on the thread that asks it."""
+    threads = []
+    render = server.tokenizer.render_chat
+
+    def watched(*args: Any, **kwargs: Any) -> str:
+        threads.append(threading.get_ident())
+        return render(*args, **kwargs)
+
+    monkeypatch.setattr(server.tokenizer, "render_chat", watched)
+    for number in (1, 1000):
+        await server.chat(messages=[{"role": "user", "content": ""}] * number)
+    assert threads[0] == threading.get_ident() != threads[1]
+
+
+async def test_prompts_of_one_request_are_encoded_together(server: Server) -> None:
+    """1,000 prompts, each short enough for the event loop."""
+    threads = set()
+    encode = server.tokenizer.encode
+
+    def watched(text: str, **kwargs: Any) -> list[int]:
+        if text.startswith("word "):
+            threads.add(threading.get_ident())
+        return encode(text, **kwargs)
+
+    server.tokenizer.encode = watched  # type: ignore[method-assign]
+    response = await server.complete(prompt=["word " * 10] * 100, max_tokens=1)
+    assert response.status_code == 200
+    assert threads and threading.get_ident() not in threads
+
+
+def failed_call(response: httpx.Response) -> dict[str, Any]:
+    """Why a value failed."""
+    assert response.status_code == 424, response.text
+    cause: dict[str, Any] = response.json()["error"]["cause"]
+    return cause
+
+
+async def test_value_longer_than_the_context_fails_its_call_alone(server: Server) -> None:
+    async with keeping(server):
+        session = await SessionClient.open(server.http)
+        limit = server.state.engine.info.max_model_len
+        variables = await session.call(
+            "{{input:text}}{{output:answer}}",
+            parameters=[{"name": "text", "value": "word " * 100_000}],
+        )
+        response = await session.look(variables["answer"], wait="true", timeout=30)
+        cause = failed_call(response)
+        assert cause["stage"] == "fill"
+        assert f"maximum context length is {limit} tokens" in cause["message"]
+
+
+async def test_values_that_are_too_long_together_are_not_all_encoded(server: Server) -> None:
+    limit = server.state.engine.info.max_model_len
+    encoded = 0
+    encode = server.tokenizer.encode
+
+    def watched(text: str, **kwargs: Any) -> list[int]:
+        nonlocal encoded
+        encoded += len(text)
+        return encode(text, **kwargs)
+
+    names = [f"v{i}" for i in range(50)]
+    async with keeping(server):
+        session = await SessionClient.open(server.http)
+        server.tokenizer.encode = watched  # type: ignore[method-assign]
+        variables = await session.call(
+            "".join(f"{{{{input:{name}}}}}" for name in names) + "{{output:answer}}",
+            parameters=[{"name": name, "value": "z" * limit} for name in names],
+        )
+        response = await session.look(variables["answer"], wait="true", timeout=30)
+        assert failed_call(response)["stage"] == "fill"
+        assert encoded <= 4 * limit
+
+
+async def test_transforms_of_a_session_that_are_slow_run_in_a_process(server: Server) -> None:
+    async with keeping(server):
+        session = await SessionClient.open(server.http)
+        variables = await session.call(
+            "{{input:text}}{{output:answer}}",
+            parameters=[
+                {"name": "text", "value": "a" * 1500 + "b", "transforms": 'regex("(a|aa)+$")'}
+            ],
+        )
+        asking = asyncio.create_task(session.look(variables["answer"], wait="true", timeout=60))
+        while not asking.done():  # the server answers others meanwhile
+            assert (await server.http.get("/health")).status_code == 200
+            await asyncio.sleep(0.001)
+        assert "took longer than 0.25 s" in failed_call(await asking)["message"]
