@@ -28,9 +28,9 @@ calibration Programs of four kinds in a random order, alone, beside random chats
             best-effort requests: the completion time that the session's view predicts when the
             program has been submitted, and the actual one. The first programs of each kind are
             shown apart, because nothing is known about their functions yet.
-replicas    Map-reduce programs over documents of 800 tokens on three replicas, two programs at a
-            time and each document in two programs: where the router places their calls and how
-            many tokens are cached there, routed by prefix and by turns.
+replicas    Map-reduce programs, each over a document of 800 tokens, on three replicas, three
+            programs at a time: where the router places their calls and how many tokens are cached
+            there, routed by prefix and by turns.
 """
 
 from __future__ import annotations
@@ -465,7 +465,7 @@ def errors(times: Sequence[Sequence[float]]) -> list[float]:
 
 REPLICAS = 3
 ROUTERS = {"by prefix": "e2", "by turns": "rr"}
-DOCUMENTS, DOCUMENT_TOKENS, MAPS = 6, 800, 6
+PROGRAMS, DOCUMENT_TOKENS, MAPS = 12, 800, 6
 
 
 def map_reduce_over(document: str, texts: Texts) -> Program:
@@ -498,9 +498,11 @@ async def replicas(
             found[name] = {"seconds": [], "cached_tokens": [], "placements": []}
             for turn in range(rounds):
                 texts = texts_of(turn)
-                documents = [f"={texts.words(DOCUMENT_TOKENS)}" for _ in range(DOCUMENTS)]
-                programs = [map_reduce_over(document, texts) for document in documents * 2]
-                slots = asyncio.Semaphore(2)
+                programs = [
+                    map_reduce_over(f"={texts.words(DOCUMENT_TOKENS)}", texts)
+                    for _ in range(PROGRAMS)
+                ]
+                slots = asyncio.Semaphore(REPLICAS)
                 runs = await asyncio.gather(*(in_slot(slots, end, p) for p in programs))
                 row = found[name]
                 row["seconds"].append(statistics.mean(run.seconds for run in runs))
