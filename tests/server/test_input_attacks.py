@@ -1,0 +1,138 @@
+"""No input of one client holds the event loop: the CPU time of its longest turn, per attack.
+
+Work on a thread that holds the interpreter is not seen here; benchmarks/input_stalls.py sees it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from support.scripted_server import Server
+from support.session_server import SessionClient, keeping
+from support.tier import by_tier
+
+LIMIT_S = 0.05
+
+Attack = Callable[[Server], Awaitable[object]]
+
+
+class MeasuredLoop(asyncio.SelectorEventLoop):
+    """longest_s: CPU time of the longest turn since it was set to 0."""
+
+    longest_s = 0.0
+
+    def _run_once(self) -> None:
+        begun_s = time.thread_time()
+        super()._run_once()  # type: ignore[misc]
+        self.longest_s = max(self.longest_s, time.thread_time() - begun_s)
+
+
+async def transformed(server: Server, text: str, transforms: str | None) -> None:
+    """Wait for a call that puts a transformed text into its prompt."""
+    session = await SessionClient.open(server.http)
+    call = {
+        "template": "{{input:text}}{{output:answer}}",
+        "parameters": [{"name": "text", "value": text, "transforms": transforms}],
+        "wait": True,
+    }
+    await send(server, f"/v1/sessions/{session.id}/requests", call)
+
+
+async def send(server: Server, path: str, body: Any) -> None:
+    """Send a body that was written before: the client shares the loop."""
+    content = await asyncio.to_thread(lambda: json.dumps(body).encode())
+    response = await server.http.post(
+        path, content=content, headers={"content-type": "application/json"}
+    )
+    assert response.status_code < 500, response.text
+
+
+async def slow_regexes(server: Server) -> None:
+    text, sessions = "a" * 1500 + "b", by_tier(fast=3, long=20)
+    attacks = (transformed(server, text, 'regex("(a|aa)+$")') for _ in range(sessions))
+    await asyncio.gather(*attacks)
+
+
+async def large_join(server: Server) -> None:
+    text = "[" + ",".join("1" * 500_000) + "]"
+    await transformed(server, text, f'join("{"x" * 4000}")')
+
+
+async def large_inputs(server: Server) -> None:
+    text = "word and " * by_tier(fast=100_000, long=430_000)
+    await asyncio.gather(*(transformed(server, text, None) for _ in range(4)))
+
+
+async def many_values(server: Server) -> None:
+    """Each short enough to be encoded on the loop."""
+    names = [f"v{i}" for i in range(by_tier(fast=200, long=1000))]
+    session = await SessionClient.open(server.http)
+    call = {
+        "template": "".join(f"{{{{input:{name}}}}}" for name in names) + "{{output:answer}}",
+        "parameters": [{"name": name, "value": "word " * 700} for name in names],
+        "wait": True,
+    }
+    await send(server, f"/v1/sessions/{session.id}/requests", call)
+
+
+async def tokenize(server: Server) -> None:
+    bodies = [{"prompt": "word and " * n} for n in (by_tier(fast=20_000, long=110_000), 440_000)]
+    await asyncio.gather(*(send(server, "/tokenize", body) for body in bodies * 4))
+
+
+async def many_prompts(server: Server) -> None:
+    body = {"prompt": ["word " * 100] * by_tier(fast=200, long=500), "max_tokens": 1}
+    await send(server, "/v1/completions", body)
+
+
+async def empty_messages(server: Server) -> None:
+    for count in (60_000, 10_000):
+        body = {"messages": [{"role": "user", "content": ""}] * count, "max_tokens": 1}
+        await send(server, "/v1/chat/completions", body)
+
+
+async def empty_parts(server: Server) -> None:
+    for count in (100_000, 10_000):
+        parts = [{"type": "text", "text": ""}] * count
+        body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+        await send(server, "/v1/chat/completions", body)
+
+
+async def empty_lists(server: Server) -> None:
+    for count in (1_300_000, 100_000):
+        await send(server, "/v1/completions", {"prompt": [[]] * count})
+
+
+ATTACKS: list[Attack] = [
+    slow_regexes,
+    large_join,
+    large_inputs,
+    many_values,
+    tokenize,
+    many_prompts,
+    empty_messages,
+    empty_parts,
+    empty_lists,
+]
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+def test_no_turn_of_the_loop_is_long(attack: Attack) -> None:
+    loop = MeasuredLoop()
+
+    async def main() -> None:
+        server = Server()
+        async with server.http, keeping(server):
+            await server.chat()
+            loop.longest_s = 0.0
+            await attack(server)
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(main())
+    assert loop.longest_s < LIMIT_S
