@@ -81,13 +81,15 @@ class Watchdog:
             return None
         # Checks and not a clock: a process that was stopped or suspended has missed the checks.
         self._counted_s += max(0.0, self._every_s - held_up_s)
-        if self._counted_s < self._least_s:
+        # The turn had lasted for half a check, on average, when the first check saw it.
+        lasted_s = self._counted_s + self._every_s / 2
+        if lasted_s < self._least_s:
             return None
         expected = self._expected()
-        if self._counted_s < self._limit_s(expected):
+        if lasted_s < self._limit_s(expected):
             return None
         usual = f"; {expected.seconds:.2g} s were expected" if expected.seconds else ""
-        return f"A step of the engine has not ended after {self._counted_s:.3g} s{usual}."
+        return f"A step of the engine has not ended after {lasted_s:.3g} s{usual}."
 
     def _limit_s(self, expected: ExpectedTime) -> float:
         least_s = self._least_s
