@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-STEMS = ("sessions_cpu", "shared_prefix_cpu", "sessions_paper")
+STEMS = ("sessions_cpu", "shared_prefix_cpu", "batched_tokens_cpu", "sessions_paper")
 
 
 @pytest.fixture(scope="module")
