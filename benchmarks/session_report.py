@@ -268,7 +268,8 @@ NOTES = {
     "14a": "The maps are real-time requests as any others, with 40 ms between tokens: most prompts "
     "are computed in pieces of about 200 tokens beside rows that decode. The paper's group is one "
     "batch without such an objective. Without it the factors are within 7 % of the paper's.",
-    "14b": "The causes are those of figure 14a.",
+    "14b": "The causes are those of figure 14a. 4,096 tokens have room for one call with a chunk of "
+    "2,048, and for its answer.",
     "15": "The simulated device has no L2 cache, and its kernels no other cost than the memory's. "
     "Figure 16a of the paper gives about a quarter of that cost for reading a prefix again, and "
     "40 ms per token where 28 ms are simulated (32 rows). With both numbers, the factors of figure "
@@ -277,9 +278,10 @@ NOTES = {
     "16b": "The causes are those of figure 15, and its numbers come within 17 % of the paper's.",
     "18": "Rows that read again: the cost, as in figure 15, and from 16 files on the objective of "
     "40 ms, which bounds how many of them fit into a step. No sharing: the KV memory, too small "
-    "for 16 files, is a part of it. The paper's factor is reached if computing prompts also takes "
-    "half as long, and steps 12 ms longer; the paper does not state these times. By calls, "
-    "latency: the paper's factors are between those of two requests at a time, as above, and one.",
+    "for 16 files, and the policy are a part of it. The paper's factor for 16 files is reached if "
+    "computing prompts also takes half as long, and steps 12 ms longer; the paper does not state "
+    "these times. By calls, latency: the paper's factors are between those of two requests at a "
+    "time, as above, and one.",
 }
 """Why factors differ from the paper's: figure -> what the variations show."""
 
