@@ -268,8 +268,8 @@ NOTES = {
     "14a": "The maps are real-time requests as any others, with 40 ms between tokens: most prompts "
     "are computed in pieces of about 200 tokens beside rows that decode. The paper's group is one "
     "batch without such an objective. Without it the factors are within 7 % of the paper's.",
-    "14b": "The causes are those of figure 14a. 4,096 tokens have room for one call with a chunk of "
-    "2,048, and for its answer.",
+    "14b": "The causes are those of figure 14a. 4,096 tokens have room for only one call with a "
+    "chunk of 2,048.",
     "15": "The simulated device has no L2 cache, and its kernels no other cost than the memory's. "
     "Figure 16a of the paper gives about a quarter of that cost for reading a prefix again, and "
     "40 ms per token where 28 ms are simulated (32 rows). With both numbers, the factors of figure "
