@@ -1,7 +1,7 @@
 """What large or slow inputs of one client do to the others: the longest wait for an answer of
 /health and the memory of the server, meanwhile.
 
-    python benchmarks/input_stalls.py [--only NAME,...] [-- OPTIONS OF bros serve]
+    python benchmarks/input_stalls.py [--only NAME,...] [--quick] [-- OPTIONS OF bros serve]
 
 A server process is started; this process sends the attack and asks for /health every 5 ms. Wall
 times: run it on an idle machine. `idle` shows what the machine does by itself.
@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import httpx
+from quick import add_quick
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -143,6 +144,7 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="names of attacks, with commas")
     parser.add_argument("options", nargs="*", help="options of bros serve")
+    add_quick(parser, only="idle")
     given = parser.parse_args()
     names = given.only.split(",") if given.only else list(ATTACKS)
     with running_server(*given.options) as server:
