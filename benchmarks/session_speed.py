@@ -41,8 +41,8 @@ import json
 import random
 import re
 import statistics
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -316,15 +316,19 @@ BESIDE: Mapping[str, Ask] = {
 }
 
 
+@asynccontextmanager
+async def served_end(*flags: str) -> AsyncIterator[HttpEnd]:
+    """A new server with these flags beside SERVER."""
+    async with client() as http, local_server((*SERVER, *flags)) as url:
+        yield HttpEnd(http, url, CLOCK)
+
+
 async def beside(
     rounds: int, texts_of: Callable[[int], Texts], report: Callable[[str], None]
 ) -> Row:
     """Load of others -> seconds of the program by way, and how many chats met their objectives."""
     found: Row = {}
-    async with AsyncExitStack() as stack:
-        http = await stack.enter_async_context(client())
-        url = await stack.enter_async_context(local_server(SERVER))
-        end = HttpEnd(http, url, CLOCK)
+    async with served_end() as end:
         await by_nearby_session(end, small_chain(texts_of(-1)))
         for load in LOADS:
             chats: dict[str, list[ChatRecord]] = {name: [] for name in BESIDE}
@@ -412,10 +416,7 @@ async def calibration(
 ) -> Row:
     """Load of others -> kind of program -> [predicted, actual] seconds of each program."""
     found: Row = {}
-    async with AsyncExitStack() as stack:
-        http = await stack.enter_async_context(client())
-        url = await stack.enter_async_context(local_server(SERVER))
-        end = HttpEnd(http, url, CLOCK)
+    async with served_end() as end:
         rng, seed = random.Random(4), 0
         for load in (nothing, *LOADS):
             times: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
@@ -491,10 +492,7 @@ async def replicas(
     found: Row = {}
     for name, router in ROUTERS.items():
         flags = ("--replicas", str(REPLICAS), "--router", router, "--threads", "1")
-        async with AsyncExitStack() as stack:
-            http = await stack.enter_async_context(client())
-            url = await stack.enter_async_context(local_server((*SERVER, *flags)))
-            end = HttpEnd(http, url, CLOCK)
+        async with served_end(*flags) as end:
             found[name] = {"seconds": [], "cached_tokens": [], "placements": []}
             for turn in range(rounds):
                 texts = texts_of(turn)

@@ -58,7 +58,7 @@ class FairQueue(Generic[T]):
         known.waiting.append(job)
 
     def remove(self, tenant: str, job: T) -> None:
-        """A waiting job is given up. Jobs that have been started are ignored."""
+        """Remove a waiting job. A job that has started stays."""
         known = self._tenants.get(tenant)
         if known is not None and job in known.waiting:
             known.waiting.remove(job)

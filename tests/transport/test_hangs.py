@@ -23,7 +23,6 @@ from bros.executor.model_store import ModelFiles
 from bros.transport.process_client import ProcessEngineClient
 from support.hanging_engine import HANG, HANG_WITH_GIL, SLOW, STOP_PYTHON, HangingEngineClient
 from support.process_engine import TINY_ENGINE, ask, tokens_of
-from support.tiny_models import save_tiny_llama
 
 SOON = dataclasses.replace(TINY_ENGINE, hang_timeout=2.0, prefix_cache="off")
 LONG_S = 60.0
@@ -31,13 +30,6 @@ LONG_S = 60.0
 
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_llama(folder)
-    return ModelFiles(folder=folder, name="tiny")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -21,16 +21,8 @@ from bros.core.request import EngineRequest, FinishReason, SamplingParams, Servi
 from bros.executor.model_store import ModelFiles
 from bros.transport.process_client import ProcessEngineClient
 from support.process_engine import TINY_ENGINE, ask, tokens_of
-from support.tiny_models import save_tiny_llama
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_llama(folder)
-    return ModelFiles(folder=folder, name="tiny")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

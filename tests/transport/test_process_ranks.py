@@ -29,20 +29,12 @@ from support.processes import (
     ranks_below,
     wait_until_gone,
 )
-from support.tiny_models import save_tiny_llama
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 RANKS = dataclasses.replace(TINY_ENGINE, tp=2, tp_timeout=4.0)
 GONE_S = 20.0
 """Within which everything has ended. It takes less, but the machine may be busy."""
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_llama(folder)
-    return ModelFiles(folder=folder, name="tiny")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
