@@ -17,6 +17,7 @@ import sqlalchemy as sa
 from bros.batch.database import BATCHES, FILES, Database
 from bros.batch.objects import OPEN_STATUSES, StoredFile, StoreFullError, is_storable
 from bros.core.errors import NotFoundError
+from bros.core.tenants import NO_LIMITS, Resource, TenantLimits, check_limit
 
 # ---- File bodies on disk: `<folder>/<first two digits>/<SHA-256>`, written once, never modified.
 #
@@ -162,9 +163,13 @@ class FileStore:
         self._database = database
         self.bodies = bodies
 
-    def add(self, writer: BodyWriter, file: StoredFile) -> StoredFile:
-        """Store a finished body and its record, or neither."""
+    def add(
+        self, writer: BodyWriter, file: StoredFile, limits: TenantLimits = NO_LIMITS
+    ) -> StoredFile:
+        """Store a finished body and its record, or neither. Raises TenantLimitError or
+        InvalidRequestError if the tenant may not have so much more."""
         with self._database.write(exclusive=True) as connection:
+            self._check_room(connection, file.tenant, file.num_bytes, file.created_at, limits)
             self.insert(connection, writer, file)
         return file
 
@@ -172,6 +177,27 @@ class FileStore:
         """The same within the caller's exclusive transaction."""
         self.bodies.place(writer)
         connection.execute(sa.insert(FILES).values(asdict(file)))
+
+    def check_room(self, tenant: str, now: float, limits: TenantLimits) -> None:
+        """Raises TenantLimitError if the tenant may not have another file of one byte."""
+        with self._database.read() as connection:
+            self._check_room(connection, tenant, 1, now, limits)
+
+    def _check_room(
+        self,
+        connection: sa.Connection,
+        tenant: str,
+        num_bytes: int,
+        now: float,
+        limits: TenantLimits,
+    ) -> None:
+        if limits.files is None and limits.file_bytes is None:
+            return
+        size = sa.func.coalesce(sa.func.sum(FILES.c.num_bytes), 0)
+        query = sa.select(sa.func.count(), size).where(*_visible(tenant, now))
+        files, used_bytes = connection.execute(query).one()
+        check_limit(limits, Resource.FILES, files)
+        check_limit(limits, Resource.FILE_BYTES, int(used_bytes), num_bytes)
 
     def get(self, tenant: str, file_id: str, now: float) -> StoredFile:
         with self._database.read() as connection:

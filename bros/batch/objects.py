@@ -205,10 +205,6 @@ class StoreUnavailableError(StoreError):
     """The store cannot be reached or is busy; a retry may succeed."""
 
 
-class QuotaError(BrosError):
-    """A tenant has the most unfinished batches that it may have (HTTP 429)."""
-
-
 class LeaseLostError(BrosError):
     """Another process holds the lease of this batch; nothing was written."""
 

@@ -56,6 +56,7 @@ from bros.core.clock import Clock
 from bros.core.errors import EngineDeadError
 from bros.core.interfaces import EngineStats
 from bros.core.request import IdGenerator, ServiceClass
+from bros.core.tenants import NO_LIMITS, TenantLimits
 
 # ---- How many rows the engine has at a time, and which row is next.
 
@@ -209,7 +210,6 @@ class RunnerSettings:
     """Settings of a BatchRunner.
 
     model: the served model.
-    max_queued_tokens: most prompt tokens in a tenant's unfinished batches.
     group_prefixes: run rows with a common prefix next to each other.
     max_rows: most rows that the engine has at a time.
     lease_s: how long a lease lasts without a renewal.
@@ -217,7 +217,6 @@ class RunnerSettings:
     """
 
     model: str
-    max_queued_tokens: int
     lease_s: float
     group_prefixes: bool = True
     max_rows: int = 256
@@ -230,6 +229,7 @@ class RunnerContext:
 
     threads: for blocking work on the disk and the database.
     validating: held while an input file is validated, so one at a time.
+    limits: of a tenant.
     expected_at: when a job is expected to end (Unix seconds), None if unknown.
     """
 
@@ -245,6 +245,7 @@ class RunnerContext:
     counts: RowCounts
     isolation: SuspectIsolation
     validating: asyncio.Lock
+    limits: Callable[[str], TenantLimits]
     expected_at: Callable[[Job], int | None]
 
     async def io(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -345,7 +346,7 @@ class Job:
                 checked.rows,
                 model=checked.model,
                 tokens=checked.tokens,
-                max_tokens=context.settings.max_queued_tokens,
+                max_tokens=context.limits(batch.tenant).batch_tokens,
                 now=self._now(),
             )
             self.pace.remaining = self.batch.total
@@ -615,8 +616,9 @@ class BatchRunner:
         clock: Clock,
         ids: IdGenerator,
         settings: RunnerSettings,
+        limits: Callable[[str], TenantLimits] = lambda tenant: NO_LIMITS,
     ) -> None:
-        """load: the engine's statistics; may raise EngineDeadError."""
+        """load: the engine's statistics; may raise EngineDeadError. limits: of a tenant."""
         self._load = load
         self._settings = settings
         self._poll_s = min(settings.poll_s, settings.lease_s / _RENEWALS)
@@ -636,6 +638,7 @@ class BatchRunner:
             counts=RowCounts(),
             isolation=SuspectIsolation(),
             validating=asyncio.Lock(),
+            limits=limits,
             expected_at=self._expected_at,
         )
 

@@ -19,13 +19,13 @@ from bros.batch.objects import (
     Lease,
     LeaseLostError,
     LineError,
-    QuotaError,
     RowOutcome,
     RowRef,
     StoredFile,
     TokenUsage,
 )
 from bros.core.errors import ConfigError, InvalidRequestError, NotFoundError
+from bros.core.tenants import NO_LIMITS, Resource, TenantLimits, check_limit
 
 # ---- Conversion between table rows and records.
 
@@ -111,13 +111,12 @@ class BatchStore:
 
     # Requests of clients
 
-    def create(self, batch: Batch, max_open: int) -> Batch:
-        """Raises QuotaError if the tenant already has `max_open` unfinished batches."""
+    def create(self, batch: Batch, limits: TenantLimits = NO_LIMITS) -> Batch:
+        """Raises TenantLimitError if the tenant has too many unfinished batches."""
         with self._database.write(exclusive=True) as connection:
             is_open = BATCHES.c.tenant == batch.tenant, BATCHES.c.status.in_(OPEN_STATUSES)
             count = connection.execute(sa.select(sa.func.count()).where(*is_open)).scalar_one()
-            if count >= max_open:
-                raise QuotaError(f"You have {count} unfinished batches, which is the most allowed.")
+            check_limit(limits, Resource.BATCHES, count)
             metadata = None if batch.metadata is None else json.dumps(dict(batch.metadata))
             connection.execute(
                 sa.insert(BATCHES).values(
@@ -170,6 +169,22 @@ class BatchStore:
                 code="invalid_batch_status",
             )
         return batch
+
+    def usage(self) -> Mapping[tuple[str, Resource], int]:
+        """What the store holds for each tenant: (tenant, resource) -> amount."""
+        found: dict[tuple[str, Resource], int] = {}
+        files = sa.select(FILES.c.tenant, sa.func.count(), sa.func.sum(FILES.c.num_bytes))
+        tokens = sa.func.sum(sa.func.coalesce(BATCHES.c.enqueued_tokens, 0))
+        batches = sa.select(BATCHES.c.tenant, sa.func.count(), tokens)
+        batches = batches.where(BATCHES.c.status.in_(OPEN_STATUSES))
+        with self._database.read() as connection:
+            for tenant, count, size in connection.execute(files.group_by(FILES.c.tenant)):
+                found[tenant, Resource.FILES] = count
+                found[tenant, Resource.FILE_BYTES] = int(size)
+            for tenant, count, size in connection.execute(batches.group_by(BATCHES.c.tenant)):
+                found[tenant, Resource.BATCHES] = count
+                found[tenant, Resource.BATCH_TOKENS] = int(size)
+        return found
 
     def count_by_status(self) -> Mapping[str, int]:
         query = sa.select(BATCHES.c.status, sa.func.count()).group_by(BATCHES.c.status)
@@ -264,14 +279,14 @@ class BatchStore:
         *,
         model: str | None,
         tokens: int,
-        max_tokens: int,
+        max_tokens: int | None,
         now: float,
     ) -> Batch:
         """Store the rows of a valid input and set the status in_progress, unless the batch has
         been cancelled. Returns the batch.
 
         tokens: estimated prompt tokens. If they and those of the tenant's unfinished batches are
-            more than `max_tokens`, the batch fails.
+            more than `max_tokens`, the batch fails. None: no limit.
         """
         with self._database.write(exclusive=True) as connection:
             batch = self._locked_batch(connection, lease)
@@ -282,7 +297,7 @@ class BatchStore:
                     BATCHES.c.tenant == batch.tenant, BATCHES.c.status.in_(OPEN_STATUSES)
                 )
             ).scalar_one()
-            if queued + tokens > max_tokens:
+            if max_tokens is not None and queued + tokens > max_tokens:
                 message = (
                     f"The batch has about {tokens} prompt tokens; with the {queued} of your "
                     f"unfinished batches that exceeds the limit of {max_tokens}."

@@ -33,6 +33,7 @@ from bros.cli.flags import RunBatchFlags, read_own
 from bros.core.clock import Clock
 from bros.core.config import Config
 from bros.core.errors import ConfigError, EngineDeadError
+from bros.core.tenants import TenantLimits
 from bros.server.batches.schema import BatchObject
 from bros.server.build import local_jobs, served_name
 from bros.server.state import ServerState
@@ -159,7 +160,7 @@ def begin(store: Store, wanted: RequestedRun, clock: Clock) -> Batch:
         created_at=int(now),
         expires_at=int(now) + MAX_WINDOW_S,
     )
-    return store.batches.create(batch, max_open=1)
+    return store.batches.create(batch, TenantLimits(batches=1))
 
 
 async def _run(config: Config, store: Store, batch: Batch, clock: Clock, console: Console) -> None:

@@ -234,7 +234,9 @@ class EngineConfig(_Checked):
         "chunked", "packing of --policy bros; paper: the published algorithm", choices=PACKING
     )
     batch_growth: str = option("tcp", "growth of the adaptive batch size", choices=GROWTH)
-    max_queue: int = option(512, "maximum waiting requests per class; more get HTTP 429", low=1)
+    max_queue: int = option(
+        512, "maximum waiting requests per class, which tenants share; more get HTTP 429", low=1
+    )
     seed: int = option(0, "seed for requests that name none", low=0)
     threads: int | None = option(
         None,
@@ -280,7 +282,31 @@ class ServerConfig(_Checked):
         "folder for batch jobs and converted models; default: ~/.local/share/bros, ~/.cache/bros",
     )
     api_keys: str | None = option(
-        None, "file of NAME KEY lines; each NAME is a tenant with its own files, batches and cache"
+        None,
+        "file of NAME KEY [LIMIT=N ...] lines; each NAME is a tenant with its own data and limits",
+    )
+    tenant_max_requests: int | None = option(
+        None,
+        "maximum open requests of a tenant by class; default: half of --max-queue if several exist",
+        low=1,
+    )
+    tenant_max_sessions: int | None = option(
+        None,
+        "maximum open sessions per tenant; default: half of --max-sessions if there are several",
+        low=1,
+    )
+    tenant_max_session_chars: int | None = option(
+        None,
+        "maximum characters in the sessions of a tenant; default: 100 million if there are several",
+        low=1,
+    )
+    tenant_max_files: int | None = option(
+        None, "maximum files per tenant; default: 10000 if there are several", low=1
+    )
+    tenant_max_file_bytes: str | None = option(
+        None,
+        "maximum bytes of files per tenant; default: 16GiB if there are several",
+        size=True,
     )
     store: str | None = option(
         None, "store of files and batches: a folder or postgresql://...; default: --data-dir"

@@ -7,6 +7,7 @@ BrosError
 ├── NotFoundError            no such model, request or object               (HTTP 404)
 ├── QueueFullError           too many requests are waiting, try later       (HTTP 429)
 ├── OverloadedError          objectives cannot be met now, try later        (HTTP 429)
+├── TenantLimitError         the API key holds as much as it may            (HTTP 429)
 ├── EngineDeadError          the engine stopped; open requests are lost     (HTTP 503)
 ├── RanksLostError           another rank of the model ended or hangs       (ends the engine)
 ├── ConfigError              a flag, variable or file entry is wrong        (start-up)
@@ -81,6 +82,23 @@ class OverloadedError(BrosError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class TenantLimitError(BrosError):
+    """The tenant holds as much as its limit allows; the message names it.
+
+    resource: of what, a value of tenants.Resource.
+    retry_after_s: seconds until a retry.
+    ends_soon: whether what it holds ends by itself within seconds, so that clients should retry.
+    """
+
+    def __init__(
+        self, message: str, resource: str, retry_after_s: float, *, ends_soon: bool
+    ) -> None:
+        super().__init__(message)
+        self.resource = resource
+        self.retry_after_s = retry_after_s
+        self.ends_soon = ends_soon
 
 
 class EngineDeadError(BrosError):

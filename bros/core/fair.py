@@ -1,4 +1,4 @@
-"""Blocking work of several tenants, off the event loop and in a fair order.
+"""What several tenants share fairly: blocking work off the event loop, and what is remembered.
 
 jobs of tenant A ─┐                 ┌─▶ slot (a thread)
 jobs of tenant B ─┼─▶ FairQueue ────┤
@@ -9,12 +9,13 @@ jobs of tenant C ─┘   least used    └─▶ slot (a thread)
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
@@ -174,3 +175,54 @@ class FairThreads:
     async def run(self, tenant: str, work: Callable[[], T], size: int) -> T:
         """Do blocking work of a tenant. size: characters or tokens that it processes."""
         return await (self._short if size <= LONG_SIZE else self._long).run(tenant, work)
+
+
+class FairMemory(Generic[K, T]):
+    """Remembers the latest values of all tenants by key; the oldest ones are forgotten.
+
+    When it is full, the tenant that has the most values loses its oldest one, so that a tenant with
+    many does not make others forget theirs.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """capacity: most values of all tenants together."""
+        self._capacity = capacity
+        self._values: dict[K, tuple[str, T]] = {}
+        self._keys: dict[str, OrderedDict[K, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: K) -> T | None:
+        found = self._values.get(key)
+        return None if found is None else found[1]
+
+    def count(self, tenant: str) -> int:
+        """Number of values of a tenant."""
+        return len(self._keys.get(tenant, ()))
+
+    def put(self, tenant: str, key: K, value: T) -> None:
+        """Remember a value, which is the tenant's latest one now."""
+        self.forget(key)
+        self._keys.setdefault(tenant, OrderedDict())[key] = None
+        self._values[key] = tenant, value
+        if len(self._values) > self._capacity:
+            most = max(self._keys.values(), key=len)
+            self.forget(next(iter(most)))
+
+    def forget(self, key: K) -> None:
+        """Forget a value; an unknown one is ignored."""
+        found = self._values.pop(key, None)
+        if found is not None:
+            keys = self._keys[found[0]]
+            del keys[key]
+            if not keys:
+                del self._keys[found[0]]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the order of a tenant and the values differ."""
+        assert len(self._values) <= self._capacity
+        assert all(self._keys.values())
+        listed = {key: tenant for tenant, keys in self._keys.items() for key in keys}
+        assert listed == {key: tenant for key, (tenant, _) in self._values.items()}
+        assert sum(map(len, self._keys.values())) == len(self._values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -59,7 +60,7 @@ class Limits:
     max_model_len: most tokens of prompt and output together; never more than KV memory holds.
     vocab_size: token ids are in [0, vocab_size).
     max_num_seqs: most requests that hold KV memory.
-    max_queue: most waiting requests per class.
+    max_queue: most waiting requests per class, see `Admission.check_queue`.
     eos_token_ids: end-of-sequence tokens of the model.
     """
 
@@ -120,7 +121,7 @@ def _check_resumed(request: EngineRequest) -> None:
 
 
 class Admission:
-    """max_queue: most waiting requests of a class. default_slo: see `objectives`."""
+    """max_queue: see `check_queue`. default_slo: see `objectives`."""
 
     def __init__(
         self,
@@ -136,11 +137,24 @@ class Admission:
         self._max_queue = max_queue
         self._default_slo = default_slo
 
-    def check_queue(self, service_class: ServiceClass, now: float) -> None:
-        """Raise QueueFullError if the queue of a class is full."""
-        waiting = len(self._queues.waiting[service_class])
-        if waiting >= self._max_queue:
-            raise QueueFullError(waiting, self._counters[service_class].retry_after_s(now))
+    def check_queue(self, service_class: ServiceClass, tenant: str, now: float) -> None:
+        """Raise QueueFullError if the queue of a class is full for a tenant.
+
+        When max_queue requests wait, a tenant may still queue requests up to its equal share, so
+        that others who fill the queue do not lock it out:
+
+            tenants with waiting requests    1      2       3
+            share of each                    512    256     170       max_queue = 512
+
+        Then at most max_queue * (1 + 1/2 + 1/3 + ...) requests wait.
+        """
+        queue = self._queues.waiting[service_class]
+        if len(queue) < self._max_queue:
+            return
+        waiting = Counter(state.request.tenant for state in queue)
+        num_tenants = len(waiting.keys() | {tenant})
+        if waiting[tenant] >= max(1, self._max_queue // num_tenants):
+            raise QueueFullError(len(queue), self._counters[service_class].retry_after_s(now))
 
     def classify(self, state: RequestState, begins_s: float, now: float) -> None:
         """Serve a new request as the class that the policy chooses under the present load.
@@ -155,7 +169,7 @@ class Admission:
             raise
         if used is not asked:
             try:
-                self.check_queue(used, now)
+                self.check_queue(used, state.request.tenant, now)
             except QueueFullError:
                 self._counters[asked].rejected += 1
                 raise

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from bros.core.errors import InvalidRequestError
+from bros.core.fair import FairMemory
 from bros.core.interfaces import EngineReport, EngineStats, Grouping, RequestTrace
 from bros.core.plan import PENDING, Chunk, SharedPrefix, StepPlan, StepResult
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
@@ -187,7 +187,7 @@ class Scheduler:
         self._shared_by: list[tuple[RequestState, int]] = []
         self._shared_as_of = 0
         self._ended: dict[str, RequestOutput] = {}  # ended without a step, not yet taken
-        self._traces: OrderedDict[str, RequestTrace] = OrderedDict()
+        self._traces: FairMemory[str, RequestTrace] = FairMemory(_MAX_TRACES)
 
     @property
     def has_work(self) -> bool:
@@ -202,7 +202,7 @@ class Scheduler:
         if request.request_id in self._states or request.request_id in self._ended:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use.", "request_id")
         asked = request.service_class
-        self._admission.check_queue(asked, now)
+        self._admission.check_queue(asked, request.tenant, now)
         if request.prefill_only:
             request = self._prefixes.whole_blocks_of(request)
         seed = request.sampling.seed
@@ -576,9 +576,8 @@ class Scheduler:
         state.record.left = True
         state.record.event(now, f"ended: {reason.value}")
         self._counters[state.service_class].note_departure(now)
-        self._traces[state.request_id] = state.trace(None, reason)
-        if len(self._traces) > _MAX_TRACES:
-            self._traces.popitem(last=False)
+        tenant = state.request.tenant
+        self._traces.put(tenant, state.request_id, state.trace(None, reason))
 
 
 def _error_output(

@@ -72,7 +72,14 @@ class UpstreamError(BrosError):
 
 
 class SessionLimitError(BrosError):
-    """A limit of the session or the server is reached; the message names it."""
+    """A limit of the session or the server is reached; the message names it.
+
+    retry_after_s: seconds until a retry, None if waiting alone does not help.
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class GetTimeoutError(BrosError):

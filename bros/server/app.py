@@ -21,7 +21,8 @@ from bros.server.openai import routes as openai
 from bros.server.openai.stream import DIRECT_SEND
 from bros.server.operations import routes as operations
 from bros.server.sessions import routes as sessions
-from bros.server.state import TENANT, ServerState, Tenants
+from bros.server.state import ServerState
+from bros.server.tenants import TENANT, Tenants
 
 # ---- Pure ASGI middleware, which passes streams and disconnects through unchanged.
 

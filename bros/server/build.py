@@ -23,6 +23,7 @@ from bros.core.config import Config, EngineConfig, ServerConfig
 from bros.core.errors import ConfigError
 from bros.core.interfaces import EngineClient
 from bros.core.request import CHAT_SAMPLING, IdGenerator
+from bros.core.tenants import TenantAccounts
 from bros.executor.model_store import ModelFiles, cache_dir_of, resolve_model
 from bros.router.client import RouterClient
 from bros.router.elastic import ElasticReplicas
@@ -44,7 +45,8 @@ from bros.server.replicas import (
     replica_bounds,
 )
 from bros.server.serve import HttpServer, bind, run
-from bros.server.state import Jobs, ServerState, Tenants, load_tenants
+from bros.server.state import Jobs, ServerState
+from bros.server.tenants import Tenants, load_tenants
 from bros.text.generation import TextGenerator
 from bros.text.tokenizer import Tokenizer
 from bros.transport.process_client import ProcessEngineClient
@@ -103,8 +105,9 @@ async def _serve(
             engine.start(), asyncio.to_thread(Tokenizer.load, files.folder)
         )
         ids = IdGenerator(random.SystemRandom())
-        generator = TextGenerator(engine, tokenizer, SystemClock(), ids)
-        state = _state(config.server, files, engine, tokenizer, generator, ids, store)
+        accounts = tenants.accounts(config.server, max_queue=engine.info.max_queue)
+        generator = TextGenerator(engine, tokenizer, SystemClock(), ids, accounts)
+        state = _state(config.server, files, engine, tokenizer, generator, ids, store, accounts)
         server = HttpServer(
             create_app(state, tenants),
             bound,
@@ -162,6 +165,7 @@ def _state(
     generator: TextGenerator,
     ids: IdGenerator,
     store: Store,
+    accounts: TenantAccounts,
 ) -> ServerState:
     clock = SystemClock()
     state = ServerState(
@@ -175,6 +179,7 @@ def _state(
         ids=ids,
         metrics=ServerMetrics(clock),
         replicas=engine if isinstance(engine, RouterClient) else None,
+        accounts=accounts,
     )
     return with_sessions(with_jobs(state, store))
 
@@ -196,6 +201,7 @@ def with_sessions(state: ServerState) -> ServerState:
         placements=None if state.replicas is None else state.replicas.placement,
         threads=state.threads,
         transforms=TransformProcesses() if os.name == "posix" else None,
+        accounts=state.accounts,
     )
     return dataclasses.replace(state, sessions=service)
 
@@ -211,11 +217,11 @@ def with_jobs(state: ServerState, store: Store) -> ServerState:
         state.ids,
         RunnerSettings(
             model=state.model_name,
-            max_queued_tokens=state.config.batch_max_tokens,
             group_prefixes=state.config.batch_order == "prefix",
             max_rows=max(1, state.engine.info.max_queue // 2),
             lease_s=state.config.batch_lease,
         ),
+        state.accounts.limits,
     )
     if isinstance(state.engine, ElasticReplicas):
         state.engine.set_backlog(runner.backlog)
@@ -223,7 +229,6 @@ def with_jobs(state: ServerState, store: Store) -> ServerState:
         files=store.files,
         batches=store.batches,
         runner=runner,
-        max_open=state.config.batch_max_open,
     )
     return dataclasses.replace(state, jobs=jobs)
 
@@ -320,6 +325,7 @@ async def local_jobs(config: Config, store: Store) -> AsyncIterator[ServerState]
             local.generator,
             local.ids,
             store,
+            Tenants({}).accounts(config.server, max_queue=local.client.info.max_queue),
         )
         async with _running(state):
             yield state

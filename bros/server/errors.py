@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from bros.batch.objects import QuotaError, StoreError, StoreFullError
+from bros.batch.objects import StoreError, StoreFullError
 from bros.core.errors import (
     AuthenticationError,
     BrosError,
@@ -22,7 +22,9 @@ from bros.core.errors import (
     NotFoundError,
     OverloadedError,
     QueueFullError,
+    TenantLimitError,
 )
+from bros.core.tenants import Resource
 from bros.semantic.errors import (
     ConflictError,
     GetTimeoutError,
@@ -128,10 +130,8 @@ def describe(error: Exception) -> ApiError:
             return _describe_busy(error, "rate_limit_exceeded")
         case OverloadedError():
             return _describe_busy(error, "overloaded")
-        case QuotaError():
-            # No retry: batches take longer than clients keep retrying.
-            headers = {"x-should-retry": "false"}
-            return _describe_refused(error, "batch_quota_exceeded", headers)
+        case TenantLimitError():
+            return _describe_busy(error, "tenant_limit_exceeded", retry=error.ends_soon)
         case ConflictError() | SessionGoneError() | SessionLimitError() | UpstreamError():
             return _describe_session(error)
         case HTTPException():
@@ -139,16 +139,18 @@ def describe(error: Exception) -> ApiError:
     return _describe_server_error(error)
 
 
-def _describe_busy(error: QueueFullError | OverloadedError, code: str) -> ApiError:
-    wait_s = min(max(error.retry_after_s, 1.0), MAX_RETRY_AFTER_S)
-    headers = {
-        "retry-after": str(math.ceil(wait_s)),
-        "retry-after-ms": str(math.ceil(wait_s * 1000)),
-    }
-    return _describe_refused(error, code, headers)
-
-
-def _describe_refused(error: BrosError, code: str, headers: Mapping[str, str]) -> ApiError:
+def _describe_busy(
+    error: QueueFullError | OverloadedError | TenantLimitError | SessionLimitError,
+    code: str,
+    *,
+    retry: bool = True,
+) -> ApiError:
+    """retry: False if OpenAI's clients should not retry by themselves, because it takes longer."""
+    headers = {} if retry else {"x-should-retry": "false"}
+    if error.retry_after_s is not None:
+        wait_s = min(max(error.retry_after_s, 1.0), MAX_RETRY_AFTER_S)
+        headers["retry-after"] = str(math.ceil(wait_s))
+        headers["retry-after-ms"] = str(math.ceil(wait_s * 1000))
     return ApiError(status=429, message=str(error), type=RATE_LIMIT, code=code, headers=headers)
 
 
@@ -169,7 +171,7 @@ def _describe_session(
     if isinstance(error, SessionGoneError):
         return ApiError(status=410, message=str(error), type=INVALID_REQUEST, code="session_gone")
     if isinstance(error, SessionLimitError):
-        return _describe_refused(error, "session_limit_exceeded", {"x-should-retry": "false"})
+        return _describe_busy(error, "session_limit_exceeded", retry=False)
     cause = error.cause
     return ApiError(
         status=424,
@@ -231,6 +233,9 @@ def _describe_server_error(error: Exception) -> ApiError:
 
 async def handle_expected(request: Request, error: Exception) -> Response:
     """Exception handler for BrosError."""
+    if isinstance(error, TenantLimitError):
+        state = request.app.state.server
+        state.accounts.note_refusal(state.tenant(request), Resource(error.resource))
     return describe(error).to_response()
 
 

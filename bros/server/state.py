@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import re
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
@@ -20,13 +16,15 @@ from bros.batch.runner import BatchRunner
 from bros.batch.store import BatchStore
 from bros.core.clock import Clock
 from bros.core.config import ServerConfig
-from bros.core.errors import ConfigError, NotFoundError
-from bros.core.fair import FairThreads
+from bros.core.errors import NotFoundError
+from bros.core.fair import FairMemory, FairThreads
 from bros.core.interfaces import EngineClient
 from bros.core.request import IdGenerator
+from bros.core.tenants import TenantAccounts
 from bros.router.client import RouterClient
 from bros.semantic.service.service import SessionService
 from bros.server.operations.metrics import ServerMetrics
+from bros.server.tenants import TENANT
 from bros.text.generation import TextGenerator, choice_ids
 from bros.text.tokenizer import Tokenizer
 
@@ -41,18 +39,15 @@ class RecentRequests:
     """Numbers of prompts and choices of the latest requests; the oldest are dropped."""
 
     def __init__(self, capacity: int = _CAPACITY) -> None:
-        self._capacity = capacity
-        self._shapes: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._shapes: FairMemory[str, tuple[int, int]] = FairMemory(capacity)
 
-    def note(self, request_id: str, *, prompts: int, n: int) -> None:
+    def note(self, tenant: str, request_id: str, *, prompts: int, n: int) -> None:
         """The engine has accepted a request with this many prompts and n choices each."""
-        self._shapes[request_id] = (prompts, n)
-        if len(self._shapes) > self._capacity:
-            self._shapes.popitem(last=False)
+        self._shapes.put(tenant, request_id, (prompts, n))
 
     def parts(self, request_id: str) -> tuple[str, ...]:
         """The engine's ids of its choices, by index; the id itself if the request is unknown."""
-        return choice_ids(request_id, *self._shapes.get(request_id, (1, 1)))
+        return choice_ids(request_id, *(self._shapes.get(request_id) or (1, 1)))
 
 
 # ---- Files and batches.
@@ -79,14 +74,12 @@ class BatchCounts:
 class Jobs:
     """Files and batches of a server.
 
-    max_open: most unfinished batches of a tenant.
     threads: limits the threads of `io`.
     """
 
     files: FileStore
     batches: BatchStore
     runner: BatchRunner
-    max_open: int
     counts: BatchCounts = field(default_factory=BatchCounts)
     threads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))
 
@@ -100,57 +93,6 @@ class Jobs:
     async def io(self, work: Callable[..., T], *args: Any) -> T:
         """Do blocking work on a thread."""
         return await anyio.to_thread.run_sync(work, *args, limiter=self.threads)
-
-
-# ---- API keys: one for all, or one for each tenant.
-
-
-TENANT = "bros.tenant"
-"""Key in the ASGI scope of the tenant's name, which is empty if there is only one tenant."""
-
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-
-
-@dataclass(frozen=True, slots=True)
-class Tenants:
-    """The tenants and their API keys.
-
-    keys: name -> key. If it is empty, requests need no key.
-    """
-
-    keys: Mapping[str, str]
-
-    def find(self, key: bytes) -> str | None:
-        """Name of the tenant with a key, None if no tenant has it. The comparison takes constant
-        time, so that timing does not reveal a key."""
-        found = None
-        for name, expected in self.keys.items():
-            if hmac.compare_digest(key, expected.encode()):
-                found = name
-        return found
-
-
-def load_tenants(config: ServerConfig) -> Tenants:
-    """The tenants of --api-keys, and that of --api-key, whose name is empty. Raises ConfigError."""
-    keys = {"": config.api_key} if config.api_key else {}
-    if config.api_keys is None:
-        return Tenants(keys)
-    try:
-        lines = Path(config.api_keys).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-keys: cannot read {config.api_keys}: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
-            continue
-        if len(words) != 2 or not _NAME.fullmatch(words[0]):
-            raise ConfigError(f"--api-keys: line {number} is not 'NAME KEY'")
-        if words[0] in keys or words[1] in keys.values():
-            raise ConfigError(f"--api-keys: the name or the key in line {number} is used twice")
-        keys[words[0]] = words[1]
-    if not keys:
-        raise ConfigError("--api-keys: the file has no keys; without the option none are needed")
-    return Tenants(keys)
 
 
 class StopSignal:
@@ -193,6 +135,7 @@ class ServerState:
     stopping: set by HttpServer to end open requests with an error.
     recent: for request traces.
     threads: where `offload` runs long work.
+    accounts: what is held for each tenant, and its limits.
     """
 
     engine: EngineClient
@@ -211,6 +154,7 @@ class ServerState:
     stopping: StopSignal = field(default_factory=StopSignal)
     recent: RecentRequests = field(default_factory=RecentRequests)
     threads: FairThreads = field(default_factory=FairThreads)
+    accounts: TenantAccounts = field(default_factory=TenantAccounts)
 
     @classmethod
     def of(cls, request: Request) -> ServerState:

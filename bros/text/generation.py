@@ -32,6 +32,7 @@ from bros.core.request import (
     Slo,
     TokenLogprobs,
 )
+from bros.core.tenants import REQUESTS, Holding, TenantAccounts
 from bros.text.detokenizer import IncrementalDetokenizer, StopMatcher
 from bros.text.tokenizer import Tokenizer
 
@@ -122,13 +123,24 @@ class TextGenerator:
     """Starts generations on an engine. One per server."""
 
     def __init__(
-        self, engine: EngineClient, tokenizer: Tokenizer, clock: Clock, ids: IdGenerator
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        clock: Clock,
+        ids: IdGenerator,
+        accounts: TenantAccounts | None = None,
     ) -> None:
+        """accounts: count the open requests of each tenant; None: there are no limits."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._clock = clock
         self._ids = ids
         self._turn = _Turn()
+        self._accounts = accounts or TenantAccounts()
+
+    def without_limits(self) -> TextGenerator:
+        """The same without limits of tenants, for requests whose number is limited otherwise."""
+        return TextGenerator(self._engine, self._tokenizer, self._clock, self._ids)
 
     async def start(
         self,
@@ -151,8 +163,9 @@ class TextGenerator:
         param: the request field that a PromptTooLongError names.
         arrival_s: time from which the objectives count, on this generator's clock; None: now.
 
-        With a seed, choice i of a prompt uses seed + i. Raises what EngineClient.submit raises,
-        after aborting all of the requests.
+        With a seed, choice i of a prompt uses seed + i. Raises TenantLimitError if the tenant may
+        not have so many more open requests, and what EngineClient.submit raises, after aborting all
+        of the requests.
         """
         for prompt in prompts:
             self._check(prompt, sampling, param)
@@ -175,12 +188,17 @@ class TextGenerator:
                 each, choice_ids(base_id, len(prompts), sampling.n), strict=True
             )
         ]
+        held = self._accounts.hold(tenant, REQUESTS[service_class], len(requests))
         try:
             streams = await self._submit_all(requests)
         except PromptTooLongError as error:
+            held.release()
             raise PromptTooLongError(error.prompt_tokens, error.max_model_len, param) from None
+        except BaseException:
+            held.release()
+            raise
         return Generation(
-            self._engine, base_id, requests, streams, sampling, self._tokenizer, self._turn
+            self._engine, base_id, requests, streams, sampling, self._tokenizer, self._turn, held
         )
 
     def _check(self, prompt: Sequence[int], sampling: SamplingParams, param: str) -> None:
@@ -232,8 +250,9 @@ class Generation:
         sampling: SamplingParams,
         tokenizer: Tokenizer,
         turn: _Turn,
+        held: Holding,
     ) -> None:
-        """Made by TextGenerator.start."""
+        """Made by TextGenerator.start. held: what the requests count as until all have ended."""
         self.request_id = request_id
         self._engine = engine
         self._n = sampling.n
@@ -242,6 +261,7 @@ class Generation:
         )
         self._service_classes = tuple(stream.service_class for stream in streams)
         self._unread = len(requests)
+        self._held = held
         self._filled: list[_Choice] = []
         self._failure: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -290,7 +310,7 @@ class Generation:
         for choice in filled:
             delta = choice.take()
             if delta.finish_reason is not None:
-                self._unread -= 1
+                self._note_end()
             deltas.append(delta)
         return deltas
 
@@ -338,7 +358,7 @@ class Generation:
             raise StopAsyncIteration
         delta = self._filled.pop(0).take()
         if delta.finish_reason is not None:
-            self._unread -= 1
+            self._note_end()
         return delta
 
     async def __aenter__(self) -> Self:
@@ -351,6 +371,7 @@ class Generation:
         """Abort unfinished choices and end the iteration. May be called at any time, repeatedly,
         and from a cancelled task: the clean-up then completes in the background."""
         if self._closing is None:
+            self._held.release()
             self._unread = 0
             self._filled = []
             self._wake()
@@ -378,6 +399,11 @@ class Generation:
         """A choice failed. Of several errors the first one is raised."""
         self._failure = self._failure or error
         self._wake()
+
+    def _note_end(self) -> None:
+        """The end of a choice has been read."""
+        self._unread -= 1
+        self._held.resize(self._unread)
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():

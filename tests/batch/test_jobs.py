@@ -14,12 +14,11 @@ from bros.batch.objects import (
     BatchStatus,
     Lease,
     LineError,
-    QuotaError,
     RowOutcome,
     StoreFullError,
     TokenUsage,
 )
-from bros.core.errors import InvalidRequestError, NotFoundError
+from bros.core.errors import InvalidRequestError, NotFoundError, TenantLimitError
 from support.batch_store import NOW, Store, full_disk, row_refs
 
 LEASE_S = 10.0
@@ -117,12 +116,12 @@ def test_pages_together_are_the_whole_list_newest_first(store: Store, limit: int
 def test_a_tenant_has_so_many_unfinished_batches_and_no_more(store: Store) -> None:
     for i in range(2):
         store.put_batch(f"batch_{i}", max_open=2)
-    with pytest.raises(QuotaError, match="2 unfinished"):
+    with pytest.raises(TenantLimitError, match="2 unfinished"):
         store.put_batch("batch_2", max_open=2)
     store.put_batch("batch_bob", tenant="bob", max_open=2)
     leases = {lease.batch_id: lease for lease, _ in store.batches.claim("runner", NOW, LEASE_S)}
     store.batches.cancel("ann", "batch_0", NOW)
-    with pytest.raises(QuotaError):
+    with pytest.raises(TenantLimitError):
         store.put_batch("batch_2", max_open=2)
     ended(store, BatchStatus.CANCELLED, leases["batch_0"])
     store.put_batch("batch_2", max_open=2)
@@ -133,7 +132,7 @@ def test_the_quota_holds_for_requests_at_the_same_time(store: Store) -> None:
         with store.again() as own:
             try:
                 own.put_batch(f"batch_{name}", max_open=3)
-            except QuotaError:
+            except TenantLimitError:
                 return 0
             return 1
 

@@ -32,11 +32,10 @@ from bros.batch.objects import (
     Lease,
     LeaseLostError,
     LineError,
-    QuotaError,
     RowOutcome,
     TokenUsage,
 )
-from bros.core.errors import InvalidRequestError, NotFoundError
+from bros.core.errors import InvalidRequestError, NotFoundError, TenantLimitError
 from support.batch_store import NOW, open_store, row_refs
 from support.tier import examples
 
@@ -159,7 +158,7 @@ class StoreMachine(RuleBasedStateMachine):
         name, fields = self.new_name("batch"), {"tenant": tenant, "content": content}
         num_open = sum(b.is_open for b in self.batches.values() if b.tenant == tenant)
         if num_open >= MAX_OPEN:
-            with pytest.raises(QuotaError):
+            with pytest.raises(TenantLimitError):
                 self.store.put_batch(name, max_open=MAX_OPEN, **fields)  # type: ignore[arg-type]
         else:
             self.store.put_batch(name, max_open=MAX_OPEN, **fields)  # type: ignore[arg-type]

@@ -143,16 +143,16 @@ def test_texts_begin_with_bos_if_the_model_wants_one() -> None:
 
 def test_remembered_texts_are_found_and_old_ones_make_way() -> None:
     encoder = PieceEncoder(tiny_tokenizer())
-    encoder.cache("dog", (1, 2), first=True)
-    assert encoder.cached("dog", first=True) == (1, 2)
-    assert encoder.cached("dog", first=False) is None
+    encoder.cache("ann", "dog", (1, 2), first=True)
+    assert encoder.cached("ann", "dog", first=True) == (1, 2)
+    assert encoder.cached("ann", "dog", first=False) is None
 
     for number in range(9):
-        encoder.cache(str(number) * 500_000, (number,), first=False)
-        encoder.cached("1" * 500_000, first=False)  # this one is in use
-    assert encoder.cached("dog", first=True) is None
-    assert encoder.cached("1" * 500_000, first=False) == (1,)
-    assert encoder.cached("8" * 500_000, first=False) == (8,)
+        encoder.cache("ann", str(number) * 500_000, (number,), first=False)
+        encoder.cached("ann", "1" * 500_000, first=False)  # this one is in use
+    assert encoder.cached("ann", "dog", first=True) is None
+    assert encoder.cached("ann", "1" * 500_000, first=False) == (1,)
+    assert encoder.cached("ann", "8" * 500_000, first=False) == (8,)
 
 
 @given(

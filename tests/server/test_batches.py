@@ -198,7 +198,7 @@ async def test_most_unfinished_batches(tmp_path: Path) -> None:
         first, _ = await server.submit(row(1)), await server.submit(row(2))
         with pytest.raises(openai.RateLimitError) as error:
             await server.submit(row(3))
-        assert (error.value.code, error.value.type) == ("batch_quota_exceeded", "rate_limit_error")
+        assert (error.value.code, error.value.type) == ("tenant_limit_exceeded", "rate_limit_error")
         assert error.value.response.headers["x-should-retry"] == "false"
         await server.client.batches.cancel(first.id)
         await server.wait(first)

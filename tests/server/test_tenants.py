@@ -14,7 +14,7 @@ from bros.core.config import ServerConfig
 from bros.core.errors import ConfigError
 from bros.core.interfaces import RequestTrace
 from bros.core.request import ServiceClass, Slo
-from bros.server.state import Tenants, load_tenants
+from bros.server.tenants import Tenants, load_tenants
 from support.batch_server import BatchServer, batch_server, jsonl, openai_client, row, until
 from support.scripted_server import assert_envelope
 
@@ -76,8 +76,18 @@ def test_without_keys_there_is_one_tenant() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("ann", "line 1 is not 'NAME KEY'"),
-        ("ann key more", "line 1 is not"),
+        ("ann", r"line 1 is not 'NAME KEY \[LIMIT=N ...\]'"),
+        ("ann key more", "line 1: 'more' is not LIMIT=N with a limit of max_requests, max_sess"),
+        ("# well\nann key sessions=3", "line 2: 'sessions=3' is not LIMIT=N"),
+        ("ann key max_session=3", "line 1: 'max_session=3' is not LIMIT=N"),
+        ("ann key max_files=3 max_files=4", "line 1: max_files is given twice"),
+        (
+            "ann key max_files=0",
+            "line 1: max_files must be a whole number from 1, or none; got '0'",
+        ),
+        ("ann key max_files=2GiB", "line 1: max_files must be a whole number"),
+        ("ann key max_files", "line 1: max_files must be a whole number"),
+        ("ann key max_file_bytes=2Gulps", "line 1: max_file_bytes: '2Gulps' is not a size"),
         ("# well\n\na/b key", "line 3 is not"),
         (f"{'a' * 65} key", "line 1 is not"),
         ("ann key\nann other", "line 2 is used twice"),

@@ -143,6 +143,6 @@ async def test_traces_are_not_for_everybody(locked_server: Server) -> None:
 def test_only_so_many_requests_are_remembered() -> None:
     recent = RecentRequests(capacity=2)
     for name in ("a", "b", "c"):
-        recent.note(name, prompts=2, n=2)
+        recent.note("", name, prompts=2, n=2)
     assert recent.parts("a") == ("a",)
     assert recent.parts("c") == ("c-0-0", "c-0-1", "c-1-0", "c-1-1")

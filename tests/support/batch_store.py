@@ -22,6 +22,7 @@ from bros.batch.database import Database, open_database
 from bros.batch.files import Bodies, BodyWriter, FileStore
 from bros.batch.objects import DAY_S, Batch, BatchStatus, RowRef, StoredFile
 from bros.batch.store import BatchStore
+from bros.core.tenants import TenantLimits
 
 NOW = 1_700_000_000
 """When tests begin, in Unix seconds."""
@@ -191,7 +192,7 @@ class Store:
             expires_at=expires_at,
             **fields,  # type: ignore[arg-type]
         )
-        return self.batches.create(batch, max_open)
+        return self.batches.create(batch, TenantLimits(batches=max_open))
 
 
 @contextlib.contextmanager

@@ -174,7 +174,6 @@ async def _run(store: Store, handler: ScriptedRows, began_s: float, orders: Orde
     batches = _LaterStore(database, files) if orders.skew_s is None else store.batches
     settings = RunnerSettings(
         model="",
-        max_queued_tokens=10**9,
         lease_s=orders.lease_s,
         max_rows=orders.max_rows,
         poll_s=orders.poll_s,

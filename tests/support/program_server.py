@@ -17,7 +17,7 @@ from bros.semantic.errors import ServerUnreachableError
 from bros.semantic.schema import CallSpec, SubmittedCall
 from bros.server.app import create_app
 from bros.server.serve import HttpServer, bind
-from bros.server.state import load_tenants
+from bros.server.tenants import load_tenants
 from bros.simulator.virtual_loop import LoopClock
 from bros.text.generation import TextGenerator
 from support.program_engine import TOKENIZER, ProgramEngine, make_service

@@ -34,7 +34,8 @@ from bros.server.app import create_app
 from bros.server.build import with_jobs, with_sessions
 from bros.server.operations.metrics import ServerMetrics
 from bros.server.serve import HttpServer, bind
-from bros.server.state import ServerState, load_tenants
+from bros.server.state import ServerState
+from bros.server.tenants import load_tenants
 from bros.text.generation import TextGenerator
 from bros.text.tokenizer import ChatTemplates, Tokenizer
 from support.played_stream import PlayedStream
@@ -227,20 +228,24 @@ class Server:
         self.tokenizer = make_tokenizer()
         self.engine = engine(self.tokenizer, self.clock)
         ids = IdGenerator(random.Random(seed))
+        options = ServerConfig(**config)
+        tenants = load_tenants(options)
+        self.accounts = tenants.accounts(options, max_queue=self.engine.info.max_queue)
         state = ServerState(
             engine=self.engine,
             tokenizer=self.tokenizer,
-            generator=TextGenerator(self.engine, self.tokenizer, self.clock, ids),
+            generator=TextGenerator(self.engine, self.tokenizer, self.clock, ids, self.accounts),
             model_name="scripted",
             created=1_700_000_000,
-            config=ServerConfig(**config),
+            config=options,
             clock=self.clock,
             ids=ids,
             metrics=ServerMetrics(self.clock),
+            accounts=self.accounts,
         )
         state = with_sessions(state)
         self.state = state if jobs_in is None else with_jobs(state, jobs_in)
-        self.app: Starlette = create_app(self.state, load_tenants(self.state.config))
+        self.app: Starlette = create_app(self.state, tenants)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://test")
 

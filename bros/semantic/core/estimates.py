@@ -23,10 +23,11 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from bros.core.fair import FairMemory
 from bros.core.interfaces import Prices
 from bros.core.request import ServiceClass
 
@@ -152,13 +153,16 @@ class _ClassStats:
 class Estimates:
     """What earlier calls tell about later ones. Times are seconds of one monotonic clock.
 
+    What is learned of texts (lengths, cached shares) is of one tenant; what is learned of the engine
+    (how fast it is, how long requests wait) is of all.
+
     weight: weight of the latest observation in averages.
     """
 
     def __init__(self, weight: float = 0.2) -> None:
         self._weight = weight
-        self._functions: OrderedDict[Function, _FunctionStats] = OrderedDict()
-        self._chars_per_token = Average()
+        self._functions: FairMemory[Function, _FunctionStats] = FairMemory(MAX_NAMES)
+        self._chars_per_token: dict[str, Average] = {}  # by tenant
         self._classes = {service_class: _ClassStats() for service_class in ServiceClass}
 
     def expected_tokens(self, function: Function, max_tokens: int | None) -> float:
@@ -192,10 +196,11 @@ class Estimates:
     def prompt_tokens(self, function: Function, chars: float) -> float:
         """Expected tokens of a prompt with so many characters."""
         stats = self._functions.get(function)
-        known = self._chars_per_token
+        tenant, _ = function
+        known = self._chars_per_token.get(tenant)
         if stats is not None and stats.chars_per_token.count:
             known = stats.chars_per_token
-        return chars / (known.mean or FIRST_GUESS_CHARS)
+        return chars / (FIRST_GUESS_CHARS if known is None else known.mean or FIRST_GUESS_CHARS)
 
     def prefill_s(
         self,
@@ -298,15 +303,15 @@ class Estimates:
     def observe_prompt(self, function: Function, chars: float, tokens: int) -> None:
         """A prompt of so many characters has so many tokens."""
         if tokens:
-            for average in (self._chars_per_token, self._function(function).chars_per_token):
+            of_tenant = self._chars_per_token.setdefault(function[0], Average())
+            for average in (of_tenant, self._function(function).chars_per_token):
                 average.add(chars / tokens, self._weight)
 
     def _function(self, function: Function) -> _FunctionStats:
         """Its statistics, which count as the latest ones."""
-        stats = self._functions.setdefault(function, _FunctionStats())
-        self._functions.move_to_end(function)
-        if len(self._functions) > MAX_NAMES:
-            self._functions.popitem(last=False)
+        stats = self._functions.get(function) or _FunctionStats()
+        tenant, _ = function
+        self._functions.put(tenant, function, stats)
         return stats
 
 

@@ -46,7 +46,7 @@ class PieceEncoder:
 
     def __init__(self, encoder: TextEncoder) -> None:
         self._encoder = encoder
-        self._cached: OrderedDict[tuple[str, bool], tuple[int, ...]] = OrderedDict()
+        self._cached: OrderedDict[tuple[str, str, bool], tuple[int, ...]] = OrderedDict()
         self._num_chars = 0
         bos, empty = encoder.bos_token_id, encoder.encode("")
         self._beginning = (bos,) if bos is not None and empty[:1] == [bos] else ()
@@ -70,20 +70,23 @@ class PieceEncoder:
                 return tuple(inside)
         return tuple(self._encoder.encode(text, add_special_tokens=False, limit=limit))
 
-    def cached(self, text: str, *, first: bool) -> tuple[int, ...] | None:
-        """The cached tokens of a text; None if it is not cached."""
-        token_ids = self._cached.get((text, first))
+    def cached(self, tenant: str, text: str, *, first: bool) -> tuple[int, ...] | None:
+        """The cached tokens of a text of this tenant; None if it is not cached. What another tenant
+        has cached would tell by its time that the other one has sent the text."""
+        key = tenant, text, first
+        token_ids = self._cached.get(key)
         if token_ids is not None:
-            self._cached.move_to_end((text, first))
+            self._cached.move_to_end(key)
         return token_ids
 
-    def cache(self, text: str, token_ids: tuple[int, ...], *, first: bool) -> None:
+    def cache(self, tenant: str, text: str, token_ids: tuple[int, ...], *, first: bool) -> None:
         """Cache the tokens of a text that is likely to recur."""
-        if (text, first) not in self._cached:
+        key = tenant, text, first
+        if key not in self._cached:
             self._num_chars += len(text)
-        self._cached[text, first] = token_ids
+        self._cached[key] = token_ids
         while self._num_chars > _CACHED_CHARS:
-            (oldest, _), _ = self._cached.popitem(last=False)
+            (_, oldest, _), _ = self._cached.popitem(last=False)
             self._num_chars -= len(oldest)
 
     def _after_anchor(self, text: str, limit: int | None = None) -> list[int] | None:

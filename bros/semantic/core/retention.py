@@ -53,6 +53,11 @@ class Retention:
         self._unreferenced: dict[Variable, None] = {}
         self._unreferenced_chars = 0
 
+    @property
+    def chars(self) -> int:
+        """Characters of all values."""
+        return self._chars
+
     def check_calls(self, new: Sequence[NewCall]) -> None:
         """Raises SessionLimitError if these do not fit. Like all checks, it may forget calls."""
         if self.open_calls + len(new) > self._limits.max_calls:

@@ -310,6 +310,11 @@ class SessionStateMachine:
 
     # ---- Actions and timers
 
+    @property
+    def value_chars(self) -> int:
+        """Characters of all values."""
+        return self._retention.chars
+
     def take_actions(self) -> list[Action]:
         """The actions since the last call, in the order in which they must be performed."""
         actions, self._actions = self._actions, []

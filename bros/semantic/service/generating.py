@@ -1,8 +1,10 @@
 """Runs one LLM call on the engine, with retries.
 
-the engine is overloaded   wait for its retry-after time, and submit again
-the engine died            wait until it has recovered, and submit again if the text is reproducible
-any other error            the LLM call fails
+the engine is overloaded, or its    wait for its retry-after time, and submit again
+tenant's limit is reached
+the engine died                     wait until it has recovered, and submit again if the text is
+                                    reproducible
+any other error                     the LLM call fails
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from bros.core.errors import (
     OverloadedError,
     PromptTooLongError,
     QueueFullError,
+    TenantLimitError,
 )
 from bros.core.interfaces import EngineClient
 from bros.core.request import FinishReason, Hints, SamplingParams, ServiceClass, Slo
@@ -185,7 +188,7 @@ class LlmCallGenerator:
                     raise LlmCallFailedError(FailedStage.ENGINE, str(error)) from error
                 if not await self._recovery.wait():
                     raise LlmCallFailedError(FailedStage.ENGINE, str(error)) from error
-            except (QueueFullError, OverloadedError) as error:
+            except (QueueFullError, OverloadedError, TenantLimitError) as error:
                 now = self._clock.now()
                 refused_s = now if refused_s is None else refused_s
                 wait_s = max(error.retry_after_s, _LEAST_WAIT_S)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from bros.core.interfaces import Placement
 from bros.core.request import RequestGroup, ServiceClass
+from bros.core.tenants import Holding
 from bros.semantic.core.nodes import Call, LlmCall, Variable
 from bros.semantic.core.prompt import Prompt, PromptSharing, RequestedPrefixes
 from bros.semantic.core.retention import SessionLimits
@@ -276,6 +277,8 @@ class ServedSession:
     machine: its state machine with the graph.
     sharing: which requests share the KV of its prompts.
     requested_prefixes: prompt prefixes that were submitted to the engine.
+    held: counts the session to its tenant.
+    held_chars: counts its characters to its tenant, see `count_chars`.
     load: what its own LLM calls have had the engine do.
     records: call id -> record.
     pending: actions that are still to be performed, each with the group starts of its batch.
@@ -311,6 +314,8 @@ class ServedSession:
     machine: SessionStateMachine
     sharing: PromptSharing
     requested_prefixes: RequestedPrefixes
+    held: Holding
+    held_chars: Holding
     load: OwnLoad = field(default_factory=OwnLoad)
     records: dict[str, CallRecord] = field(default_factory=dict)
     pending: deque[tuple[Action, Mapping[LlmCall, GroupStart]]] = field(default_factory=deque)
@@ -342,6 +347,10 @@ class ServedSession:
 
     def record(self, call_id: str) -> CallRecord:
         return self.records.setdefault(call_id, CallRecord())
+
+    def count_chars(self) -> None:
+        """Count the characters of its templates and values to its tenant, as they are now."""
+        self.held_chars.resize(self.text_chars + self.machine.value_chars)
 
     def remember_answer(
         self, key: str, calls: Sequence[CallSpec], answer: Sequence[SubmittedCall]

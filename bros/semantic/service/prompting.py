@@ -17,6 +17,7 @@ from bros.core.errors import BrosError, PromptTooLongError
 from bros.core.fair import FairThreads
 from bros.core.interfaces import EngineClient
 from bros.core.request import EngineRequest, FinishReason, Hints, SamplingParams, ServiceClass
+from bros.core.tenants import Resource, TenantAccounts
 from bros.semantic.core.nodes import InputPiece, LlmCall, Variable
 from bros.semantic.core.prompt import PieceEncoder, Prompt
 from bros.semantic.core.template import Text
@@ -112,11 +113,11 @@ class Prompter:
         self._transforms.close()
 
     async def _constant(self, tenant: str, text: str, *, first: bool) -> tuple[int, ...]:
-        known = self._encoder.cached(text, first=first)
+        known = self._encoder.cached(tenant, text, first=first)
         if known is not None:
             return known
         token_ids = await self._encode(tenant, text, first=first)
-        self._encoder.cache(text, token_ids, first=first)
+        self._encoder.cache(tenant, text, token_ids, first=first)
         return token_ids
 
     async def _value(
@@ -175,8 +176,14 @@ class Prefiller:
     """
 
     def __init__(
-        self, prompter: Prompter, engine: EngineClient, clock: Clock, settings: SessionSettings
+        self,
+        prompter: Prompter,
+        engine: EngineClient,
+        clock: Clock,
+        settings: SessionSettings,
+        accounts: TenantAccounts,
     ) -> None:
+        self._accounts = accounts
         self._prompter = prompter
         self._engine = engine
         self._clock = clock
@@ -245,7 +252,9 @@ class Prefiller:
                 ),
             )
             record.pinned.add(request.request_id)
-            if await self._run(request):
+            with self._accounts.hold(session.tenant, Resource.BE_REQUESTS):
+                completed = await self._run(request)
+            if completed:
                 record.llm_call(llm_call.index).prefilled_tokens = whole
         except (BrosError, LlmCallFailedError) as error:
             logger.debug("no prefill of %s: %s", llm_call.call.id, error)

@@ -25,6 +25,7 @@ from bros.core.errors import EngineDeadError
 from bros.core.fair import FairThreads
 from bros.core.interfaces import EngineClient, Placement, Prices
 from bros.core.request import Hints, ServiceClass
+from bros.core.tenants import TenantAccounts
 from bros.semantic.core import objectives
 from bros.semantic.core.estimates import (
     CallWork,
@@ -86,7 +87,8 @@ class ProgramRunner:
         settings: SessionSettings,
         threads: FairThreads,
         transforms: TransformRunner,
-        placements: Placements | None = None,
+        placements: Placements | None,
+        accounts: TenantAccounts,
     ) -> None:
         self._engine = engine
         self._placements = placements or (lambda request_id: None)
@@ -97,7 +99,7 @@ class ProgramRunner:
         self._encoder = PieceEncoder(tokenizer)
         self._prompter = Prompter(self._encoder, threads, transforms, engine)
         self._llm_calls = LlmCallGenerator(generator, engine, clock, settings)
-        self._prefiller = Prefiller(self._prompter, engine, clock, settings)
+        self._prefiller = Prefiller(self._prompter, engine, clock, settings, accounts)
         self._background_tasks: set[asyncio.Task[None]] = set()
         self.ended_calls: Counter[tuple[str, str]] = Counter()
 
@@ -119,6 +121,7 @@ class ProgramRunner:
         """Perform the actions of a session's state machine, in order; callers do this after every
         change of it. If there are many, the rest is performed in the next turns of the event loop,
         so that one value which thousands of calls wait for does not block it."""
+        session.count_chars()
         while actions := session.machine.take_actions():
             together = _group_starts(actions)
             first = not session.pending

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bros.core.clock import Clock
 from bros.core.errors import InvalidRequestError, NotFoundError
-from bros.core.fair import FairThreads
+from bros.core.fair import FairMemory, FairThreads
 from bros.core.interfaces import EngineClient
 from bros.core.request import IdGenerator
+from bros.core.tenants import Resource, TenantAccounts
 from bros.semantic.core.graph import whole
 from bros.semantic.core.matching import EMPTY_PROMPT, PlainPrompt, find_inputs
 from bros.semantic.core.nodes import (
@@ -71,9 +72,8 @@ class SessionRegistry:
     """Open sessions by tenant and id, and the ids of the latest ended ones."""
 
     def __init__(self, max_gone: int) -> None:
-        self._max_gone = max_gone
         self._open: dict[tuple[str, str], ServedSession] = {}
-        self._gone: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._gone: FairMemory[tuple[str, str], str] = FairMemory(max_gone)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -86,26 +86,33 @@ class SessionRegistry:
         return [session for (owner, _), session in self._open.items() if owner == tenant]
 
     def eviction_candidate(self, tenant: str) -> ServedSession | None:
-        """The longest idle session that only plain clients have used: one of this tenant if there
-        is any, else one of any tenant."""
-        idle = [session for session in self if session.only_plain and not session.busy]
-        own = [session for session in idle if session.tenant == tenant]
-        return min(own or idle, key=lambda session: session.last_activity_s, default=None)
+        """The longest idle session of this tenant that only plain clients have used."""
+        return _longest_idle(self.of_tenant(tenant))
+
+    def crowding_candidate(self, tenant: str) -> ServedSession | None:
+        """The same of the tenants that have more sessions than this one."""
+        counts = Counter(owner for owner, _ in self._open)
+        return _longest_idle(s for s in self if counts[s.tenant] > counts[tenant])
+
+    def next_end_s(self) -> float:
+        """When the first session expires that is idle now; infinite without one."""
+        ends = (session.expires_s() for session in self)
+        return min((end_s for end_s in ends if end_s is not None), default=math.inf)
 
     def add(self, session: ServedSession) -> None:
         key = session.tenant, session.id
         assert key not in self._open
         self._open[key] = session
-        self._gone.pop(key, None)
+        self._gone.forget(key)
 
     def remove(self, session: ServedSession, why: str) -> None:
         """Remove the session; later requests for it get `why`."""
         key = session.tenant, session.id
         session.end_reason = why
+        session.held.release()
+        session.held_chars.release()
         del self._open[key]
-        self._gone[key] = why
-        if len(self._gone) > self._max_gone:
-            self._gone.popitem(last=False)
+        self._gone.put(session.tenant, key, why)
 
     def find(self, tenant: str, session_id: str) -> ServedSession:
         """Raises NotFoundError or SessionGoneError."""
@@ -120,6 +127,12 @@ class SessionRegistry:
         )
 
 
+def _longest_idle(sessions: Iterable[ServedSession]) -> ServedSession | None:
+    """The longest idle one that only plain clients have used."""
+    idle = (session for session in sessions if session.only_plain and not session.busy)
+    return min(idle, key=lambda session: session.last_activity_s, default=None)
+
+
 def session_gone_error(session_id: str, why: str) -> SessionGoneError:
     """The error for an ended session. why: the reason, such as "it was deleted."."""
     return SessionGoneError(f"The session {session_id!r} is gone: {why}")
@@ -131,15 +144,17 @@ _MAX_SHOWN = 5
 class ValueWaiter:
     """Waits for values on behalf of clients, and limits how many of them wait."""
 
-    def __init__(self, clock: Clock, settings: SessionSettings) -> None:
+    def __init__(self, clock: Clock, settings: SessionSettings, accounts: TenantAccounts) -> None:
         self._clock = clock
         self._settings = settings
+        self._accounts = accounts
         self._count = 0
 
-    def check(self) -> None:
-        """Raises SessionLimitError if no further client may wait."""
+    def check(self, tenant: str) -> None:
+        """Raises SessionLimitError or TenantLimitError if no further client may wait."""
+        self._accounts.check(tenant, Resource.WAITS)
         if self._count >= self._settings.max_waiting:
-            raise SessionLimitError(f"{self._count} requests already wait for values.")
+            raise SessionLimitError(f"{self._count} requests already wait for values.", 1.0)
 
     async def value(
         self, session: ServedSession, variable: Variable, timeout_s: float | None
@@ -198,7 +213,10 @@ class ValueWaiter:
     ) -> Iterator[asyncio.Event]:
         self._count += 1
         try:
-            with subscribers.subscribe(variable) as changed:
+            with (
+                self._accounts.count(session.tenant, Resource.WAITS),
+                subscribers.subscribe(variable) as changed,
+            ):
                 yield changed
         finally:
             self._count -= 1
@@ -273,12 +291,15 @@ class SessionService:
         placements: Placements | None = None,
         threads: FairThreads | None = None,
         transforms: TransformRunner | None = None,
+        accounts: TenantAccounts | None = None,
     ) -> None:
         """placements: tells where a router has placed an engine request; None without a router.
         threads: for work on long texts; None: threads of its own.
         transforms: runs transforms that may take long, closed at the end of `run`; None: `threads`.
+        accounts: count what the service holds for each tenant; None: there are no limits.
         """
         threads = threads or FairThreads()
+        self._accounts = accounts or TenantAccounts()
         self._engine = engine
         self._clock = clock
         self._ids = ids
@@ -292,11 +313,12 @@ class SessionService:
             threads,
             transforms or TransformThreads(threads),
             placements,
+            self._accounts,
         )
         self._reader = SubmissionReader(tokenizer, ids.new, settings.max_tokens)
         self._registry = SessionRegistry(settings.max_gone)
         self._stopping: set[asyncio.Task[None]] = set()
-        self._waiting = ValueWaiter(clock, settings)
+        self._waiting = ValueWaiter(clock, settings, self._accounts)
 
     async def run(self) -> None:
         """End expired sessions until cancelled, then end all sessions."""
@@ -324,7 +346,8 @@ class SessionService:
         metadata: Mapping[str, str] | None = None,
         sampling: Mapping[str, Any] | None = None,
     ) -> SessionSummary:
-        """Open a session. At max_sessions, the longest idle plain session (see `join`) is ended.
+        """Open a session. At max_sessions, or at the tenant's limit, its longest idle plain session
+        (see `join`) is ended.
 
         criteria: default criteria of requested values.
         ttl_s: idle time after which the session expires; capped at max_ttl_s.
@@ -333,7 +356,8 @@ class SessionService:
         sharing: who shares that KV: the whole tenant, or this session alone whatever its scope is.
         session_id: an id that the client chooses, reusable after that session has ended.
         sampling: default sampling parameters of outputs.
-        Raises ConflictError (already_exists), InvalidRequestError, SessionLimitError.
+        Raises ConflictError (already_exists), InvalidRequestError, SessionLimitError,
+        TenantLimitError.
         """
         if ttl_s is not None and not 0.0 < ttl_s < math.inf:
             raise InvalidRequestError(f"ttl_s must be more than 0, got {ttl_s!r}.", "ttl_s")
@@ -427,6 +451,8 @@ class SessionService:
                 f"The templates of the session would have more than {self._settings.max_chars} "
                 "characters."
             )
+        value_chars = sum(len(value) for each in found for value in each.call.values.values())
+        self._check_chars(session, text_chars + value_chars)
         records: dict[str, CallRecord] = {}
         answer = []
         for number, submission in enumerate(found, start=1):
@@ -466,6 +492,7 @@ class SessionService:
         Raises ConflictError (already_exists) or SessionLimitError without creating it.
         """
         session = self._used(tenant, session_id)
+        self._check_chars(session, len(value or ""))
         variable_id = variable_id or self._ids.new("var")
         variable = session.machine.declare(variable_id, name, len(value or ""))
         if value is not None:
@@ -477,6 +504,7 @@ class SessionService:
         """Set a variable once. Raises ConflictError (already_set, already_produced) and
         SessionLimitError."""
         session = self._touched(tenant, session_id)
+        self._check_chars(session, len(value))
         variable = session.machine.set(variable_id, value, self._clock.now())
         self._runner.carry_out(session)
         return view_variable(variable)
@@ -517,7 +545,7 @@ class SessionService:
         Raises UpstreamError, GetTimeoutError, SessionGoneError, NotFoundError, SessionLimitError.
         """
         session = self._touched(tenant, session_id)
-        self._waiting.check()
+        self._waiting.check(tenant)
         variable = self._want(session, variable_id, criteria)
         await self._waiting.value(session, variable, timeout_s)
         return view_variable(variable)
@@ -533,7 +561,7 @@ class SessionService:
         SessionGoneError. A caller that stops early calls `aclose`.
         """
         session = self._touched(tenant, session_id)
-        self._waiting.check()
+        self._waiting.check(tenant)
         return self._waiting.pieces(session, self._want(session, variable_id, criteria))
 
     def cancel(self, tenant: str, session_id: str, request_id: str) -> None:
@@ -610,7 +638,7 @@ class SessionService:
         """Open a session with this id, or with a generated one.
 
         scope, shared_with: see `create`. fields: further fields of ServedSession.
-        Raises SessionLimitError.
+        Raises SessionLimitError or TenantLimitError.
         """
         self._make_room(tenant)
         uid, now = self._ids.new("sess"), self._clock.now()
@@ -635,20 +663,36 @@ class SessionService:
             machine=SessionStateMachine(uid, estimate=estimate, limits=self._settings.limits()),
             sharing=sharing,
             requested_prefixes=RequestedPrefixes(self._engine.info.block_size),
+            held=self._accounts.count(tenant, Resource.SESSIONS),
+            held_chars=self._accounts.count(tenant, Resource.SESSION_CHARS, 0),
             **fields,
         )
         self._registry.add(session)
         return session
 
     def _make_room(self, tenant: str) -> None:
-        """Make room for one more session. Raises SessionLimitError."""
-        if len(self._registry) < self._settings.max_sessions:
-            return
-        session = self._registry.eviction_candidate(tenant)
-        if session is None:
+        """Make room for one more session. Raises SessionLimitError or TenantLimitError."""
+        limit = self._accounts.limits(tenant).sessions
+        used = self._accounts.used(tenant, Resource.SESSIONS)
+        full = len(self._registry) >= self._settings.max_sessions
+        if full or (limit is not None and used >= limit):
+            session = self._registry.eviction_candidate(tenant)
+            if session is not None:
+                self._close(session, _EVICTED)
+                return
+        self._accounts.check(tenant, Resource.SESSIONS)
+        if full:
+            session = self._registry.crowding_candidate(tenant)
+            if session is not None:
+                self._close(session, _EVICTED)
+                return
             message = f"The server has {len(self._registry)} sessions, which is its limit."
-            raise SessionLimitError(message)
-        self._close(session, _EVICTED)
+            raise SessionLimitError(message, self._registry.next_end_s() - self._clock.now())
+
+    def _check_chars(self, session: ServedSession, more: int) -> None:
+        """Raises TenantLimitError or InvalidRequestError if the session may not have so many more
+        characters."""
+        self._accounts.check(session.tenant, Resource.SESSION_CHARS, more)
 
     def _check_new_id(self, tenant: str, session_id: str) -> None:
         if session_id.startswith(GENERATED_PREFIX):

@@ -79,7 +79,7 @@ async def create_batch(request: Request) -> Response:
         metadata=wanted.metadata,
         output_life_s=None if expires is None else expires.seconds,
     )
-    await jobs.io(jobs.batches.create, batch, jobs.max_open)
+    await jobs.io(jobs.batches.create, batch, state.accounts.limits(tenant))
     jobs.runner.wake()
     return json_response(BatchObject.of(batch))
 
@@ -309,6 +309,9 @@ async def create_file(request: Request) -> Response:
     expires_after[anchor] and expires_after[seconds]."""
     jobs = Jobs.of(request)
     state = ServerState.of(request)
+    tenant = state.tenant(request)
+    limits = state.accounts.limits(tenant)
+    await jobs.io(jobs.files.check_room, tenant, state.clock.unix_time(), limits)
     with jobs.files.bodies.new() as body:
         upload = await read_upload(request, body)
         fields = validate(_UploadFields, _fields(upload))
@@ -330,7 +333,7 @@ async def create_file(request: Request) -> Response:
             life_s = fields.expires_after.seconds
         file = StoredFile(
             id=state.ids.new("file"),
-            tenant=state.tenant(request),
+            tenant=tenant,
             digest=body.digest,
             num_bytes=body.num_bytes,
             filename=upload.filename,
@@ -338,7 +341,8 @@ async def create_file(request: Request) -> Response:
             created_at=created_at,
             expires_at=None if life_s is None else created_at + life_s,
         )
-        return json_response(FileObject.of(await jobs.io(jobs.files.add, body, file)))
+        file = await jobs.io(jobs.files.add, body, file, limits)
+        return json_response(FileObject.of(file))
 
 
 async def list_files(request: Request) -> Response:

@@ -30,7 +30,11 @@ class EngineRowHandler:
     def __init__(self, state: ServerState) -> None:
         # Threads of their own for prompts and one for checks, so that HTTP requests never wait for
         # rows: checking a row of some megabytes takes longer than a stream should wait.
-        self._state = replace(state, threads=FairThreads())
+        # Rows count as rows of batches, not as open requests of their tenant: a row that is refused
+        # would keep its place in the runner until its tenant has fewer requests.
+        self._state = replace(
+            state, threads=FairThreads(), generator=state.generator.without_limits()
+        )
         self._checks = anyio.CapacityLimiter(1)
 
     def check(self, endpoint: str, body: dict[str, Any]) -> RowFacts:

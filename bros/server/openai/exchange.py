@@ -94,7 +94,7 @@ class Exchange:
             hints=hints,
         )
         self._answer = Answer(generation, partial(self._observer, prompts))
-        state.recent.note(self._id, prompts=len(prompts), n=call.sampling.n)
+        state.recent.note(self._tenant, self._id, prompts=len(prompts), n=call.sampling.n)
 
     async def complete(self) -> str:
         """Wait for all choices; returns the response as JSON. Raises what Answer.collect raises."""

@@ -1,0 +1,227 @@
+"""What the server holds for each tenant, and the limits of that.
+
+    hold, count ──▶ Holding ── resize ──▶ release      its owner releases it, at whatever end
+                       │
+                       └── counts until then in `used` of its tenant and resource
+
+Files and batches outlive the process, so the store counts those; their limits are here, too.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Self
+
+from bros.core.errors import InvalidRequestError, TenantLimitError
+from bros.core.request import ServiceClass
+
+
+class Resource(enum.StrEnum):
+    """What is counted; the values are labels of metrics.
+
+    RT_REQUESTS, BE_REQUESTS: open requests of a class, as asked for: sent to the engine and not
+        ended, so in its queue or running. Rows of batches do not count, since batches have limits
+        of their own.
+    SESSIONS: open sessions.
+    SESSION_CHARS: characters of templates and values in open sessions.
+    WAITS: requests of clients that wait for values of sessions.
+    FILES, FILE_BYTES: files in the store.
+    BATCHES: unfinished batches.
+    BATCH_TOKENS: prompt tokens of unfinished batches.
+    """
+
+    RT_REQUESTS = "rt_requests"
+    BE_REQUESTS = "be_requests"
+    SESSIONS = "sessions"
+    SESSION_CHARS = "session_chars"
+    WAITS = "waits"
+    FILES = "files"
+    FILE_BYTES = "file_bytes"
+    BATCHES = "batches"
+    BATCH_TOKENS = "batch_tokens"
+
+    __hash__ = str.__hash__
+
+
+REQUESTS: Mapping[ServiceClass, Resource] = MappingProxyType(
+    {ServiceClass.RT: Resource.RT_REQUESTS, ServiceClass.BE: Resource.BE_REQUESTS}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantLimits:
+    """Most that the server holds for a tenant; None: no limit. For the units see Resource.
+
+    requests: of each class.
+    """
+
+    requests: int | None = None
+    sessions: int | None = None
+    session_chars: int | None = None
+    waits: int | None = None
+    files: int | None = None
+    file_bytes: int | None = None
+    batches: int | None = None
+    batch_tokens: int | None = None
+
+    def of(self, resource: Resource) -> int | None:
+        limit: int | None = getattr(self, _LIMITS[resource])
+        return limit
+
+
+_LIMITS: Mapping[Resource, str] = MappingProxyType(
+    {
+        resource: "requests" if resource in REQUESTS.values() else resource.value
+        for resource in Resource
+    }
+)
+"""Resource -> the field of TenantLimits."""
+
+LIMIT_NAMES: tuple[str, ...] = tuple(field.name for field in fields(TenantLimits))
+
+_NAMES: Mapping[Resource, str] = MappingProxyType(
+    {
+        Resource.RT_REQUESTS: "open real-time requests",
+        Resource.BE_REQUESTS: "open best-effort requests",
+        Resource.SESSIONS: "open sessions",
+        Resource.SESSION_CHARS: "characters in open sessions",
+        Resource.WAITS: "requests that wait for values",
+        Resource.FILES: "files",
+        Resource.FILE_BYTES: "bytes of files",
+        Resource.BATCHES: "unfinished batches",
+        Resource.BATCH_TOKENS: "prompt tokens in unfinished batches",
+    }
+)
+
+_SOON = frozenset({*REQUESTS.values(), Resource.WAITS})
+"""What ends by itself within seconds. The rest stays until its tenant ends it or it expires."""
+
+_SOON_S, _LATER_S = 1.0, 60.0
+"""When a refused client may try again."""
+
+
+NO_LIMITS = TenantLimits()
+
+
+def check_limit(limits: TenantLimits, resource: Resource, used: int, more: int = 1) -> None:
+    """Raises TenantLimitError if a tenant that holds `used` may not hold so much more now, and
+    InvalidRequestError if it never may."""
+    limit = limits.of(resource)
+    if limit is None or used + more <= limit:
+        return
+    name, option = _NAMES[resource], f"max_{_LIMITS[resource]}"
+    if more > limit:
+        message = f"The limit of your API key is {limit} {name} ({option}); this needs {more}."
+        raise InvalidRequestError(message, code="tenant_limit_exceeded")
+    soon = resource in _SOON
+    raise TenantLimitError(
+        f"Your API key has {used} {name}, and its limit is {limit} ({option}).",
+        resource.value,
+        _SOON_S if soon else _LATER_S,
+        ends_soon=soon,
+    )
+
+
+class TenantAccounts:
+    """Counts what each tenant holds, and refuses more than its limits. Not thread-safe.
+
+    names: the tenants that the operator has named; metrics and tables show these.
+    """
+
+    def __init__(
+        self,
+        limits: Mapping[str, TenantLimits] = MappingProxyType({}),
+        default: TenantLimits = NO_LIMITS,
+    ) -> None:
+        """limits: by tenant. default: of all other tenants."""
+        self.names: tuple[str, ...] = tuple(limits)
+        self._limits = limits
+        self._default = default
+        self._used: Counter[tuple[str, Resource]] = Counter()
+        self._refused: Counter[tuple[str, Resource]] = Counter()
+
+    def limits(self, tenant: str) -> TenantLimits:
+        return self._limits.get(tenant, self._default)
+
+    def used(self, tenant: str, resource: Resource) -> int:
+        return self._used[tenant, resource]
+
+    def refused(self, tenant: str, resource: Resource) -> int:
+        """How often more was refused."""
+        return self._refused[tenant, resource]
+
+    @property
+    def held(self) -> Mapping[tuple[str, Resource], int]:
+        """All that is held: (tenant, resource) -> amount above 0."""
+        return {key: amount for key, amount in self._used.items() if amount}
+
+    def hold(self, tenant: str, resource: Resource, amount: int = 1) -> Holding:
+        """Count so much more. Raises what `check` raises."""
+        self.check(tenant, resource, amount)
+        return self.count(tenant, resource, amount)
+
+    def count(self, tenant: str, resource: Resource, amount: int = 1) -> Holding:
+        """Count so much more, whatever the limit: `check` came before."""
+        return Holding(self, tenant, resource, amount)
+
+    def check(self, tenant: str, resource: Resource, more: int = 1) -> None:
+        """Raises what `check_limit` raises if the tenant may not hold so much more."""
+        check_limit(self.limits(tenant), resource, self._used[tenant, resource], more)
+
+    def note_refusal(self, tenant: str, resource: Resource) -> None:
+        """A client got a TenantLimitError."""
+        self._refused[tenant, resource] += 1
+
+    def check_integrity(self, holdings: Mapping[Holding, int]) -> None:
+        """Raise AssertionError unless exactly these holdings are counted, with these amounts."""
+        counted: Counter[tuple[str, Resource]] = Counter()
+        for holding, amount in holdings.items():
+            assert holding.amount == amount
+            counted[holding.tenant, holding.resource] += amount
+        assert self.held == {key: amount for key, amount in counted.items() if amount}
+
+    def _add(self, tenant: str, resource: Resource, amount: int) -> None:
+        key = tenant, resource
+        self._used[key] += amount
+        assert self._used[key] >= 0, "released twice"
+        if not self._used[key]:
+            del self._used[key]  # tenants without keys of their own must not add up
+
+
+class Holding:
+    """Something held for a tenant, until `release`. Also a context manager that releases it."""
+
+    __slots__ = ("_accounts", "_released", "amount", "resource", "tenant")
+
+    def __init__(
+        self, accounts: TenantAccounts, tenant: str, resource: Resource, amount: int
+    ) -> None:
+        """Made by TenantAccounts."""
+        self.tenant = tenant
+        self.resource = resource
+        self.amount = amount
+        self._accounts = accounts
+        self._released = False
+        accounts._add(tenant, resource, amount)
+
+    def resize(self, amount: int) -> None:
+        """It has this size now, whatever the limit: `check` comes before what makes it grow. No
+        effect after `release`."""
+        if not self._released:
+            self._accounts._add(self.tenant, self.resource, amount - self.amount)
+            self.amount = amount
+
+    def release(self) -> None:
+        """May be called repeatedly."""
+        self.resize(0)
+        self._released = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

@@ -1,0 +1,165 @@
+"""API keys: one for all, or one for each tenant, with the tenant's limits.
+
+# name  key       limits that differ from the defaults
+ann     ann-key
+bob     bob-key   max_requests=64 max_sessions=100 max_file_bytes=2GiB
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bros.core.config import ServerConfig, parse_bytes
+from bros.core.errors import ConfigError
+from bros.core.tenants import LIMIT_NAMES, TenantAccounts, TenantLimits
+from bros.semantic.service.live import SessionSettings
+
+TENANT = "bros.tenant"
+"""Key in the ASGI scope of the tenant's name, which is empty if there is only one tenant."""
+
+OPERATOR = ""
+"""Name of the tenant of --api-key, and of the only one of a server without keys."""
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_PREFIX = "max_"
+_NO_LIMIT = "none"
+
+_SESSION_CHARS = 100_000_000
+_FILES = 10_000
+_FILE_BYTES = 16 * 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Tenants:
+    """The tenants and their API keys.
+
+    keys: name -> key. If it is empty, requests need no key.
+    limits: name -> its limits that differ from the defaults, as fields of TenantLimits.
+    """
+
+    keys: Mapping[str, str]
+    limits: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
+
+    @property
+    def named(self) -> bool:
+        """Whether there are other tenants than the operator."""
+        return any(name != OPERATOR for name in self.keys)
+
+    def find(self, key: bytes) -> str | None:
+        """Name of the tenant with a key, None if no tenant has it. The comparison takes constant
+        time, so that timing does not reveal a key."""
+        found = None
+        for name, expected in self.keys.items():
+            if hmac.compare_digest(key, expected.encode()):
+                found = name
+        return found
+
+    def accounts(
+        self,
+        config: ServerConfig,
+        *,
+        max_queue: int,
+        max_waits: int = SessionSettings().max_waiting,
+    ) -> TenantAccounts:
+        """Accounts with the limits of every tenant.
+
+        By default a tenant gets at most half of what the tenants share, if there are several; the
+        only tenant of a server has the limits that an option sets, and no others.
+
+        max_queue: most waiting requests of a class. max_waits: most waiting gets of sessions.
+        """
+        several = len(self.keys) > 1
+
+        def default(given: int | None, usual: int) -> int | None:
+            return usual if given is None and several else given
+
+        def half(given: int | None, shared: int) -> int | None:
+            return default(given, max(1, shared // 2))
+
+        size = config.tenant_max_file_bytes
+        file_bytes = None if size is None else parse_bytes(size)
+        defaults = TenantLimits(
+            requests=half(config.tenant_max_requests, max_queue),
+            sessions=half(config.tenant_max_sessions, config.max_sessions),
+            session_chars=default(config.tenant_max_session_chars, _SESSION_CHARS),
+            waits=half(None, max_waits),
+            files=default(config.tenant_max_files, _FILES),
+            file_bytes=default(file_bytes, _FILE_BYTES),
+            batches=config.batch_max_open,
+            batch_tokens=config.batch_max_tokens,
+        )
+        return TenantAccounts(
+            {
+                name: dataclasses.replace(defaults, **self.limits.get(name, {}))
+                for name in self.keys or (OPERATOR,)
+            },
+            defaults,
+        )
+
+
+def load_tenants(config: ServerConfig) -> Tenants:
+    """The tenants of --api-keys, and that of --api-key, whose name is empty. Raises ConfigError."""
+    keys = {OPERATOR: config.api_key} if config.api_key else {}
+    if config.api_keys is None:
+        return Tenants(keys)
+    try:
+        lines = Path(config.api_keys).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-keys: cannot read {config.api_keys}: {error}") from error
+    limits = {}
+    for number, line in enumerate(lines, start=1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) < 2 or not _NAME.fullmatch(words[0]):
+            raise ConfigError(f"--api-keys: line {number} is not 'NAME KEY [LIMIT=N ...]'")
+        name, key, *options = words
+        if name in keys or key in keys.values():
+            raise ConfigError(f"--api-keys: the name or the key in line {number} is used twice")
+        keys[name] = key
+        limits[name] = _limits(options, number)
+    if not keys:
+        raise ConfigError("--api-keys: the file has no keys; without the option none are needed")
+    return Tenants(keys, limits)
+
+
+def _limits(options: Sequence[str], number: int) -> dict[str, int | None]:
+    """Fields of TenantLimits from words such as max_sessions=100, in a line of this number."""
+    found: dict[str, int | None] = {}
+    for option in options:
+        name, _, value = option.partition("=")
+        limit = name.removeprefix(_PREFIX)
+        if limit == name or limit not in LIMIT_NAMES:
+            known = ", ".join(_PREFIX + each for each in LIMIT_NAMES)
+            raise ConfigError(
+                f"--api-keys: line {number}: {option[:50]!r} is not LIMIT=N with a limit of {known}"
+            )
+        if limit in found:
+            raise ConfigError(f"--api-keys: line {number}: {name} is given twice")
+        found[limit] = _number(name, value, number)
+    return found
+
+
+def _number(name: str, value: str, number: int) -> int | None:
+    """The value of a limit; sizes such as 2GiB only for bytes."""
+    if value == _NO_LIMIT:
+        return None
+    amount = 0
+    if value.isascii() and value.isdecimal() and len(value) <= 18:
+        amount = int(value)
+    elif name.endswith("_bytes"):
+        try:
+            amount = parse_bytes(value)
+        except ConfigError as error:
+            raise ConfigError(f"--api-keys: line {number}: {name}: {error}") from None
+    if amount < 1:
+        raise ConfigError(
+            f"--api-keys: line {number}: {name} must be a whole number from 1, or {_NO_LIMIT}; "
+            f"got {value[:50]!r}"
+        )
+    return amount
