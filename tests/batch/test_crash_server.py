@@ -17,11 +17,13 @@ import pytest
 from bros.executor.model_store import default_cache_dir, resolve_model
 from support.batch_store import PostgresServer
 from support.server_process import ServerProcess, running_server, wait_until
-from support.tier import by_tier, seed
+from support.tier import by_tier, is_long, seed
+from support.tiny_models import save_tiny_llama
+from support.tiny_tokenizer import save_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(900)]
 
-ROWS, KILLS = by_tier(fast=(60, 2), long=(500, 20))
+ROWS, KILLS = by_tier(fast=(40, 2), long=(500, 20))
 COMPLETIONS = "/v1/completions"
 LEASE_S = 1.0
 
@@ -92,6 +94,17 @@ def data_dir(folder: Path) -> Path:
     return folder
 
 
+def options(folder: Path) -> list[str]:
+    """Of a server with its data in `folder`. In the fast tier the model is a random one: this is
+    about rows, and the embedded model takes seven times as long for them and to start."""
+    if is_long():
+        return ["--data-dir", str(data_dir(folder / "data"))]
+    model = folder / "tiny"
+    save_tiny_llama(model, vocab_size=1000)
+    save_tokenizer(model)
+    return [str(model), "--data-dir", str(folder / "data"), "--threads", "1"]
+
+
 def wait(server: ServerProcess, seconds: float) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         server.wait(seconds)
@@ -108,8 +121,8 @@ def url(request: pytest.FixtureRequest) -> str | None:
 
 def test_a_job_outlives_its_engine_and_its_server(url: str | None, tmp_path: Path) -> None:
     rng = random.Random(seed(25))
-    options = ["--data-dir", str(data_dir(tmp_path / "data")), "--batch-lease", str(LEASE_S)]
-    job = Job([*options, "--store", url] if url else options)
+    store = ["--store", url] if url else []
+    job = Job([*options(tmp_path), "--batch-lease", str(LEASE_S), *store])
     with job.ends:
         job.submit(ROWS)
         killed, before = {"engine": 0, "server": 0, "both": 0}, 0
@@ -151,7 +164,7 @@ def test_a_job_outlives_its_engine_and_its_server(url: str | None, tmp_path: Pat
 def test_a_server_that_is_told_to_stop_is_followed_at_once(tmp_path: Path) -> None:
     """The next server does not wait for a lease that lasts longer than any test. In any run,
     test_crash.py stops a process without an engine in this way."""
-    job = Job(["--data-dir", str(data_dir(tmp_path / "data")), "--batch-lease", "3600"])
+    job = Job([*options(tmp_path), "--batch-lease", "3600"])
     with job.ends:
         job.submit(100)
         wait_until(lambda: job.done() >= 10, 60, "the first server is at work")
