@@ -24,6 +24,8 @@ from support.tiny_tokenizer import save_tokenizer
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(900)]
 
 ROWS, KILLS = by_tier(fast=(40, 2), long=(500, 20))
+TOKENS = by_tier(fast=200, long=2)
+"""Per row: of a small model so many that kills come before the job is done."""
 COMPLETIONS = "/v1/completions"
 LEASE_S = 1.0
 
@@ -81,7 +83,7 @@ class Job:
 
 
 def row(number: int) -> dict[str, Any]:
-    body = {"prompt": f"The number {number} is", "max_tokens": 2, "temperature": 0}
+    body = {"prompt": f"The number {number} is", "max_tokens": TOKENS, "ignore_eos": True}
     return {"custom_id": f"row-{number}", "method": "POST", "url": COMPLETIONS, "body": body}
 
 
