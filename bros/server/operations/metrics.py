@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -507,6 +507,11 @@ class ServerMetrics:
             registry=self._registry,
             buckets=_LAG_BUCKETS_S,
         )
+        self._loop_tasks = Gauge(
+            "bros_event_loop_tasks",
+            "Tasks of the server's event loop. A steady rise without load is a leak",
+            registry=self._registry,
+        )
         gaps = _GapCollector()
         self._registry.register(gaps)
         self._histograms = {
@@ -536,13 +541,16 @@ class ServerMetrics:
         batches: BatchFigures | None = None,
         sessions: SessionFigures | None = None,
         router: RouterClient | None = None,
+        loop_tasks: int = 0,
     ) -> bytes:
         """All metrics in Prometheus' text format.
 
         stats: None if the engine does not answer.
         batches, sessions: None if the server has none.
         router: None with a single engine.
+        loop_tasks: tasks of the event loop.
         """
+        self._loop_tasks.set(loop_tasks)
         self._engine.stats = stats
         self._batches.figures = batches
         self._sessions.figures = sessions

@@ -80,6 +80,7 @@ async def metrics(request: Request) -> Response:
             await _batches(state),
             None if state.sessions is None else state.sessions.figures(),
             state.replicas,
+            len(asyncio.all_tasks()),
         ),
         headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4},
     )
