@@ -280,8 +280,7 @@ class ServerConfig(_Checked):
     )
     max_connections_per_address: int | None = option(
         None,
-        "maximum open connections of a client address; default: half of --max-connections, and no "
-        "limit for this machine's own",
+        "maximum open connections of an address; default: half of them all, none for this machine",
         low=1,
     )
     header_timeout: float = option(
@@ -297,6 +296,19 @@ class ServerConfig(_Checked):
         None, "file with the TLS certificate, and those of its issuers, for https"
     )
     tls_key: str | None = option(None, "file with its private key; default: in --tls-cert")
+    allowed_hosts: str | None = option(
+        None,
+        "names of the server in Host headers, *.NAME or *; default: local names and IP addresses",
+    )
+    allowed_origins: str | None = option(
+        None,
+        "origins of web pages that may use the server, or *; default: its own pages",
+    )
+    metrics_access: str = option(
+        "open",
+        "who may read /metrics: all, who has the key of --api-key, or nobody",
+        choices=("open", "key", "off"),
+    )
     api_key: str | None = option(None, "key that clients must send as a bearer token", secret=True)
     served_model_name: str | None = option(None, "model name in the API; default: from the model")
     data_dir: str | None = option(

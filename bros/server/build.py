@@ -33,6 +33,7 @@ from bros.semantic.service.service import SessionService
 from bros.semantic.transforms.process import TransformProcesses
 from bros.server.app import create_app
 from bros.server.batches.rows import EngineRowHandler
+from bros.server.browsers import BrowserRules
 from bros.server.connections import raise_descriptor_limit
 from bros.server.operations.loop_lag import LagWatch
 from bros.server.operations.metrics import ServerMetrics
@@ -76,6 +77,7 @@ def serve(config: Config, *, is_rank: bool = False) -> int:
     replica_bounds(config.server)  # raises ConfigError
     tenants = load_tenants(config.server)
     tls = load_tls(config.server)
+    BrowserRules.of(config.server, socket.gethostname())  # raises ConfigError
     raise_descriptor_limit()
     bound = bind(config.server.host, config.server.port)
     with bound, contextlib.closing(_open_store(config.server)) as store:

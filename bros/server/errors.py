@@ -47,6 +47,10 @@ class BodyTooLargeError(BrosError):
     """The request body exceeds the size limit (HTTP 413)."""
 
 
+class MediaTypeError(BrosError):
+    """The body has another content type than the route takes (HTTP 415)."""
+
+
 class ServerStoppingError(BrosError):
     """The server shut down before the request was finished (HTTP 503)."""
 
@@ -123,6 +127,14 @@ def describe(error: Exception) -> ApiError:
                 # The connection stays open: a client that is still sending when it is closed would
                 # see a connection error instead of this response.
                 code="request_too_large",
+            )
+        case MediaTypeError():
+            return ApiError(
+                status=415,
+                message=str(error),
+                type=INVALID_REQUEST,
+                code="unsupported_media_type",
+                headers={"accept": "application/json"},
             )
         case QueueFullError():
             return _describe_busy(error, "rate_limit_exceeded")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bros.core.request import ServiceClass
-from support.scripted_server import Server, assert_envelope
+from support.scripted_server import JSON, Server, assert_envelope
 from support.session_server import SOON_S, SessionClient, keeping, ok
 
 SAY = "Say {{input:x}}: {{output:y}}"
@@ -598,5 +598,5 @@ async def test_the_papers_bodies_are_checked(kept: Server) -> None:
 async def test_a_whole_program_is_one_line_of_json(kept: Server, session: SessionClient) -> None:
     """As a client would send it that knows nothing of Python."""
     line = json.dumps({"requests": [{"template": "Go {{output:y}}"}], "wait": True})
-    response = await session.ask("POST", "/requests", content=line.encode())
+    response = await session.ask("POST", "/requests", content=line.encode(), headers=JSON)
     assert ok(response)["requests"][0]["values"] == {"y": "Hello world"}

@@ -46,6 +46,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{% endif %}"
 )
 MAX_MODEL_LEN = 500
+JSON = {"content-type": "application/json"}
 
 
 def make_tokenizer() -> Tokenizer:

@@ -20,7 +20,7 @@ from bros.core.interfaces import EngineStats, RequestTrace
 from bros.core.request import Slo
 from bros.router.client import RouterClient
 from bros.router.replica_set import RUNNING
-from bros.server.http import json_response, read_object, validate
+from bros.server.http import has_body, json_response, read_object, validate
 from bros.server.openai.schema import (
     ChoiceTrace,
     DrainRequest,
@@ -73,6 +73,8 @@ async def live(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Metrics in Prometheus' text format."""
     state = ServerState.of(request)
+    if ServerState.tenant(request):  # with --metrics-access key; otherwise there is none
+        raise HTTPException(403, "Metrics need the operator's key, that of --api-key.")
     return Response(
         state.metrics.render(
             await _stats(state),
@@ -108,7 +110,7 @@ async def _batches(state: ServerState) -> BatchFigures | None:
     return BatchFigures(by_status, jobs.runner.counts, jobs.runner.rows_in_flight)
 
 
-def service_routes(others: Sequence[ApiRoute]) -> list[ApiRoute]:
+def service_routes(others: Sequence[ApiRoute], *, with_metrics: bool) -> list[ApiRoute]:
     """`others` and the routes of this module that every server has: all routes of the server."""
     page = importlib.resources.files("bros.server").joinpath("static/index.html").read_bytes()
 
@@ -126,7 +128,7 @@ def service_routes(others: Sequence[ApiRoute]) -> list[ApiRoute]:
         ApiRoute("GET", "/health", health, Health),
         ApiRoute("GET", "/health/live", live, Health),
         ApiRoute("GET", "/health/ready", health, Health),
-        ApiRoute("GET", "/metrics", metrics, "text/plain"),
+        *([ApiRoute("GET", "/metrics", metrics, "text/plain")] if with_metrics else []),
         ApiRoute("GET", "/version", version, Version),
         ApiRoute("GET", "/openapi.json", openapi, "application/json"),
     ]
@@ -150,7 +152,7 @@ async def drain_replica(request: Request) -> Response:
     request has ended."""
     replicas = _replicas(request)
     body = DrainRequest()
-    if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
+    if has_body(request):
         body = validate(DrainRequest, await read_object(request, _MAX_BODY_BYTES))
     replicas.drain(request.path_params["number"], move=body.move, restart=body.restart)
     return _reply(request, replicas)
