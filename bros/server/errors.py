@@ -40,6 +40,9 @@ SERVER_ERROR = "server_error"
 MAX_RETRY_AFTER_S = 120
 """OpenAI's clients fail instead of waiting longer than this."""
 
+_USUAL_RETRY_S = 5.0
+"""Until an engine, a store or the next server may be there, if nothing says when."""
+
 _MAX_MESSAGE_CHARS = 2000
 
 
@@ -232,9 +235,10 @@ def _describe_server_error(error: Exception) -> ApiError:
             type=SERVER_ERROR,
             code="internal_error",
         )
-    wait_s = error.retry_after_s if isinstance(error, EngineDeadError) else None
     headers = {}
-    if wait_s is not None:
+    if status == 503:
+        wait_s = error.retry_after_s if isinstance(error, EngineDeadError) else None
+        wait_s = _USUAL_RETRY_S if wait_s is None else wait_s
         headers["retry-after"] = str(math.ceil(min(max(wait_s, 1.0), MAX_RETRY_AFTER_S)))
     return ApiError(
         status=status, message=str(error), type=SERVER_ERROR, code=code, headers=headers

@@ -161,7 +161,7 @@ async def test_full_queue_says_when_to_come_back(
 
 
 @pytest.mark.parametrize(
-    ("retry_after_s", "header"), [(None, None), (0.2, "1"), (7.2, "8"), (900.0, "120")]
+    ("retry_after_s", "header"), [(None, "5"), (0.2, "1"), (7.2, "8"), (900.0, "120")]
 )
 async def test_dead_engine_is_503(
     server: Server, retry_after_s: float | None, header: str | None

@@ -62,7 +62,9 @@ async def health(request: Request) -> Response:
         reply.replicas = len(replicas)
         reply.replicas_up = sum(replica.state in RUNNING for replica in replicas)
     body = reply.model_dump_json(exclude_none=True)
-    return Response(body, 200 if alive else 503, media_type=_JSON)
+    if alive:
+        return Response(body, media_type=_JSON)
+    return Response(body, 503, {"retry-after": "5"}, _JSON)
 
 
 async def live(request: Request) -> Response:
