@@ -30,7 +30,7 @@ _LOCAL_DOMAINS = ("localhost", "local", "internal", "home.arpa")
 _HOST = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[?[0-9a-f:.]+\]?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]*|null")
 
-_ALLOWED_METHODS = "GET, POST, DELETE, OPTIONS"
+_ALLOWED_METHODS = "GET, POST, PUT, PATCH, DELETE, OPTIONS"
 _EXPOSED = "x-request-id, retry-after, retry-after-ms, x-should-retry"
 _PREFLIGHT_S = "600"
 
