@@ -344,6 +344,8 @@ _OWN = "this machine"
 def _network(address: tuple[Any, ...]) -> str:
     """What connections are counted by: an IPv4 address, the first 64 bits of an IPv6 address, of
     which one client has all the others, or _OWN."""
+    if address[0] == "127.0.0.1":
+        return _OWN
     ip = ipaddress.ip_address(address[0])
     if isinstance(ip, ipaddress.IPv6Address):
         ip = ip.ipv4_mapped or ip
