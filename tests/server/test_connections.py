@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -20,7 +21,7 @@ from support.scripted_server import LiveServer, chunks, live_server
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
-SLOW = {"header_timeout": 0.1, "body_timeout": 0.1}
+SLOW: dict[str, Any] = {"header_timeout": 0.1, "body_timeout": 0.1}
 
 
 class Client:
@@ -149,7 +150,7 @@ async def test_an_idle_connection_is_closed() -> None:
 
 
 async def test_a_stream_may_take_longer_than_every_limit() -> None:
-    limits = {**SLOW, "idle_timeout": 0.1}
+    limits: dict[str, Any] = {**SLOW, "idle_timeout": 0.1}
     async with live_server(**limits) as live, httpx.AsyncClient(base_url=live.url) as client:
         engine = live.server.engine
         engine.hold_after = 2
@@ -216,7 +217,7 @@ async def test_connections_in_use_are_kept_and_a_new_one_gets_503_with_retry_aft
 
 
 async def test_one_address_has_a_limit_of_its_own() -> None:
-    limits = {"max_connections": 100, "max_connections_per_address": 1}
+    limits: dict[str, Any] = {"max_connections": 100, "max_connections_per_address": 1}
     async with live_server(**limits) as live, httpx.AsyncClient(base_url=live.url) as client:
         engine = live.server.engine
         engine.hold_after = 2

@@ -8,6 +8,7 @@ import ssl
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,7 +20,7 @@ from bros.server.serve import load_tls
 from support.scripted_server import LiveServer, chunks, live_server
 
 CHAT = "/v1/chat/completions"
-BODY = {"messages": [{"role": "user", "content": "Hi"}]}
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @contextlib.asynccontextmanager
 async def secure_server(
-    certificate: tuple[str, str], **config: object
+    certificate: tuple[str, str], **config: Any
 ) -> AsyncIterator[tuple[LiveServer, ssl.SSLContext]]:
     """A server with https, and what its clients trust."""
     cert, key = certificate
