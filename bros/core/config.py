@@ -292,6 +292,9 @@ class ServerConfig(_Checked):
     idle_timeout: float = option(
         75.0, "seconds after which a connection without a request is closed", low=0.05
     )
+    drain_timeout: float = option(
+        30.0, "seconds in which open requests may end after Ctrl-C or SIGTERM", low=0
+    )
     tls_cert: str | None = option(
         None, "file with the TLS certificate, and those of its issuers, for https"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import signal
 import socket
@@ -20,13 +21,13 @@ from bros.core.errors import ConfigError
 from bros.server.connections import ConnectionLimits, Connections
 from bros.server.state import ServerState
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
-DRAIN_S = 30.0
-"""How long open requests may continue after the server is told to stop."""
-
 _ERROR_S = 5.0
-"""How long they then have to send their error before uvicorn cancels their tasks."""
+"""How long open requests that outlast the drain timeout have to send their error
+before uvicorn cancels their tasks."""
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -108,11 +109,9 @@ class HttpServer:
         *,
         on_listening: Callable[[str], None] = lambda url: None,
         log_level: str = "info",
-        drain_s: float = DRAIN_S,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         """on_listening: called with the URL once the server accepts connections.
-        drain_s: how long open requests may continue after `stop`.
         tls: the certificate, to serve https.
         """
         state: ServerState = app.state.server
@@ -126,14 +125,15 @@ class HttpServer:
             lifespan="off",
             ws="none",
             timeout_keep_alive=state.config.idle_timeout,  # type: ignore[arg-type]  # any number
-            timeout_graceful_shutdown=math.ceil(drain_s + _ERROR_S),
+            timeout_graceful_shutdown=math.ceil(state.config.drain_timeout + _ERROR_S),
         )
         self._bound = bound
         url = url_of(bound, "http" if tls is None else "https")
-        self._server = _Server(config, state, tls, drain_s, lambda: on_listening(url))
+        self._server = _Server(config, state, tls, lambda: on_listening(url))
 
     async def run(self) -> None:
-        """Serve until `stop`, SIGINT or SIGTERM; then let open requests continue for `drain_s`.
+        """Serve until `stop`, SIGINT or SIGTERM; then let open requests continue for
+        `drain_timeout`.
 
         Requests that are still open then end with an error. A second SIGINT stops at once.
         Signals are handled only if this runs in the main thread.
@@ -151,13 +151,11 @@ class _Server(uvicorn.Server):
         config: uvicorn.Config,
         state: ServerState,
         tls: ssl.SSLContext | None,
-        drain_s: float,
         on_listening: Callable[[], None],
     ) -> None:
         super().__init__(config)
         self._state = state
         self._tls = tls
-        self._drain_s = drain_s
         self._on_listening = on_listening
 
     @contextlib.contextmanager
@@ -193,8 +191,16 @@ class _Server(uvicorn.Server):
         self._on_listening()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        timer = asyncio.get_running_loop().call_later(self._drain_s, self._state.stopping.set)
+        drain_s = self._state.config.drain_timeout
+        timer = asyncio.get_running_loop().call_later(drain_s, self._state.stopping.set)
         await self._connections.stop_accepting()
+        if count := len(self.server_state.tasks):
+            logger.warning(
+                "waiting up to %g s for %d open request%s; Ctrl-C again ends at once",
+                drain_s,
+                count,
+                "" if count == 1 else "s",
+            )
         try:
             await super().shutdown(sockets)
         finally:

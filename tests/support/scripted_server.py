@@ -261,16 +261,15 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def live_server(
-    *, drain_s: float = 0.1, tls: ssl.SSLContext | None = None, **options: Any
+    *, tls: ssl.SSLContext | None = None, **options: Any
 ) -> AsyncIterator[LiveServer]:
     """A Server on a real socket, in this event loop. options: of Server."""
-    server = Server(**options)
+    server = Server(**{"drain_timeout": 0.1, **options})
     listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     http = HttpServer(
         server.app,
         bind("127.0.0.1", 0),
         on_listening=listening.set_result,
-        drain_s=drain_s,
         tls=tls,
     )
     running = asyncio.create_task(http.run())
