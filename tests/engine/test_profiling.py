@@ -117,7 +117,7 @@ def test_every_grid_keeps_to_what_the_engine_can_run(limits: StepLimits) -> None
         for shape in shapes:
             assert len(shape) <= limits.rows
             assert sum(chunk.tokens for chunk in shape) <= limits.tokens
-            assert all(chunk.tokens + chunk.context <= limits.length for chunk in shape)
+            assert all(0 <= c.context <= limits.length - c.tokens for c in shape)
             held = sum(-(-(c.tokens + c.context) // limits.block_size) for c in shape)
             held -= sum(chunk.shared // limits.block_size for chunk in shape)
             assert held <= limits.blocks

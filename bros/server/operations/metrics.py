@@ -494,6 +494,17 @@ class ServerMetrics:
             ("path", "status"),
             registry=self._registry,
         )
+        self._connections = Gauge(
+            "bros_http_connections",
+            "Open connections. At --max-connections, new ones replace idle ones or are refused",
+            registry=self._registry,
+        )
+        self._closed = Counter(
+            "bros_http_connections_closed",
+            "Connections that the server refused, or closed before their client did, by reason",
+            ("reason",),
+            registry=self._registry,
+        )
         self._finished = Counter(
             "bros_requests",
             "Choices by class and finish reason",
@@ -522,6 +533,14 @@ class ServerMetrics:
     def http_request(self, path: str, status: int) -> None:
         """Count an HTTP response. `path` is a label, so it must come from a bounded set."""
         self._http.labels(path, str(status)).inc()
+
+    def connection_closed(self, reason: str) -> None:
+        """Count a connection that the server has refused, or closed before its client did."""
+        self._closed.labels(reason).inc()
+
+    def count_connections(self, count: Callable[[], int]) -> None:
+        """count: the number of open connections."""
+        self._connections.set_function(count)
 
     def loop_lag(self, lag_s: float) -> None:
         """Count a lag of the event loop."""
