@@ -341,7 +341,7 @@ async def program(client: Client) -> str:
     return "complete"
 
 
-BATCH_ROWS = 30
+BATCH_ROWS = 25
 
 
 async def batch(client: Client) -> str:
@@ -383,12 +383,12 @@ class Traffic:
 
 
 TRAFFIC: Mapping[str, Traffic] = {
-    "stream": Traffic(stream, 2.5),
-    "disconnect": Traffic(disconnect, 6.0),
-    "flex": Traffic(flex, 5.0),
-    "completion": Traffic(completion, 5.0),
-    "program": Traffic(program, 8.0),
-    "batch": Traffic(batch, 60.0, BATCH_S),
+    "stream": Traffic(stream, 3.0),
+    "disconnect": Traffic(disconnect, 8.0),
+    "flex": Traffic(flex, 8.0),
+    "completion": Traffic(completion, 8.0),
+    "program": Traffic(program, 12.0),
+    "batch": Traffic(batch, 90.0, BATCH_S),
 }
 
 
@@ -732,7 +732,7 @@ class Disturbance:
             for replica in await self._watch.replicas():
                 if replica["number"] == number and good(replica["state"]):
                     return round(passed_s, 2)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.25)
         return None
 
 
