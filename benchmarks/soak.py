@@ -41,9 +41,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from engine_speed import environment
 from prometheus_client.parser import text_string_to_metric_families
 from quick import add_quick
+
+from bros.bench.results import environment
+from bros.core.clock import SystemClock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -861,7 +863,7 @@ def results(
         if name.startswith("lag_le_")
     }
     return {
-        "environment": environment(),
+        "environment": asdict(environment(SystemClock())),
         "server": list(SERVER) + list(options.options),
         "duration_s": round(loaded_s, 1),
         "load": options.load,
@@ -911,7 +913,7 @@ def page(found: Json) -> str:
         f"{found['duration_s'] / 60:.0f} minutes, while its engines are killed (every "
         f"{found['kill_every_s']:.0f} s) and stopped (every {found['stop_every_s']:.0f} s). "
         f"Written by `benchmarks/soak.py`. {here['cpu']}, {here['cores']} cores, "
-        f"torch {here['torch']}, commit {here['commit']}.\n\n",
+        f"torch {here['packages']['torch']}, commit {here['commit']}.\n\n",
     ]
     if found["reasons"]:
         parts.append("**It did not hold:**\n\n")
