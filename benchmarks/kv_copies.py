@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from harness import table_of
 from rich.console import Console
-from rich.table import Table
 
 from bros.core.plan import Chunk, KvCopies, SampleSpec, StepPlan
 from bros.core.request import SamplingParams
@@ -124,9 +124,6 @@ def copy_costs(
 
 
 def show_copies(rows: list[Row], console: Console) -> None:
-    table = Table(
-        title=f"milliseconds to copy KV; the step decodes {DECODING_ROWS} rows of {CONTEXT} tokens"
-    )
     names = {
         "out_ms": "out",
         "back_ms": "back",
@@ -137,8 +134,6 @@ def show_copies(rows: list[Row], console: Console) -> None:
         "back_beside_ms": "back, concurrent",
         "compute_ms": "recompute",
     }
-    for column in ("tokens", *names.values()):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(f"{row['tokens']}", *(f"{row[name]:.3g}" for name in names))
-    console.print(table)
+    title = f"milliseconds to copy KV; the step decodes {DECODING_ROWS} rows of {CONTEXT} tokens"
+    cells = [(row["tokens"], *(f"{row[name]:.3g}" for name in names)) for row in rows]
+    console.print(table_of(title, ("tokens", *names.values()), cells, left=0))

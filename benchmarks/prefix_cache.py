@@ -17,7 +17,6 @@ Run nothing else on the machine. Variants alternate within each round; figures a
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import random
@@ -25,19 +24,24 @@ import statistics
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import hybrid_load
 import torch
-from engine_speed import environment
+from harness import (
+    benchmark_parser,
+    greedy_request,
+    judged,
+    random_tokens,
+    save,
+    table_of,
+)
 from kv_copies import Report, Result, Row, copy_costs, medians, show_copies, step_plan
 from rich.console import Console
-from rich.table import Table
 
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.core.interfaces import EngineInfo
-from bros.core.request import EngineRequest, SamplingParams, ServiceClass, Slo
+from bros.core.request import EngineRequest, ServiceClass, Slo
 from bros.engine.engine import Engine
 from bros.executor.kv_storage import KV_BLOCK_SIZE
 from bros.executor.model_store import default_cache_dir, resolve_model
@@ -90,20 +94,14 @@ class Prompts:
         self._count = 0
 
     def tokens(self, count: int) -> list[int]:
-        return [self._random.randrange(1000, self._vocab_size) for _ in range(count)]
+        return random_tokens(self._random, count, self._vocab_size)
 
     def request(
         self, tokens: list[int], service_class: ServiceClass, slo: Slo = ANY_SLO
     ) -> EngineRequest:
         """A request that ends with its first token, so that only prefill is measured."""
         self._count += 1
-        return EngineRequest(
-            request_id=str(self._count),
-            prompt_token_ids=tokens,
-            sampling=SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
-            service_class=service_class,
-            slo=slo,
-        )
+        return greedy_request(str(self._count), tokens, 1, service_class, slo=slo)
 
 
 def serve(engine: Engine, requests: Iterable[EngineRequest]) -> tuple[float, int]:
@@ -197,43 +195,51 @@ def polluted_turn(engine: Engine, prompts: Prompts, sweep: Sweep) -> Result:
     }
 
 
-def marked(ratio: float, asked: float, counts: bool) -> str:
-    """`ratio`, green or red by its target if that `counts`."""
-    if not counts:
-        return f"{ratio:.2f}"
-    return f"[{'green' if ratio <= asked else 'red'}]{ratio:.2f}[/]"
+def marked(ratio: float, part: str, counts: bool) -> str:
+    """The ratio, green or red by the target of the part if that `counts`."""
+    return judged(ratio, ASKED[part]) if counts else f"{ratio:.2f}"
 
 
 def show_shared(rows: list[Row], console: Console) -> None:
     least = (PREFIX + SHARERS * PRIVATE) // SIZE
-    table = Table(
-        title=f"{SHARERS} requests over one prefix of {PREFIX} tokens\n"
+    title = (
+        f"{SHARERS} requests over one prefix of {PREFIX} tokens\n"
         f"(target: at most {ASKED['shared']:g} times as long as one; stored once: {least} blocks)"
     )
-    for column in ("requests", "--prefix-cache", "one, s", "all, s", "ratio", "blocks"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        ratio = marked(row["ratio"], ASKED["shared"], row["prefix_cache"] != "off")
-        cells = [f"{row[name]:.2f}" for name in ("one_s", "all_s")]
-        table.add_row(row["case"], row["prefix_cache"], *cells, ratio, f"{row['blocks']:.0f}")
-    console.print(table)
+    cells = [
+        (
+            row["case"],
+            row["prefix_cache"],
+            f"{row['one_s']:.2f}",
+            f"{row['all_s']:.2f}",
+            marked(row["ratio"], "shared", row["prefix_cache"] != "off"),
+            f"{row['blocks']:.0f}",
+        )
+        for row in rows
+    ]
+    headings = ("requests", "--prefix-cache", "one, s", "all, s", "ratio", "blocks")
+    console.print(table_of(title, headings, cells))
 
 
 def show_pollution(rows: list[Row], sweep: Sweep, console: Console) -> None:
-    table = Table(
-        title=f"a request with {TURN_PREFIX} cached tokens before and after "
+    title = (
+        f"a request with {TURN_PREFIX} cached tokens before and after "
         f"{sweep.documents} documents ({sweep.share:.1f} x the memory)\n"
         f"(target: at most {ASKED['pollution']:g} times as long)"
     )
-    columns = ("cold, ms", "before, ms", "after, ms", "ratio", "tokens found", "evicted by BE")
-    for column in ("--prefix-cache", *columns, "sweep, s"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        times = [f"{1e3 * row[name]:.0f}" for name in ("cold_s", "before_s", "after_s")]
-        ratio = marked(row["ratio"], ASKED["pollution"], row["prefix_cache"] == "class-aware")
-        counts = [f"{row[name]:.0f}" for name in ("found_tokens", "evicted_blocks")]
-        table.add_row(row["prefix_cache"], *times, ratio, *counts, f"{row['sweep_s']:.1f}")
-    console.print(table)
+    cells = [
+        (
+            row["prefix_cache"],
+            *(f"{1e3 * row[name]:.0f}" for name in ("cold_s", "before_s", "after_s")),
+            marked(row["ratio"], "pollution", row["prefix_cache"] == "class-aware"),
+            *(f"{row[name]:.0f}" for name in ("found_tokens", "evicted_blocks")),
+            f"{row['sweep_s']:.1f}",
+        )
+        for row in rows
+    ]
+    headings = ("--prefix-cache", "cold, ms", "before, ms", "after, ms", "ratio")
+    headings += ("tokens found", "evicted by BE", "sweep, s")
+    console.print(table_of(title, headings, cells))
 
 
 def load(threads: int | None, quick: bool, report: Report) -> Machine:
@@ -246,7 +252,7 @@ def load(threads: int | None, quick: bool, report: Report) -> Machine:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--parts", default="shared,pollution,copies", help="comma-separated")
     parser.add_argument(
         "--rounds", type=int, default=5, help="rounds of part shared; see also --sweeps"
@@ -258,7 +264,6 @@ def main() -> None:
         help="one minute: one round, a short sweep, no runs without a cache",
     )
     parser.add_argument("--threads", type=int, help="threads of torch (default: all cores)")
-    parser.add_argument("--json", type=Path, help="where to save the figures")
     args = parser.parse_args()
     parts = args.parts.split(",")
     if unknown := set(parts) - {"shared", "pollution", "copies"}:
@@ -288,19 +293,14 @@ def main() -> None:
             machine.executor, machine.spec, machine.info.kv_dtype, copy_rounds, report
         )
         show_copies(results["copies"], console)
-    if args.json:
-        settings = {
-            "threads": torch.get_num_threads(),
-            "rounds": rounds,
-            "sweeps": sweeps,
-            "copy_rounds": copy_rounds,
-            "sweep": dataclasses.asdict(sweep),
-        }
-        saved = {
-            "environment": environment(), "settings": settings, "asked": ASKED, "results": results
-        }  # fmt: skip
-        args.json.write_text(json.dumps(saved, indent=2) + "\n")
-        console.print(f"saved {args.json}")
+    settings = {
+        "threads": torch.get_num_threads(),
+        "rounds": rounds,
+        "sweeps": sweeps,
+        "copy_rounds": copy_rounds,
+        "sweep": dataclasses.asdict(sweep),
+    }
+    save(args.json, {"settings": settings, "asked": ASKED, "results": results})
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 class Step:
     """copies, then on each layer: write to `written`, read `read`.
 
-    layers: after how many it is given up. whole: runs all at once, like a CUDA graph.
+    layers: after how many it is aborted. whole: runs all at once, like a CUDA graph.
     """
 
     copies: KvCopies

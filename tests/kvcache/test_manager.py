@@ -350,7 +350,7 @@ def test_what_a_waiting_request_begins_with_stays_longer() -> None:
     prompts.kv.expect(keys, waits=False)
 
 
-def test_whoever_computes_a_prompt_is_named_until_it_is_there_or_gone() -> None:
+def test_the_producer_of_a_prefix_is_named_until_it_is_computed_or_freed() -> None:
     prompts = Prompts(16)
     prompts.texts["b"] = array("i", range(40))
     keys = prompts.keys("b", 39)

@@ -143,8 +143,9 @@ class Asked:
         """Whether a block may be one for both, token by token."""
         tokens = range(block * SIZE, (block + 1) * SIZE)
         own, others = (
-            who.private_from is not None and any(token >= who.private_from for token in tokens)
-            for who in (self, other)
+            request.private_from is not None
+            and any(token >= request.private_from for token in tokens)
+            for request in (self, other)
         )
         same = self.tokens[: tokens.stop] == other.tokens[: tokens.stop]
         same = same and len(self.tokens) >= tokens.stop <= len(other.tokens)

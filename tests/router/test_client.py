@@ -30,13 +30,13 @@ from bros.router.fleet import Fleet, make_fleet
 from bros.router.replica_set import ReplicaState
 from bros.router.state import RouterSettings
 from bros.simulator.virtual_loop import run_virtual
-from support.mortal_engine import STEP_S, MortalEngine, foretold
+from support.killable_engine import STEP_S, KillableEngine, foretold
 from support.router_group import HANGS_S, Group, ask, collect, in_group, tokens_of
 from support.tier import examples
 from support.turn_fleet import TurnFleet
 
 
-class Unclosable(MortalEngine):
+class Unclosable(KillableEngine):
     async def close(self) -> None:
         await super().close()
         raise OSError("cannot")
@@ -84,7 +84,7 @@ def test_a_lost_replica_is_out_of_view_at_once_and_back_later() -> None:
         group.engines[0].die()
         assert group.client.alive and len(group.fleet.facts) == 2
         await asyncio.sleep(0.06)
-        assert len(group.fleet.facts) == 1, "though nobody has asked for anything"
+        assert len(group.fleet.facts) == 1, "without any request"
         outputs = await asyncio.gather(*(collect(group.client, ask(f"r{n}")) for n in range(4)))
         assert all(tokens_of(some) == foretold(ask()) for some in outputs)
         group.engines[0].start()
@@ -111,7 +111,7 @@ def test_open_requests_wait_for_a_replica_but_new_ones_do_not() -> None:
     in_group(test)
 
 
-def test_nobody_waits_for_replicas_that_do_not_come_back() -> None:
+def test_requests_do_not_wait_for_replicas_that_do_not_come_back() -> None:
     async def test(group: Group) -> None:
         reading = asyncio.create_task(collect(group.client, ask()))
         await asyncio.sleep(5 * STEP_S)
@@ -131,7 +131,7 @@ def test_nobody_waits_for_replicas_that_do_not_come_back() -> None:
     in_group(test)
 
 
-def test_what_ends_every_engine_is_given_up_and_nothing_with_it() -> None:
+def test_a_request_that_kills_every_engine_fails_and_no_other_does() -> None:
     async def test(group: Group) -> None:
         for engine in group.engines:
             engine.killers.add("killer")
@@ -157,7 +157,7 @@ def test_what_ends_every_engine_is_given_up_and_nothing_with_it() -> None:
 
 
 def test_of_those_that_were_lost_with_two_engines_one_at_a_time_begins() -> None:
-    """So that the third one is lost with nobody but the request that ends it."""
+    """So that the third one is lost with only the request that kills it."""
 
     async def test(group: Group) -> None:
         engine, other = group.engines
@@ -304,7 +304,7 @@ def test_requests_of_one_turn_are_placed_together() -> None:
     in_group(test)
 
 
-def test_giving_up_a_submission_withdraws_it() -> None:
+def test_cancelling_a_submission_aborts_the_request() -> None:
     async def test(group: Group) -> None:
         for turns in range(4):
             submission = asyncio.create_task(group.client.submit(ask(f"r{turns}")))
@@ -359,7 +359,7 @@ def test_figures_are_sums_which_never_fall() -> None:
 
 def test_replicas_come_and_go() -> None:
     async def test(group: Group) -> None:
-        late = MortalEngine()
+        late = KillableEngine()
         late.start()
         assert group.client.add(late, name="late") == 2
         reading = asyncio.create_task(collect(group.client, ask()))
@@ -544,7 +544,7 @@ async def live_through(
 def check(
     request: EngineRequest,
     outputs: list[RequestOutput],
-    engines: list[MortalEngine],
+    engines: list[KillableEngine],
     may_be_aborted: bool,
 ) -> None:
     """Ends exactly once, with exactly the tokens of an engine that nothing happened to."""

@@ -13,7 +13,7 @@ from bros.router.fleet import make_fleet
 from bros.router.replica_set import ReplicaState
 from bros.router.state import RouterSettings
 from bros.simulator.virtual_loop import run_virtual
-from support.mortal_engine import STEP_S, foretold
+from support.killable_engine import STEP_S, foretold
 from support.router_group import HANGS_S, Group, ask, collect, in_group, tokens_of
 
 RT, BE = ServiceClass.RT, ServiceClass.BE

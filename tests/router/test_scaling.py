@@ -16,14 +16,14 @@ from bros.core.request import EngineRequest, SamplingParams, ServiceClass, Slo
 from bros.router.elastic import ElasticReplicas, ElasticSettings
 from bros.router.replica_set import ReplicaState
 from bros.simulator.virtual_loop import LoopClock, run_virtual
-from support.mortal_engine import MortalEngine, foretold
+from support.killable_engine import KillableEngine, foretold
 from support.turn_fleet import TurnFleet
 
 START_S = 8.0
 SLOTS = 8
 
 
-class SlowStarter(MortalEngine):
+class SlowStarter(KillableEngine):
     """Takes START_S to come up; `fails` says whether it does."""
 
     def __init__(self, place: int, fails: bool, step_s: float) -> None:

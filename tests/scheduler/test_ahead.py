@@ -398,7 +398,7 @@ def test_who_has_all_its_tokens_on_their_way_is_not_in_the_next_step() -> None:
     assert trace is not None and trace.waits == {}, "it had nothing to wait for"
 
 
-def test_who_stops_is_in_one_more_step_that_nobody_looks_at() -> None:
+def test_a_request_that_stops_is_in_one_more_step_whose_result_is_dropped() -> None:
     stop = ToyModel.continuation(range(1, 6), 2)[-1]
     run = Run()
     run.submit("a", 5, max_tokens=9, stop_token_ids=(stop,))
@@ -455,7 +455,7 @@ def test_whose_tokens_depend_on_those_before_waits_for_them_and_so_do_others_wit
         assert answer == right_answer(asked, ())
 
 
-def test_a_prompt_that_is_not_done_does_not_hold_up_anybody_by_its_penalty() -> None:
+def test_a_prompt_that_is_not_done_does_not_hold_up_others_by_its_penalty() -> None:
     run = Run("fcfs", max_batch_tokens=8)
     run.submit("plain", 1, max_tokens=12)
     run.submit("penalty", 40, max_tokens=1, frequency_penalty=1.0)
@@ -467,7 +467,7 @@ def test_a_prompt_that_is_not_done_does_not_hold_up_anybody_by_its_penalty() -> 
     run.drain()
 
 
-# Who leaves while a step of it runs
+# Requests that end while a step of theirs runs
 
 
 def test_a_new_request_does_not_get_a_token_of_one_that_had_its_name() -> None:
@@ -616,7 +616,7 @@ def test_a_step_has_taken_what_the_device_took_for_it(overlap: bool) -> None:
     assert stats.predicted_s == pytest.approx(stats.step_s, rel=0.01)
 
 
-def test_the_time_between_steps_is_nobody_s() -> None:
+def test_the_time_between_steps_is_charged_to_no_step() -> None:
     run = Run()
     run.submit("a", 5)
     run.drain()
@@ -627,7 +627,7 @@ def test_the_time_between_steps_is_nobody_s() -> None:
     assert run.scheduler.stats().step_s < busy_s + 1.0
 
 
-def test_best_effort_work_fills_steps_as_it_does_without_overlap_and_nobody_is_late() -> None:
+def test_best_effort_work_fills_steps_as_it_does_without_overlap_and_no_token_is_late() -> None:
     """Deadlines are those of the tokens after the ones on their way, as of when the step begins."""
     plain, late = Run(overlap=False, max_batch_tokens=64), Run(max_batch_tokens=64)
     for run in (plain, late):

@@ -36,7 +36,7 @@ class Tree(Blocks):
     """Blocks that requests hold in common.
 
     paths: of each request its full blocks, whether it holds them yet or not; "ab" and "ac" begin
-    with the same one. holding: who holds theirs. A newcomer does when it gets memory.
+    with the same one. holding: requests that hold theirs. A newcomer does when it gets memory.
     """
 
     def __init__(self, paths: dict[str, Path], holding: set[str], free: int = 10**6) -> None:
@@ -184,7 +184,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Item], list[Item], dict[str, Path]]:
 def test_the_load_of_a_step_is_that_of_its_rows(
     step: tuple[list[Item], list[Item], dict[str, Path]], min_rows: int, bounds: Bounds, free: int
 ) -> None:
-    """Whoever was refused or has just come."""
+    """Requests that were refused or have just come."""
     check_load(*step, Grouping(BLOCK_SIZE, 1, min_rows), bounds, free)
 
 

@@ -1,4 +1,4 @@
-"""Fills that nobody waits for yet: begun where that costs others little, and never in their way."""
+"""Prefill-only requests that no request waits for yet: they run where they cost others little."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests leave in the cache for those who come back, and who finds what in which scope."""
+"""What requests leave in the cache for later ones, and which of them find it in which scope."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ def test_answers_are_private_if_anything_is() -> None:
     assert (run.cached["same"], run.cached["other"]) == (48, 40)
 
 
-def test_scopes_count_when_a_step_is_given_up_for_somebody() -> None:
-    """Who finds its prompt in the cache can have its first token in time if the step makes way."""
+def test_scopes_count_when_a_step_is_aborted_for_a_first_token() -> None:
+    """A request whose prompt is cached can have its first token in time if the step is aborted."""
     asked = {}
     for salt in ("same", "other"):
         run = Run(max_batch_tokens=512)
@@ -176,7 +176,7 @@ def test_scopes_count_when_a_step_is_given_up_for_somebody() -> None:
 
 @given(data=st.data())
 def test_any_load_with_scopes_and_keeping_gets_its_answers(data: st.DataObject) -> None:
-    """Nothing of it is left that keeps others out, and cached tokens are those of who may share."""
+    """Nothing of it is left that keeps others out; cached tokens are of requests that may share."""
     run = Run(
         data.draw(st.sampled_from(POLICIES)),
         blocks=data.draw(st.sampled_from([20, 60])),

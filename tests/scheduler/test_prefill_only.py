@@ -123,7 +123,7 @@ def test_predictions_know_that_no_token_is_chosen() -> None:
     assert stats.steps >= 2 and stats.step_error_s == pytest.approx(0.0, abs=1e-9)
 
 
-def test_no_step_is_given_up_for_a_fill() -> None:
+def test_no_step_is_aborted_for_a_prefill_only_request() -> None:
     asked = []
     for prefill_only in (False, True):
         run = Run(max_batch_tokens=512)
@@ -137,7 +137,7 @@ def test_no_step_is_given_up_for_a_fill() -> None:
     assert asked == [True, False]
 
 
-def test_a_fill_in_a_step_that_is_given_up_is_computed_later() -> None:
+def test_a_prefill_only_request_in_an_aborted_step_is_computed_later() -> None:
     run = Run()
     run.submit("fill", 40, BE, prefill_only=True)
     plan = run.schedule()

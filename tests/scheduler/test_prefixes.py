@@ -1,4 +1,4 @@
-"""Requests that begin alike: who computes the common part, who waits for it, who finds it."""
+"""Requests with a common prefix: one computes it, the others wait for it or find it cached."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def test_nothing_is_left_of_an_abandoned_step_that_began_in_the_cache() -> None:
     assert [(c.start, c.token_ids) for c in again] == [(c.start, c.token_ids) for c in plan.chunks]
 
 
-def test_whoever_waits_for_an_abandoned_newcomer_still_waits() -> None:
+def test_requests_that_wait_for_an_aborted_newcomer_still_wait() -> None:
     run = Run()
     run.submit("first", 40, BE)
     run.submit("second", 40, BE)
@@ -378,7 +378,7 @@ def test_memory_that_only_best_effort_requests_share_is_real_time_requests_to_ta
 
 
 def test_what_was_cached_counts_when_it_was_used() -> None:
-    """Not when the step that would have used it was given up, and it was evicted after that."""
+    """Not when the step that would have used it was aborted, and it was evicted after that."""
     run = Run(blocks=24, rt_cache_share=0.0)
     run.submit("before", 40, BE)
     run.drain()

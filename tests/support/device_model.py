@@ -42,7 +42,7 @@ BUFFERS = 2
 class Rule(StrEnum):
     """What has to wait for what.
 
-    That a host slot is not written again while it is read needs no rule of its own: whoever
+    That a host slot is not written again while it is read needs no rule of its own: what
     is robbed later is gathered after the kernels of earlier steps, and these began when what
     they had brought back had been read. In one plan no host slot is both.
     """
@@ -126,7 +126,7 @@ class Device:
         self._latest: dict[Cell, int] = {}
 
     def submit(self, plan: StepPlan, num_chunks: int) -> None:
-        """Begin a step, of which only the first `num_chunks` chunks run before it is given up."""
+        """Begin a step, of which only the first `num_chunks` chunks run before it is aborted."""
         self._check(plan)
         self._now += self._rng.randrange(4)
         if len(self._steps) > self._lead:
@@ -157,7 +157,7 @@ class Device:
         found: list[Hazard] = []
         for _, begins, number in sorted(events):
             op = self._operations[number]
-            # It reads all the time, so nobody may write in between, or have begun to.
+            # It reads all the time, so no write may lie in between, or have begun.
             found += self._wrong(op, memory, being_written)
             if begins:
                 being_written.update(dict.fromkeys(op.writes, number))
@@ -214,7 +214,7 @@ class Device:
         wait: Iterable[Operation],
         before: dict[Cell, int] | None = None,
     ) -> Operation:
-        """before: who wrote what, if not everybody up to now (chunks do not read each other's)."""
+        """before: the writes so far, if not all up to now (chunks do not read each other's)."""
         op = Operation(kind, len(self._operations), reads, writes)
         latest = self._latest if before is None else before
         op.expected = {cell: latest.get(cell, -1) for cell in reads}

@@ -12,7 +12,7 @@ from bros.core.request import EngineRequest, RequestOutput, SamplingParams
 from bros.router.client import RouterClient
 from bros.router.fleet import Fleet
 from bros.simulator.virtual_loop import LoopClock, run_virtual
-from support.mortal_engine import MortalEngine
+from support.killable_engine import KillableEngine
 from support.turn_fleet import TurnFleet
 
 HANGS_S = 60.0
@@ -29,7 +29,7 @@ class Group:
 
     def __post_init__(self) -> None:
         self.fleet = TurnFleet()
-        self.engines = [MortalEngine() for _ in range(self.size)]
+        self.engines = [KillableEngine() for _ in range(self.size)]
         self.client = RouterClient(
             self.made or self.fleet,
             LoopClock(),
@@ -51,7 +51,7 @@ class Group:
         assert all(engine.closed for engine in self.engines)
 
 
-def restart_of(engine: MortalEngine) -> Callable[[], Awaitable[None]]:
+def restart_of(engine: KillableEngine) -> Callable[[], Awaitable[None]]:
     async def restart() -> None:
         engine.die()
         await asyncio.sleep(1)

@@ -42,7 +42,7 @@ def test_who_waits_for_a_rank_that_hangs_is_told_after_the_timeout(what: str) ->
     assert "does not answer" in message and waited_s > 0.9
 
 
-def test_alone_nobody_is_waited_for() -> None:
+def test_a_single_rank_waits_for_no_other() -> None:
     ranks = SingleRank()
     x = torch.rand(2, 3)
     assert ranks.all_reduce_(x) is x and ranks.gather(x, (3,)) is x
