@@ -223,7 +223,7 @@ def test_an_aborted_answer_is_cached_and_counts() -> None:
     assert fleet.replicas[0].mean_output < 64
 
 
-def test_all_of_a_fill_is_cached() -> None:
+def test_all_of_a_prefill_only_request_is_cached() -> None:
     fleet = fleet_of(1)
     fill = replace(ask("a", range(4 * BLOCK)), prefill_only=True)
     serve(fleet, fill, 0.0, ())

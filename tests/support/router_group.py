@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
+import inspect
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from bros.core.request import EngineRequest, RequestOutput, SamplingParams
 from bros.router.client import RouterClient
@@ -60,16 +63,25 @@ def restart_of(engine: KillableEngine) -> Callable[[], Awaitable[None]]:
     return restart
 
 
-def in_group(test: Callable[[Group], Awaitable[None]]) -> None:
-    """Run it in virtual time, and see that nothing is left."""
+def in_group(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """A test in virtual time; its first argument is a group, of which nothing is left at the end.
 
-    async def main() -> None:
-        async with asyncio.timeout(HANGS_S):
-            group = Group()
-            await test(group)
-            await group.close()
+    The other arguments are fixtures.
+    """
 
-    run_virtual(main)
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        async def main() -> None:
+            async with asyncio.timeout(HANGS_S):
+                group = Group()
+                await test(group, **fixtures)
+                await group.close()
+
+        run_virtual(main)
+
+    _, *others = inspect.signature(test).parameters.values()
+    run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
+    return run
 
 
 def ask(request_id: str = "r", max_tokens: int = 20, **changes: object) -> EngineRequest:
