@@ -177,8 +177,8 @@ def sampling(ranks: Ranks, vocab: int) -> Figures:
                 cut = [part[:, :width] for part, width in zip(parts, widths, strict=True)]
                 step_sampler(torch.cat(cut, 1), asked)
 
-            for who, call in (("rank 0", first), ("all", every)):
-                found[f"{name}, {rows} rows, {who}"] = collective(call, 400 // (rows + 8))
+            for place, call in (("rank 0", first), ("all", every)):
+                found[f"{name}, {rows} rows, {place}"] = collective(call, 400 // (rows + 8))
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from step_time_formulas import (
+from analytic_profiles import (
     LLAMA_3_70B,
     OPT_13B,
     OPT_30B,
