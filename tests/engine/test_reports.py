@@ -94,7 +94,7 @@ class View:
 
 @settings(max_examples=examples(40), deadline=None)
 @given(seed=st.integers(0, 2**32), blocks=st.integers(8, 30), host=st.sampled_from([0, 4]))
-def test_what_is_told_is_what_requests_find(seed: int, blocks: int, host: int) -> None:
+def test_reports_say_what_requests_find_in_the_cache(seed: int, blocks: int, host: int) -> None:
     rng, view = random.Random(seed), View()
     engine = make_engine(blocks, host_blocks=host)
     engine.subscribe()

@@ -238,7 +238,7 @@ def keys_of(*tokens: int) -> list[bytes]:
     return keys
 
 
-def test_blocks_belong_to_who_computed_them_first_and_the_last_word_is_what_was_before() -> None:
+def test_the_origin_of_a_block_is_the_request_that_computed_it_first() -> None:
     kv = KvCacheManager(4, SIZE, prefixes=PrefixCache())
     assert kv.take_cached_lengths(everything=True) == {}, "there is no subscriber"
     kv.subscribe()
@@ -254,7 +254,7 @@ def test_blocks_belong_to_who_computed_them_first_and_the_last_word_is_what_was_
     assert kv.take_cached_lengths(everything=True) == {"a": 8, "c": 8}
 
 
-def test_an_id_that_comes_back_with_another_prompt_is_told_of_the_later_one() -> None:
+def test_a_reused_request_id_is_the_origin_of_its_later_prompt_only() -> None:
     kv = KvCacheManager(4, SIZE, prefixes=PrefixCache())
     kv.subscribe()
     for token in (1, 2):

@@ -178,7 +178,7 @@ def test_two_requests_share_what_their_scopes_allow(one: Asked, other: Asked) ->
 
 
 @pytest.mark.parametrize("private_salt", ["", "p"])
-def test_all_is_shared_with_those_who_have_no_scope_up_to_the_first_private_block(
+def test_requests_without_a_scope_share_all_up_to_the_first_private_block(
     private_salt: str,
 ) -> None:
     tokens = tuple(range(24))

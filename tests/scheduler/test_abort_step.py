@@ -16,7 +16,7 @@ from support.toy_model import ToyModel
 from support.virtual_time import BE, RT, VirtualRun, plan_seconds
 
 # Of support.scheduling.MODEL: a step takes 20 ms and 1 ms per token. The first token is due after
-# 0.4 s, so a prompt of 300 tokens has to start within 80 ms; filler makes steps of 0.2 s.
+# 0.4 s, so a prompt of 300 tokens has to start within 80 ms; best-effort work makes steps of 0.2 s.
 LONG, SHORT = 300, 100
 
 
@@ -201,7 +201,7 @@ def test_hardly_anything_left_of_a_step_is_no_reason_to_give_it_up() -> None:
     assert not run.scheduler.yields(arrival(LONG, nearly_done, slo), nearly_done)
 
 
-def test_an_answer_whose_pace_is_impossible_has_no_say() -> None:
+def test_a_request_whose_pace_is_impossible_aborts_no_step() -> None:
     run = run_with_best_effort()
     run.submit("impossible", 10, max_tokens=500, slo=Slo(0.4, 0.001))
     run.steps(5)

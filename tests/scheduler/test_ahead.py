@@ -412,7 +412,7 @@ def test_a_request_that_stops_is_in_one_more_step_whose_result_is_dropped() -> N
 
 
 @pytest.mark.parametrize("policy", ["bros", "fcfs"])
-def test_a_fill_that_is_done_is_not_in_the_next_step(policy: str) -> None:
+def test_a_finished_prefill_only_request_is_not_in_the_next_step(policy: str) -> None:
     run = Run(policy, max_batch_tokens=8)
     run.submit("a", [900, 901], max_tokens=9, slo=Slo(9.0, 9.0))
     run.submit("fill", 15, prefill_only=True, slo=Slo(9.0, 9.0))
@@ -428,7 +428,7 @@ def test_a_fill_that_is_done_is_not_in_the_next_step(policy: str) -> None:
     assert run.step()["chat"].start == 12
 
 
-def test_a_fill_that_is_withdrawn_while_it_runs_does_not_end_its_namesake() -> None:
+def test_a_prefill_only_request_aborted_while_it_runs_does_not_end_its_namesake() -> None:
     run = Run()
     run.submit("a", 16, prefill_only=True)
     run.step()
@@ -491,7 +491,7 @@ def test_a_token_that_cannot_be_chosen_ends_its_request_and_its_next_step_counts
     assert run.answer("b") == right_answer(run.asked[1], ())
 
 
-def test_engine_waits_for_a_step_of_those_who_have_gone() -> None:
+def test_engine_waits_for_a_step_whose_requests_have_ended() -> None:
     run = Run()
     run.submit("a", 5, max_tokens=20)
     run.steps(2)
@@ -504,7 +504,7 @@ def test_engine_waits_for_a_step_of_those_who_have_gone() -> None:
 # Memory
 
 
-def test_who_is_robbed_while_its_step_runs_still_gets_its_token() -> None:
+def test_a_request_preempted_while_its_step_runs_still_gets_its_token() -> None:
     """18 tokens of "be" and 24 of "rt" in 8 blocks of 4."""
     for host_blocks in (0, 64):
         run = Run(blocks=8, host_blocks=host_blocks, prefix_cache="off")
@@ -550,7 +550,7 @@ def test_who_has_to_start_over_keeps_the_deadline_that_it_was_given_for_that() -
 # Prefixes
 
 
-def test_who_begins_alike_goes_on_as_early_as_without_overlap() -> None:
+def test_requests_with_a_common_prefix_continue_as_early_as_without_overlap() -> None:
     """The second one waits for the first and is in the next step, with what that computes."""
     run = Run(max_batch_tokens=64)
     run.submit("first", 40, slo=Slo(2.0))

@@ -92,7 +92,7 @@ def test_no_request_is_overtaken_by_one_that_comes_much_later(load: list[Arrival
 
 
 @given(load=arrivals)
-def test_nothing_is_overtaken_by_who_is_of_no_program_or_group_and_begins_as_nothing_before(
+def test_no_request_is_overtaken_by_one_without_program_group_or_cached_prefix(
     load: list[Arrival],
 ) -> None:
     """Arrival is the order of all that have nothing to do with each other."""

@@ -150,7 +150,7 @@ def test_a_row_that_lists_its_blocks_in_another_order_reads_for_itself() -> None
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[list[Item], list[Item], dict[str, Path]]:
-    """Urgent items and filler, most of them rows, and what they hold or will find."""
+    """Urgent and best-effort items, most of them rows, and what they hold or will find."""
     known: dict[str, Path] = {}
     sides: list[list[Item]] = []
     for side in "uf":
@@ -192,7 +192,7 @@ def test_the_load_of_a_step_is_that_of_its_rows(
 def test_a_row_that_gives_way_does_not_count_any_more(
     population: list[Path], last: Path, min_rows: int
 ) -> None:
-    """The last urgent row can wait, and the step is full without filler."""
+    """The last urgent row can wait, and the step is full without best-effort items."""
     known = {str(number): path for number, path in enumerate([*population, last])}
     items = [Item(name, 1, BLOCK_SIZE * len(path), NOW + 10.0) for name, path in known.items()]
     urgent, best_effort = items[:-1], [replace(items[-1], deadline_s=math.inf)]

@@ -52,7 +52,7 @@ def test_answers_are_kept_with_their_prompts_but_for_the_last_token(tokens: int)
     assert run.cached["again"] == parked(run) * SIZE
 
 
-def test_what_is_released_or_whose_time_is_over_is_kept_no_longer() -> None:
+def test_released_and_expired_prefixes_are_kept_no_longer() -> None:
     run = Run()
     for name, keep_s in (("a", 1000.0), ("b", 1.0), ("c", 5.0)):
         run.submit(name, [ord(name)] * 9, max_tokens=1, hints=Hints(keep_s=keep_s))
@@ -83,7 +83,7 @@ def test_what_two_have_kept_is_kept_until_both_are_released() -> None:
     assert parked(run) == 0
 
 
-def test_a_fill_that_had_nothing_to_compute_keeps_that() -> None:
+def test_a_prefill_only_request_with_nothing_to_compute_keeps_its_prefix() -> None:
     run = Run()
     run.submit("first", 20, prefill_only=True)
     run.drain()

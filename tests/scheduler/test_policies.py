@@ -137,7 +137,7 @@ def test_the_order_of_urgency_is_that_of_a_full_sort(
 # Real-time under load
 
 
-def test_a_step_with_best_effort_is_short_enough_for_who_may_come() -> None:
+def test_a_step_with_best_effort_is_short_enough_for_arrivals() -> None:
     run = VirtualRun(rt_wait=0.3, max_batch_tokens=1000, max_num_seqs=30)
     for number in range(20):
         run.submit(f"be{number}", 400, BE, max_tokens=50, salt=40 * number)

@@ -155,7 +155,7 @@ def test_what_it_begins_with_is_not_expected_for_ever() -> None:
     assert cached[True] == cached[False] > 0
 
 
-def test_what_makes_way_for_it_is_counted_with_its_class() -> None:
+def test_its_victims_are_counted_with_its_class() -> None:
     run = VirtualRun(blocks=24, prefix_cache="class-aware", max_num_seqs=1)
     run.submit("old", 70, BE, max_tokens=1)
     run.drain()
@@ -171,7 +171,7 @@ def test_what_makes_way_for_it_is_counted_with_its_class() -> None:
 # Running requests
 
 
-def test_who_runs_goes_on_at_its_pace_whatever_else_there_is_to_do() -> None:
+def test_a_running_request_keeps_its_pace_beside_any_other_work() -> None:
     """Real-time requests fill the batch; unless it is promoted, it hardly gets a row."""
     longest = {}
     for promoted in (False, True):

@@ -42,9 +42,9 @@ BUFFERS = 2
 class Rule(StrEnum):
     """What has to wait for what.
 
-    That a host slot is not written again while it is read needs no rule of its own: what
-    is robbed later is gathered after the kernels of earlier steps, and these began when what
-    they had brought back had been read. In one plan no host slot is both.
+    That a host slot is not written again while it is read needs no rule of its own: tokens
+    preempted later are gathered after the kernels of earlier steps, which began when the tokens
+    that they restore had been read. In one plan no host slot is both.
     """
 
     STEPS_IN_ORDER = "whatever touches the device's slots waits for the kernels of earlier steps"

@@ -130,7 +130,7 @@ def test_a_replayed_step_is_aborted_before_it_begins_or_not_at_all() -> None:
     assert not group.errors
 
 
-def test_closing_ends_those_who_follow() -> None:
+def test_closing_ends_the_following_ranks() -> None:
     made = [assemble() for _ in range(3)]
     with team([each.runner for each in made]) as group:
         group.executor.close()
