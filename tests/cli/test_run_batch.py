@@ -126,7 +126,7 @@ def test_an_input_with_mistakes_is_not_run(
 
 
 def begun(folder: Path, source: Path, model: Path) -> None:
-    """As a run leaves it that was killed after the first row, whose answer nobody would guess."""
+    """What a run leaves that was killed after the first row; its answer is an unlikely one."""
     clock, store = SystemClock(), open_store(folder / "out.jsonl.partial")
     begin(store, RequestedRun(source, COMPLETIONS, model.name), clock)
     now = clock.unix_time()

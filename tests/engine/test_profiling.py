@@ -75,7 +75,7 @@ def slower(factor: float) -> CostModel:
     )
 
 
-def lines_of_nobody(line: str) -> None:
+def ignore(line: str) -> None:
     raise AssertionError(line)
 
 
@@ -399,7 +399,7 @@ def test_what_was_measured_once_is_kept(tmp_path: Path) -> None:
     first = case.model()
     assert case.executor.shapes and len(case.told) == 1 and "Measuring" in case.told[0]
     key = profile_key(EngineConfig(), INFO)
-    kept = find_profile(case.folders[:1], key, lines_of_nobody)
+    kept = find_profile(case.folders[:1], key, ignore)
     assert kept is not None and kept.model == first and kept.kind == QUICK
     assert case.model() == first
     assert case.executor.shapes == [] and len(case.told) == 1

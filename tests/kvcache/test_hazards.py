@@ -45,7 +45,7 @@ class Arrival:
 @dataclass(frozen=True)
 class Load:
     """blocks: of the device. lead: steps planned ahead of it. seats: most requests that run.
-    tpot_s: what real-time requests are held to. abandoning: how often a step is given up, of those
+    tpot_s: what real-time requests are held to. abandoning: how often a step is aborted, of those
     that may be."""
 
     blocks: int
@@ -156,14 +156,14 @@ class Served:
         """How many chunks ran, and what came of them."""
         executed = 0
 
-        def gives_up() -> bool:
+        def should_abort() -> bool:
             nonlocal executed
             executed += 1
             return self.rng.random() < self.load.aborting
 
         if not self.scheduler.may_abort:
             return len(plan.chunks), self.model.execute(plan)
-        result = self.model.execute(plan, gives_up)
+        result = self.model.execute(plan, should_abort)
         return executed, result
 
     def _take(self, outputs: list[RequestOutput]) -> None:

@@ -307,7 +307,7 @@ def test_scenarios_that_cannot_run_are_refused(wrong: dict[str, object], message
         build_simulation(scenario(**wrong))
 
 
-def test_progress_is_told_from_start_to_end() -> None:
+def test_progress_is_reported_from_start_to_end() -> None:
     told: list[float] = []
     build_simulation(scenario(), progress=told.append).run()
     assert told[0] == 0.0 and 0.95 < told[-1] <= 1.0
