@@ -24,8 +24,8 @@ from support.tiny_tokenizer import save_tokenizer
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(900)]
 
 ROWS, KILLS = by_tier(fast=(40, 2), long=(500, 20))
-TOKENS = by_tier(fast=200, long=2)
-"""Per row: of a small model so many that kills come before the job is done."""
+TOKENS = by_tier(fast=100, long=2)
+"""Per row: of a small model so many, and of so few rows at a time, that a job takes seconds."""
 COMPLETIONS = "/v1/completions"
 LEASE_S = 1.0
 
@@ -104,7 +104,8 @@ def options(folder: Path) -> list[str]:
     model = folder / "tiny"
     save_tiny_llama(model, vocab_size=1000)
     save_tokenizer(model)
-    return [str(model), "--data-dir", str(folder / "data"), "--threads", "1"]
+    few = ("--threads", "1", "--max-num-seqs", "2")
+    return [str(model), "--data-dir", str(folder / "data"), *few]
 
 
 def wait(server: ServerProcess, seconds: float) -> None:
