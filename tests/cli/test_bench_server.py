@@ -57,6 +57,10 @@ def test_sigterm_ends_the_server_too(model: Path) -> None:
             signal.raise_signal(signal.SIGTERM)
             await asyncio.sleep(60)
 
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(terminated())
+    before_sigint = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:  # workers of pytest-xdist ignore SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(terminated())
+    finally:
+        signal.signal(signal.SIGINT, before_sigint)
     assert children() == before and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
