@@ -67,7 +67,15 @@ MIXES = {
 
 @needs_triton
 @interpreted
-@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long)
+        if name in ("prompts", "short rows between chunks")
+        else name
+        for name in MIXES
+    ],
+)
 def test_chunks_are_merged_with_what_is_cached(name: str) -> None:
     rows, parts = MIXES[name]
     fmha = FakeFmha(FP32)

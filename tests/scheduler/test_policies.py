@@ -554,7 +554,7 @@ def test_edf_heeds_a_best_effort_deadline_after_the_first_token() -> None:
     assert run.token_times["be"][-1] < run.token_times["rt"][0]
 
 
-@pytest.mark.parametrize("prompt_tokens", [60, 220])
+@pytest.mark.parametrize("prompt_tokens", [60, pytest.param(220, marks=pytest.mark.long)])
 def test_best_effort_leaves_time_for_what_prompts_take_here(prompt_tokens: int) -> None:
     """Newcomers come at every point of a step, and more work waits than can ever run. Steps of
     half the objective are too long before prompts that take most of the other half: 15 of 40
