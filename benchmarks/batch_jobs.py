@@ -29,10 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from engine_speed import environment
+from harness import environment, table_of
 from quick import add_quick
 from rich.console import Console
-from rich.table import Table
 
 from bros.bench.results import BenchResult, Scenario
 from bros.bench.running import batch_job
@@ -231,14 +230,10 @@ def interference(options: argparse.Namespace) -> Row:
 def show(results: Row, console: Console) -> None:
     for name, part in results.items():
         if isinstance(part, list):
-            table = Table(title=name)
-            for column in part[0]:
-                table.add_column(column, justify="right")
-            for row in part:
-                table.add_row(
-                    *(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values())
-                )
-            console.print(table)
+            cells = [
+                [f"{v:.2f}" if isinstance(v, float) else v for v in row.values()] for row in part
+            ]
+            console.print(table_of(name, list(part[0]), cells, left=0))
         else:
             console.print(name, part)
 

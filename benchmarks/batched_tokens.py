@@ -12,21 +12,15 @@ machine.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
-from engine_speed import environment
-from quick import add_quick
+from harness import benchmark_parser, finish, greedy_request, random_tokens, save, table_of
 from rich.console import Console
-from rich.table import Table
 
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
-from bros.core.request import EngineRequest, SamplingParams
 from bros.engine.build import build_engine
 from bros.engine.engine import Engine
 from bros.executor.model_store import default_cache_dir, resolve_model
@@ -75,13 +69,8 @@ def measure(engine: Engine, case: Case, steps: int, seed: int) -> tuple[list[flo
     rows, context = case
     rng = random.Random(f"{seed} {case}")
     for row in range(rows):
-        prompt = [rng.randrange(1000, engine.info.vocab_size) for _ in range(context)]
-        sampling = SamplingParams(
-            temperature=0, max_tokens=_outputs(rows, context, steps), ignore_eos=True
-        )
-        engine.submit(
-            EngineRequest(request_id=str(row), prompt_token_ids=prompt, sampling=sampling)
-        )
+        prompt = random_tokens(rng, context, engine.info.vocab_size)
+        engine.submit(greedy_request(str(row), prompt, _outputs(rows, context, steps)))
     generated = dict.fromkeys(map(str, range(rows)), 0)
 
     def step() -> None:
@@ -99,20 +88,17 @@ def measure(engine: Engine, case: Case, steps: int, seed: int) -> tuple[list[flo
     after = rows * context + sum(generated.values())
     for name in generated:
         engine.abort(name)
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert after - before == rows * steps, "each step gives each row one token"
     return times, (before + after) / 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = benchmark_parser(__doc__, rows=[1, 4], contexts=[16, 64], rounds=1, steps=2)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12, help="steps of each case and round")
-    parser.add_argument("--json", type=Path, help="where to save the figures")
-    add_quick(parser, rows=[1, 4], contexts=[16, 64], rounds=1, steps=2)
     args = parser.parse_args()
     cases = cases_of(args.rows, args.contexts)
     engine = make(cases, args.steps)
@@ -132,14 +118,12 @@ def main() -> None:
         }
         for case, found in times.items()
     ]
-    table = Table("rows", "context", "batched tokens", "ms per output token")
-    for row in rows:
-        cells = (f"{row['rows']}", f"{row['context']}", f"{row['batched_tokens']}")
-        table.add_row(*cells, f"{row['ms']:.1f}")
-    Console().print(table)
-    if args.json:
-        results = {"environment": environment(), "rounds": args.rounds, "decode": rows}
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    cells = [
+        (row["rows"], row["context"], row["batched_tokens"], f"{row['ms']:.1f}") for row in rows
+    ]
+    headings = ("rows", "context", "batched tokens", "ms per output token")
+    Console().print(table_of("", headings, cells))
+    save(args.json, {"rounds": args.rounds, "decode": rows})
 
 
 if __name__ == "__main__":

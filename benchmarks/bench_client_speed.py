@@ -9,7 +9,6 @@ client's process, including prompts of 512 token ids.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -17,9 +16,8 @@ import multiprocessing
 import statistics
 from multiprocessing.connection import Connection
 
-from quick import add_quick
+from harness import benchmark_parser, save, table_of
 from rich.console import Console
-from rich.table import Table
 
 from bros.bench.client import AiohttpTransport, Client, Outcome
 from bros.bench.dialects import RequestFormat, dialect_of
@@ -129,18 +127,13 @@ def run(streams: int, chunks_per_s: float, duration_s: float) -> LoadResult:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = benchmark_parser(__doc__, streams=4, rates="10", duration=1.0)
     parser.add_argument("--streams", type=int, default=24)
     parser.add_argument("--rates", default="10,100", help="chunks per second of each stream")
     parser.add_argument("--duration", type=float, default=10.0, help="seconds per rate")
-    add_quick(parser, streams=4, rates="10", duration=1.0)
     args = parser.parse_args()
     cores = available_cores()
-    table = Table(title=f"{args.streams} streams, and 4 requests/s beside them; {cores} cores")
-    for name in ("chunks/s each", "requests", "incomplete", "chunks", "of all cores"):
-        table.add_column(name, justify="right")
-    for name in ("us per chunk", "gap error p50 / p99 ms", "sent late p50 / p99 / max ms"):
-        table.add_column(name, justify="right")
+    rows = []
     for rate in (float(item) for item in args.rates.split(",")):
         result = run(args.streams, rate, args.duration)
         health, records = result.health, result.records
@@ -150,20 +143,28 @@ def main() -> None:
             for record in records
             for earlier, later in itertools.pairwise(record.chunk_times_s)
         )
+        p99 = errors[len(errors) * 99 // 100]
         bad = sum(r.outcome not in (Outcome.COMPLETED, Outcome.OPEN) for r in records)
         cpu_s = health.cpu_share * cores * result.elapsed_s
         late = (health.lateness_p50_s, health.lateness_p99_s, health.lateness_max_s)
-        table.add_row(
-            f"{rate:g}",
-            str(len(records)),
-            str(bad),
-            str(chunks),
-            f"{health.cpu_share:.2%}",
-            f"{1e6 * cpu_s / chunks:.0f}",
-            f"{1e3 * statistics.median(errors):.2f} / {1e3 * errors[len(errors) * 99 // 100]:.2f}",
-            " / ".join(f"{1e3 * seconds:.2f}" for seconds in late),
-        )
-    Console().print(table)
+        figures = {
+            "chunks/s each": f"{rate:g}",
+            "requests": len(records),
+            "incomplete": bad,
+            "chunks": chunks,
+            "of all cores": f"{health.cpu_share:.2%}",
+            "us per chunk": f"{1e6 * cpu_s / chunks:.0f}",
+            "gap error p50 / p99 ms": _in_ms(statistics.median(errors), p99),
+            "sent late p50 / p99 / max ms": _in_ms(*late),
+        }
+        rows.append(figures)
+    title = f"{args.streams} streams, and 4 requests/s beside them; {cores} cores"
+    Console().print(table_of(title, list(rows[0]), [list(row.values()) for row in rows], left=0))
+    save(args.json, {"streams": args.streams, "rows": rows})
+
+
+def _in_ms(*seconds: float) -> str:
+    return " / ".join(f"{1e3 * each:.2f}" for each in seconds)
 
 
 if __name__ == "__main__":

@@ -10,26 +10,27 @@ that a slow minute of the machine affects all of them; figures are medians. Deco
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-import transformers
-from quick import add_quick
+from harness import (
+    TimedExecutor,
+    benchmark_parser,
+    finish,
+    greedy_request,
+    judged,
+    random_tokens,
+    save,
+    table_of,
+)
 from rich.console import Console
-from rich.table import Table
 from transformers_reference import load_in_transformers
 
-from bros.bench.results import environment as bench_environment
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
-from bros.core.plan import StepPlan, StepResult
-from bros.core.request import EngineRequest, SamplingParams
 from bros.engine.build import build_engine
 from bros.engine.engine import Engine
 from bros.executor.inputs import build_inputs
@@ -53,26 +54,6 @@ TARGET_MS = {
 Samples = dict[str, list[float]]
 
 
-class RecordingExecutor:
-    """Forwards plans and records the last one and its time in the executor."""
-
-    def __init__(self, inner: object) -> None:
-        self._inner = inner
-        self.plan: StepPlan | None = None
-        self.seconds = 0.0
-
-    def execute(
-        self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
-    ) -> StepResult | None:
-        began = time.perf_counter()
-        result: StepResult | None = self._inner.execute(plan, should_abort)  # type: ignore[attr-defined]
-        self.plan, self.seconds = plan, time.perf_counter() - began
-        return result
-
-    def close(self) -> None:
-        self._inner.close()  # type: ignore[attr-defined]
-
-
 class BrosTarget:
     """A bros engine that the benchmark steps."""
 
@@ -81,8 +62,8 @@ class BrosTarget:
             device="cpu", weights=weights, policy=policy, max_batch_tokens=4096, max_model_len=2048
         )
         self._engine: Engine = build_engine(config, files, SystemClock())
-        self._recorder = RecordingExecutor(self._engine._executor)
-        self._engine._executor = self._recorder
+        self._timed = TimedExecutor(self._engine._executor)
+        self._engine._executor = self._timed
         self._vocab = self._engine.info.vocab_size
         self._count = 0
         self.host_ms: Samples = {}
@@ -96,13 +77,13 @@ class BrosTarget:
             begun |= {output.request_id for output in self._engine.step()}
         times, host = [], []
         for _ in range(DECODE_STEPS):
-            began = time.perf_counter()
+            began, busy_s = time.perf_counter(), self._timed.busy_s
             self._engine.step()
             total = time.perf_counter() - began
             times.append(total * 1e3)
-            host.append((total - self._recorder.seconds + self._preparation_s()) * 1e3)
-        while self._engine.has_work:
-            self._engine.step()
+            outside_s = total - (self._timed.busy_s - busy_s)
+            host.append((outside_s + self._preparation_s()) * 1e3)
+        finish(self._engine)
         self.host_ms.setdefault(f"decode {rows}", []).append(statistics.median(host))
         return times
 
@@ -110,26 +91,19 @@ class BrosTarget:
         """Milliseconds to the first token of one prompt."""
         self._submit(tokens, 1)
         began = time.perf_counter()
-        while self._engine.has_work:  # a long prompt may take several steps
-            self._engine.step()
+        finish(self._engine)  # a long prompt may take several steps
         return [(time.perf_counter() - began) * 1e3]
 
     def _preparation_s(self) -> float:
-        assert self._recorder.plan is not None
+        assert self._timed.plan is not None
         began = time.perf_counter()
-        build_inputs(self._recorder.plan)
+        build_inputs(self._timed.plan)
         return time.perf_counter() - began
 
     def _submit(self, tokens: int, outputs: int) -> None:
         self._count += 1
-        rng = random.Random(self._count)
-        self._engine.submit(
-            EngineRequest(
-                request_id=str(self._count),
-                prompt_token_ids=[rng.randrange(1000, self._vocab) for _ in range(tokens)],
-                sampling=SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True),
-            )
-        )
+        prompt = random_tokens(random.Random(self._count), tokens, self._vocab)
+        self._engine.submit(greedy_request(str(self._count), prompt, outputs))
 
 
 class TransformersTarget:
@@ -185,46 +159,24 @@ def measure(files: ModelFiles, rounds: int, report: Callable[[str], None]) -> di
     return samples
 
 
-def environment() -> dict[str, object]:
-    """The machine and the versions of the measurement."""
-    here = bench_environment(SystemClock())
-    return {
-        "cpu": here.cpu,
-        "cores": here.cores,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": here.python,
-        "commit": here.commit,
-        "unix_time": int(time.time()),
-    }
-
-
 def show(medians: dict[str, dict[str, float]], console: Console) -> None:
     """Print medians, with their targets where there are any."""
     cases = [f"decode {rows}" for rows in DECODE_ROWS]
     cases += [f"prefill {count}" for count in PREFILL_TOKENS]
-    table = Table(title="milliseconds per step, median (target: at most)")
-    table.add_column("")
-    for case in cases:
-        table.add_column(case, justify="right")
-    for name, row in medians.items():
-        cells = []
-        for case in cases:
-            target_ms = TARGET_MS.get((name, case))
-            value = f"{row[case]:.4g}" if case in row else "-"
-            if target_ms is not None:
-                color = "green" if row[case] <= target_ms else "red"
-                value = f"[{color}]{value}[/] ({target_ms:g})"
-            cells.append(value)
-        table.add_row(name, *cells)
-    console.print(table)
+
+    def cell(name: str, case: str) -> str:
+        target_ms, ms = TARGET_MS.get((name, case)), medians[name].get(case)
+        if ms is None or target_ms is None:
+            return "-" if ms is None else f"{ms:.4g}"
+        return f"{judged(ms, target_ms, '.4g')} ({target_ms:g})"
+
+    rows = [(name, *(cell(name, case) for case in cases)) for name in medians]
+    console.print(table_of("milliseconds per step, median (target: at most)", ("", *cases), rows))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = benchmark_parser(__doc__, rounds=1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="where to save the figures")
-    add_quick(parser, rounds=1)
     args = parser.parse_args()
     console = Console()
     files = resolve_model(None, default_cache_dir(), console.print)
@@ -234,11 +186,7 @@ def main() -> None:
         for name, row in samples.items()
     }
     show(medians, console)
-    if args.json:
-        result = {"environment": environment(), "rounds": args.rounds, "median_ms": medians}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
-        console.print(f"saved {args.json}")
+    save(args.json, {"rounds": args.rounds, "median_ms": medians})
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from gpu_bench import VARIANTS, Bench
-from gpu_model import BLOCK, Model, batch_of, full_segments
+from gpu_model import BLOCK, VARIANTS, Bench, Model, batch_of, full_segments
 from gpu_timing import Line, Timing, timed_line
 from torch import Tensor
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from gpu_bench import Bench
-from gpu_model import Model, Sizes
+from gpu_model import Bench, Model, Sizes
 from gpu_timing import Ceilings, Line, Timer, timed_line
 from torch import Tensor
 

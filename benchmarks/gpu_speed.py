@@ -38,10 +38,8 @@ from pathlib import Path
 import gpu_layer
 import gpu_parts
 import gpu_peers
-import gpu_sampling
 import torch
-from gpu_bench import Bench
-from gpu_model import REAL, SMALL, Model, Sizes
+from gpu_model import REAL, SMALL, Bench, Model, Sizes
 from gpu_timing import Ceilings, Line, Report, Timer, measure_ceilings
 
 from bros.terminal import plain_table
@@ -53,7 +51,7 @@ PARTS = {
     "attention": gpu_parts.attention,
     "layout": gpu_parts.layout,
     "shared": gpu_parts.shared,
-    "sampling": gpu_sampling.sampling,
+    "sampling": gpu_parts.sampling,
     "copies": gpu_parts.copies,
     "overhead": gpu_parts.overhead,
 }

@@ -15,23 +15,17 @@ of the policy. Run nothing else on the machine.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from engine_speed import environment
-from quick import add_quick
+from harness import TimedExecutor, benchmark_parser, save, table_of
 from rich.console import Console
-from rich.table import Table
 
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.core.interfaces import EngineInfo
-from bros.core.plan import StepPlan, StepResult
 from bros.core.request import ServiceClass, Slo
 from bros.engine.engine import Engine
 from bros.engine.profiling import step_time_model
@@ -71,27 +65,6 @@ class WallClock(SystemClock):
 
     def advance(self, seconds: float) -> None:
         time.sleep(seconds)
-
-
-class TimedExecutor:
-    """Forwards plans and sums up their time."""
-
-    def __init__(self, inner: ModelRunner) -> None:
-        self._inner = inner
-        self.busy_s = 0.0
-        self.steps = 0
-
-    def execute(
-        self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
-    ) -> StepResult | None:
-        began = time.perf_counter()
-        result = self._inner.execute(plan, should_abort)
-        self.busy_s += time.perf_counter() - began
-        self.steps += result is not None
-        return result
-
-    def close(self) -> None:
-        pass
 
 
 def load(
@@ -171,29 +144,28 @@ def run(
 
 
 def show(results: dict[str, dict[str, object]], console: Console) -> None:
-    table = Table(title=f"hybrid load ({TARGETS})")
-    columns = ("RT", "both %", "TTFT %", "TPOT %", "TTFT p50 / p99 s", "gap p99 s")
-    columns += ("BE tok/s", "of fcfs", "step ms", "scheduling")
-    table.add_column("")
-    for column in columns:
-        table.add_column(column, justify="right")
     base = results.get("fcfs", {}).get("be", {}).get("tokens_per_s")  # type: ignore[attr-defined]
+    rows = []
     for label, result in results.items():
         rt, be = result["rt"], result["be"]
         assert isinstance(rt, dict) and isinstance(be, dict)
         rate = be["tokens_per_s"]
-        table.add_row(
-            label,
-            str(rt["requests"]),
-            *(percent(rt[name]) for name in ("both_met", "ttft_met", "tpot_met")),
-            f"{rt['ttft_s']['p50']:.2f} / {rt['ttft_s']['p99']:.2f}" if rt["requests"] else "-",
-            f"{result['gap_p99_s']:.3f}" if result["gap_p99_s"] else "-",
-            f"{rate:.0f}" if rate else "-",
-            f"{rate / base:.0%}" if rate and base else "-",
-            f"{1e3 * result['mean_step_s']:.0f}",  # type: ignore[operator]
-            f"{result['scheduling_share']:.2%}",
+        rows.append(
+            (
+                label,
+                rt["requests"],
+                *(percent(rt[name]) for name in ("both_met", "ttft_met", "tpot_met")),
+                f"{rt['ttft_s']['p50']:.2f} / {rt['ttft_s']['p99']:.2f}" if rt["requests"] else "-",
+                f"{result['gap_p99_s']:.3f}" if result["gap_p99_s"] else "-",
+                f"{rate:.0f}" if rate else "-",
+                f"{rate / base:.0%}" if rate and base else "-",
+                f"{1e3 * result['mean_step_s']:.0f}",  # type: ignore[operator]
+                f"{result['scheduling_share']:.2%}",
+            )
         )
-    console.print(table)
+    headings = ("", "RT", "both %", "TTFT %", "TPOT %", "TTFT p50 / p99 s", "gap p99 s")
+    headings += ("BE tok/s", "of fcfs", "step ms", "scheduling")
+    console.print(table_of(f"hybrid load ({TARGETS})", headings, rows))
 
 
 def percent(share: dict[str, int]) -> str:
@@ -202,7 +174,7 @@ def percent(share: dict[str, int]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = benchmark_parser(__doc__, duration=5.0, only="fcfs,bros")
     parser.add_argument("--duration", type=float, default=120.0, help="seconds per policy")
     parser.add_argument("--rate", type=float, default=0.25, help="real-time requests per second")
     parser.add_argument(
@@ -210,8 +182,6 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="comma-separated labels, e.g. fcfs,bros")
-    parser.add_argument("--json", type=Path, help="where to save the figures")
-    add_quick(parser, duration=5.0, only="fcfs,bros")
     args = parser.parse_args()
     console = Console()
     if not console.is_terminal:
@@ -231,11 +201,8 @@ def main() -> None:
             executor, info, model, policy_config, found, in_flight, args.seed, args.duration
         )
     show(results, console)
-    if args.json:
-        settings = {key: value for key, value in vars(args).items() if key != "json"}
-        saved = {"environment": environment(), "settings": settings, "results": results}
-        args.json.write_text(json.dumps(saved, indent=2) + "\n")
-        console.print(f"saved {args.json}")
+    settings = {key: value for key, value in vars(args).items() if key != "json"}
+    save(args.json, {"settings": settings, "results": results})
 
 
 if __name__ == "__main__":

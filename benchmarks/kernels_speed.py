@@ -10,7 +10,6 @@ two alternate.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 from array import array
@@ -18,9 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from quick import add_quick
+from harness import benchmark_parser, save, table_of
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from bros.core.clock import SystemClock
@@ -160,26 +158,13 @@ def shared_seconds(
     return {name: statistics.median(values[1:]) for name, values in durations.items()}
 
 
-def shared_row(kernels: Kernels, rows: int, prefix: int, kv_dtype: str, repeats: int) -> list[str]:
-    """A line of the second table."""
-    medians = shared_seconds(kernels, rows, prefix, kv_dtype, repeats)
-    ratio = medians["alone"] / (medians["grouping"] + medians["together"])
-    return [
-        f"{rows} rows, {prefix} shared, {kv_dtype}",
-        *(f"{median * 1e6:,.0f}" for median in medians.values()),
-        f"{ratio:.2f}",
-    ]
-
-
-def shared_table(kernels: Kernels, repeats: int) -> Table:
-    table = Table(title=f"Attention of a decode step, microseconds, {kernels.name}")
-    table.add_column("rows, tokens", no_wrap=True)
-    for name in ("read by each row", "grouping", "read once", "speed-up"):
-        table.add_column(name, justify="right")
-    for kv_dtype in KV_DTYPES:
-        for rows, prefix in SHARED_PREFIXES:
-            table.add_row(*shared_row(kernels, rows, prefix, kv_dtype, repeats))
-    return table
+def shared_rows(kernels: Kernels, repeats: int) -> Iterator[list[str]]:
+    """The second table."""
+    for kv_dtype, (rows, prefix) in itertools.product(KV_DTYPES, SHARED_PREFIXES):
+        medians = shared_seconds(kernels, rows, prefix, kv_dtype, repeats)
+        ratio = medians["alone"] / (medians["grouping"] + medians["together"])
+        times = (f"{median * 1e6:,.0f}" for median in medians.values())
+        yield [f"{rows} rows, {prefix} shared, {kv_dtype}", *times, f"{ratio:.2f}"]
 
 
 def all_cases() -> Iterator[Case]:
@@ -211,33 +196,36 @@ def median_s(case: Case, kernels: Kernels, repeats: int) -> float:
     return statistics.median(durations[3:])
 
 
-def table_of_all(kernels: Sequence[Kernels], threads: int, repeats: int) -> Table:
-    table = Table(title=f"Median microseconds, {threads} threads")
-    table.add_column("operation, tokens", no_wrap=True)
-    for each in kernels:
-        table.add_column(each.name, justify="right")
-    table.add_column(f"{kernels[-1].name} rate", justify="right")
+def rows_of_all(kernels: Sequence[Kernels], repeats: int) -> Iterator[list[str]]:
+    """The first table."""
     for case in all_cases():
         medians = [median_s(case, each, repeats) for each in kernels]
-        table.add_row(case.name, *(f"{m * 1e6:,.0f}" for m in medians), case.note(medians[-1]))
-    return table
+        yield [case.name, *(f"{m * 1e6:,.0f}" for m in medians), case.note(medians[-1])]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser(__doc__, repeats=2)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--only", choices=["each", "shared"], help="one of the two tables")
-    add_quick(parser, repeats=2)
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
     kernels = back_ends()
     console = Console(width=120)
+    results: dict[str, list[list[str]]] = {}
     if args.only != "shared":
-        console.print(table_of_all(kernels, args.threads, args.repeats))
+        names = [each.name for each in kernels]
+        headings = ("operation, tokens", *names, f"{names[-1]} rate")
+        results["each"] = list(rows_of_all(kernels, args.repeats))
+        title = f"Median microseconds, {args.threads} threads"
+        console.print(table_of(title, headings, results["each"]))
     if args.only != "each" and len(kernels) > 1:
-        console.print(shared_table(kernels[-1], max(1, args.repeats // 3)))
+        headings = ("rows, tokens", "read by each row", "grouping", "read once", "speed-up")
+        results["shared"] = list(shared_rows(kernels[-1], max(1, args.repeats // 3)))
+        title = f"Attention of a decode step, microseconds, {kernels[-1].name}"
+        console.print(table_of(title, headings, results["shared"]))
+    save(args.json, results)
 
 
 if __name__ == "__main__":

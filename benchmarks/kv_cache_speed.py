@@ -16,28 +16,20 @@ one takes longer. Run nothing else on the machine.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from pathlib import Path
 from typing import TypeVar
 
+from harness import FAST, benchmark_parser, greedy_request, judged, model_free_info, save, table_of
 from rich.console import Console
-from rich.table import Table
-from scheduler_speed import FAST
 from scheduler_speed import run as run_steps
 
-from bros.bench.results import environment
-from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
-from bros.core.interfaces import EngineInfo
-from bros.core.request import EngineRequest, SamplingParams, ServiceClass
+from bros.core.request import ServiceClass
 from bros.kvcache.blocks import Side
 from bros.kvcache.manager import KvCacheManager
 from bros.kvcache.prefix_cache import PrefixCache, extend_keys
@@ -240,25 +232,16 @@ def restore(pool: Pool, victims: list[str]) -> None:
 
 def decoding_step_us(num_blocks: int) -> list[float]:
     """Microseconds of schedule and apply for 64 rows, with a cache full of finished prompts."""
-    info = EngineInfo(
-        model="none", weights="", kernels="", kv_dtype="", device="", max_model_len=4096,
-        vocab_size=2**31 - 1, block_size=BLOCK, num_kv_blocks=num_blocks, policy="bros",
-    )  # fmt: skip
+    info = model_free_info(num_blocks, vocab_size=2**31 - 1)
     config = EngineConfig(max_num_seqs=ROWS, max_batch_tokens=64 * 1024, slo_ttft=1e6)
     scheduler = build_scheduler(config, info, FAST)
 
     def submit(first: int, count: int, prompt_blocks: int, outputs: int) -> None:
         for number in range(first, first + count):
             tokens = range(number * 1024 + 1, number * 1024 + 1 + prompt_blocks * BLOCK)
-            scheduler.submit(
-                EngineRequest(
-                    request_id=str(number),
-                    prompt_token_ids=tokens,
-                    sampling=SamplingParams(max_tokens=outputs, ignore_eos=True),
-                    service_class=ServiceClass.RT if number % 2 else ServiceClass.BE,
-                ),
-                now=0.0,
-            )
+            service_class = ServiceClass.RT if number % 2 else ServiceClass.BE
+            request = greedy_request(str(number), tokens, outputs, service_class)
+            scheduler.submit(request, now=0.0)
 
     prompts = num_blocks // 32 + 1
     for first in range(0, prompts, ROWS):
@@ -296,23 +279,18 @@ def measure(num_blocks: int, rounds: int) -> dict[str, float]:
 
 def show(found: dict[int, dict[str, float]], steps: dict[int, float], console: Console) -> None:
     """Print the sizes side by side, which shows what grows with the memory."""
-    table = Table(title=f"microseconds per block, by blocks in the cache (target: {TARGET_US:g})")
-    table.add_column("")
-    table.add_column("operations", justify="right")
-    for size in found:
-        table.add_column(f"{size:,}", justify="right")
-    table.add_column("last / first", justify="right")
     sizes = list(found)
+    rows = []
     for operation in found[sizes[0]]:
-        row = [found[size][operation] for size in sizes]
-        cells = [f"[{'green' if us <= TARGET_US else 'red'}]{us:.2f}[/]" for us in row]
-        count = str(OPERATIONS.get(operation, 1))
-        table.add_row(operation, count, *cells, f"{row[-1] / row[0]:.2f}")
-    table.add_section()
-    row = [steps[size] for size in sizes]
-    label = f"scheduler step, {ROWS} rows (ms)"
-    table.add_row(label, "", *(f"{us / 1e3:.3f}" for us in row), f"{row[-1] / row[0]:.2f}")
-    console.print(table)
+        us = [found[size][operation] for size in sizes]
+        cells = [judged(each, TARGET_US) for each in us]
+        rows.append((operation, OPERATIONS.get(operation, 1), *cells, f"{us[-1] / us[0]:.2f}"))
+    us = [steps[size] for size in sizes]
+    cells = [f"{each / 1e3:.3f}" for each in us]
+    rows.append((f"scheduler step, {ROWS} rows (ms)", "", *cells, f"{us[-1] / us[0]:.2f}"))
+    title = f"microseconds per block, by blocks in the cache (target: {TARGET_US:g})"
+    headings = ("", "operations", *(f"{size:,}" for size in sizes), "last / first")
+    console.print(table_of(title, headings, rows))
 
 
 def slow_ones(found: dict[int, dict[str, float]]) -> Iterator[str]:
@@ -323,30 +301,24 @@ def slow_ones(found: dict[int, dict[str, float]]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = benchmark_parser(__doc__, rounds=20)
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--quick", action="store_true", help="20 rounds")
-    parser.add_argument("--json", type=Path, help="where to save the figures")
     args = parser.parse_args()
-    rounds = 20 if args.quick else args.rounds
     console = Console()
-    found = {size: measure(size, rounds) for size in SIZES}
+    found = {size: measure(size, args.rounds) for size in SIZES}
     steps = {size: statistics.median(decoding_step_us(size)) for size in SIZES}
     show(found, steps, console)
     slow = list(slow_ones(found))
     for line in slow:
         console.print(f"too slow: {line}", style="red")
-    if args.json:
-        result = {
-            "environment": asdict(environment(SystemClock())),
-            "rounds": rounds,
-            "asked_us": TARGET_US,
-            "operations_per_block": OPERATIONS,
-            "us_per_block": found,
-            "scheduler_step_us": steps,
-        }
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
-        console.print(f"saved {args.json}")
+    results = {
+        "rounds": args.rounds,
+        "asked_us": TARGET_US,
+        "operations_per_block": OPERATIONS,
+        "us_per_block": found,
+        "scheduler_step_us": steps,
+    }
+    save(args.json, results)
     sys.exit(1 if slow else 0)
 
 

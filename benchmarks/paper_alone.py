@@ -11,7 +11,6 @@ the run, and the latency with it.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,7 +24,6 @@ from paper_common import (
     Results,
     Setting,
     Span,
-    provenance,
     settings,
     simulate,
 )
@@ -53,10 +51,7 @@ FULL, QUICK = Span(600.0, 0.0), Span(90.0, 0.0)
 CAPACITY_FULL, CAPACITY_QUICK = Span(400.0, 150.0), Span(90.0, 45.0)
 
 
-def measure(options: Options) -> dict[str, Any]:
-    """All runs, and everything that determines them."""
-    began = time.perf_counter()
-    span = QUICK if options.quick else FULL
+def measure(options: Options, span: Span) -> dict[str, Any]:
     overload = [Case(setting, "fcfs", OFFERED, be_in_flight=0) for setting in settings(options)]
     swamped = simulate(
         "finding capacities", overload, CAPACITY_QUICK if options.quick else CAPACITY_FULL, options
@@ -68,11 +63,9 @@ def measure(options: Options) -> dict[str, Any]:
         for rate in rates_up_to(run["rt_requests_per_s"])
     ]
     return {
-        **provenance(span, options),
         "shares": SHARES,
         "runs": simulate("real-time work alone", cases, span, options),
         "swamped": swamped,
-        "wall_s": round(time.perf_counter() - began, 1),
     }
 
 
@@ -147,4 +140,4 @@ def _run_table(pairs: Sequence[tuple[float, Pair]]) -> Iterator[str]:
         yield row(model, chats, percent(part, 0), f"{run['rate']:g}", *shown)
 
 
-PART = Part("alone", "12", "15 min", measure, render)
+PART = Part("alone", "12", "15 min", FULL, QUICK, measure, render)

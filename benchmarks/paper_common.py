@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from bros.core.request import ServiceClass
 from bros.scheduler.profiles import Profile
 from bros.simulator.metrics import ClassReport, Report
 from bros.simulator.simulation import SimulatedScenario, device_of, read_profile
-from bros.simulator.sweep import run_sweep
+from bros.simulator.sweep import run_all, run_scenario
 from bros.workload.arrivals import BeLoad, PoissonLoad
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -128,15 +129,26 @@ class Part:
     name: of its files and of its placeholders in the page.
     figures: numbers of the paper's figures.
     takes: human-readable duration of the full measurement.
-    measure: returns the results, which are stored as JSON with one line per list element.
+    full, quick: duration of each run, and with --quick.
+    measure: returns all runs, and everything that determines them.
     render: renders the stored results.
     """
 
     name: str
     figures: str
     takes: str
-    measure: Callable[[Options], dict[str, Any]]
+    full: Span
+    quick: Span
+    measure: Callable[[Options, Span], dict[str, Any]]
     render: Callable[[Results], Rendering]
+
+    def run(self, options: Options) -> dict[str, Any]:
+        """The results, which are stored as JSON with one line per list element."""
+        began = time.perf_counter()
+        span = self.quick if options.quick else self.full
+        found = self.measure(options, span)
+        wall_s = round(time.perf_counter() - began, 1)
+        return {**provenance(span, options), **found, "wall_s": wall_s}
 
     def path(self, folder: Path) -> Path:
         return folder / f"paper_{self.name}.json"
@@ -156,7 +168,7 @@ def simulate(
     """One record per case, in their order. text: label of the progress bar."""
     scenarios = [case.scenario(span, options.seed) for case in cases]
     with progress_bar(len(scenarios), text) as on_progress:
-        reports = run_sweep(scenarios, options.jobs, on_progress)
+        reports = run_all(run_scenario, scenarios, options.jobs, on_progress)
     return [{**case.labels, **figures(report)} for case, report in zip(cases, reports, strict=True)]
 
 

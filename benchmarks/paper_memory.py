@@ -9,7 +9,6 @@ alone are the upper bound for any memory management.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +25,6 @@ from paper_common import (
     Results,
     Setting,
     Span,
-    provenance,
     simulate,
 )
 from paper_drawing import (
@@ -66,10 +64,7 @@ _COLORS = dict(
 )
 
 
-def measure(options: Options) -> dict[str, Any]:
-    """All runs, and everything that determines them."""
-    began = time.perf_counter()
-    span = QUICK if options.quick else FULL
+def measure(options: Options, span: Span) -> dict[str, Any]:
     rates = RATES[-1:] if options.quick else RATES
     settings = [Setting(PROFILE, lengths) for lengths in LENGTHS]
     runs = []
@@ -80,8 +75,7 @@ def measure(options: Options) -> dict[str, Any]:
             Case(setting, "bros", rate, in_flight, config) for setting in settings for rate in rates
         ]
         runs += [{"kind": kind, **run} for run in simulate(kind, cases, span, options)]
-    wall_s = round(time.perf_counter() - began, 1)
-    return {**provenance(span, options), "runs": runs, "wall_s": wall_s}
+    return {"runs": runs}
 
 
 def render(results: Results) -> Rendering:
@@ -145,4 +139,4 @@ def bars(runs: Sequence[Run], title: str) -> Figure:
     return figure
 
 
-PART = Part("memory", "13", "8 min", measure, render)
+PART = Part("memory", "13", "8 min", FULL, QUICK, measure, render)

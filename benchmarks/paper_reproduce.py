@@ -28,7 +28,7 @@ def main() -> None:
         takes = "" if args.quick else f" (about {part.takes})"
         print(f"Figure {part.figures}: part {part.name}{takes}", flush=True)
         began = time.perf_counter()
-        part.path(folder).write_text(as_text(part.measure(options)))
+        part.path(folder).write_text(as_text(part.run(options)))
         print(f"saved {part.path(folder)} after {time.perf_counter() - began:.0f} s", flush=True)
         paper_report.write(folder)
 

@@ -8,12 +8,11 @@ management runs twice, alternating, because the speed of the machine varies.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import hybrid_load
-from paper_common import Options, Part, Rendering, Results, Span, provenance, rounded
+from paper_common import Options, Part, Rendering, Results, Span, rounded
 from paper_drawing import Run, head, mean, row
 from paper_memory import BASE, KINDS, OURS, bars, table
 from rich.console import Console
@@ -28,10 +27,8 @@ FULL, QUICK = Span(120.0, 0.0), Span(15.0, 0.0)
 _KINDS = (BASE, "plain + checkpoint", OURS)
 
 
-def measure(options: Options) -> dict[str, Any]:
+def measure(options: Options, span: Span) -> dict[str, Any]:
     """All runs, one after the other on the same executor, and everything that determines them."""
-    began = time.perf_counter()
-    span = QUICK if options.quick else FULL
     console = Console(stderr=True)
     files = resolve_model(None, default_cache_dir(), console.print)
     config = EngineConfig(
@@ -50,8 +47,7 @@ def measure(options: Options) -> dict[str, Any]:
             )  # fmt: skip
             runs.append({"kind": kind, "round": number + 1, **_kept(result)})
     executor.close()
-    wall_s = round(time.perf_counter() - began, 1)
-    return {**provenance(span, options), "kv_blocks": KV_BLOCKS, "runs": runs, "wall_s": wall_s}
+    return {"kv_blocks": KV_BLOCKS, "runs": runs}
 
 
 def _kept(result: dict[str, Any]) -> dict[str, Any]:
@@ -111,4 +107,12 @@ def _moved(runs: Sequence[Run]) -> Iterator[str]:
         )
 
 
-PART = Part("tight", "13, measured", "14 min, with nothing else on the machine", measure, render)
+PART = Part(
+    "tight",
+    "13, measured",
+    "14 min, with nothing else on the machine",
+    FULL,
+    QUICK,
+    measure,
+    render,
+)

@@ -9,21 +9,18 @@ products of torch, measured in the same run.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from engine_speed import BrosTarget, environment
-from quick import add_quick
+from engine_speed import BrosTarget
+from harness import benchmark_parser, save, table_of
 from rich.console import Console
-from rich.table import Table
 
 from bros.executor import loader
 from bros.executor.model_store import default_cache_dir, resolve_model
@@ -100,11 +97,9 @@ def product_gflop(config: dict[str, Any], tokens: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = benchmark_parser(__doc__, tokens=[64])
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--weights", default="fp32")
-    parser.add_argument("--json", type=Path, help="where to save the figures")
-    add_quick(parser, tokens=[64])
     args = parser.parse_args()
     console = Console()
     files = resolve_model(None, default_cache_dir(), console.print)
@@ -114,21 +109,17 @@ def main() -> None:
         # fcfs runs a whole prompt in one step; bros would chunk a long one.
         target = BrosTarget(files, args.weights, policy="fcfs")
     best = best_gflops()
-    table = Table(title=f"prefill, {args.weights}: milliseconds by part, median of {ROUNDS}")
-    table.add_column("")
     results: dict[str, dict[str, float]] = {}
     for tokens in args.tokens:
-        table.add_column(f"{tokens} tokens", justify="right")
         parts = profile(target, kernels, tokens)
         parts["product_gflops"] = product_gflop(config, tokens) / parts["products"] * 1e3
         results[str(tokens)] = parts
-    for name in next(iter(results.values())):
-        table.add_row(name, *(f"{parts[name]:.1f}" for parts in results.values()))
-    console.print(table)
+    names = next(iter(results.values()))
+    rows = [(name, *(f"{parts[name]:.1f}" for parts in results.values())) for name in names]
+    title = f"prefill, {args.weights}: milliseconds by part, median of {ROUNDS}"
+    console.print(table_of(title, ("", *(f"{tokens} tokens" for tokens in results)), rows))
     console.print(f"best large fp32 product of torch here: {best:.0f} GFLOP/s")
-    if args.json:
-        result = {"environment": environment(), "best_gflops": best, "median_ms": results}
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    save(args.json, {"best_gflops": best, "median_ms": results})
 
 
 if __name__ == "__main__":

@@ -17,29 +17,36 @@ Run nothing else on the machine. Variants alternate within each round; figures a
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import random
 import statistics
 import time
-from collections.abc import Iterable
+from array import array
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import hybrid_load
 import torch
-from engine_speed import environment
-from kv_copies import Report, Result, Row, copy_costs, medians, show_copies, step_plan
+from harness import (
+    benchmark_parser,
+    greedy_request,
+    judged,
+    random_tokens,
+    save,
+    table_of,
+)
 from rich.console import Console
-from rich.table import Table
 
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.core.interfaces import EngineInfo
+from bros.core.plan import Chunk, KvCopies, SampleSpec, StepPlan
 from bros.core.request import EngineRequest, SamplingParams, ServiceClass, Slo
 from bros.engine.engine import Engine
-from bros.executor.kv_storage import KV_BLOCK_SIZE
+from bros.executor.kv_storage import DTYPES, KV_BLOCK_SIZE, KvStorage
 from bros.executor.model_store import default_cache_dir, resolve_model
 from bros.executor.models.spec import ModelSpec
 from bros.executor.runner import ModelRunner
@@ -60,6 +67,13 @@ SHARED_CASES = (
 TURN_PREFIX, QUESTION, WARM_TURNS = 1500, 40, 3
 RULES = ("class-aware", "lru", "off")
 ASKED = {"shared": 1.3, "pollution": 1.2}
+COPIED_TOKENS = (16, 256, 2048)
+DECODING_ROWS, CONTEXT = 8, 512
+
+Result = dict[str, float]
+Row = dict[str, Any]
+"""Row of a table: a Result and its label."""
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -90,20 +104,14 @@ class Prompts:
         self._count = 0
 
     def tokens(self, count: int) -> list[int]:
-        return [self._random.randrange(1000, self._vocab_size) for _ in range(count)]
+        return random_tokens(self._random, count, self._vocab_size)
 
     def request(
         self, tokens: list[int], service_class: ServiceClass, slo: Slo = ANY_SLO
     ) -> EngineRequest:
         """A request that ends with its first token, so that only prefill is measured."""
         self._count += 1
-        return EngineRequest(
-            request_id=str(self._count),
-            prompt_token_ids=tokens,
-            sampling=SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
-            service_class=service_class,
-            slo=slo,
-        )
+        return greedy_request(str(self._count), tokens, 1, service_class, slo=slo)
 
 
 def serve(engine: Engine, requests: Iterable[EngineRequest]) -> tuple[float, int]:
@@ -197,43 +205,163 @@ def polluted_turn(engine: Engine, prompts: Prompts, sweep: Sweep) -> Result:
     }
 
 
-def marked(ratio: float, asked: float, counts: bool) -> str:
-    """`ratio`, green or red by its target if that `counts`."""
-    if not counts:
-        return f"{ratio:.2f}"
-    return f"[{'green' if ratio <= asked else 'red'}]{ratio:.2f}[/]"
+def marked(ratio: float, part: str, counts: bool) -> str:
+    """The ratio, green or red by the target of the part if that `counts`."""
+    return judged(ratio, ASKED[part]) if counts else f"{ratio:.2f}"
 
 
 def show_shared(rows: list[Row], console: Console) -> None:
     least = (PREFIX + SHARERS * PRIVATE) // SIZE
-    table = Table(
-        title=f"{SHARERS} requests over one prefix of {PREFIX} tokens\n"
+    title = (
+        f"{SHARERS} requests over one prefix of {PREFIX} tokens\n"
         f"(target: at most {ASKED['shared']:g} times as long as one; stored once: {least} blocks)"
     )
-    for column in ("requests", "--prefix-cache", "one, s", "all, s", "ratio", "blocks"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        ratio = marked(row["ratio"], ASKED["shared"], row["prefix_cache"] != "off")
-        cells = [f"{row[name]:.2f}" for name in ("one_s", "all_s")]
-        table.add_row(row["case"], row["prefix_cache"], *cells, ratio, f"{row['blocks']:.0f}")
-    console.print(table)
+    cells = [
+        (
+            row["case"],
+            row["prefix_cache"],
+            f"{row['one_s']:.2f}",
+            f"{row['all_s']:.2f}",
+            marked(row["ratio"], "shared", row["prefix_cache"] != "off"),
+            f"{row['blocks']:.0f}",
+        )
+        for row in rows
+    ]
+    headings = ("requests", "--prefix-cache", "one, s", "all, s", "ratio", "blocks")
+    console.print(table_of(title, headings, cells))
 
 
 def show_pollution(rows: list[Row], sweep: Sweep, console: Console) -> None:
-    table = Table(
-        title=f"a request with {TURN_PREFIX} cached tokens before and after "
+    title = (
+        f"a request with {TURN_PREFIX} cached tokens before and after "
         f"{sweep.documents} documents ({sweep.share:.1f} x the memory)\n"
         f"(target: at most {ASKED['pollution']:g} times as long)"
     )
-    columns = ("cold, ms", "before, ms", "after, ms", "ratio", "tokens found", "evicted by BE")
-    for column in ("--prefix-cache", *columns, "sweep, s"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        times = [f"{1e3 * row[name]:.0f}" for name in ("cold_s", "before_s", "after_s")]
-        ratio = marked(row["ratio"], ASKED["pollution"], row["prefix_cache"] == "class-aware")
-        counts = [f"{row[name]:.0f}" for name in ("found_tokens", "evicted_blocks")]
-        table.add_row(row["prefix_cache"], *times, ratio, *counts, f"{row['sweep_s']:.1f}")
-    console.print(table)
+    cells = [
+        (
+            row["prefix_cache"],
+            *(f"{1e3 * row[name]:.0f}" for name in ("cold_s", "before_s", "after_s")),
+            marked(row["ratio"], "pollution", row["prefix_cache"] == "class-aware"),
+            *(f"{row[name]:.0f}" for name in ("found_tokens", "evicted_blocks")),
+            f"{row['sweep_s']:.1f}",
+        )
+        for row in rows
+    ]
+    headings = ("--prefix-cache", "cold, ms", "before, ms", "after, ms", "ratio")
+    headings += ("tokens found", "evicted by BE", "sweep, s")
+    console.print(table_of(title, headings, cells))
+
+
+# ---- The cost of copying KV to the host and back.
+
+
+def medians(samples: list[Result]) -> Result:
+    return {name: statistics.median(found[name] for found in samples) for name in samples[0]}
+
+
+class Copier:
+    """Copies within its own KV memory, which steps do not touch."""
+
+    def __init__(self, spec: ModelSpec, kv_dtype: str) -> None:
+        blocks = max(COPIED_TOKENS) // SIZE
+        self._blocks = 4 * blocks
+        self._storage = KvStorage(spec, self._blocks, DTYPES[kv_dtype], blocks)
+        for keys, values in self._storage.layers:
+            keys.fill_(1.0)
+            values.fill_(1.0)
+        self._random = random.Random(1)
+
+    def copies(self, tokens: int, *, out: bool) -> KvCopies:
+        """Copies of scattered blocks, last token first, as preemption takes them from victims."""
+        blocks = self._random.sample(range(self._blocks), tokens // SIZE)
+        device = array("i")
+        for block in blocks:
+            device.extend(range((block + 1) * SIZE - 1, block * SIZE - 1, -1))
+        host = array("i", range(tokens))
+        if out:
+            return KvCopies(out_device=device, out_host=host)
+        return KvCopies(back_device=device, back_host=host)
+
+    @torch.inference_mode()
+    def copy(self, copies: KvCopies) -> None:
+        self._storage.copy(copies)
+
+
+def timed_ms(call: Callable[..., object], *args: object) -> float:
+    began = time.perf_counter()
+    call(*args)
+    return (time.perf_counter() - began) * 1e3
+
+
+def step_plan(rows: int, context: int, tokens: int) -> StepPlan:
+    """A step of rows with `context` tokens each and `tokens` new ones, in contiguous blocks."""
+    chunks = []
+    blocks = -(-(context + tokens) // SIZE)
+    for row in range(rows):
+        first = row * blocks
+        segments = array("i")
+        for index in range(context // SIZE):
+            segments.extend((first + index, 0, SIZE))
+        start = first * SIZE + context
+        sample = SampleSpec(SamplingParams(temperature=0), seed=0, output_index=0)
+        slots = array("i", range(start, start + tokens))
+        chunks.append(Chunk(str(row), context, [7] * tokens, segments, slots, sample))
+    return StepPlan(step=0, chunks=tuple(chunks))
+
+
+def copy_costs(
+    executor: ModelRunner, spec: ModelSpec, kv_dtype: str, rounds: int, report: Report
+) -> list[Row]:
+    """One row per number of tokens: milliseconds of copies, steps with copies, and recomputing."""
+    copier, execute = Copier(spec, kv_dtype), executor.execute
+    decoding = step_plan(DECODING_ROWS, CONTEXT, 1)
+    # The copying thread uses one torch thread: more would only contend with the model's.
+    threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
+    pool.submit(copier.copy, copier.copies(SIZE, out=True)).result()
+    torch.set_num_threads(threads)
+
+    def inline(copies: KvCopies) -> None:
+        copier.copy(copies)
+        execute(decoding)
+
+    def beside(copies: KvCopies) -> None:
+        done = pool.submit(copier.copy, copies)
+        execute(decoding)
+        done.result()
+
+    rows: list[Row] = []
+    for tokens in COPIED_TOKENS:
+        report(f"copies of {tokens} tokens")
+        computing = step_plan(1, 0, tokens)
+        samples: list[Result] = []
+        for _ in range(rounds + 1):
+            found = {"step_ms": timed_ms(execute, decoding)}
+            for name, out in (("out", True), ("back", False)):
+                copies = copier.copies(tokens, out=out)
+                for way, call in (("", copier.copy), ("_inline", inline), ("_beside", beside)):
+                    found[f"{name}{way}_ms"] = timed_ms(call, copies)
+            found["compute_ms"] = timed_ms(execute, computing)
+            samples.append(found)
+        rows.append({"tokens": tokens, **medians(samples[1:])})  # the first one warms up
+    pool.shutdown()
+    return rows
+
+
+def show_copies(rows: list[Row], console: Console) -> None:
+    names = {
+        "out_ms": "out",
+        "back_ms": "back",
+        "step_ms": "step",
+        "out_inline_ms": "out, then step",
+        "out_beside_ms": "out, concurrent",
+        "back_inline_ms": "back, then step",
+        "back_beside_ms": "back, concurrent",
+        "compute_ms": "recompute",
+    }
+    title = f"milliseconds to copy KV; the step decodes {DECODING_ROWS} rows of {CONTEXT} tokens"
+    cells = [(row["tokens"], *(f"{row[name]:.3g}" for name in names)) for row in rows]
+    console.print(table_of(title, ("tokens", *names.values()), cells, left=0))
 
 
 def load(threads: int | None, quick: bool, report: Report) -> Machine:
@@ -246,7 +374,7 @@ def load(threads: int | None, quick: bool, report: Report) -> Machine:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--parts", default="shared,pollution,copies", help="comma-separated")
     parser.add_argument(
         "--rounds", type=int, default=5, help="rounds of part shared; see also --sweeps"
@@ -258,7 +386,6 @@ def main() -> None:
         help="one minute: one round, a short sweep, no runs without a cache",
     )
     parser.add_argument("--threads", type=int, help="threads of torch (default: all cores)")
-    parser.add_argument("--json", type=Path, help="where to save the figures")
     args = parser.parse_args()
     parts = args.parts.split(",")
     if unknown := set(parts) - {"shared", "pollution", "copies"}:
@@ -288,19 +415,14 @@ def main() -> None:
             machine.executor, machine.spec, machine.info.kv_dtype, copy_rounds, report
         )
         show_copies(results["copies"], console)
-    if args.json:
-        settings = {
-            "threads": torch.get_num_threads(),
-            "rounds": rounds,
-            "sweeps": sweeps,
-            "copy_rounds": copy_rounds,
-            "sweep": dataclasses.asdict(sweep),
-        }
-        saved = {
-            "environment": environment(), "settings": settings, "asked": ASKED, "results": results
-        }  # fmt: skip
-        args.json.write_text(json.dumps(saved, indent=2) + "\n")
-        console.print(f"saved {args.json}")
+    settings = {
+        "threads": torch.get_num_threads(),
+        "rounds": rounds,
+        "sweeps": sweeps,
+        "copy_rounds": copy_rounds,
+        "sweep": dataclasses.asdict(sweep),
+    }
+    save(args.json, {"settings": settings, "asked": ASKED, "results": results})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine_speed import environment
+from harness import environment
 from quick import add_quick
 from rich.console import Console
 

@@ -9,23 +9,17 @@ places 2,931 per second for VideoQA, 634 and 245 for ToolBench with 200 and 1,50
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import resource
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from quick import add_quick
+from harness import benchmark_parser, save, table_of
 from rich.console import Console
-from rich.table import Table
 
-from bros.bench.results import environment
-from bros.core.clock import SystemClock
 from bros.core.interfaces import Prices
 from bros.core.request import EngineRequest, SamplingParams
 from bros.router.fleet import Fleet, make_fleet
@@ -155,38 +149,22 @@ def _small(number: int, rng: random.Random) -> EngineRequest:
     )
 
 
-def table(found: Sequence[dict[str, Any]]) -> Table:
-    shown = Table(title="requests placed per second, one core")
-    for column in ("workload", "families", "prompt", "router", "replicas", "per s", "Preble"):
-        shown.add_column(column, justify="right")
-    for row in found:
-        shown.add_row(
-            *(str(row[key]) for key in islice(row, 5)),
-            f"{row['per_s']:,}",
-            f"{row['paper_per_s']:,}",
-        )
-    return shown
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = benchmark_parser(__doc__, requests=100)
     parser.add_argument("--requests", type=int, default=4000, help="requests per case")
     parser.add_argument("--memory", type=int, default=0, help="requests of the memory run; 0: none")
-    parser.add_argument("--json", type=Path, help="where to save the figures")
-    add_quick(parser, requests=100)
     args = parser.parse_args()
     console = Console()
     found = list(speeds(args.requests, console))
-    console.print(table(found))
+    rows = [
+        (*islice(row.values(), 5), f"{row['per_s']:,}", f"{row['paper_per_s']:,}") for row in found
+    ]
+    headings = ("workload", "families", "prompt", "router", "replicas", "per s", "Preble")
+    console.print(table_of("requests placed per second, one core", headings, rows, left=0))
     figures: dict[str, Any] = {"speed": found}
     if args.memory:
         figures["memory"] = memory(args.memory, console)
-    if args.json:
-        here = environment(SystemClock())
-        machine = {"cpu": here.cpu, "cores": here.cores, "python": here.python}
-        result = {"environment": machine | {"commit": here.commit}, "figures": figures}
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
-        console.print(f"saved {args.json}")
+    save(args.json, {"figures": figures})
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_speed import environment
+from harness import environment
 from quick import add_quick
 from rich.console import Console
 from rich.table import Table

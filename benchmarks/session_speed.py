@@ -48,7 +48,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from engine_speed import environment
+from harness import environment
 from quick import add_quick
 from rich.console import Console
 from rich.table import Table

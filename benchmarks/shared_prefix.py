@@ -11,22 +11,16 @@ else on the machine.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
-from engine_speed import environment
+from harness import benchmark_parser, finish, greedy_request, random_tokens, save, table_of
 from kernels_speed import shared_seconds
-from quick import add_quick
 from rich.console import Console
-from rich.table import Table
 
 from bros.core.clock import SystemClock
 from bros.core.config import SHARED_ATTENTION, EngineConfig
-from bros.core.request import EngineRequest, SamplingParams
 from bros.engine.build import build_engine
 from bros.engine.engine import Engine
 from bros.executor.model_store import default_cache_dir, resolve_model
@@ -38,30 +32,16 @@ PRIVATE_TOKENS = 100
 VOCAB = 49152
 
 
-def prompt(rng: random.Random, tokens: int) -> list[int]:
-    return [rng.randrange(1000, VOCAB) for _ in range(tokens)]
-
-
-def submit(engine: Engine, name: str, tokens: list[int], outputs: int) -> None:
-    sampling = SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True)
-    engine.submit(EngineRequest(request_id=name, prompt_token_ids=tokens, sampling=sampling))
-
-
-def finish(engine: Engine) -> None:
-    while engine.has_work:
-        engine.step()
-
-
 def measure(engines: dict[str, Engine], rows: int, prefix: int, steps: int) -> dict[str, float]:
     """Engine -> median milliseconds of a decode step."""
     rng = random.Random(rows * 100_000 + prefix)
-    common = prompt(rng, prefix)
-    prompts = [common + prompt(rng, PRIVATE_TOKENS) for _ in range(rows)]
+    common = random_tokens(rng, prefix, VOCAB)
+    prompts = [common + random_tokens(rng, PRIVATE_TOKENS, VOCAB) for _ in range(rows)]
     for engine in engines.values():
-        submit(engine, "first", common, 1)
+        engine.submit(greedy_request("first", common, 1))
         finish(engine)  # from now on the prefix is cached
         for row, tokens in enumerate(prompts):
-            submit(engine, str(row), tokens, 2 * steps + 100)
+            engine.submit(greedy_request(str(row), tokens, 2 * steps + 100))
         for _ in range(1 + rows * PRIVATE_TOKENS // 1024 + 4):
             engine.step()
     clock = SystemClock()
@@ -122,37 +102,28 @@ def compare(kv_dtype: str, weights: str, cases: Sequence[tuple[int, int]], steps
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser(__doc__, rows=[4], prefix=[256], steps=3)
     parser.add_argument("--rows", type=int, nargs="+", default=[16])
     parser.add_argument("--prefix", type=int, nargs="+", default=[1500])
     parser.add_argument("--kv-dtype", nargs="+", default=["fp32"])
     parser.add_argument("--weights", default="fp32")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--json", type=Path)
-    add_quick(parser, rows=[4], prefix=[256], steps=3)
     args = parser.parse_args()
     cases = [(rows, prefix) for rows in args.rows for prefix in args.prefix]
     found = []
     for kv_dtype in args.kv_dtype:
         found += compare(kv_dtype, args.weights, cases, args.steps)
     shared = f"{args.weights} weights, prefix read once (on) and by each row (off)"
-    table = Table(title=f"Milliseconds of decode steps, {shared}")
     names = {"kv_dtype": "KV", "rows": "rows", "prefix": "shared"}
     for part in ("step", "attention"):
         names |= {f"{part}_on_ms": f"{part} on", f"{part}_off_ms": "off", f"{part}_ratio": "ratio"}
-    for name in names.values():
-        table.add_column(name, justify="right")
-    for row in found:
-        values = (row[name] for name in names)
-        table.add_row(*(f"{x:.2f}" if isinstance(x, float) else str(x) for x in values))
-    Console().print(table)
-    if args.json:
-        results = {
-            "environment": environment(),
-            "private_tokens": PRIVATE_TOKENS,
-            "decode_steps": found,
-        }
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
+    rows = [
+        [f"{row[name]:.2f}" if isinstance(row[name], float) else row[name] for name in names]
+        for row in found
+    ]
+    title = f"Milliseconds of decode steps, {shared}"
+    Console().print(table_of(title, list(names.values()), rows, left=0))
+    save(args.json, {"private_tokens": PRIVATE_TOKENS, "decode_steps": found})
 
 
 if __name__ == "__main__":

@@ -12,37 +12,31 @@ To compare two versions, run the script with PYTHONPATH set to each of them in t
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import time
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from harness import FAST, benchmark_parser, greedy_request, model_free_info, save
 
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
-from bros.core.interfaces import EngineInfo, Grouping
+from bros.core.interfaces import Grouping
 from bros.core.plan import SampledToken
-from bros.core.request import EngineRequest, SamplingParams, ServiceClass
+from bros.core.request import ServiceClass
 from bros.engine.engine import Engine
 from bros.executor.inputs import InputUploader
 from bros.executor.runner import ModelRunner
 from bros.kernels.dispatch import select_kernels
 from bros.kernels.interface import HeadLayout
 from bros.scheduler.build import build_scheduler
-from bros.scheduler.cost_model import CostModel
 
 ROWS = (32, 128)
-STEPS, QUICK_STEPS = 100, 5
 COMMON_TOKENS, GROUP = 512, 8
 BLOCK_SIZE = 16
-MODEL = CostModel(
-    constant_s=0.008, token_s=2e-6, sample_s=1e-6, pair_s=1e-10, context_s=1e-9,
-    unique_context_s=1e-9, hinges=((256, 2e-5),), padding=((16, 1), (128, 8), (256, 16)),
-)  # fmt: skip
+MODEL = replace(FAST, unique_context_s=1e-9)
 
 
 class ConstantDecoder:
@@ -84,11 +78,7 @@ def make(rows: int, shared: bool, outputs: int) -> Engine:
     runner = ModelRunner(
         cast(Any, ConstantDecoder()), cast(Any, NoKv()), uploader, cast(Any, ConstantSampler())
     )
-    info = EngineInfo(
-        model="none", weights="", kernels="", kv_dtype="", device="", max_model_len=4096,
-        vocab_size=1000, block_size=BLOCK_SIZE, num_kv_blocks=20_000, policy="bros",
-        grouping=grouping,
-    )  # fmt: skip
+    info = model_free_info(20_000, grouping=grouping)
     config = EngineConfig(policy="bros", max_num_seqs=rows, max_batch_tokens=4096)
     engine = Engine(build_scheduler(config, info, MODEL), runner, SystemClock(), info)
     rng = random.Random(rows)
@@ -99,14 +89,9 @@ def make(rows: int, shared: bool, outputs: int) -> Engine:
             family = random.Random(number // GROUP)
             common = [family.randrange(1000) for _ in range(COMMON_TOKENS)]
             length = max(length - COMMON_TOKENS, 1)
-        engine.submit(
-            EngineRequest(
-                request_id=str(number),
-                prompt_token_ids=common + [rng.randrange(1000) for _ in range(length)],
-                sampling=SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True),
-                service_class=ServiceClass.RT if number % 2 else ServiceClass.BE,
-            )
-        )
+        prompt = common + [rng.randrange(1000) for _ in range(length)]
+        service_class = ServiceClass.RT if number % 2 else ServiceClass.BE
+        engine.submit(greedy_request(str(number), prompt, outputs, service_class))
     return engine
 
 
@@ -129,24 +114,21 @@ def run(rows: int, shared: bool, steps: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = benchmark_parser(__doc__, rounds=1, steps=5)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="few steps: only test the program")
-    parser.add_argument("--json", type=Path, help="where to save the figures")
+    parser.add_argument("--steps", type=int, default=100, help="steps of each case and round")
     args = parser.parse_args()
-    rounds, steps = (1, QUICK_STEPS) if args.quick else (args.rounds, STEPS)
     torch.set_num_threads(1)
     times: dict[str, list[float]] = {}
-    for _ in range(rounds):
+    for _ in range(args.rounds):
         for rows in ROWS:
             for shared in (False, True):
                 case = f"{rows} rows, {'shared' if shared else 'alone'}"
-                times.setdefault(case, []).extend(run(rows, shared, steps))
+                times.setdefault(case, []).extend(run(rows, shared, args.steps))
     medians = {case: statistics.median(found) for case, found in times.items()}
     for case, median in medians.items():
         print(f"{case:18} {median:7.3f} ms per step")
-    if args.json:
-        args.json.write_text(json.dumps(medians, indent=2) + "\n")
+    save(args.json, {"median_ms": medians})
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ rank 0 is busy for about the time of scheduling, so that the other ranks sleep, 
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import statistics
 import subprocess
@@ -25,17 +23,14 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from quick import add_quick
+from harness import benchmark_parser, save, table_of
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from bros.bench.results import environment
-from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.core.interfaces import Executor
 from bros.core.plan import SEGMENT_WIDTH, Chunk, SampleSpec, StepPlan
@@ -54,7 +49,6 @@ BLOCK = 16
 PLAN_ROWS = (1, 8, 32, 64)
 PLAN_CONTEXT = 4096
 PLANS = 500
-ASKED_PLAN_US = 200
 BUSY_S = 0.002
 STEPS = (("decode 1", 1, 1), ("decode 8", 8, 1), ("decode 32", 32, 1), ("prefill 256", 1, 256))
 STEP_CONTEXT = 256
@@ -183,8 +177,8 @@ def sampling(ranks: Ranks, vocab: int) -> Figures:
                 cut = [part[:, :width] for part, width in zip(parts, widths, strict=True)]
                 step_sampler(torch.cat(cut, 1), asked)
 
-            for who, call in (("rank 0", first), ("all", every)):
-                found[f"{name}, {rows} rows, {who}"] = collective(call, 400 // (rows + 8))
+            for place, call in (("rank 0", first), ("all", every)):
+                found[f"{name}, {rows} rows, {place}"] = collective(call, 400 // (rows + 8))
     return found
 
 
@@ -263,30 +257,24 @@ def measure(ranks: Ranks, repeats: int, report: Callable[[str], None]) -> dict[s
 def tables(found: dict[str, object]) -> Iterator[Table]:
     for title in ("plan", "all_reduce", "sampling"):
         figures: Figures = found[title]  # type: ignore[assignment]
-        table = Table(title=f"{title}, {found['ranks']} ranks")
         columns = list(next(iter(figures.values())))
-        for column in ("", *columns):
-            table.add_column(column, justify="right")
-        for name, row in figures.items():
-            table.add_row(name, *(f"{row[column]:.0f}" for column in columns))
-        yield table
+        rows = [(name, *(f"{row[each]:.0f}" for each in columns)) for name, row in figures.items()]
+        yield table_of(f"{title}, {found['ranks']} ranks", ("", *columns), rows)
     alone: dict[str, float] = found["step_ms_alone"]  # type: ignore[assignment]
     together: dict[str, float] = found["step_ms"]  # type: ignore[assignment]
     threads = f"{found['threads_alone']} threads alone, {found['threads']} per rank"
-    table = Table(title=f"milliseconds per step, {found['ranks']} ranks ({threads})")
-    for column in ("", "alone", "together", "overhead"):
-        table.add_column(column, justify="right")
-    for name, ms in together.items():
-        table.add_row(name, f"{alone[name]:.1f}", f"{ms:.1f}", f"{ms - alone[name]:.1f}")
-    yield table
+    rows = [
+        (name, *(f"{each:.1f}" for each in (alone[name], ms, ms - alone[name])))
+        for name, ms in together.items()
+    ]
+    title = f"milliseconds per step, {found['ranks']} ranks ({threads})"
+    yield table_of(title, ("", "alone", "together", "overhead"), rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = benchmark_parser(__doc__, repeats=3)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=30, help="steps of each kind")
-    parser.add_argument("--json", type=Path, help="where to save the figures")
-    add_quick(parser, repeats=3)
     args = parser.parse_args()
     if "RANK" not in os.environ:
         launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
@@ -297,13 +285,8 @@ def main() -> None:
     found = measure(ranks, args.repeats, lambda line: console.print(line, style="dim"))
     for table in tables(found) if ranks.rank == 0 else ():
         console.print(table)
-    if args.json and ranks.rank == 0:
-        here = environment(SystemClock())
-        machine = {"cpu": here.cpu, "cores": here.cores, "torch": torch.__version__}
-        result = {"environment": {**machine, "commit": here.commit, "python": here.python}}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result | {"figures": found}, indent=2) + "\n")
-        console.print(f"saved {args.json}")
+    if ranks.rank == 0:
+        save(args.json, {"figures": found})
     ranks.close()
 
 

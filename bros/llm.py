@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from bros.core.config import EngineConfig
@@ -151,12 +150,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -245,12 +239,7 @@ class Context:
     def __enter__(self) -> Context:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.free()
 
     @property

@@ -49,7 +49,7 @@ def test_every_example_is_tried() -> None:
     assert set(EXAMPLES) == {*CALLS, "snake_game.py", "tree_search.py"}
 
 
-@pytest.mark.parametrize("name", ["snake_game.py", "multi_agent_coding.py", "tree_search.py"])
+@pytest.mark.parametrize("name", ["multi_agent_coding.py", "tree_search.py"])
 def test_help_is_short(name: str) -> None:
     assert len(run(name, "--help").splitlines()) < 20
 
@@ -71,6 +71,7 @@ def test_the_papers_example_gives_code_and_test(server: ProgramServer) -> None:
     assert [line for line in printed.splitlines() if line.startswith("<")] == [code, test]
 
 
+@pytest.mark.long
 def test_an_engine_in_the_process_of_the_example() -> None:
     printed = run("chain_summary.py", "--chapters", "2")
     assert "\n2 calls:\n" in printed

@@ -49,6 +49,7 @@ class Database:
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = self._reader = engine
         self._is_sqlite = engine.dialect.name == "sqlite"
+        self._file: tuple[int, int] | None = None  # of SQLite, once it exists
         if not self._is_sqlite:
             # By default each statement of a transaction sees what others have committed by then.
             self._reader = engine.execution_options(
@@ -58,6 +59,7 @@ class Database:
     @contextlib.contextmanager
     def read(self) -> Iterator[sa.Connection]:
         """A read-only transaction on one snapshot of the data. Raises StoreError."""
+        self._check_file()
         with _translate_errors(), self._reader.connect() as connection, connection.begin():
             yield connection
 
@@ -69,6 +71,7 @@ class Database:
 
         Raises StoreFullError, StoreUnavailableError if a retry may succeed, else StoreError.
         """
+        self._check_file()
         with _translate_errors(), self._engine.connect() as connection:
             writing = connection.execution_options(writes=True)
             with writing.begin():
@@ -88,6 +91,25 @@ class Database:
 
     def close(self) -> None:
         self._engine.dispose()
+
+    def _check_file(self) -> None:
+        """Raises StoreUnavailableError if the file of SQLite is not the one that was opened: SQLite
+        would go on with the removed file, and what it stores there is lost."""
+        if not self._is_sqlite:
+            return
+        path = Path(self._engine.url.database or "")
+        try:
+            stat = path.stat()
+        except FileNotFoundError:
+            found = None
+        else:
+            found = stat.st_dev, stat.st_ino
+        if self._file is None:
+            self._file = found
+        elif found != self._file:
+            raise StoreUnavailableError(
+                f"{path} was removed or replaced while it was in use; put the file back, or restart"
+            )
 
 
 def open_database(url: str | None, folder: Path) -> Database:

@@ -1,26 +1,21 @@
 """Latency, attainment and throughput of a server, from the client's records.
 
-Whether a request met an objective is *decided* as in simulator/metrics.py: once its tokens have
-arrived, or once they are certainly late. A request that was refused, failed or cut short missed its
-objectives, and so did one that is open and overdue when the client stops observing. Open requests
-that are not overdue are left out: they count neither as met nor as missed.
+Objectives, TTFT and TPOT are those of workload/attainment.py, from sending a request on; there are
+times of chunks instead of tokens.
 
-    ttft                sent to first chunk
-    tpot                (last chunk - first chunk) / (output tokens - 1)
     itl                 each gap between two chunks
     e2e                 sent to last chunk
     normalized latency  e2e / output tokens
 
 Output tokens are taken from the server's `usage`; without it, chunks are counted. Counts and
 latencies are of the requests that came due in the window; rates count every token and completion in
-it, whenever the request came due. Percentiles: see workload/attainment.py.
+it, whenever the request came due.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,24 +24,21 @@ from typing import Any, NamedTuple
 
 from bros.bench.client import Outcome, Record
 from bros.core.request import ServiceClass, Slo
-from bros.workload.attainment import Attainment, Summary, within
+from bros.workload.attainment import (
+    Attainment,
+    Judged,
+    State,
+    Summary,
+    Timeline,
+    gaps_s,
+    tokens_on_time,
+)
+from bros.workload.attainment import judge as judge_timeline
 
-# ---- One request: its latencies, and whether it met its objectives.
+# ---- One request.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
-    """One request against its objectives; None without an objective or while undecided.
-
-    overdue: the request is open, and ttft_s or tpot_s is its time so far, a lower bound.
-    """
-
-    ttft_s: float | None
-    tpot_s: float | None
-    ttft_met: bool | None
-    tpot_met: bool | None
-    both_met: bool | None
-    overdue: bool
+_STATES = {Outcome.OPEN: State.OPEN, Outcome.COMPLETED: State.COMPLETED}
 
 
 def judge(record: Record, slo: Slo | None, until_s: float) -> Judged:
@@ -54,24 +46,16 @@ def judge(record: Record, slo: Slo | None, until_s: float) -> Judged:
 
     until_s: when the client stopped observing.
     """
-    effective = effective_slo(record, slo)
-    ttft_s, ttft_met = _ttft(record, effective.ttft_s, until_s)
-    tpot_s, tpot_met = _tpot(record, effective.tpot_s, until_s)
-    both_met: bool | None = None
-    if ttft_met is False or tpot_met is False:
-        both_met = False
-    elif record.outcome is Outcome.COMPLETED and effective != Slo():
-        both_met = True
-    is_open = record.outcome is Outcome.OPEN
-    no_text = not record.chunk_times_s
-    overdue = is_open and ((no_text and ttft_met is False) or tpot_met is False)
-    return Judged(
-        ttft_s=ttft_s,
-        tpot_s=tpot_s,
-        ttft_met=ttft_met,
-        tpot_met=tpot_met,
-        both_met=both_met,
-        overdue=overdue,
+    return judge_timeline(timeline(record), effective_slo(record, slo), until_s)
+
+
+def timeline(record: Record) -> Timeline:
+    return Timeline(
+        start_s=start_s(record),
+        times_s=record.chunk_times_s,
+        tokens=output_tokens(record),
+        state=_STATES.get(record.outcome, State.LOST),
+        end_s=record.end_s,
     )
 
 
@@ -87,12 +71,6 @@ def finish_s(record: Record) -> float | None:
 
 def output_tokens(record: Record) -> int:
     return len(record.chunk_times_s) if record.output_tokens is None else record.output_tokens
-
-
-def gaps_s(record: Record) -> list[float]:
-    """The times between consecutive chunks."""
-    times = record.chunk_times_s
-    return list(map(operator.sub, times[1:], times))
 
 
 def prompt_tokens(record: Record) -> int:
@@ -111,70 +89,11 @@ def effective_slo(record: Record, slo: Slo | None) -> Slo:
     )
 
 
-def _ttft(
-    record: Record, limit_s: float | None, until_s: float
-) -> tuple[float | None, bool | None]:
-    """(TTFT in seconds, whether it met `limit_s`)"""
-    if record.chunk_times_s:
-        seconds = record.chunk_times_s[0] - start_s(record)
-        return seconds, _within(seconds, limit_s)
-    if record.outcome is Outcome.COMPLETED:
-        return None, _within(e2e_s(record), limit_s)  # without text, or not streamed
-    if record.outcome is not Outcome.OPEN:
-        return None, _missed(limit_s)
-    waited = until_s - start_s(record)
-    return (waited, False) if _within(waited, limit_s) is False else (None, None)
-
-
-def _tpot(
-    record: Record, limit_s: float | None, until_s: float
-) -> tuple[float | None, bool | None]:
-    """(TPOT in seconds, whether it met `limit_s`)"""
-    times = record.chunk_times_s
-    if record.outcome is Outcome.COMPLETED:
-        tokens = output_tokens(record)
-        if not times or tokens < 2:
-            return None, None
-        mean = (times[-1] - times[0]) / (tokens - 1)
-        return mean, _within(mean, limit_s)
-    if record.outcome is not Outcome.OPEN:
-        return None, _missed(limit_s)
-    if times:
-        at_best = (until_s - times[0]) / len(times)  # if the next chunk came right now
-        if _within(at_best, limit_s) is False:
-            return at_best, False
-    return None, None
-
-
-def chunks_on_time(
-    record: Record, ttft_met: bool | None, slo: Slo | None, until_s: float
-) -> tuple[int, int]:
-    """(met, decided) chunks, including the next one of a lost or overdue request."""
-    met, decided = int(ttft_met is True), int(ttft_met is not None)
-    limit_s = effective_slo(record, slo).tpot_s
-    times = record.chunk_times_s
-    if limit_s is None or not times:
-        return met, decided
-    gaps = gaps_s(record)
-    met += sum(within(gap, limit_s) for gap in gaps)
-    lost = record.outcome not in (Outcome.COMPLETED, Outcome.OPEN)
-    overdue = record.outcome is Outcome.OPEN and not _within(until_s - times[-1], limit_s)
-    return met, decided + len(gaps) + int(lost or overdue)
-
-
 def e2e_s(record: Record) -> float:
     """Of a completed request."""
     end_s = finish_s(record)
     assert end_s is not None, f"{record.planned.name} was completed, but at no time"
     return end_s - start_s(record)
-
-
-def _within(seconds: float, limit_s: float | None) -> bool | None:
-    return None if limit_s is None else within(seconds, limit_s)
-
-
-def _missed(limit_s: float | None) -> bool | None:
-    return None if limit_s is None else False
 
 
 # ---- The names under which `vllm bench serve` saves its figures, and its definitions of them.
@@ -233,7 +152,7 @@ def vllm_fields(
     summaries = (
         Summary.of([j.ttft_s for j in judged if j.ttft_s is not None]),
         Summary.of([j.tpot_s for j in judged if j.tpot_s is not None]),
-        Summary.of([gap for record in completed for gap in gaps_s(record)]),
+        Summary.of([gap for record in completed for gap in gaps_s(record.chunk_times_s)]),
         Summary.of([e2e_s(record) for record in completed]),
     )
     for latency, summary in zip(_LATENCIES, summaries, strict=True):
@@ -430,7 +349,7 @@ def _class_metrics(everything: Sequence[Record], slo: Slo | None, window: Window
     outcomes = Counter(record.outcome for record in records)
     tiers = Counter(record.tier for record in records if record.tier is not None)
     on_time = [
-        chunks_on_time(r, j.ttft_met, slo, window.until_s)
+        tokens_on_time(timeline(r), j.ttft_met, effective_slo(r, slo).tpot_s, window.until_s)
         for r, j in zip(records, judged, strict=True)
     ]
     rates = _rates(everything, slo, window)
@@ -445,13 +364,13 @@ def _class_metrics(everything: Sequence[Record], slo: Slo | None, window: Window
         overdue=sum(j.overdue for j in judged),
         ttft_s=Summary.of([j.ttft_s for j in judged if j.ttft_s is not None]),
         tpot_s=Summary.of([j.tpot_s for j in judged if j.tpot_s is not None]),
-        itl_s=Summary.of([gap for record in records for gap in gaps_s(record)]),
+        itl_s=Summary.of([gap for record in records for gap in gaps_s(record.chunk_times_s)]),
         normalized_latency_s=Summary.of([e2e / tokens for e2e, tokens in latencies if tokens]),
         e2e_s=Summary.of([e2e for e2e, _ in latencies]),
         ttft_met=Attainment.of([j.ttft_met for j in judged]),
         tpot_met=Attainment.of([j.tpot_met for j in judged]),
         both_met=Attainment.of([j.both_met for j in judged]),
-        tokens_on_time=Attainment(sum(met for met, _ in on_time), sum(n for _, n in on_time)),
+        tokens_on_time=Attainment.total(on_time),
         **rates,
         prompt_tokens=sum(map(prompt_tokens, completed)),
         output_tokens=sum(map(output_tokens, completed)),

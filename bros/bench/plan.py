@@ -63,19 +63,6 @@ class Session(NamedTuple):
     turns: tuple[Turn, ...]
 
 
-class Workload(Protocol):
-    """Open-loop load: sessions at their arrival times."""
-
-    @property
-    def label(self) -> str:
-        """Human-readable, e.g. `lmsys, 0.25 req/s`."""
-        ...
-
-    def sessions(self, duration_s: float, seed: int) -> Sequence[Session]:
-        """All sessions that begin before `duration_s`, sorted by time."""
-        ...
-
-
 class Backlog(Protocol):
     """Closed-loop load: `in_flight` requests at a time, 0 for none."""
 

@@ -164,14 +164,6 @@ def fit(sessions: Iterable[Session], limit: int, overlong: Overlong, factor: flo
     return Fitted([session for session in fitted if session is not None], fitter.counts)
 
 
-def factor_for(sessions: Sequence[Session], limit: int) -> float:
-    """A factor (at most 1) with which all requests fit `limit` tokens; 1 if they fit unscaled."""
-    totals = (_total(turn.request) for session in sessions for turn in session.turns)
-    longest = max(totals, default=0)
-    # One token less, because the last piece meets at least one token.
-    return 1.0 if longest <= limit else (limit - 1) / longest
-
-
 @dataclass(frozen=True, slots=True)
 class FittedBacklog:
     """A plan.Backlog with fitted requests. counts: of the requests iterated over so far."""

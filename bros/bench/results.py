@@ -228,31 +228,23 @@ class BenchResult:
         kept = [old for old in self.capacities if old.key != new.key]
         return replace(self, capacities=(*kept, new))
 
-    def alone(self, result: ScenarioResult) -> ScenarioResult | None:
-        """S0 at the same rate on the same server, if possible with the same policy."""
-        return self._like(result, Scenario.S0)
-
-    def unprotected(self, result: ScenarioResult) -> ScenarioResult | None:
-        """S1 at the same rate on the same server."""
-        return self._like(result, Scenario.S1)
-
-    def upper_bound(self, result: ScenarioResult) -> ScenarioResult | None:
-        """S2 on the same server, if possible with the same policy."""
-        return self._like(result, Scenario.S2)
-
     def rt_tax(self, result: ScenarioResult) -> RtTax | None:
         """`result` minus S0; None without an S0 run."""
-        alone = self.alone(result)
+        alone = self.like(result, Scenario.S0)
         return None if alone is None else rt_tax(result.rt, alone.rt)
 
     def be_efficiency(self, result: ScenarioResult, base: Scenario) -> float | None:
         """Best-effort throughput of `result` relative to S1 or S2; None if either is missing."""
-        other = self._like(result, base)
+        other = self.like(result, base)
         if other is None or not result.be.requests:
             return None
         return be_efficiency(result.be, other.be)
 
-    def _like(self, result: ScenarioResult, scenario: Scenario) -> ScenarioResult | None:
+    def like(self, result: ScenarioResult, scenario: Scenario) -> ScenarioResult | None:
+        """The run of a scenario on the same server, if possible with the same policy.
+
+        S0 and S1 have the same rate; S2 has none.
+        """
         found = [
             other
             for other in self.results

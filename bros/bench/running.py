@@ -600,9 +600,3 @@ def _run_title(target: BenchTarget, case: Case) -> str:
     policy = f" {target.policy}" if target.policy else ""
     rate = f", {case.rate:g} req/s" if case.rate is not None else ""
     return f"{target.name}{policy}: {case.scenario} {case.scenario.label}{rate}"
-
-
-@contextlib.contextmanager
-def no_view(title: str) -> Iterator[OnProgress]:
-    """A View that shows nothing."""
-    yield lambda elapsed_s, records: None

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -275,10 +276,15 @@ class ServerStartError(BrosError):
 async def local_server(arguments: Sequence[str]) -> AsyncIterator[str]:
     """Start `bros serve` with these arguments; yields its URL once it is ready.
 
-    Leaving the block stops the server. Raises ServerStartError.
+    Leaving the block stops the server, also by SIGTERM, which is then as Ctrl-C. Raises
+    ServerStartError.
     """
     command = (sys.executable, "-m", "bros", "serve", "--host", "127.0.0.1", "--port", "0")
-    with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="bros-") as folder:
+    with (
+        tempfile.TemporaryFile() as log,
+        tempfile.TemporaryDirectory(prefix="bros-") as folder,
+        _sigterm_as_ctrl_c(),
+    ):
         process = await asyncio.create_subprocess_exec(
             *command,
             *("--store", folder),  # not the user's: the server would run its batches
@@ -301,6 +307,19 @@ async def local_server(arguments: Sequence[str]) -> AsyncIterator[str]:
                 drain.cancel()
         finally:
             await _stop(process)
+
+
+@contextlib.contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM would end this process at once, and the server would run on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 async def _ready_url(lines: asyncio.StreamReader) -> str | None:

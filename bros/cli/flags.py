@@ -199,6 +199,7 @@ class RunBatchFlags:
     endpoint: str | None = flag(
         "PATH", 'endpoint of the requests (default: the "url" of the first)'
     )
+    overwrite: bool = switch("process all requests again if OUTPUT exists, and replace it")
 
 
 # ---- bros simulate

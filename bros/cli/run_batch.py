@@ -19,7 +19,7 @@ from rich.console import Console
 
 from bros.batch.files import Page
 from bros.batch.objects import DAY_S, MAX_WINDOW_S, Batch, BatchStatus, StoredFile
-from bros.batch.rows import parse_row
+from bros.batch.rows import BadRowError, parse_row
 from bros.batch.store import Store, open_store
 from bros.cli.batch import (
     NOT_A_FILE,
@@ -61,7 +61,10 @@ def run_batch_here(
         raise ConfigError(f"{target} cannot be written: {NOT_A_FILE}")
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{target} is the input; name another file")
-    with _locked(_partial(target)):
+    partial = _partial(target)
+    if not partial.exists() and target.exists() and not own.overwrite:
+        return _existing(target, source, endpoint, console)
+    with _locked(partial):
         wanted = RequestedRun(source, endpoint, served_name(config))
         return _run_to_end(config, wanted, target, clock, console)
 
@@ -69,6 +72,35 @@ def run_batch_here(
 def _partial(target: Path) -> Path:
     """The folder of the intermediate state."""
     return target.with_name(f"{target.name}.partial")
+
+
+def _existing(target: Path, source: Path, endpoint: str, console: Console) -> int:
+    """The exit status if the target has the responses to all requests of the source already.
+
+    Raises ConfigError if it is anything else, which must not be lost.
+    """
+    try:
+        with target.open("rb") as responses, source.open("rb") as requests:
+            rows = [parse_row(line, endpoint) for line in requests if line.strip()]
+            lines = [json.loads(line) for line in responses]
+            is_complete = [row.custom_id for row in rows] == [line["custom_id"] for line in lines]
+            succeeded = [
+                line["error"] is None and line["response"]["status_code"] == 200 for line in lines
+            ]
+    except (BadRowError, ValueError, LookupError, TypeError):
+        is_complete = False
+    if not is_complete:
+        raise ConfigError(
+            f"{target} exists and is not the output for {source}; "
+            "name another file, or replace it with --overwrite"
+        )
+    console.print(
+        f"{target} has the responses to all {len(rows)} requests; --overwrite processes them again",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0 if all(succeeded) else SOME_ROWS_FAILED
 
 
 @contextlib.contextmanager

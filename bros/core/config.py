@@ -275,6 +275,45 @@ class ServerConfig(_Checked):
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 picks a free one", low=0, high=65535)
+    max_connections: int = option(
+        2048,
+        "maximum open connections; fewer if the process may not have as many descriptors",
+        low=1,
+    )
+    max_connections_per_address: int | None = option(
+        None,
+        "maximum open connections of an address; default: half of them all, none for this machine",
+        low=1,
+    )
+    header_timeout: float = option(
+        15.0, "seconds in which the headers of a request must arrive", low=0.05
+    )
+    body_timeout: float = option(
+        30.0, "seconds in which a body, or 1 KiB of it for each second, must arrive", low=0.05
+    )
+    idle_timeout: float = option(
+        75.0, "seconds after which a connection without a request is closed", low=0.05
+    )
+    drain_timeout: float = option(
+        30.0, "seconds in which open requests may end after Ctrl-C or SIGTERM", low=0
+    )
+    tls_cert: str | None = option(
+        None, "file with the TLS certificate, and those of its issuers, for https"
+    )
+    tls_key: str | None = option(None, "file with its private key; default: in --tls-cert")
+    allowed_hosts: str | None = option(
+        None,
+        "names of the server in Host headers, *.NAME or *; default: local names and IP addresses",
+    )
+    allowed_origins: str | None = option(
+        None,
+        "origins of web pages that may use the server, or *; default: its own pages",
+    )
+    metrics_access: str = option(
+        "open",
+        "who may read /metrics: all, who has the key of --api-key, or nobody",
+        choices=("open", "key", "off"),
+    )
     api_key: str | None = option(None, "key that clients must send as a bearer token", secret=True)
     served_model_name: str | None = option(None, "model name in the API; default: from the model")
     data_dir: str | None = option(

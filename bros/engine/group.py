@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 from pathlib import Path
-from types import TracebackType
 
 from bros.core.config import EngineConfig
 from bros.core.errors import RanksLostError
@@ -82,12 +81,7 @@ class Group:
     def __enter__(self) -> Group:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self._ranks.close()
             return

@@ -75,7 +75,7 @@ class StepLimits:
         return (
             0 < len(shape) <= self.rows
             and sum(chunk.tokens for chunk in shape) <= self.tokens
-            and all(chunk.tokens + chunk.context <= self.length for chunk in shape)
+            and all(0 <= chunk.context <= self.length - chunk.tokens for chunk in shape)
             and self.blocks_of(shape) <= self.blocks
         )
 
@@ -111,7 +111,7 @@ def quick_grid(limits: StepLimits) -> list[StepShape]:
     for count, size in zip(rows, tokens, strict=True):
         short, long = _context_range(limits, count)
         shapes += [decode_rows(count, short), decode_rows(count, long), prompt(size, 0)]
-        if size >= 32:
+        if 32 <= size < limits.length:
             shapes.append(prompt(size, min(512, limits.length - size)))
         if count > 1:
             shapes.append(decode_rows(count // 2, long) + prompt(size, 0, False))

@@ -19,22 +19,25 @@ from dataclasses import dataclass
 from bros.core.plan import KvCopies
 from bros.kvcache.holding import Holding, Run
 
+_FIRST_BLOCKS = 256
+
 
 class HostPool:
     """Allocates host slots; slot s is in block s // block_size. num_blocks may be 0.
 
-    Requests are identified by Holding.number, their tokens by block index as above.
+    Requests are identified by Holding.number, their tokens by block index as above. The tables
+    cover the blocks that have been used so far: small models have millions of slots in a GiB.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free: list[int] = []  # of the blocks in the tables
         self._full = (1 << block_size) - 1
-        self._slots = array("i", range(num_blocks * block_size))  # to slice ranges from
+        self._slots = array("i")  # all slots in the tables, to slice ranges from
         self._blocks: dict[int, dict[int, int]] = {}  # request -> block index -> host block
-        self._valid = [0] * num_blocks  # bit k: slot k of the block
-        self._needed = [0] * num_blocks
+        self._valid: list[int] = []  # bit k: slot k of the block
+        self._needed: list[int] = []
         # Host block -> (request, block index) for blocks without needed tokens. The next step still
         # reads those that are being restored.
         self._evictable: OrderedDict[int, tuple[int, int]] = OrderedDict()
@@ -42,7 +45,7 @@ class HostPool:
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - len(self._free)
+        return len(self._valid) - len(self._free)
 
     def checkpoint(self, number: int, run: Run) -> tuple[array[int], list[Run]] | None:
         """Reserve host slots for a run of preempted tokens; None if the pool has no room.
@@ -55,6 +58,8 @@ class HostPool:
             blocks = self._blocks[number] = {}
         size = self.block_size
         first, end = run[0] // size, (run[0] + run[1] - 1) // size + 1
+        while end - first > len(self._free) and len(self._valid) < self.num_blocks:
+            self._grow()
         if end - first > len(self._free) and not self._has_room(blocks, range(first, end)):
             return None
         slots, ranges = array("i"), []
@@ -128,7 +133,8 @@ class HostPool:
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block is free or has one request."""
         owned = [block for blocks in self._blocks.values() for block in blocks.values()]
-        assert sorted([*owned, *self._free]) == list(range(self.num_blocks))
+        assert sorted([*owned, *self._free]) == list(range(len(self._valid)))
+        assert len(self._valid) <= self.num_blocks
         for number, blocks in self._blocks.items():
             for index, block in blocks.items():
                 assert self._needed[block] & ~self._valid[block] == 0, "needed, but no copy"
@@ -155,6 +161,15 @@ class HostPool:
         for block in kept:
             del self._evictable[block]
         return True
+
+    def _grow(self) -> None:
+        """Add blocks to the tables, as many as they have."""
+        known = len(self._valid)
+        end = min(self.num_blocks, max(2 * known, _FIRST_BLOCKS))
+        self._free[:0] = range(end - 1, known - 1, -1)
+        self._slots.extend(range(known * self.block_size, end * self.block_size))
+        self._valid += [0] * (end - known)
+        self._needed += [0] * (end - known)
 
     def _allocate(self) -> int:
         if not self._free:

@@ -21,7 +21,7 @@ class FailedStage(enum.StrEnum):
     """Where a call failed."""
 
     FILL = "fill"  # building the prompt: an input transform failed, or the prompt is too long
-    GENERATE = "generate"  # the engine rejected or aborted the request
+    GENERATE = "generate"  # the engine rejected or aborted the request, or three died of it
     ENGINE = "engine"  # the engine died and did not recover, or was overloaded for too long
     TRANSFORM = "transform"  # an output transform failed
     NATIVE = "native"  # a native function on the client failed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 from collections.abc import Sequence
 
 from starlette.applications import Starlette
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bros.core.errors import AuthenticationError, BrosError
 from bros.server.batches import routes as batches
+from bros.server.browsers import BrowserGuard, BrowserRules
 from bros.server.errors import describe, handle_expected, handle_http
 from bros.server.openai import routes as openai
 from bros.server.openai.stream import DIRECT_SEND
@@ -30,7 +32,9 @@ from bros.server.tenants import TENANT, Tenants
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("bros.access")
 
-OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/metrics"})
+METRICS_PATH = "/metrics"
+
+OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", METRICS_PATH})
 """Paths that need no key: the web page, which asks for one, and those of probes and scrapers."""
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -115,14 +119,15 @@ class ErrorBarrier:
 
 
 class BearerAuth:
-    """Requires a key on all paths but OPEN_PATHS, and puts its tenant into the scope."""
+    """Requires a key on all paths but `open_paths`, and puts its tenant into the scope."""
 
-    def __init__(self, app: ASGIApp, tenants: Tenants) -> None:
+    def __init__(self, app: ASGIApp, tenants: Tenants, open_paths: frozenset[str]) -> None:
         self._app = app
         self._tenants = tenants
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
             headers = dict(scope["headers"])
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             tenant = self._tenants.find(key.strip()) if scheme.lower() == b"bearer" else None
@@ -154,13 +159,16 @@ def create_app(state: ServerState, tenants: Tenants) -> Starlette:
         api += sessions.ROUTES
     if state.replicas is not None:
         api += operations.ADMIN_ROUTES
-    routes = operations.service_routes(api)
+    access = state.config.metrics_access
+    routes = operations.service_routes(api, with_metrics=access != "off")
     middleware = [
         Middleware(RequestLog, state=state, routes=routes),
         Middleware(ErrorBarrier),
+        Middleware(BrowserGuard, rules=BrowserRules.of(state.config, socket.gethostname())),
     ]
     if tenants.keys:
-        middleware.append(Middleware(BearerAuth, tenants=tenants))
+        open_paths = OPEN_PATHS - {METRICS_PATH} if access == "key" else OPEN_PATHS
+        middleware.append(Middleware(BearerAuth, tenants=tenants, open_paths=open_paths))
     app = App(
         routes=routes,
         middleware=middleware,

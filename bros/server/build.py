@@ -11,6 +11,7 @@ import logging
 import os
 import random
 import socket
+import ssl
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ from bros.semantic.service.service import SessionService
 from bros.semantic.transforms.process import TransformProcesses
 from bros.server.app import create_app
 from bros.server.batches.rows import EngineRowHandler
+from bros.server.browsers import BrowserRules
+from bros.server.connections import raise_descriptor_limit
 from bros.server.operations.loop_lag import LagWatch
 from bros.server.operations.metrics import ServerMetrics
 from bros.server.replicas import (
@@ -44,7 +47,7 @@ from bros.server.replicas import (
     local_elastic_replicas,
     replica_bounds,
 )
-from bros.server.serve import HttpServer, bind, run
+from bros.server.serve import HttpServer, bind, load_tls, run
 from bros.server.state import Jobs, ServerState
 from bros.server.tenants import Tenants, load_tenants
 from bros.text.generation import TextGenerator
@@ -75,10 +78,13 @@ def serve(config: Config, *, is_rank: bool = False) -> int:
         raise ConfigError("--cluster, --max-replicas: torchrun starts the ranks of one engine")
     replica_bounds(config.server)  # raises ConfigError
     tenants = load_tenants(config.server)
+    tls = load_tls(config.server)
+    BrowserRules.of(config.server, socket.gethostname())  # raises ConfigError
+    raise_descriptor_limit()
     bound = bind(config.server.host, config.server.port)
     with bound, contextlib.closing(_open_store(config.server)) as store:
         files = resolve_model(config.engine.model, cache_dir_of(config.server.data_dir), _print)
-        return run(_serve(config, files, bound, store, tenants, is_rank))
+        return run(_serve(config, files, bound, store, tenants, tls, is_rank))
 
 
 async def _serve(
@@ -87,6 +93,7 @@ async def _serve(
     bound: socket.socket,
     store: Store,
     tenants: Tenants,
+    tls: ssl.SSLContext | None,
     is_rank: bool,
 ) -> int:
     servers: list[HttpServer] = []
@@ -113,6 +120,7 @@ async def _serve(
             bound,
             on_listening=lambda url: _print(_banner(url, state, config.engine)),
             log_level=config.server.log_level,
+            tls=tls,
         )
         servers.append(server)
         # Threads that validate batches must hand the GIL back to the streams quickly.

@@ -42,11 +42,18 @@ SERVER_ERROR = "server_error"
 MAX_RETRY_AFTER_S = 120
 """OpenAI's clients fail instead of waiting longer than this."""
 
+_USUAL_RETRY_S = 5.0
+"""Until an engine, a store or the next server may be there, if nothing says when."""
+
 _MAX_MESSAGE_CHARS = 2000
 
 
 class BodyTooLargeError(BrosError):
     """The request body exceeds the size limit (HTTP 413)."""
+
+
+class MediaTypeError(BrosError):
+    """The body has another content type than the route takes (HTTP 415)."""
 
 
 class ServerStoppingError(BrosError):
@@ -125,6 +132,14 @@ def describe(error: Exception) -> ApiError:
                 # The connection stays open: a client that is still sending when it is closed would
                 # see a connection error instead of this response.
                 code="request_too_large",
+            )
+        case MediaTypeError():
+            return ApiError(
+                status=415,
+                message=str(error),
+                type=INVALID_REQUEST,
+                code="unsupported_media_type",
+                headers={"accept": "application/json"},
             )
         case QueueFullError():
             return _describe_busy(error, "rate_limit_exceeded")
@@ -222,9 +237,10 @@ def _describe_server_error(error: Exception) -> ApiError:
             type=SERVER_ERROR,
             code="internal_error",
         )
-    wait_s = error.retry_after_s if isinstance(error, EngineDeadError) else None
     headers = {}
-    if wait_s is not None:
+    if status == 503:
+        wait_s = error.retry_after_s if isinstance(error, EngineDeadError) else None
+        wait_s = _USUAL_RETRY_S if wait_s is None else wait_s
         headers["retry-after"] = str(math.ceil(min(max(wait_s, 1.0), MAX_RETRY_AFTER_S)))
     return ApiError(
         status=status, message=str(error), type=SERVER_ERROR, code=code, headers=headers

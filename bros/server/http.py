@@ -17,7 +17,7 @@ from starlette.types import Receive, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from bros.core.errors import InvalidRequestError
-from bros.server.errors import BodyTooLargeError, ServerStoppingError
+from bros.server.errors import BodyTooLargeError, MediaTypeError, ServerStoppingError
 from bros.server.openai.schema import ModelRequest
 from bros.server.state import ServerState, StopSignal
 
@@ -54,8 +54,9 @@ async def read_request(request: Request, model: type[R]) -> R:
 async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
     """The JSON object in the body.
 
-    Raises BodyTooLargeError, or InvalidRequestError for a body that is not UTF-8 or not JSON, has
-    NaN or Infinity, is nested too deeply (200 levels), has too many parts, or is not an object.
+    Raises MediaTypeError, BodyTooLargeError, or InvalidRequestError for a body that is not UTF-8 or
+    not JSON, has NaN or Infinity, is nested too deeply (200 levels), has too many parts, or is not
+    an object.
     """
     return await read_as(request, max_bytes, lambda fields: fields)
 
@@ -65,6 +66,7 @@ async def read_as(request: Request, max_bytes: int, make: Callable[[dict[str, An
 
     Raises what read_object and `make` raise.
     """
+    _check_json_type(request)
     body = await _read_limited(request, max_bytes)
     state, tenant = ServerState.of(request), ServerState.tenant(request)
     return await offload(state, tenant, lambda: make(_parse(body)), len(body) // _BYTES_PER_SIZE)
@@ -117,6 +119,23 @@ def _counts(body: bytes) -> tuple[int, int]:
 
 def _has_many(containers: int, keys: int) -> bool:
     return containers > _MAX_CONTAINERS or keys > _MAX_KEYS
+
+
+def has_body(request: Request) -> bool:
+    headers = request.headers
+    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+
+
+def _check_json_type(request: Request) -> None:
+    """Raises MediaTypeError unless a body says that it is JSON. Browsers send some other types from
+    any web page to any server, but JSON only if the server has allowed it to the page."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and has_body(request):
+        given = f"{kind[:100]!r}" if kind else "none"
+        raise MediaTypeError(
+            "The body must be JSON, sent with the header 'Content-Type: application/json'. "
+            f"The content type of this request is {given}."
+        )
 
 
 def validate(model: type[M], value: Mapping[str, Any]) -> M:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
@@ -14,19 +16,18 @@ from typing import Any, TypeVar
 import uvicorn
 from starlette.applications import Starlette
 
+from bros.core.config import ServerConfig
 from bros.core.errors import ConfigError
-from bros.server.state import StopSignal
+from bros.server.connections import ConnectionLimits, Connections
+from bros.server.state import ServerState
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-DRAIN_S = 30.0
-"""How long open requests may continue after the server is told to stop."""
-
 _ERROR_S = 5.0
-"""How long they then have to send their error before uvicorn cancels their tasks."""
-
-_KEEP_ALIVE_S = 75
-"""Longer than clients keep idle connections, so that none sends on a connection being closed."""
+"""How long open requests that outlast the drain timeout have to send their error
+before uvicorn cancels their tasks."""
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -46,6 +47,7 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--host: cannot listen on {host}: {error.strerror}") from error
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _keep_alive(bound)
         bound.bind(address)
     except OSError as error:
         bound.close()
@@ -53,10 +55,37 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def url_of(bound: socket.socket) -> str:
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
+"""Seconds and probes after which the kernel ends a connection whose peer has vanished."""
+
+
+def _keep_alive(bound: socket.socket) -> None:
+    # Linux gives the options of a listening socket to the connections that it accepts.
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEP_ALIVE.items():
+        if hasattr(socket, name):
+            bound.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def url_of(bound: socket.socket, scheme: str = "http") -> str:
     """The URL of a bound socket, with its actual port."""
     host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def load_tls(config: ServerConfig) -> ssl.SSLContext | None:
+    """The certificate of --tls-cert and its key; None without the options. Raises ConfigError."""
+    if config.tls_cert is None:
+        if config.tls_key is not None:
+            raise ConfigError("--tls-key: needs --tls-cert")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        # A function for the password, because the default asks for it on the terminal.
+        context.load_cert_chain(config.tls_cert, config.tls_key, password=lambda: "")
+    except OSError as error:
+        raise ConfigError(f"--tls-cert, --tls-key: cannot be used: {error}") from error
+    return context
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
@@ -80,11 +109,12 @@ class HttpServer:
         *,
         on_listening: Callable[[str], None] = lambda url: None,
         log_level: str = "info",
-        drain_s: float = DRAIN_S,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """on_listening: called with the URL once the server accepts connections.
-        drain_s: how long open requests may continue after `stop`.
+        tls: the certificate, to serve https.
         """
+        state: ServerState = app.state.server
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -94,16 +124,16 @@ class HttpServer:
             server_header=False,
             lifespan="off",
             ws="none",
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=math.ceil(drain_s + _ERROR_S),
+            timeout_keep_alive=state.config.idle_timeout,  # type: ignore[arg-type]  # any number
+            timeout_graceful_shutdown=math.ceil(state.config.drain_timeout + _ERROR_S),
         )
         self._bound = bound
-        self._server = _Server(
-            config, app.state.server.stopping, drain_s, lambda: on_listening(url_of(bound))
-        )
+        url = url_of(bound, "http" if tls is None else "https")
+        self._server = _Server(config, state, tls, lambda: on_listening(url))
 
     async def run(self) -> None:
-        """Serve until `stop`, SIGINT or SIGTERM; then let open requests continue for `drain_s`.
+        """Serve until `stop`, SIGINT or SIGTERM; then let open requests continue for
+        `drain_timeout`.
 
         Requests that are still open then end with an error. A second SIGINT stops at once.
         Signals are handled only if this runs in the main thread.
@@ -119,13 +149,13 @@ class _Server(uvicorn.Server):
     def __init__(
         self,
         config: uvicorn.Config,
-        stopping: StopSignal,
-        drain_s: float,
+        state: ServerState,
+        tls: ssl.SSLContext | None,
         on_listening: Callable[[], None],
     ) -> None:
         super().__init__(config)
-        self._stopping = stopping
-        self._drain_s = drain_s
+        self._state = state
+        self._tls = tls
         self._on_listening = on_listening
 
     @contextlib.contextmanager
@@ -143,12 +173,36 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        assert sockets is not None
+        state = self._state
+        self._connections = Connections(
+            ConnectionLimits.of(state.config),
+            self.config,
+            self.server_state,
+            state.clock,
+            state.metrics.connection_closed,
+            self._tls,
+        )
+        state.metrics.count_connections(self._connections.__len__)
+        self.servers = []  # what uvicorn itself listens on
+        for bound in sockets:
+            self._connections.listen(bound)
+        self.started = True
         self._on_listening()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        timer = asyncio.get_running_loop().call_later(self._drain_s, self._stopping.set)
+        drain_s = self._state.config.drain_timeout
+        timer = asyncio.get_running_loop().call_later(drain_s, self._state.stopping.set)
+        await self._connections.stop_accepting()
+        if count := len(self.server_state.tasks):
+            logger.warning(
+                "waiting up to %g s for %d open request%s; Ctrl-C again ends at once",
+                drain_s,
+                count,
+                "" if count == 1 else "s",
+            )
         try:
             await super().shutdown(sockets)
         finally:
             timer.cancel()
+            await self._connections.close()

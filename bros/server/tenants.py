@@ -104,6 +104,8 @@ class Tenants:
 
 def load_tenants(config: ServerConfig) -> Tenants:
     """The tenants of --api-keys, and that of --api-key, whose name is empty. Raises ConfigError."""
+    if config.metrics_access == "key" and not config.api_key:
+        raise ConfigError("--metrics-access key: needs --api-key")
     keys = {OPERATOR: config.api_key} if config.api_key else {}
     if config.api_keys is None:
         return Tenants(keys)

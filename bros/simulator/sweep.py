@@ -35,13 +35,6 @@ def run_scenario(
     return report_of(result, scenario.slo)
 
 
-def run_sweep(
-    scenarios: Sequence[SimulatedScenario], jobs: int, progress: Progress | None = None
-) -> list[Report]:
-    """One report per scenario; see run_all."""
-    return run_all(run_scenario, scenarios, jobs, progress)
-
-
 def run_all(
     run: _Run[S, R], scenarios: Sequence[S], jobs: int, progress: Progress | None = None
 ) -> list[R]:

@@ -7,10 +7,11 @@ the server process seconds at start and hundreds of megabytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 import jinja2
 import tokenizers
@@ -22,6 +23,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from bros.core.clock import Clock, SystemClock
 from bros.core.errors import InvalidRequestError, ModelError, PromptTooLongError
 from bros.text.detokenizer import IncrementalDetokenizer, TokenTable
+
+T = TypeVar("T")
 
 # ---- Chat templates, in the Jinja dialect of Hugging Face.
 
@@ -148,6 +151,10 @@ its methods for batches, whose hand-over to another thread costs more than a sho
 _CUT_TOKENS = 16
 """Bound on the additional tokens per cut of a text; usually one or two."""
 
+_BREAK = "\ufdd0"
+"""Marks text that must not become a special token: `<BREAK|im_start|>`. A code point that is no
+character, so texts have no use for it; in one that has it, it becomes U+FFFD."""
+
 _SPECIAL_NAMES = (
     "bos_token",
     "eos_token",
@@ -174,6 +181,14 @@ class Tokenizer:
         self._special_tokens = dict(special)
         self._table = TokenTable(tokenizer)
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        self._special_texts = _any_of(
+            token.content
+            for token in tokenizer.get_added_tokens_decoder().values()
+            if token.special
+        )
+        # The library splits a text at a token like this, and `encode` drops it.
+        tokenizer.add_tokens([tokenizers.AddedToken(_BREAK, special=False, normalized=False)])
+        self._break_id = tokenizer.token_to_id(_BREAK)
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
 
@@ -210,17 +225,55 @@ class Tokenizer:
         return bool(self._templates)
 
     def encode(
-        self, text: str, *, add_special_tokens: bool = True, limit: int | None = None
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        limit: int | None = None,
+        escaped: bool = False,
     ) -> list[int]:
         """Token ids of a text; add_special_tokens adds BOS or EOS where the model expects them.
+
+        The text of a special token becomes this token, except where `escape` has marked it.
+        escaped: whether parts of the text come from `escape`.
 
         Encode long texts on a worker thread; other threads run meanwhile, except for some 20 ns per
         token at the end. Raises PromptTooLongError (param "prompt") early if a long text certainly
         has more than `limit` tokens.
         """
+        has_break = _BREAK in text
+        if has_break and not escaped:
+            text = text.replace(_BREAK, "\ufffd")
         if limit is not None:
             self._check_length(text, limit)
-        return self._ids(text, add_special_tokens)
+        ids = self._ids(text, add_special_tokens)
+        return [token for token in ids if token != self._break_id] if has_break else ids
+
+    def escape(self, value: T) -> T:
+        """A text that has the tokens of ordinary text throughout, also where it reads like a
+        special token; or a JSON value with all its strings replaced by such texts. For
+        `render_chat` and for `encode` with `escaped`. Other texts are returned as they are."""
+        return cast(T, self._escape(value))
+
+    def _escape(self, value: object) -> object:
+        if isinstance(value, str):
+            return self._escape_text(value)
+        if isinstance(value, Mapping):
+            return {self._escape(key): self._escape(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._escape(inner) for inner in value]
+        return value
+
+    def _escape_text(self, text: str) -> str:
+        if _BREAK in text:
+            text = text.replace(_BREAK, "\ufffd")
+        pattern = self._special_texts
+        if pattern is None:
+            return text
+        # Again, because a break can lay bare another token: with <s> and s>< in <s><.
+        while pattern.search(text):
+            text = pattern.sub(lambda found: found[0][0] + _BREAK + found[0][1:], text)
+        return text
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         backend = self._tokenizer
@@ -255,18 +308,21 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any
     ) -> list[int]:
-        """Token ids of a conversation, ending where the assistant's answer begins.
+        """Token ids of a conversation, ending where the assistant's answer begins. Texts in it that
+        read like special tokens stay text: only the template writes special tokens.
 
         template_kwargs: variables of the template such as `tools`; add_generation_prompt is True by
             default.
         Raises InvalidRequestError (param "messages") if the model has no template or the template
         does not accept these messages.
         """
-        text = self.render_chat(messages, **template_kwargs)
-        return self.encode(text, add_special_tokens=False)  # the template has written them
+        text = self.render_chat(self.escape(messages), **self.escape(template_kwargs))
+        # The template has written the special tokens.
+        return self.encode(text, add_special_tokens=False, escaped=True)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> str:
-        """The text that `apply_chat_template` encodes."""
+        """The text of a conversation, ending where the assistant's answer begins; raises what
+        `apply_chat_template` raises."""
         return self._templates.render(messages, **template_kwargs)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -283,6 +339,28 @@ class Tokenizer:
     def _special_id(self, name: str) -> int | None:
         token = self._special_tokens.get(name)
         return None if token is None else self._tokenizer.token_to_id(token)
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
+    """A pattern of the longest of `texts` at a place, None if there are none. It is a tree: a list
+    of 256 tokens that begin alike would be tried one by one at each place. Texts of one character
+    are left out, as they cannot be broken."""
+    tree: dict[str, Any] = {}
+    for text in texts:
+        if len(text) > 1:
+            node = tree
+            for char in text:
+                node = node.setdefault(char, {})
+            node[""] = {}
+    return re.compile(_tree_pattern(tree)) if tree else None
+
+
+def _tree_pattern(tree: Mapping[str, Any]) -> str:
+    branches = [re.escape(char) + _tree_pattern(below) for char, below in tree.items() if char]
+    if not branches:
+        return ""
+    either = branches[0] if len(branches) == 1 and "" not in tree else f"(?:{'|'.join(branches)})"
+    return either + "?" if "" in tree else either
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -3,15 +3,26 @@
 The simulator, `bros bench` and the benchmarks share these definitions, so that simulated and
 measured figures are comparable. Percentiles are interpolated linearly, as in numpy and vLLM's
 benchmarks.
+
+Whether a request met an objective is *decided* once its tokens are there, or once they are certain
+to be late. A request that is open at the end counts as missed if it is overdue by then, and
+otherwise not at all. A request that was refused or lost counts as missed.
+
+    ttft    start to first token
+    tpot    (last token - first token) / (tokens - 1), of requests with two tokens or more
 """
 
 from __future__ import annotations
 
+import enum
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
+
+from bros.core.request import Slo
 
 TOLERANCE_S = 1e-9
 """For rounding errors in differences of times: a token that comes when it is due is on time."""
@@ -44,6 +55,10 @@ class Attainment:
         decided = [verdict for verdict in verdicts if verdict is not None]
         return cls(sum(decided), len(decided))
 
+    @classmethod
+    def total(cls, parts: Sequence[Attainment]) -> Attainment:
+        return cls(sum(part.met for part in parts), sum(part.decided for part in parts))
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -65,3 +80,125 @@ class Summary:
             return cls(0)
         percentiles = np.percentile(found, (50, 90, 95, 99)).tolist()
         return cls(found.size, float(found.mean()), float(found.std()), *percentiles)
+
+
+# ---- One request against its objectives.
+
+
+class State(enum.Enum):
+    """Of a request when its client stops observing. LOST: refused, failed or cut short."""
+
+    OPEN = enum.auto()
+    COMPLETED = enum.auto()
+    LOST = enum.auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One request as its client saw it.
+
+    start_s: when it arrived or was sent.
+    times_s: when its tokens came, or chunks of tokens.
+    tokens: output tokens.
+    end_s: when it ended, for a completed one without times.
+    """
+
+    start_s: float
+    times_s: Sequence[float]
+    tokens: int
+    state: State
+    end_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """One request against its objectives; None without an objective or while undecided.
+
+    overdue: the request is open, and ttft_s or tpot_s is its time so far, a lower bound.
+    """
+
+    ttft_s: float | None
+    tpot_s: float | None
+    ttft_met: bool | None
+    tpot_met: bool | None
+    both_met: bool | None
+    overdue: bool
+
+
+def judge(request: Timeline, slo: Slo, until_s: float) -> Judged:
+    """until_s: when the client stopped observing."""
+    ttft_s, ttft_met = _ttft(request, slo.ttft_s, until_s)
+    tpot_s, tpot_met = _tpot(request, slo.tpot_s, until_s)
+    both_met: bool | None = None
+    if ttft_met is False or tpot_met is False:
+        both_met = False
+    elif request.state is State.COMPLETED and slo != Slo():
+        both_met = True
+    late = (not request.times_s and ttft_met is False) or tpot_met is False
+    return Judged(
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
+        ttft_met=ttft_met,
+        tpot_met=tpot_met,
+        both_met=both_met,
+        overdue=request.state is State.OPEN and late,
+    )
+
+
+def tokens_on_time(
+    request: Timeline, ttft_met: bool | None, tpot_s: float | None, until_s: float
+) -> Attainment:
+    """The tokens that came within tpot_s of the one before, and the first one if `ttft_met`.
+
+    The next token of a lost or overdue request counts as missed.
+    """
+    met, decided = int(ttft_met is True), int(ttft_met is not None)
+    times = request.times_s
+    if tpot_s is None or not times:
+        return Attainment(met, decided)
+    gaps = gaps_s(times)
+    met += sum(within(gap, tpot_s) for gap in gaps)
+    is_open = request.state is State.OPEN
+    overdue = is_open and not within(until_s - times[-1], tpot_s)
+    return Attainment(met, decided + len(gaps) + (overdue or request.state is State.LOST))
+
+
+def gaps_s(times_s: Sequence[float]) -> list[float]:
+    """The times between consecutive tokens."""
+    return list(map(operator.sub, times_s[1:], times_s))
+
+
+def _ttft(
+    request: Timeline, limit_s: float | None, until_s: float
+) -> tuple[float | None, bool | None]:
+    """(TTFT in seconds, whether it met `limit_s`)"""
+    if request.times_s:
+        seconds = request.times_s[0] - request.start_s
+        return seconds, _met(seconds, limit_s)
+    if request.state is State.COMPLETED:  # without text, or not streamed
+        assert request.end_s is not None, "it was completed, but at no time"
+        return None, _met(request.end_s - request.start_s, limit_s)
+    if request.state is State.LOST:
+        return None, None if limit_s is None else False
+    waited_s = until_s - request.start_s
+    return (waited_s, False) if _met(waited_s, limit_s) is False else (None, None)
+
+
+def _tpot(
+    request: Timeline, limit_s: float | None, until_s: float
+) -> tuple[float | None, bool | None]:
+    """(TPOT in seconds, whether it met `limit_s`)"""
+    times = request.times_s
+    if request.state is State.LOST:
+        return None, None if limit_s is None else False
+    if not times or (request.state is State.COMPLETED and request.tokens < 2):
+        return None, None
+    if request.state is State.COMPLETED:
+        mean = (times[-1] - times[0]) / (request.tokens - 1)
+        return mean, _met(mean, limit_s)
+    at_best = (until_s - times[0]) / len(times)  # if the next token came right now
+    return (at_best, False) if _met(at_best, limit_s) is False else (None, None)
+
+
+def _met(seconds: float, limit_s: float | None) -> bool | None:
+    return None if limit_s is None else within(seconds, limit_s)

@@ -114,10 +114,14 @@ def test_several_processes_on_one_store_take_over_from_one_another(site: Site) -
 
 @pytest.mark.parametrize("when", DEATHS)
 def test_a_crash_at_any_transaction(site: Site, when: str) -> None:
-    """From the claim of a batch to its files, one after the other."""
+    """From the claim of a batch to its files, one after the other; in the fast tier two of four on
+    each database, one before and one after it is committed."""
     number, has_died = 0, True
+    skipped = by_tier(fast=(0, 1) if site.store.url is None else (2, 3), long=())
     while has_died:
         number += 1
+        if number % 4 in skipped:
+            continue
         batch_id = site.submit(12)
         ahead_s = 40.0 * number
         orders = Orders(seed=number, row_s=0.02, ahead_s=ahead_s, max_rows=3, poll_s=5.0)

@@ -17,11 +17,15 @@ import pytest
 from bros.executor.model_store import default_cache_dir, resolve_model
 from support.batch_store import PostgresServer
 from support.server_process import ServerProcess, running_server, wait_until
-from support.tier import by_tier, seed
+from support.tier import by_tier, is_long, seed
+from support.tiny_models import save_tiny_llama
+from support.tiny_tokenizer import save_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(900)]
 
-ROWS, KILLS = by_tier(fast=(60, 2), long=(500, 20))
+ROWS, KILLS = by_tier(fast=(40, 2), long=(500, 20))
+TOKENS = by_tier(fast=100, long=2)
+"""Per row: of a small model so many, and of so few rows at a time, that a job takes seconds."""
 COMPLETIONS = "/v1/completions"
 LEASE_S = 1.0
 
@@ -79,7 +83,7 @@ class Job:
 
 
 def row(number: int) -> dict[str, Any]:
-    body = {"prompt": f"The number {number} is", "max_tokens": 2, "temperature": 0}
+    body = {"prompt": f"The number {number} is", "max_tokens": TOKENS, "ignore_eos": True}
     return {"custom_id": f"row-{number}", "method": "POST", "url": COMPLETIONS, "body": body}
 
 
@@ -90,6 +94,18 @@ def data_dir(folder: Path) -> Path:
     for found in (resolve_model(None, cache).folder, cache / "profiles"):
         (folder / found.name).symlink_to(found)
     return folder
+
+
+def options(folder: Path) -> list[str]:
+    """Of a server with its data in `folder`. In the fast tier the model is a random one: this is
+    about rows, and the embedded model takes seven times as long for them and to start."""
+    if is_long():
+        return ["--data-dir", str(data_dir(folder / "data"))]
+    model = folder / "tiny"
+    save_tiny_llama(model, vocab_size=1000)
+    save_tokenizer(model)
+    few = ("--threads", "1", "--max-num-seqs", "2")
+    return [str(model), "--data-dir", str(folder / "data"), *few]
 
 
 def wait(server: ServerProcess, seconds: float) -> None:
@@ -108,8 +124,8 @@ def url(request: pytest.FixtureRequest) -> str | None:
 
 def test_a_job_outlives_its_engine_and_its_server(url: str | None, tmp_path: Path) -> None:
     rng = random.Random(seed(25))
-    options = ["--data-dir", str(data_dir(tmp_path / "data")), "--batch-lease", str(LEASE_S)]
-    job = Job([*options, "--store", url] if url else options)
+    store = ["--store", url] if url else []
+    job = Job([*options(tmp_path), "--batch-lease", str(LEASE_S), *store])
     with job.ends:
         job.submit(ROWS)
         killed, before = {"engine": 0, "server": 0, "both": 0}, 0
@@ -151,7 +167,7 @@ def test_a_job_outlives_its_engine_and_its_server(url: str | None, tmp_path: Pat
 def test_a_server_that_is_told_to_stop_is_followed_at_once(tmp_path: Path) -> None:
     """The next server does not wait for a lease that lasts longer than any test. In any run,
     test_crash.py stops a process without an engine in this way."""
-    job = Job(["--data-dir", str(data_dir(tmp_path / "data")), "--batch-lease", "3600"])
+    job = Job([*options(tmp_path), "--batch-lease", "3600"])
     with job.ends:
         job.submit(100)
         wait_until(lambda: job.done() >= 10, 60, "the first server is at work")

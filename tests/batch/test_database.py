@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,26 @@ def test_a_store_that_is_opened_again_has_what_was_stored(store: Store) -> None:
     file = store.put_file()
     with store.again() as other:
         assert other.files.get("ann", file.id, NOW) == file
+
+
+def test_a_file_that_was_removed_or_replaced_is_not_used(tmp_path: Path) -> None:
+    file, away = tmp_path / "jobs.db", tmp_path / "away.db"
+    (tmp_path / "other").mkdir()
+    with open_store(None, tmp_path) as store, open_store(None, tmp_path / "other") as other:
+        kept = store.put_file()
+        foreign = other.put_file(file_id="file-foreign")
+        file.rename(away)
+        for _ in range(2):
+            with pytest.raises(StoreUnavailableError, match="jobs.db was removed or replaced"):
+                store.put_file(file_id="file-lost")
+        assert not file.exists()  # nothing new was begun in its place
+        shutil.copy(tmp_path / "other" / "jobs.db", file)
+        with pytest.raises(StoreUnavailableError, match="put the file back, or restart"):
+            store.files.get("ann", foreign.id, NOW)
+        away.replace(file)
+        assert store.files.get("ann", kept.id, NOW) == kept
+        store.put_file(file_id="file-after")
+        assert count_files(store) == 2
 
 
 def test_many_processes_may_open_a_new_store_at_once(new_url: NewUrl, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_a_stall_after_done_spoils_nothing() -> None:
     assert (record.outcome, record.end_s, record.detail) == (Outcome.COMPLETED, 1.0, None)
 
 
-def test_a_connection_that_stays_open_after_done_is_soon_given_up() -> None:
+def test_a_connection_that_stays_open_after_done_is_soon_closed() -> None:
     async def main() -> float:
         http = FakeHttp(lambda _: stream(event(text("a", "stop")), DONE, hang=True))
         client = Client(

@@ -53,7 +53,7 @@ def test_body_of_each_dialect(name: str, service_class: ServiceClass, own: dict[
     assert body(name, service_class) == COMMON | own
 
 
-def test_transformers_is_told_the_length_in_its_own_way() -> None:
+def test_transformers_gets_the_length_in_its_own_field() -> None:
     said = body("transformers")
     settings = json.loads(said.pop("generation_config"))
     assert settings == {"do_sample": False, "min_new_tokens": 3}
@@ -67,7 +67,7 @@ def test_objectives_go_to_bros_in_milliseconds_and_only_those_that_are_set() -> 
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-def test_without_classes_both_are_told_the_same(name: str) -> None:
+def test_without_classes_requests_of_both_are_alike(name: str) -> None:
     hidden = {"classes": False}
     slo = Slo(ttft_s=1.0)
     rt = body(name, RT, request_format=hidden, slo=slo)

@@ -96,7 +96,7 @@ def free_port() -> int:
         return port
 
 
-async def test_nobody_listens() -> None:
+async def test_no_server_listens() -> None:
     port = free_port()
     record, _ = await ask(f"http://127.0.0.1:{port}")
     assert record.outcome is Outcome.FAILED
@@ -196,7 +196,7 @@ async def test_stall() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
         writer.write(HEAD + chunked(event(text("a"))))
-        await reader.read()  # until the client gives up
+        await reader.read()  # until the client closes the connection
         gone.set()
 
     gone = asyncio.Event()

@@ -285,7 +285,7 @@ def test_retry_after_is_obeyed_within_reason(asked: str, waited_s: float) -> Non
     assert set(outcomes(result).values()) == {Outcome.REFUSED}
 
 
-def test_progress_is_told_while_it_runs_and_at_the_end() -> None:
+def test_progress_is_reported_during_the_run_and_at_the_end() -> None:
     told: list[tuple[float, int, int]] = []
 
     def progress(now_s: float, records: Sequence[Record]) -> None:

@@ -185,7 +185,7 @@ def test_figures_are_those_of_a_naive_reckoning(records: list[Record]) -> None:
 
 
 @given(records_of_a_run())
-def test_rates_are_those_of_the_window_whoever_came_when(records: list[Record]) -> None:
+def test_rates_are_those_of_the_window_whenever_requests_came_due(records: list[Record]) -> None:
     metrics = measure(records, SLO, WINDOW)
     for service_class, part in metrics.by_class.items():
         everything = [Oracle(r, SLO) for r in records if r.planned.service_class is service_class]

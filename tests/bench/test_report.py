@@ -393,8 +393,8 @@ def test_comparison_finds_the_runs_that_belong_together() -> None:
     bench = BENCHES["typical"]
     mixed = [result for result in bench.results if result.scenario is Scenario.S3]
     for result in mixed:
-        alone, bound = bench.alone(result), bench.upper_bound(result)
-        unprotected = bench.unprotected(result)
+        alone, bound = bench.like(result, Scenario.S0), bench.like(result, Scenario.S2)
+        unprotected = bench.like(result, Scenario.S1)
         assert alone and bound and unprotected
         assert (alone.scenario, alone.rt_rate) == (Scenario.S0, result.rt_rate)
         assert (unprotected.scenario, unprotected.rt_rate) == (Scenario.S1, result.rt_rate)
@@ -402,7 +402,8 @@ def test_comparison_finds_the_runs_that_belong_together() -> None:
         assert bench.rt_tax(result) is not None
         assert bench.be_efficiency(result, Scenario.S1) is not None
     other = make_result(Scenario.S3, [], window=WINDOW, rt_rate=0.2, target="vllm")
-    assert bench.alone(other) is bench.upper_bound(other) is bench.rt_tax(other) is None
+    assert bench.like(other, Scenario.S0) is bench.like(other, Scenario.S2) is None
+    assert bench.rt_tax(other) is None
 
 
 def changed(command: Command, **settings: str) -> Command:

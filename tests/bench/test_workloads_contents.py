@@ -205,7 +205,7 @@ def test_loops_of_a_run_share_no_made_up_text() -> None:
     assert not {piece.key for piece in one} & {piece.key for piece in other}
 
 
-def test_texts_reach_whoever_makes_prompts() -> None:
+def test_texts_are_passed_to_the_maker_of_prompts() -> None:
     loops = (OpenLoop(RECORDED, RandomArrivals(1)), ClosedLoop(be_content(), 1))
     assert texts_of(*loops) == {"written": "as is"}
     assert texts_of(ClosedLoop(RECORDED, 1), object()) == {"written": "as is"}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.bench.plan import Piece, Planned, Session, Turn
-from bros.bench.planning import FitCounts, FittedBacklog, Fitter, Overlong, factor_for, fit
+from bros.bench.planning import FitCounts, FittedBacklog, Fitter, Overlong, fit
 from bros.bench.workloads.contents import (
     ChatContent,
     ClosedLoop,
@@ -73,13 +73,13 @@ def test_nothing_exceeds_the_limit_and_everything_is_counted(
 
 
 @given(sessions=plans, limit=st.integers(2, 3000))
-def test_the_factor_makes_the_longest_fit(sessions: list[Session], limit: int) -> None:
-    factor = factor_for(sessions, limit)
+def test_a_factor_makes_the_longest_fit(sessions: list[Session], limit: int) -> None:
+    longest = max((sum(size) for size in lengths(sessions)), default=0)
+    # One token less, because the last piece keeps at least one token.
+    factor = 1.0 if longest <= limit else (limit - 1) / longest
     fitted, counts = fit(sessions, limit, Overlong.SKIP, factor)
     assert (counts.skipped, counts.sessions) == (0, 0)
     assert len(fitted) == len(sessions)
-    longest = max((sum(size) for size in lengths(sessions)), default=0)
-    assert (factor == 1.0) == (longest <= limit)
     if longest <= limit:
         assert fitted == sessions
 

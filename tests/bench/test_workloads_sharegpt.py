@@ -26,7 +26,7 @@ class Letters:
 
 
 def chat(*said: tuple[str, str]) -> dict[str, Any]:
-    turns = [{"from": who, "value": value} for who, value in said]
+    turns = [{"from": role, "value": value} for role, value in said]
     return {"id": "x", "conversations": turns}
 
 

@@ -43,11 +43,6 @@ def common(modules: Callable[[str], ModuleType]) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def tables(modules: Callable[[str], ModuleType]) -> ModuleType:
-    return modules("tables")
-
-
-@pytest.fixture(scope="module")
 def report(modules: Callable[[str], ModuleType]) -> ModuleType:
     return modules("report")
 
@@ -100,7 +95,7 @@ def test_results_are_one_json_value_with_a_run_per_line(common: ModuleType) -> N
     assert '    {"x": 1},\n    {"x": 2}\n' in text
 
 
-def test_gains_average_over_loads(tables: ModuleType) -> None:
+def test_gains_average_over_loads(settings: ModuleType) -> None:
     pairs = [
         (run("bros", 1, 0.1, be_requests_per_s=1.0), run("fcfs", 1, 0.2)),  # -50 %, -50 %
         (
@@ -108,32 +103,32 @@ def test_gains_average_over_loads(tables: ModuleType) -> None:
             run("fcfs", 2, 1.0, ttft_met=[0, 9], tpot_met=[0, 0]),
         ),  # -90 %, -0 %
     ]
-    gains = tables.Gains.of(pairs)
+    gains = settings.Gains.of(pairs)
     assert gains.latency_cut == pytest.approx(0.7)
     assert gains.be_loss == pytest.approx(0.25)
     assert gains.ttft_gain == pytest.approx((0.5 + 1.0) / (0.5 + 0.0))
     assert gains.tpot_gain == pytest.approx((1.0 + 1.0) / (1.0 + 0.0))
 
 
-def test_nothing_attained_and_nothing_finished_are_told_apart(tables: ModuleType) -> None:
-    gains = tables.Gains.of([(run("bros", 1, 0.1), run("fcfs", 1, None, ttft_met=[0, 5]))])
+def test_nothing_attained_and_nothing_finished_are_told_apart(settings: ModuleType) -> None:
+    gains = settings.Gains.of([(run("bros", 1, 0.1), run("fcfs", 1, None, ttft_met=[0, 5]))])
     assert math.isinf(gains.ttft_gain)
     assert math.isnan(gains.latency_cut)
-    target = tables.TARGETS[0]
+    target = settings.TARGETS[0]
     assert target.show(gains.latency_cut) == "-" and not target.met(gains.latency_cut)
 
 
-def test_a_loss_is_bounded_from_above_and_a_gain_from_below(tables: ModuleType) -> None:
-    by_field = {target.field: target for target in tables.TARGETS}
+def test_a_loss_is_bounded_from_above_and_a_gain_from_below(settings: ModuleType) -> None:
+    by_field = {target.field: target for target in settings.TARGETS}
     loss, gain = by_field["be_loss"], by_field["ttft_gain"]
     assert (loss.met(0.1), loss.met(0.11)) == (True, False)
     assert (gain.met(10.0), gain.met(9.9)) == (True, False)
     assert (loss.show(0.115), gain.show(9.9)) == ("11.5 %", "9.90x")
 
 
-def test_pairs_have_the_same_rate_in_order(tables: ModuleType) -> None:
+def test_pairs_have_the_same_rate_in_order(settings: ModuleType) -> None:
     runs = [run("bros", 2, 0.1), run("fcfs", 1, 0.3), run("fcfs", 2, 0.4), run("bros", 1, 0.2)]
-    (pairs,) = tables.pairs_of(runs, "bros", "fcfs", "lmsys").values()
+    (pairs,) = settings.pairs_of(runs, "bros", "fcfs", "lmsys").values()
     assert [(ours["rate"], theirs["rate"]) for ours, theirs in pairs] == [(1, 1), (2, 2)]
     assert [ours["policy"] for ours, _ in pairs] == ["bros", "bros"]
 
@@ -219,7 +214,7 @@ def test_the_stored_page_is_made_of_the_stored_results(report: ModuleType) -> No
     assert {path.name for path in stored.glob("paper_*.png")} == set(pictures)
 
 
-def test_tables_have_a_row_per_policy_and_model(tables: ModuleType, common: ModuleType) -> None:
+def test_tables_have_a_row_per_policy_and_model(settings: ModuleType, common: ModuleType) -> None:
     runs = [
         run(policy, rate, 0.1 * rate, lengths=lengths, profile=profile)
         for policy in common.POLICIES
@@ -227,7 +222,7 @@ def test_tables_have_a_row_per_policy_and_model(tables: ModuleType, common: Modu
         for profile in common.MODELS
         for rate in (1, 2)
     ]
-    blocks = tables.blocks({"runs": runs, "real_time_alone": []})
+    blocks = settings.blocks({"runs": runs, "real_time_alone": []})
     expected = "| 2 | bros | 0.2000 | 50.0 | 100.0 | 75.0 | 80.0 | 2.00 | 1000 | 1500 |"
     assert f"| OPT-13B | LMSYS {expected}" in blocks["highest"].splitlines()
     assert len(blocks["means"].splitlines()) == 2 + 5 * 2 * 3

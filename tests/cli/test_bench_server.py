@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 from pathlib import Path
 
 import httpx
@@ -43,3 +45,22 @@ async def test_a_server_that_cannot_start_says_why() -> None:
     with pytest.raises(ServerStartError, match="--policy: 'bross' is not one of"):
         async with local_server(["--policy", "bross"]):
             raise AssertionError("it started")
+
+
+def test_sigterm_ends_the_server_too(model: Path) -> None:
+    before = children()
+
+    async def terminated() -> None:
+        options = [str(model), "--policy", "fcfs", "--kv-blocks", "32"]
+        async with local_server(options):
+            assert children() != before
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.sleep(60)
+
+    before_sigint = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:  # workers of pytest-xdist ignore SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(terminated())
+    finally:
+        signal.signal(signal.SIGINT, before_sigint)
+    assert children() == before and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

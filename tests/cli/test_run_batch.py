@@ -68,6 +68,44 @@ def test_answers_come_in_the_order_of_the_input(
     assert "3 of 3 rows done; wrote out.jsonl" in capsys.readouterr().err
 
 
+def test_a_complete_output_stays_as_it_is(
+    model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder / "in.jsonl", row(1, temperature=1), row(2, temperature=1, prompt=[5] * 5000))
+    assert run(model, "in.jsonl", "out.jsonl") == 3
+    before = (folder / "out.jsonl").read_bytes()
+    capsys.readouterr()
+    assert run(model, "in.jsonl", "out.jsonl") == 3
+    assert (folder / "out.jsonl").read_bytes() == before
+    assert capsys.readouterr().err == (
+        "out.jsonl has the responses to all 2 requests; --overwrite processes them again\n"
+    )
+    assert run(model, "in.jsonl", "out.jsonl", "--overwrite") == 3
+    assert (folder / "out.jsonl").read_bytes() != before
+    assert [path.name for path in sorted(folder.iterdir())] == ["in.jsonl", "out.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "my notes\n",
+        '{"custom_id": "row-1"}\n',
+        '{"custom_id": "row-2", "error": null, "response": {"status_code": 200}}\n',
+        '{"custom_id": "row-1", "error": null, "response": {"status_code": 200}}\nmore\n',
+    ],
+)
+def test_another_file_is_not_overwritten(
+    model: Path, folder: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder / "in.jsonl", row(1))
+    (folder / "out.jsonl").write_text(content)
+    assert run(model, "in.jsonl", "out.jsonl") == 2
+    assert "out.jsonl exists and is not the output for in.jsonl" in capsys.readouterr().err
+    assert (folder / "out.jsonl").read_text() == content
+    assert not (folder / "out.jsonl.partial").exists()
+
+
 def test_a_row_that_fails_is_in_its_place(model: Path, folder: Path) -> None:
     write(folder / "in.jsonl", row(1), row(2, prompt=[5] * 5000), row(3))
     assert run(model, "in.jsonl", "out.jsonl") == 3
@@ -88,7 +126,7 @@ def test_an_input_with_mistakes_is_not_run(
 
 
 def begun(folder: Path, source: Path, model: Path) -> None:
-    """As a run leaves it that was killed after the first row, whose answer nobody would guess."""
+    """What a run leaves that was killed after the first row; its answer is an unlikely one."""
     clock, store = SystemClock(), open_store(folder / "out.jsonl.partial")
     begin(store, RequestedRun(source, COMPLETIONS, model.name), clock)
     now = clock.unix_time()

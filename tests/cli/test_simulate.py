@@ -168,7 +168,7 @@ def test_a_profile_of_several_ranks_is_simulated_as_any_other(
     assert "3 ranks" in capsys.readouterr().out
 
 
-def test_steps_given_up_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_aborted_steps_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slow = Profile(key=KEY, kind="analytic", model=SLOW, kv_capacity_tokens=64_000).save(tmp_path)
     arguments = ("--policy", "bros,fcfs", "--rt-rate", "1", "--duration", "60", "--jobs", "1")
     content = run_json(tmp_path / "out.json", *arguments, "--profile", str(slow))

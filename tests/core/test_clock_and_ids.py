@@ -18,7 +18,7 @@ def test_clocks_never_go_back(clock: Clock) -> None:
 
 
 @given(st.lists(st.floats(0, 1e6)), st.floats(0, 1e6))
-def test_manual_clock_moves_both_clocks_by_what_it_is_told(
+def test_manual_clock_moves_both_clocks_by_the_given_time(
     steps: list[float], start_s: float
 ) -> None:
     clock = ManualClock(start_s, epoch_s=1e9)

@@ -161,7 +161,7 @@ def test_wrong_file_entry_names_file_and_key(tmp_path: Path, text: str, message:
 
 
 @pytest.mark.parametrize("source", ["--config", "BROS_CONFIG"])
-def test_unreadable_file_names_who_asked_for_it(tmp_path: Path, source: str) -> None:
+def test_the_error_for_an_unreadable_file_names_its_option(tmp_path: Path, source: str) -> None:
     broken = str(write(tmp_path, "port = "))
     for path in (broken, str(tmp_path / "missing.toml"), str(tmp_path)):
         with pytest.raises(ConfigError, match=f"^{source}: .*cannot be read") as caught:

@@ -215,15 +215,15 @@ async def test_only_what_is_open_is_promoted(wire: Wire) -> None:
 async def test_questions_are_answered_in_whatever_order_the_answers_come(any_wire: Wire) -> None:
     wire = any_wire
     first = asyncio.create_task(wire.client.trace("a"))
-    given_up = asyncio.create_task(wire.client.trace("b"))
+    cancelled = asyncio.create_task(wire.client.trace("b"))
     stats = asyncio.create_task(wire.client.stats())
     last = asyncio.create_task(wire.client.trace("c"))
     await wire.settle()
     asked = [command for command in wire.sent if isinstance(command, GetStats | GetTrace)]
     assert len({question.query_id for question in asked}) == len(asked) == 4
     assert {q.request_id for q in asked if isinstance(q, GetTrace)} == {"a", "b", "c"}
-    given_up.cancel()
-    await asyncio.wait([given_up])
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
     for question in reversed(asked):
         number = question.query_id
         if isinstance(question, GetStats):
@@ -233,7 +233,7 @@ async def test_questions_are_answered_in_whatever_order_the_answers_come(any_wir
             trace = trace_of(question.request_id) if known else None
             wire.engine.on_reply(TraceReply(number, trace))
     assert await first == trace_of("a")
-    assert given_up.cancelled()
+    assert cancelled.cancelled()
     assert (await stats).steps == 3
     assert await last is None
 
@@ -282,7 +282,7 @@ async def test_a_listener_hears_of_every_engine_that_comes_up() -> None:
     client, heard = MessageClient(sent.append), list[EngineReport]()
     reports = [EngineReport(version=version, full=version == 1) for version in (1, 2)]
     client.subscribe(heard.append)
-    assert sent == [], "there is nobody to ask yet"
+    assert sent == [], "the engine is not ready yet"
     for _ in range(2):
         client.on_reply(Ready(INFO))
         for report in reports:
@@ -306,7 +306,7 @@ async def test_the_death_of_an_engine_that_was_up_may_be_reported_twice() -> Non
 
 
 async def test_an_engine_that_is_up_is_asked_at_once(wire: Wire) -> None:
-    wire.client.on_reply(Reported(EngineReport(version=1)))  # nobody listens
+    wire.client.on_reply(Reported(EngineReport(version=1)))  # without a subscriber
     wire.client.subscribe(lambda report: None)
     assert wire.all_sent == [Subscribe()]
 

@@ -65,7 +65,7 @@ def said(engine: Engine, executor: Scripted, asked: EngineRequest) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["auto", "on"])
-def test_the_next_step_is_launched_before_anybody_waits(mode: str) -> None:
+def test_the_next_step_is_launched_before_the_result_is_awaited(mode: str) -> None:
     executor = Scripted()
     assert isinstance(executor, LaunchingExecutor)
     assert said(engine_of(executor, mode), executor, request("a", 3, max_tokens=3)) == [
@@ -115,7 +115,7 @@ class Calls:
         self.replies: list[Reply] = []
 
     def receive(self, *, wait: bool) -> list[Command]:
-        assert self._batches or not wait, "nothing to do, and nobody will come"
+        assert self._batches or not wait, "nothing to do, and no request will come"
         return self._batches.pop(0) if self._batches else []
 
     def send(self, reply: Reply) -> None:

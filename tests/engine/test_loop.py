@@ -99,7 +99,7 @@ def test_a_refusal_says_when_to_come_back(error: BrosError) -> None:
 
 
 def test_questions_are_answered_with_their_numbers() -> None:
-    commands = (GetTrace(7, "r"), GetStats(8), GetTrace(4, "nobody"))
+    commands = (GetTrace(7, "r"), GetStats(8), GetTrace(4, "unknown"))
     answers = [TraceReply(7, TRACE), StatsReply(8, EngineStats(steps=3)), TraceReply(4, None)]
     assert replies(FullEngine(), *commands) == answers
 

@@ -1,4 +1,4 @@
-"""What an engine tells of itself to whoever watches it."""
+"""The reports of an engine to its subscriber."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class View:
 
 @settings(max_examples=examples(40), deadline=None)
 @given(seed=st.integers(0, 2**32), blocks=st.integers(8, 30), host=st.sampled_from([0, 4]))
-def test_what_is_told_is_what_requests_find(seed: int, blocks: int, host: int) -> None:
+def test_reports_say_what_requests_find_in_the_cache(seed: int, blocks: int, host: int) -> None:
     rng, view = random.Random(seed), View()
     engine = make_engine(blocks, host_blocks=host)
     engine.subscribe()
@@ -128,7 +128,7 @@ def test_what_is_told_is_what_requests_find(seed: int, blocks: int, host: int) -
     assert view.versions == list(range(1, len(view.versions) + 1))
 
 
-def test_nothing_is_told_unless_somebody_watches_and_a_digest_first() -> None:
+def test_there_are_no_reports_without_a_subscriber_and_a_full_one_comes_first() -> None:
     engine = make_engine()
     engine.submit(ask("a", [1] * 8, 2))
     engine.step()
@@ -180,7 +180,7 @@ def test_notices_come_ten_times_a_second_and_when_the_engine_rests_and_digests_a
     assert isinstance(talk.replies[-1], Reported)
 
 
-def test_an_engine_that_nobody_watches_says_nothing() -> None:
+def test_an_engine_without_a_subscriber_sends_no_reports() -> None:
     talk = Talk([Submit(ask("a", [1] * 4, 150))], [Shutdown()])
     run_engine(make_engine(), talk)
     assert not any(isinstance(reply, Reported | StatsReply) for reply in talk.replies)

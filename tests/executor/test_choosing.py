@@ -136,7 +136,7 @@ def test_broken_logits_fail_their_own_row(bad: float, temperature: float) -> Non
     assert [token.error is None for token in chosen] == [True, False, True]
 
 
-def test_nobody_asked() -> None:
+def test_no_request_samples() -> None:
     assert ON_DEVICE(torch.empty(0, 9), []) == ON_HOST(torch.empty(0, 9), []) == ()
 
 

@@ -107,7 +107,7 @@ def test_shared_prefixes_have_recordings_of_their_own() -> None:
     assert len(recorded.replays.counts) == len(plain.replays.counts) + 2, "of 8 and of 16 rows"
 
 
-def test_a_recorded_step_is_given_up_before_it_begins() -> None:
+def test_a_recorded_step_is_aborted_before_it_begins() -> None:
     plans = family_plans(random.Random(0), 3, kv_blocks=64)
     recorded = assemble(graph_rows=4)
     for plan in plans[:3]:

@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 class Step:
     """copies, then on each layer: write to `written`, read `read`.
 
-    layers: after how many it is given up. whole: runs all at once, like a CUDA graph.
+    layers: after how many it is aborted. whole: runs all at once, like a CUDA graph.
     """
 
     copies: KvCopies
@@ -70,8 +70,8 @@ def make_steps(rng: random.Random, num_slots: int = KV_BLOCK_SIZE) -> list[Step]
             copies.back_device.extend(rng.sample(slots, len(back)))
             known.update(copies.out_host)
         written = set(rng.sample(slots, rng.randrange(6))).difference(copies.back_device)
-        robbed = set(copies.out_device).difference(copies.back_device)
-        read = set(slots).difference(written, robbed)
+        preempted = set(copies.out_device).difference(copies.back_device)
+        read = set(slots).difference(written, preempted)
         layers = rng.choice((0, 1, SPEC.num_layers, SPEC.num_layers))
         whole = layers == SPEC.num_layers and rng.random() < 0.3
         steps.append(Step(copies, sorted(written), sorted(read), layers, whole))

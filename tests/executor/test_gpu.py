@@ -124,7 +124,7 @@ def test_half_precision_stays_close_to_the_cpu(weights: str, atol: float, kernel
 
 
 def test_recording_leaves_the_stream_that_replays_and_copies_are_ordered_by() -> None:
-    """Also if it fails: what a stream of its own did would be seen by nobody."""
+    """Also if it fails: what a stream of its own did would go unnoticed."""
     device = torch.device("cuda", 0)
     streams, recorder = CudaStreams(device), CudaGraphCapture()
     before = streams.compute()

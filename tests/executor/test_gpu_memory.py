@@ -19,7 +19,7 @@ def test_room_is_what_others_the_model_and_its_largest_step_leave() -> None:
     assert use.kv_cache_bytes(0.2) == pytest.approx(-2 * GIB, abs=1)
 
 
-def test_no_room_says_who_takes_it() -> None:
+def test_the_error_without_free_memory_names_its_users() -> None:
     error = MemoryUse(total=16 * GIB, used_by_others=GIB, peak=15 * GIB).no_room_error(0.9)
     assert str(error) == (
         "--gpu-memory-utilization: 0.9 of 16.0 GiB leave no room for a KV cache; the model and its "

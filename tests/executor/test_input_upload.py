@@ -1,4 +1,4 @@
-"""Inputs on their way: buffers that nobody overwrites too early, and tokens that come late."""
+"""Inputs on their way: buffers that are not overwritten too early, and tokens that come late."""
 
 from __future__ import annotations
 

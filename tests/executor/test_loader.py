@@ -179,7 +179,7 @@ def test_execute_chooses_a_token_for_each_chunk_that_asks(folder: Path) -> None:
 
 
 @reference_and_cpu
-def test_a_step_given_up_at_any_layer_can_be_run_again(folder: Path, kernels: str) -> None:
+def test_a_step_aborted_at_any_layer_can_be_run_again(folder: Path, kernels: str) -> None:
     """Between two steps of the same request, in another plan, with the same result."""
     options = EngineConfig(kv_blocks=8, threads=1, kernels=kernels)
     runner, _ = load_executor(options, ModelFiles(folder, "tiny"))

@@ -110,7 +110,7 @@ def test_half_precision_stays_close(spec: ModelSpec, weights: str, tolerance: fl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", ["loaded", "recorded"])
+@pytest.mark.parametrize("build", ["recorded", pytest.param("loaded", marks=pytest.mark.long)])
 def test_triton_gives_what_the_cpu_kernels_give(build: str) -> None:
     pytest.importorskip("triton")
     builders: dict[str, Callable[[], ModelRunner]] = {

@@ -15,7 +15,7 @@ from bros.executor.target import set_visible_devices, visible_devices
         (2, None, 8, [("0", "1"), ("2", "3"), ("4", "5")]),
         (1, "5,3,GPU-a", 3, [("5",), ("3",), ("GPU-a",)]),
         (1, None, 2, [("0",), ("1",), ("0",)]),  # they share
-        (2, None, 1, [("0",), ("0",), ("0",)]),  # too few for ranks, who say so
+        (2, None, 1, [("0",), ("0",), ("0",)]),  # too few for the ranks, which report it
         (2, None, 0, [(), (), ()]),
     ],
 )

@@ -10,13 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from bros.cli.main import main
 from support.processes import descendants, exists, wait_until_gone
 from support.ray_cluster import actors
-from support.server_process import ServerProcess, running_server, wait_until
+from support.server_process import HTTP, ServerProcess, running_server, wait_until
 from support.tiny_models import save_tiny_llama
 from support.tiny_tokenizer import TEMPLATE, save_tokenizer
 
@@ -53,14 +52,14 @@ def server(model: Path, ray_address: str) -> Iterator[ServerProcess]:
 
 
 def replicas_of(server: ServerProcess) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = httpx.get(f"{server.url}/admin/replicas").json()["data"]
+    found: list[dict[str, Any]] = HTTP.get(f"{server.url}/admin/replicas").json()["data"]
     return found
 
 
 def text_of(url: str, body: dict[str, Any]) -> str:
     """Of a stream, to its end."""
     text = ""
-    with httpx.stream(
+    with HTTP.stream(
         "POST", f"{url}/v1/completions", json={**body, "model": "tiny", "stream": True}, timeout=60
     ) as answer:
         for line in answer.iter_lines():

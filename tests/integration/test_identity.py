@@ -237,14 +237,14 @@ def test_answers_differ(expected: list[Expected]) -> None:
 
 def test_the_embedded_model_as_it_is_served() -> None:
     """With what this machine takes for a step, and by its own clock."""
-    subject = embedded()
+    subject, num_tokens = embedded(), by_tier(fast=8, long=FEW_TOKENS)
     prompts = [subject.encode(prompt) for prompt in SOME_PROMPTS]
-    expected = judge_of(subject)(prompts, FEW_TOKENS)
-    assert sum(len(case.tokens) for case in expected) > 0.8 * len(expected) * FEW_TOKENS
+    expected = judge_of(subject)(prompts, num_tokens)
+    assert sum(len(case.tokens) for case in expected) > 0.8 * len(expected) * num_tokens
     config = EngineConfig(weights="fp32", max_model_len=1024)
     folders = profile_folders(default_cache_dir())
     engine = build_engine(config, subject.files, SystemClock(), profiles=folders)
-    check(engine, expected, at_once=True, num_tokens=FEW_TOKENS)
+    check(engine, expected, at_once=True, num_tokens=num_tokens)
 
 
 def test_one_at_a_time(subject: Subject, expected: list[Expected]) -> None:

@@ -19,7 +19,7 @@ import pytest
 from bros import LLM, SamplingParams
 from bros.scheduler.profiles import MEASURED, load_profile
 from support.processes import children, descendants, ranks_below, wait_until_gone
-from support.server_process import ServerProcess, running_server, wait_until
+from support.server_process import HTTP, ServerProcess, running_server, wait_until
 from support.tiny_models import save_tiny_llama
 from support.tiny_tokenizer import TEMPLATE, save_tokenizer
 
@@ -60,7 +60,7 @@ def shared_server(model: Path, way: str, *options: str) -> Iterator[ServerProces
 
 
 def complete(server: ServerProcess) -> str:
-    reply = httpx.post(f"{server.url}/v1/completions", json=PROMPT, timeout=60)
+    reply = HTTP.post(f"{server.url}/v1/completions", json=PROMPT, timeout=60)
     assert reply.status_code == 200, reply.text
     text: str = reply.json()["choices"][0]["text"]
     return text
@@ -70,7 +70,7 @@ def lines_until_death(server: ServerProcess, pid: int) -> list[str]:
     """The events of a stream in which a process was killed after the first."""
     body = PROMPT | {"max_tokens": 400, "stream": True}
     lines = []
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as reply:
+    with HTTP.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as reply:
         assert reply.status_code == 200
         for line in reply.iter_lines():
             if line and not lines:
@@ -82,7 +82,7 @@ def lines_until_death(server: ServerProcess, pid: int) -> list[str]:
 
 def answers(url: str) -> bool:
     try:
-        return httpx.get(url).status_code == 200
+        return HTTP.get(url).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -144,7 +144,7 @@ def test_a_stream_ends_with_an_error_and_the_group_comes_back(model: Path, rank:
         assert "rank" in error_of(lines[-1])["message"]
         wait_until_gone(list(group.values()), GONE_S)
         health = f"{server.url}/health"
-        wait_until(lambda: httpx.get(health).status_code == 200, 120, "the group is back")
+        wait_until(lambda: HTTP.get(health).status_code == 200, 120, "the group is back")
         assert complete(server) == before
         assert set(ranks_below(server.pid).values()).isdisjoint(group.values())
 

@@ -18,7 +18,7 @@ import pytest
 import bros.semantic as P
 from bros.cli.main import main
 from support.processes import children, descendants, engine_of_replica, wait_until_gone
-from support.server_process import ServerProcess, running_server, wait_until
+from support.server_process import HTTP, ServerProcess, running_server, wait_until
 from support.tiny_models import save_tiny_llama
 from support.tiny_tokenizer import TEMPLATE, save_tokenizer
 
@@ -66,12 +66,12 @@ def server(shared: ServerProcess) -> ServerProcess:
 
 
 def replicas_of(server: ServerProcess) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = httpx.get(f"{server.url}/admin/replicas").json()["data"]
+    found: list[dict[str, Any]] = HTTP.get(f"{server.url}/admin/replicas").json()["data"]
     return found
 
 
 def replicas_up(server: ServerProcess) -> int:
-    up: int = httpx.get(f"{server.url}/health").json()["replicas_up"]
+    up: int = HTTP.get(f"{server.url}/health").json()["replicas_up"]
     return up
 
 
@@ -85,7 +85,7 @@ def stream(url: str, body: dict[str, Any], begun: threading.Event) -> tuple[str,
     """The text, how it ended and how many tokens it has; `begun` is set on the way."""
     text, reason, tokens = "", "", 0
     asked = body | {"stream": True, "stream_options": {"include_usage": True}}
-    with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=120) as reply:
+    with HTTP.stream("POST", f"{url}/v1/completions", json=asked, timeout=120) as reply:
         for line in reply.iter_lines():
             if not line.startswith("data: {"):
                 continue
@@ -124,7 +124,7 @@ def test_streams_survive_the_engine_they_come_from(server: ServerProcess) -> Non
     assert [future.result() for future in futures] == undisturbed
     pool.shutdown()
     wait_until(lambda: replicas_up(server) == 2, 120, "it is back")
-    figures = httpx.get(f"{server.url}/admin/replicas").json()
+    figures = HTTP.get(f"{server.url}/admin/replicas").json()
     assert figures["continued"] >= 1 and lost(server) == lost_before + 1
     assert [each["open"] for each in figures["data"]] == [0, 0]
 
@@ -206,7 +206,7 @@ def test_a_replica_is_drained_moved_and_restarted(
     assert [future.result() for future in futures] == undisturbed
     pool.shutdown()
     assert len(engines & set(children(server.pid))) == 1, "the other one is still the same"
-    assert httpx.get(f"{server.url}/admin/replicas").json()["moved"] >= 1
+    assert HTTP.get(f"{server.url}/admin/replicas").json()["moved"] >= 1
     assert "replica-1 is drained" in admin("drain", "1")
     assert "drained" in admin("replicas")
     assert "replica-1 is up" in admin("resume", "1")

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
 from support.processes import children, descendants, engine_of_replica, wait_until_gone
-from support.server_process import ServerProcess, running_server, wait_until
+from support.server_process import HTTP, ServerProcess, running_server, wait_until
 from support.tier import by_tier, is_long
 from support.tiny_models import save_tiny_llama
 from support.tiny_tokenizer import TEMPLATE, save_tokenizer
@@ -51,7 +50,7 @@ class Reading:
     def run(self) -> Reading:
         last_s = time.monotonic()
         url = f"{self._url}/v1/completions"
-        with httpx.stream("POST", url, json=self._body, timeout=120) as reply:
+        with HTTP.stream("POST", url, json=self._body, timeout=120) as reply:
             for line in reply.iter_lines():
                 if line.startswith("data: {"):
                     now_s = time.monotonic()
@@ -116,18 +115,18 @@ def both_up(server: ServerProcess) -> None:
 
 
 def up(server: ServerProcess) -> int:
-    count: int = httpx.get(f"{server.url}/health").json()["replicas_up"]
+    count: int = HTTP.get(f"{server.url}/health").json()["replicas_up"]
     return count
 
 
 def continued(server: ServerProcess) -> int:
     """Streams that went on elsewhere."""
-    count: int = httpx.get(f"{server.url}/admin/replicas").json()["continued"]
+    count: int = HTTP.get(f"{server.url}/admin/replicas").json()["continued"]
     return count
 
 
 def states(server: ServerProcess) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = httpx.get(f"{server.url}/admin/replicas").json()["data"]
+    found: list[dict[str, Any]] = HTTP.get(f"{server.url}/admin/replicas").json()["data"]
     return found
 
 
@@ -169,8 +168,8 @@ def test_streams_survive_one_engine_and_then_all(
     wait_until(lambda: continued(server) > before, 120, "the other one goes on")
     for pid in children(server.pid):
         os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503, 120, "none is left")
-    refused = httpx.post(f"{server.url}/v1/completions", json=BODIES[1])
+    wait_until(lambda: HTTP.get(f"{server.url}/health").status_code == 503, 120, "none is left")
+    refused = HTTP.post(f"{server.url}/v1/completions", json=BODIES[1])
     assert (refused.status_code, refused.headers.get("retry-after")) == (503, "5")
     assert streams.texts() == undisturbed
 
@@ -179,13 +178,13 @@ def test_streams_survive_one_engine_and_then_all(
 def test_a_drained_replica_takes_over_what_the_other_loses(
     server: ServerProcess, undisturbed: list[str]
 ) -> None:
-    httpx.post(f"{server.url}/admin/replicas/0/drain").raise_for_status()
+    HTTP.post(f"{server.url}/admin/replicas/0/drain").raise_for_status()
     streams = Streams(server.url)
     streams.begin()
     os.kill(engine_of_replica(server.pid, 1), signal.SIGKILL)
     assert streams.texts() == undisturbed
     assert states(server)[0]["state"] == "drained"
-    httpx.post(f"{server.url}/admin/replicas/0/resume").raise_for_status()
+    HTTP.post(f"{server.url}/admin/replicas/0/resume").raise_for_status()
 
 
 def test_a_hung_engine_is_emptied_and_restarted(
@@ -197,7 +196,7 @@ def test_a_hung_engine_is_emptied_and_restarted(
     stopped = engine_of_replica(server.pid, number)
     os.kill(stopped, signal.SIGSTOP)
     wanted = {"move": True, "restart": True}
-    httpx.post(f"{server.url}/admin/replicas/{number}/drain", json=wanted).raise_for_status()
+    HTTP.post(f"{server.url}/admin/replicas/{number}/drain", json=wanted).raise_for_status()
     assert streams.texts() == undisturbed
     print(f"longest gap: {streams.gap_s:.2f} s")
     assert streams.gap_s < GAP_S

@@ -137,7 +137,7 @@ def test_rows_whose_own_part_is_done_only_read_their_context(
     first = tokens[0] if tokens else 0
     work = plan_work(case.batch, rules, PrecomputedChunks(done, first))
     read = what_is_read(work)
-    # Whoever has no context is not read for at all, but then there is nothing to expect, either.
+    # A row without context reads nothing, and then nothing is expected of it, either.
     expected = {
         query: (segments, [] if query in tokens else own)
         for query, (segments, own) in what_should_be(case).items()

@@ -149,7 +149,7 @@ def test_every_allowed_token_is_drawn_and_no_other(top_k: int) -> None:
 
 @needs_triton
 @pytest.mark.parametrize("params", [(5, 0.999, 0.0), (14, 0.9, 1e-4), (3, 0.3, 0.0), (7, 1.0, 0.3)])
-@pytest.mark.parametrize("groups", [8, 17])
+@pytest.mark.parametrize("groups", [17, pytest.param(8, marks=pytest.mark.long)])
 def test_the_best_tokens_may_lie_in_one_group(
     groups: int, params: tuple[int, float, float]
 ) -> None:

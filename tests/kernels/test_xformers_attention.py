@@ -67,7 +67,15 @@ MIXES = {
 
 @needs_triton
 @interpreted
-@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long)
+        if name in ("prompts", "short rows between chunks")
+        else name
+        for name in MIXES
+    ],
+)
 def test_chunks_are_merged_with_what_is_cached(name: str) -> None:
     rows, parts = MIXES[name]
     fmha = FakeFmha(FP32)
@@ -78,7 +86,9 @@ def test_chunks_are_merged_with_what_is_cached(name: str) -> None:
 
 @needs_triton
 @interpreted
-@pytest.mark.parametrize(("kv_heads", "group"), [(2, 3), (3, 1)])
+@pytest.mark.parametrize(
+    ("kv_heads", "group"), [(2, 3), pytest.param(3, 1, marks=pytest.mark.long)]
+)
 def test_heads_are_told_apart(kv_heads: int, group: int) -> None:
     case = make_case([(1, 9), (64, 20)], kv_heads=kv_heads, group=group, head_dim=8)
     assert_exact(case, FakeFmha(FP32, padding=5))

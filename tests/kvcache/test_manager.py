@@ -350,7 +350,7 @@ def test_what_a_waiting_request_begins_with_stays_longer() -> None:
     prompts.kv.expect(keys, waits=False)
 
 
-def test_whoever_computes_a_prompt_is_named_until_it_is_there_or_gone() -> None:
+def test_the_producer_of_a_prefix_is_named_until_it_is_computed_or_freed() -> None:
     prompts = Prompts(16)
     prompts.texts["b"] = array("i", range(40))
     keys = prompts.keys("b", 39)
@@ -366,7 +366,7 @@ def test_whoever_computes_a_prompt_is_named_until_it_is_there_or_gone() -> None:
     assert prompts.kv.match(keys).producer is None
 
 
-def test_two_who_computed_the_same_keep_one_block() -> None:
+def test_two_requests_that_computed_the_same_block_keep_one() -> None:
     prompts = Prompts(8)
     text = [1, 2, 3, 4, 5]
     for name in ("a", "b"):
@@ -454,7 +454,7 @@ def test_what_is_known_of_evictable_blocks_does_not_grow_with_time() -> None:
     assert sum(map(len, heaps)) < 200
 
 
-def test_a_newcomer_that_finds_no_room_leaves_no_trace() -> None:
+def test_a_request_without_room_leaves_no_trace() -> None:
     prompts = Prompts(4, protected=4)
     prompts.start("a", [1, 2, 3, 4, 5, 6, 7, 8, 9], Side.RIGHT)
     assert prompts.start("rt", [1, 2, 3, 4, 5, 6, 7, 8, *range(20, 30)]) is None
@@ -488,7 +488,7 @@ def test_copies_that_stay_are_no_room_for_the_rest_of_the_same_request() -> None
     kv.check_integrity()
 
 
-def test_who_makes_way_in_the_step_that_brought_it_back_keeps_its_copies() -> None:
+def test_a_victim_preempted_in_the_step_that_restored_it_keeps_its_copies() -> None:
     """Its row was given back, another one took the memory, and only then were copies made."""
     kv = KvCacheManager(3, 4, num_host_blocks=2)
     kv.append("a", 8, Side.LEFT)
@@ -507,7 +507,7 @@ def test_who_makes_way_in_the_step_that_brought_it_back_keeps_its_copies() -> No
     assert kv.num_missing("a") == 8
 
 
-def test_who_leaves_before_its_copies_are_read_gives_host_blocks_back_once() -> None:
+def test_a_request_that_ends_before_its_copies_are_read_frees_its_host_blocks_once() -> None:
     kv = KvCacheManager(3, 4, num_host_blocks=2)
     kv.append("a", 8, Side.LEFT)
     kv.append("b", 12, Side.LEFT, lambda: ["a"])

@@ -23,7 +23,7 @@ Reported = tuple[int, bool, dict[str, int]]
 
 
 class View:
-    """What somebody makes of it who knows the tokens of all requests: the blocks that are there.
+    """A reader of the reports that knows the tokens of all requests: the blocks that are there.
 
     A report that is older than the latest one is of no use.
     """
@@ -48,9 +48,9 @@ class View:
 
 
 class OriginsMachine(RuleBasedStateMachine):
-    """Requests come and go, and rob each other; beside them, who computed which block first.
+    """Requests come and go, and preempt each other; a model records which computed a block first.
 
-    before: nothing is kept account of until somebody watches.
+    before: blocks before the first subscription, of which there is no record.
     """
 
     @initialize(
@@ -68,7 +68,7 @@ class OriginsMachine(RuleBasedStateMachine):
         self.lengths: dict[str, int] = {}
         self.step: dict[str, int] = {}
         self.started: set[str] = set()
-        self.owners: dict[bytes, str] = {}  # the naive model: who computed a block first
+        self.owners: dict[bytes, str] = {}  # the naive model: which request computed a block first
         self.told: list[Reported] = []
         self.events: set[str] = set()
         self.view = View(self.keys)
@@ -238,9 +238,9 @@ def keys_of(*tokens: int) -> list[bytes]:
     return keys
 
 
-def test_blocks_belong_to_who_computed_them_first_and_the_last_word_is_what_was_before() -> None:
+def test_the_origin_of_a_block_is_the_request_that_computed_it_first() -> None:
     kv = KvCacheManager(4, SIZE, prefixes=PrefixCache())
-    assert kv.take_cached_lengths(everything=True) == {}, "nobody watches"
+    assert kv.take_cached_lengths(everything=True) == {}, "there is no subscriber"
     kv.subscribe()
     first, second = keys_of(*[1] * 8), keys_of(*[1] * 8, *[2] * 4)
     compute(kv, "a", first, 8)
@@ -254,14 +254,14 @@ def test_blocks_belong_to_who_computed_them_first_and_the_last_word_is_what_was_
     assert kv.take_cached_lengths(everything=True) == {"a": 8, "c": 8}
 
 
-def test_an_id_that_comes_back_with_another_prompt_is_told_of_the_later_one() -> None:
+def test_a_reused_request_id_is_the_origin_of_its_later_prompt_only() -> None:
     kv = KvCacheManager(4, SIZE, prefixes=PrefixCache())
     kv.subscribe()
     for token in (1, 2):
         compute(kv, "a", keys_of(*[token] * 8), 8)
         kv.free("a")
     assert kv.take_cached_lengths(everything=True) == {"a": 8}
-    compute(kv, "b", keys_of(*[3] * 16), 16)  # all make way
+    compute(kv, "b", keys_of(*[3] * 16), 16)  # evicts all
     assert kv.take_cached_lengths(everything=False)["b"] == 16
     assert kv.take_cached_lengths(everything=True) == {"b": 16}
 

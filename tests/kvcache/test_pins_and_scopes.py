@@ -143,8 +143,9 @@ class Asked:
         """Whether a block may be one for both, token by token."""
         tokens = range(block * SIZE, (block + 1) * SIZE)
         own, others = (
-            who.private_from is not None and any(token >= who.private_from for token in tokens)
-            for who in (self, other)
+            request.private_from is not None
+            and any(token >= request.private_from for token in tokens)
+            for request in (self, other)
         )
         same = self.tokens[: tokens.stop] == other.tokens[: tokens.stop]
         same = same and len(self.tokens) >= tokens.stop <= len(other.tokens)
@@ -177,7 +178,7 @@ def test_two_requests_share_what_their_scopes_allow(one: Asked, other: Asked) ->
 
 
 @pytest.mark.parametrize("private_salt", ["", "p"])
-def test_all_is_shared_with_those_who_have_no_scope_up_to_the_first_private_block(
+def test_requests_without_a_scope_share_all_up_to_the_first_private_block(
     private_salt: str,
 ) -> None:
     tokens = tuple(range(24))

@@ -11,7 +11,7 @@ from bros.router.state import TtftHistory
 from support.routing import BLOCK, PRICES, ask, fleet_of, send, serve
 from support.tier import examples
 
-NOBODY_WAITS = 1e9
+NO_WAITING = 1e9
 PREFIX = 20 * BLOCK
 
 
@@ -21,7 +21,7 @@ def prompt(prefix: int, number: int) -> list[int]:
 
 def busy_fleet(per_prefix: dict[int, int], **chosen: object) -> Fleet:
     """Two replicas, all prefixes on 0, each with so many requests that have ended."""
-    fleet = fleet_of(2, patience=NOBODY_WAITS, decode_aware=False, warm_up=0, **chosen)
+    fleet = fleet_of(2, patience=NO_WAITING, decode_aware=False, warm_up=0, **chosen)
     now, number = 0.0, 0
     fleet.set_draining(1, True)
     for prefix, count in per_prefix.items():
@@ -77,7 +77,7 @@ def test_moving_stops_at_the_bound_and_turns_nothing_round(
 
 def test_a_prefix_that_takes_longer_to_compute_than_its_requests_stays() -> None:
     """Two requests each, of one token: 4 ms each, and 83 ms for their prefix."""
-    fleet = fleet_of(2, patience=NOBODY_WAITS, decode_aware=False, warm_up=0)
+    fleet = fleet_of(2, patience=NO_WAITING, decode_aware=False, warm_up=0)
     for number in range(8):
         fleet.route(
             [ask(f"{number}", prompt(number % 4, number), max_tokens=1)], 0.0, frozenset({1})
@@ -103,7 +103,7 @@ def test_waits_are_compared_at_any_rate(rate: float) -> None:
 
 
 def test_nothing_moves_before_the_caches_are_warm() -> None:
-    fleet = fleet_of(2, warm_up=10, patience=NOBODY_WAITS)
+    fleet = fleet_of(2, warm_up=10, patience=NO_WAITING)
     fleet.set_draining(1, True)
     for number in range(10):
         send(fleet, ask(f"{number}", prompt(number % 2, number)), 0.0)
@@ -115,7 +115,7 @@ def test_nothing_moves_before_the_caches_are_warm() -> None:
 def hot_fleet(early_s: float, later_s: float, **chosen: object) -> Fleet:
     """One prefix on replica 0; requests wait so long in the first and in the second half."""
     fleet = fleet_of(
-        2, patience=NOBODY_WAITS, decode_aware=False, warm_up=5, window_s=100.0, **chosen
+        2, patience=NO_WAITING, decode_aware=False, warm_up=5, window_s=100.0, **chosen
     )
     for number in range(100):
         now = float(number)
@@ -141,7 +141,7 @@ def test_a_prefix_is_replicated_when_waits_double(later_s: float, copies: int) -
 def test_a_prefix_that_needs_more_than_a_replica_has_is_replicated() -> None:
     """Whatever its requests wait: 100 of them, each with 1 s of answer, within 100 s."""
     tokens = round(1 / PRICES.decode_s(1, 0))
-    fleet = fleet_of(2, patience=NOBODY_WAITS, decode_aware=False, warm_up=5, window_s=100.0)
+    fleet = fleet_of(2, patience=NO_WAITING, decode_aware=False, warm_up=5, window_s=100.0)
     for number in range(100):
         now = float(number)
         send(fleet, ask(f"{number}", prompt(1, number), max_tokens=tokens), now)

@@ -13,7 +13,7 @@ from bros.router.fleet import make_fleet
 from bros.router.replica_set import ReplicaState
 from bros.router.state import RouterSettings
 from bros.simulator.virtual_loop import run_virtual
-from support.mortal_engine import STEP_S, foretold
+from support.killable_engine import STEP_S, foretold
 from support.router_group import HANGS_S, Group, ask, collect, in_group, tokens_of
 
 RT, BE = ServiceClass.RT, ServiceClass.BE
@@ -26,209 +26,187 @@ def now() -> float:
 # An engine that hangs
 
 
-def test_what_a_hung_engine_has_goes_on_elsewhere() -> None:
-    async def test(group: Group) -> None:
-        begun = asyncio.create_task(collect(group.client, ask("begun")))
-        await asyncio.sleep(5 * STEP_S)
-        where = group.where("begun")
-        group.engines[where].hung = True
-        # By turns, so that one of them is about to be accepted there.
-        others = [asyncio.create_task(collect(group.client, ask(f"r{n}"))) for n in range(2)]
-        await asyncio.sleep(1)
-        assert not begun.done() and sum(reading.done() for reading in others) == 1
+@in_group
+async def test_requests_of_a_hung_engine_are_moved(group: Group) -> None:
+    begun = asyncio.create_task(collect(group.client, ask("begun")))
+    await asyncio.sleep(5 * STEP_S)
+    where = group.where("begun")
+    group.engines[where].hung = True
+    # By turns, so that one of them is about to be accepted there.
+    others = [asyncio.create_task(collect(group.client, ask(f"r{n}"))) for n in range(2)]
+    await asyncio.sleep(1)
+    assert not begun.done() and sum(reading.done() for reading in others) == 1
+    began = now()
+    group.client.drain(where, move=True, restart=True)
+    for reading in (begun, *others):
+        assert tokens_of(await reading) == foretold(ask())
+    assert now() - began < 1.5
+    await asyncio.sleep(1.5)
+    status = group.client.replicas()[where]
+    assert (status.state, group.engines[where].deaths) == (ReplicaState.UP, 1)
+    assert (group.client.moved, group.client.continued) == (2, 0)
+
+
+@in_group
+async def test_a_slow_engine_may_get_a_request_again_once_it_has_aborted_it(group: Group) -> None:
+    reading = asyncio.create_task(collect(group.client, ask(max_tokens=300)))
+    await asyncio.sleep(5 * STEP_S)
+    where = group.where("r")
+    slow, other = group.engines[where], group.engines[1 - where]
+    slow.hung = True
+    group.client.drain(where, move=True)
+    await asyncio.sleep(1.2)
+    assert "r" in slow.open_ids and "r" in other.open_ids
+    group.client.resume(where)
+    other.die()
+    await asyncio.sleep(0.5)
+    assert not reading.done()
+    slow.hung = False
+    assert tokens_of(await reading) == foretold(ask(max_tokens=300))
+
+
+@in_group
+async def test_what_hangs_is_waited_for_once_when_figures_are_asked_for(group: Group) -> None:
+    await asyncio.sleep(5 * STEP_S)
+    before = await group.client.stats()
+    group.engines[0].hung = True
+    took = []
+    for _ in range(3):
         began = now()
-        group.client.drain(where, move=True, restart=True)
-        for reading in (begun, *others):
-            assert tokens_of(await reading) == foretold(ask())
-        assert now() - began < 1.5
-        await asyncio.sleep(1.5)
-        status = group.client.replicas()[where]
-        assert (status.state, group.engines[where].deaths) == (ReplicaState.UP, 1)
-        assert (group.client.moved, group.client.continued) == (2, 0)
-
-    in_group(test)
-
-
-def test_an_engine_that_was_only_slow_may_get_it_again_when_it_has_given_it_back() -> None:
-    async def test(group: Group) -> None:
-        reading = asyncio.create_task(collect(group.client, ask(max_tokens=300)))
-        await asyncio.sleep(5 * STEP_S)
-        where = group.where("r")
-        slow, other = group.engines[where], group.engines[1 - where]
-        slow.hung = True
-        group.client.drain(where, move=True)
-        await asyncio.sleep(1.2)
-        assert "r" in slow.open_ids and "r" in other.open_ids
-        group.client.resume(where)
-        other.die()
-        await asyncio.sleep(0.5)
-        assert not reading.done()
-        slow.hung = False
-        assert tokens_of(await reading) == foretold(ask(max_tokens=300))
-
-    in_group(test)
-
-
-def test_what_hangs_is_waited_for_once_when_figures_are_asked_for() -> None:
-    async def test(group: Group) -> None:
-        await asyncio.sleep(5 * STEP_S)
-        before = await group.client.stats()
-        group.engines[0].hung = True
-        took = []
-        for _ in range(3):
-            began = now()
-            assert (await group.client.stats()).kv_blocks_total == before.kv_blocks_total
-            took.append(now() - began)
-        assert took[0] <= 2.0 and took[1:] == [0.0, 0.0]
-        group.engines[0].hung = False
-        await asyncio.sleep(2 * STEP_S)
-        steps = (await group.client.stats()).steps
-        await asyncio.sleep(5 * STEP_S)
-        assert (await group.client.stats()).steps >= steps + 8, "both are asked again"
-
-    in_group(test)
+        assert (await group.client.stats()).kv_blocks_total == before.kv_blocks_total
+        took.append(now() - began)
+    assert took[0] <= 2.0 and took[1:] == [0.0, 0.0]
+    group.engines[0].hung = False
+    await asyncio.sleep(2 * STEP_S)
+    steps = (await group.client.stats()).steps
+    await asyncio.sleep(5 * STEP_S)
+    assert (await group.client.stats()).steps >= steps + 8, "both are asked again"
 
 
 # Drained, and the others lost
 
 
-def test_drained_replicas_serve_while_there_is_no_other_and_stay_drained() -> None:
-    async def test(group: Group) -> None:
-        group.client.drain(0)
-        reading = asyncio.create_task(collect(group.client, ask()))
-        await asyncio.sleep(5 * STEP_S)
-        group.engines[1].die()
-        assert group.client.available
-        assert tokens_of(await collect(group.client, ask("new"))) == foretold(ask())
-        assert tokens_of(await reading) == foretold(ask())
-        assert group.client.replicas()[0].state is ReplicaState.DRAINED
-        group.engines[1].start()
-        await asyncio.sleep(0.1)
-        await asyncio.gather(*(collect(group.client, ask(f"r{n}", 2)) for n in range(4)))
-        assert set(group.engines[0].submitted) == {"r", "new"}
+@in_group
+async def test_drained_replicas_serve_without_another_and_stay_drained(
+    group: Group,
+) -> None:
+    group.client.drain(0)
+    reading = asyncio.create_task(collect(group.client, ask()))
+    await asyncio.sleep(5 * STEP_S)
+    group.engines[1].die()
+    assert group.client.available
+    assert tokens_of(await collect(group.client, ask("new"))) == foretold(ask())
+    assert tokens_of(await reading) == foretold(ask())
+    assert group.client.replicas()[0].state is ReplicaState.DRAINED
+    group.engines[1].start()
+    await asyncio.sleep(0.1)
+    await asyncio.gather(*(collect(group.client, ask(f"r{n}", 2)) for n in range(4)))
+    assert set(group.engines[0].submitted) == {"r", "new"}
 
-    in_group(test)
+
+@in_group
+async def test_the_only_replica_that_runs_is_not_restarted_before_another_is(group: Group) -> None:
+    reading = asyncio.create_task(collect(group.client, ask()))
+    await asyncio.sleep(5 * STEP_S)
+    where = group.where("r")
+    group.client.drain(where, restart=True)
+    group.engines[1 - where].die()
+    await reading
+    await asyncio.sleep(1)
+    assert group.engines[where].deaths == 0 and group.client.available
+    group.engines[1 - where].start()
+    await asyncio.sleep(2)
+    assert group.engines[where].deaths == 1
+    assert group.client.replicas()[where].state is ReplicaState.UP
 
 
-def test_the_only_one_that_is_there_is_not_restarted_before_another_is() -> None:
-    async def test(group: Group) -> None:
-        reading = asyncio.create_task(collect(group.client, ask()))
-        await asyncio.sleep(5 * STEP_S)
-        where = group.where("r")
-        group.client.drain(where, restart=True)
-        group.engines[1 - where].die()
+@in_group
+async def test_a_refused_request_is_told_when_to_retry_if_a_replica_starts(group: Group) -> None:
+    for engine in group.engines:
+        engine.die()
+    assert not group.client.available
+    with pytest.raises(EngineDeadError, match="takes requests") as refused:
+        await group.client.submit(ask())
+    assert refused.value.retry_after_s == 5.0
+
+
+@in_group
+async def test_a_request_that_is_aborted_as_its_engine_is_lost_ends(group: Group) -> None:
+    reading = asyncio.create_task(collect(group.client, ask()))
+    await asyncio.sleep(5 * STEP_S)
+    group.engines[group.where("r")].die()
+    await group.client.abort("r")
+    assert (await reading)[-1].finish_reason is FinishReason.ABORT
+    assert group.client.num_open == 0
+
+
+@in_group
+async def test_a_request_ends_if_the_router_closes_as_its_engine_is_lost(group: Group) -> None:
+    reading = asyncio.create_task(collect(group.client, ask()))
+    await asyncio.sleep(5 * STEP_S)
+    group.engines[group.where("r")].die()
+    await group.client.close()
+    with pytest.raises(EngineDeadError, match="shutting down"):
         await reading
-        await asyncio.sleep(1)
-        assert group.engines[where].deaths == 0 and group.client.available
-        group.engines[1 - where].start()
-        await asyncio.sleep(2)
-        assert group.engines[where].deaths == 1
-        assert group.client.replicas()[where].state is ReplicaState.UP
-
-    in_group(test)
-
-
-def test_who_is_refused_is_told_when_to_come_back_if_a_replica_comes_up() -> None:
-    async def test(group: Group) -> None:
-        for engine in group.engines:
-            engine.die()
-        assert not group.client.available
-        with pytest.raises(EngineDeadError, match="takes requests") as refused:
-            await group.client.submit(ask())
-        assert refused.value.retry_after_s == 5.0
-
-    in_group(test)
-
-
-def test_a_request_that_is_aborted_as_its_engine_is_lost_ends() -> None:
-    async def test(group: Group) -> None:
-        reading = asyncio.create_task(collect(group.client, ask()))
-        await asyncio.sleep(5 * STEP_S)
-        group.engines[group.where("r")].die()
-        await group.client.abort("r")
-        assert (await reading)[-1].finish_reason is FinishReason.ABORT
-        assert group.client.num_open == 0
-
-    in_group(test)
-
-
-def test_a_request_ends_if_the_router_closes_as_its_engine_is_lost() -> None:
-    async def test(group: Group) -> None:
-        reading = asyncio.create_task(collect(group.client, ask()))
-        await asyncio.sleep(5 * STEP_S)
-        group.engines[group.where("r")].die()
-        await group.client.close()
-        with pytest.raises(EngineDeadError, match="shutting down"):
-            await reading
-
-    in_group(test)
 
 
 # Refused after it was accepted
 
 
-def test_what_one_replica_sheds_another_may_take() -> None:
-    async def test(group: Group) -> None:
-        group.engines[0].shed = {"r0", "r1"}
-        made = [collect(group.client, ask(f"r{n}")) for n in range(2)]
-        for outputs in await asyncio.gather(*made):
-            assert tokens_of(outputs) == foretold(ask())
-        assert len(group.engines[0].submitted) == 1
-        for engine in group.engines:
-            engine.shed = {"both"}
-        (last,) = await collect(group.client, ask("both"))
-        assert (last.finish_reason, last.retry_after_s) == (FinishReason.ERROR, 2.0)
-        assert all("both" in engine.submitted for engine in group.engines)
-
-    in_group(test)
+@in_group
+async def test_what_one_replica_sheds_another_may_take(group: Group) -> None:
+    group.engines[0].shed = {"r0", "r1"}
+    made = [collect(group.client, ask(f"r{n}")) for n in range(2)]
+    for outputs in await asyncio.gather(*made):
+        assert tokens_of(outputs) == foretold(ask())
+    assert len(group.engines[0].submitted) == 1
+    for engine in group.engines:
+        engine.shed = {"both"}
+    (last,) = await collect(group.client, ask("both"))
+    assert (last.finish_reason, last.retry_after_s) == (FinishReason.ERROR, 2.0)
+    assert all("both" in engine.submitted for engine in group.engines)
 
 
-def test_what_is_shed_and_refused_elsewhere_ends_with_the_refusal() -> None:
-    async def test(group: Group) -> None:
-        for engine in group.engines:
-            engine.shed = {"r"}
-        task = asyncio.create_task(collect(group.client, ask()))
-        await asyncio.sleep(0.7 * STEP_S)
-        group.engines[1 - group.where("r")].refusals = [QueueFullError(3, 7.0)]
-        (last,) = await task
-        assert (last.finish_reason, last.retry_after_s) == (FinishReason.ERROR, 2.0)
-
-    in_group(test)
+@in_group
+async def test_what_is_shed_and_refused_elsewhere_ends_with_the_refusal(group: Group) -> None:
+    for engine in group.engines:
+        engine.shed = {"r"}
+    task = asyncio.create_task(collect(group.client, ask()))
+    await asyncio.sleep(0.7 * STEP_S)
+    group.engines[1 - group.where("r")].refusals = [QueueFullError(3, 7.0)]
+    (last,) = await task
+    assert (last.finish_reason, last.retry_after_s) == (FinishReason.ERROR, 2.0)
 
 
 # Promoted
 
 
-def test_a_promoted_request_goes_on_as_a_real_time_one() -> None:
-    async def test(group: Group) -> None:
-        relaxed = ask(service_class=BE, slo=Slo(deadline_s=50.0), arrival_s=now())
-        reading = asyncio.create_task(collect(group.client, relaxed))
-        await asyncio.sleep(5 * STEP_S)
-        promoted_s = now()
-        await group.client.promote("r", Slo(ttft_s=0.2))
-        where = group.where("r")
-        group.engines[where].die()
-        await reading
-        again = group.engines[1 - where].submitted["r"]
-        assert again.service_class is RT and again.resumed > 0
-        assert again.slo.ttft_s == 0.2 and again.arrival_s == promoted_s
-        assert again.slo.deadline_s == pytest.approx(50.0 - 5 * STEP_S)
-
-    in_group(test)
+@in_group
+async def test_a_promoted_request_continues_as_a_real_time_one(group: Group) -> None:
+    relaxed = ask(service_class=BE, slo=Slo(deadline_s=50.0), arrival_s=now())
+    reading = asyncio.create_task(collect(group.client, relaxed))
+    await asyncio.sleep(5 * STEP_S)
+    promoted_s = now()
+    await group.client.promote("r", Slo(ttft_s=0.2))
+    where = group.where("r")
+    group.engines[where].die()
+    await reading
+    again = group.engines[1 - where].submitted["r"]
+    assert again.service_class is RT and again.resumed > 0
+    assert again.slo.ttft_s == 0.2 and again.arrival_s == promoted_s
+    assert again.slo.deadline_s == pytest.approx(50.0 - 5 * STEP_S)
 
 
-def test_a_promotion_of_what_is_real_time_changes_nothing() -> None:
-    async def test(group: Group) -> None:
-        reading = asyncio.create_task(collect(group.client, ask(slo=Slo(ttft_s=0.7))))
-        await asyncio.sleep(5 * STEP_S)
-        await group.client.promote("r", Slo(ttft_s=0.2))
-        where = group.where("r")
-        group.engines[where].die()
-        await reading
-        again = group.engines[1 - where].submitted["r"]
-        assert (again.slo, again.arrival_s) == (Slo(ttft_s=0.7), 0.0)
-
-    in_group(test)
+@in_group
+async def test_a_promotion_of_what_is_real_time_changes_nothing(group: Group) -> None:
+    reading = asyncio.create_task(collect(group.client, ask(slo=Slo(ttft_s=0.7))))
+    await asyncio.sleep(5 * STEP_S)
+    await group.client.promote("r", Slo(ttft_s=0.2))
+    where = group.where("r")
+    group.engines[where].die()
+    await reading
+    again = group.engines[1 - where].submitted["r"]
+    assert (again.slo, again.arrival_s) == (Slo(ttft_s=0.7), 0.0)
 
 
 def test_promoted_work_counts_as_real_time_work() -> None:
@@ -252,53 +230,53 @@ def test_promoted_work_counts_as_real_time_work() -> None:
     run_virtual(main)
 
 
-def test_requests_return_to_a_stuck_replica_that_answers_again_and_is_the_only_one() -> None:
-    async def test(group: Group) -> None:
-        reading = asyncio.create_task(collect(group.client, ask(max_tokens=300)))
-        await asyncio.sleep(5 * STEP_S)
-        where = group.where("r")
-        slow, other = group.engines[where], group.engines[1 - where]
-        slow.hung = True
-        group.client.drain(where, move=True)
-        await asyncio.sleep(1.2)
-        other.die()
-        await asyncio.sleep(0.5)
-        slow.hung = False
-        await asyncio.sleep(5 * STEP_S)
-        assert "r" not in slow.open_ids and not reading.done()
-        slow.report()
-        assert tokens_of(await reading) == foretold(ask(max_tokens=300))
-
-    in_group(test)
-
-
-def test_a_dropped_request_that_has_output_is_not_submitted_to_another_replica() -> None:
-    async def test(group: Group) -> None:
-        reading = asyncio.create_task(collect(group.client, ask()))
-        await asyncio.sleep(5 * STEP_S)
-        where = group.where("r")
-        group.engines[where].shed = {"r"}
-        outputs = await reading
-        assert 0 < len(tokens_of(outputs)) < 20
-        assert (outputs[-1].finish_reason, outputs[-1].retry_after_s) == (FinishReason.ERROR, 2.0)
-        assert "r" not in group.engines[1 - where].submitted
-
-    in_group(test)
+@in_group
+async def test_requests_return_to_the_only_replica_once_it_answers_again(
+    group: Group,
+) -> None:
+    reading = asyncio.create_task(collect(group.client, ask(max_tokens=300)))
+    await asyncio.sleep(5 * STEP_S)
+    where = group.where("r")
+    slow, other = group.engines[where], group.engines[1 - where]
+    slow.hung = True
+    group.client.drain(where, move=True)
+    await asyncio.sleep(1.2)
+    other.die()
+    await asyncio.sleep(0.5)
+    slow.hung = False
+    await asyncio.sleep(5 * STEP_S)
+    assert "r" not in slow.open_ids and not reading.done()
+    slow.report()
+    assert tokens_of(await reading) == foretold(ask(max_tokens=300))
 
 
-def test_a_replica_that_is_resumed_before_it_is_drained_is_not_restarted() -> None:
-    async def test(group: Group) -> None:
-        reading = asyncio.create_task(collect(group.client, ask()))
-        await asyncio.sleep(5 * STEP_S)
-        where = group.where("r")
-        group.client.drain(where, restart=True)
-        group.client.resume(where)
-        assert tokens_of(await reading) == foretold(ask())
-        await asyncio.sleep(2)
-        assert group.client.replicas()[where].state is ReplicaState.UP
-        assert group.engines[where].deaths == 0
+@in_group
+async def test_a_dropped_request_with_output_is_not_submitted_elsewhere(
+    group: Group,
+) -> None:
+    reading = asyncio.create_task(collect(group.client, ask()))
+    await asyncio.sleep(5 * STEP_S)
+    where = group.where("r")
+    group.engines[where].shed = {"r"}
+    outputs = await reading
+    assert 0 < len(tokens_of(outputs)) < 20
+    assert (outputs[-1].finish_reason, outputs[-1].retry_after_s) == (FinishReason.ERROR, 2.0)
+    assert "r" not in group.engines[1 - where].submitted
 
-    in_group(test)
+
+@in_group
+async def test_a_replica_resumed_before_it_is_drained_is_not_restarted(
+    group: Group,
+) -> None:
+    reading = asyncio.create_task(collect(group.client, ask()))
+    await asyncio.sleep(5 * STEP_S)
+    where = group.where("r")
+    group.client.drain(where, restart=True)
+    group.client.resume(where)
+    assert tokens_of(await reading) == foretold(ask())
+    await asyncio.sleep(2)
+    assert group.client.replicas()[where].state is ReplicaState.UP
+    assert group.engines[where].deaths == 0
 
 
 def test_promotion_of_a_prefilled_request_counts_only_its_decode_time() -> None:

@@ -17,7 +17,7 @@ from bros.router.state import ReplicaFacts
 from support.routing import BLOCK, PRICES, ask, cached, fleet_of, send, serve, told
 from support.tier import examples
 
-NOBODY_WAITS = 1e9
+NO_WAITING = 1e9
 
 
 def decide(fleet: Fleet, request: EngineRequest, now: float = 0.0) -> tuple[int, str, int]:
@@ -26,7 +26,7 @@ def decide(fleet: Fleet, request: EngineRequest, now: float = 0.0) -> tuple[int,
 
 
 def test_a_request_goes_where_most_of_it_is_cached() -> None:
-    fleet = fleet_of(3, patience=NOBODY_WAITS)
+    fleet = fleet_of(3, patience=NO_WAITING)
     prefix = list(range(10 * BLOCK))
     there = serve(fleet, ask("a", prefix + [900] * 3))
     for number in range(5):
@@ -48,7 +48,7 @@ def test_what_no_request_shares_may_go_for_nothing() -> None:
 
 def test_nested_prefixes_stay_where_all_of_them_is() -> None:
     """Both replicas have the examples, one of them the problem as well."""
-    fleet = fleet_of(2, patience=NOBODY_WAITS)
+    fleet = fleet_of(2, patience=NO_WAITING)
     examples, problem = [1] * (20 * BLOCK), [2] * (5 * BLOCK)
     serve(fleet, ask("a", [*examples, 3]))
     fleet.route([ask("b", [*examples, 4])], 0.0, frozenset({0}))
@@ -61,7 +61,7 @@ def test_nested_prefixes_stay_where_all_of_them_is() -> None:
 @pytest.mark.parametrize(("rest", "reason"), [(-1, "exploit"), (0, "explore"), (1, "explore")])
 def test_half_is_not_enough(rest: int, reason: str) -> None:
     """Strictly more has to be cached than is not."""
-    fleet = fleet_of(2, patience=NOBODY_WAITS)
+    fleet = fleet_of(2, patience=NO_WAITING)
     prefix = list(range(8 * BLOCK))
     serve(fleet, ask("a", [*prefix, 1]))
     request = ask("b", prefix + [5000] * (8 * BLOCK + rest))
@@ -82,13 +82,13 @@ def evicted(patience: float) -> tuple[Fleet, int]:
 
 
 def test_what_was_evicted_comes_back_to_where_it_was() -> None:
-    fleet, there = evicted(NOBODY_WAITS)
+    fleet, there = evicted(NO_WAITING)
     fleet.route([ask("w", [7] * 40)], 1.0, frozenset({1 - there}))
     assert decide(fleet, ask("b", [*PREFIX, 2]), 1.0) == (there, "again", 3 * BLOCK)
 
 
 def test_it_does_not_where_hardly_anything_is_found_in_caches() -> None:
-    fleet, there = evicted(NOBODY_WAITS)
+    fleet, there = evicted(NO_WAITING)
     fleet.route([ask("w", [7] * 400)], 1.0, frozenset({1 - there}))
     assert fleet.state.hit_rate < 0.25
     assert decide(fleet, ask("b", [*PREFIX, 2]), 1.0)[:2] == (1 - there, "explore")
@@ -110,7 +110,7 @@ def test_what_was_evicted_goes_elsewhere_if_too_much_waits_where_it_was() -> Non
 
 def test_what_is_left_elsewhere_is_worth_as_much_as_where_it_was() -> None:
     """Of the prefix, four blocks of ten are on the other replica."""
-    fleet, there = evicted(NOBODY_WAITS)
+    fleet, there = evicted(NO_WAITING)
     fleet.apply_report(there, told(2, ("a0", 0)), 1.0)
     fleet.route([ask("c", [*PREFIX[: 4 * BLOCK], 9])], 1.0, frozenset({there}))
     assert cached(fleet, ask("b", [*PREFIX, 2])) == {1 - there: 4 * BLOCK}
@@ -119,7 +119,7 @@ def test_what_is_left_elsewhere_is_worth_as_much_as_where_it_was() -> None:
 
 
 def test_what_was_moved_stays_moved_when_it_is_evicted() -> None:
-    fleet, there = evicted(NOBODY_WAITS)
+    fleet, there = evicted(NO_WAITING)
     request = ask("b", [*PREFIX, 2])
     path = fleet.forest.walk(request.kv_salt, fleet.forest.pieces(request))
     path.nodes[0].homes = (1 - there,)
@@ -127,14 +127,14 @@ def test_what_was_moved_stays_moved_when_it_is_evicted() -> None:
 
 
 def test_what_was_evicted_and_not_asked_for_lately_goes_anywhere() -> None:
-    fleet, there = evicted(NOBODY_WAITS)
+    fleet, there = evicted(NO_WAITING)
     fleet.route([ask("w", [7] * 400)], 1000.0, frozenset({1 - there}))
     assert decide(fleet, ask("b", [*PREFIX, 2]), 1000.0)[:2] == (1 - there, "explore")
 
 
 def test_a_template_that_all_have_in_common_is_no_reason_to_come_back() -> None:
     """Less than half of the prompt is known."""
-    fleet, there = evicted(NOBODY_WAITS)
+    fleet, there = evicted(NO_WAITING)
     fleet.route([ask("w", [7] * 40)], 1.0, frozenset({1 - there}))
     assert fleet.state.hit_rate > 0.25
     other = ask("b", [*PREFIX[: 8 * BLOCK], *range(900, 900 + 9 * BLOCK)])
@@ -150,7 +150,7 @@ def test_what_was_on_a_lost_replica_goes_anywhere() -> None:
 
 def test_the_replica_is_named_and_not_its_place_in_a_list() -> None:
     """Of replicas 0 to 4 only 3 has the prefix; 1 is lost."""
-    fleet = fleet_of(5, "e2", patience=NOBODY_WAITS)
+    fleet = fleet_of(5, "e2", patience=NO_WAITING)
     fleet.remove(1)
     for number in (0, 2, 4):
         fleet.set_draining(number, True)
@@ -171,7 +171,7 @@ def test_without_a_replica_there_is_nowhere_to_go() -> None:
     assert fleet.route([ask("a", [1])], 0.0)[0].replica == 1
 
 
-def test_nobody_waits_longer_than_computing_the_prefix_takes() -> None:
+def test_no_request_waits_longer_than_computing_the_prefix_takes() -> None:
     """patience x 40 tokens at 1 ms each, where 100 ms of work are waiting."""
     for patience, reason in ((1.0, "explore"), (10.0, "exploit")):
         fleet = fleet_of(2, patience=patience, history=0.0)
@@ -203,7 +203,7 @@ def test_nor_than_what_would_have_to_make_room_takes(asked: int, reason: str) ->
 
 
 def test_best_effort_work_hardly_counts_for_real_time_requests() -> None:
-    """Unless the engine does not let it make way."""
+    """Unless the engine does not yield."""
     for yields, expected in ((True, 0), (False, 1)):
         fleet = fleet_of(2, yields=yields)
         for number in range(3):  # 0 has much best-effort work, 1 has a little real-time work
@@ -336,7 +336,7 @@ def test_the_chosen_replica_costs_least(data: st.DataObject) -> None:
     """With the terms summed anew, of all requests that there were."""
     count = data.draw(st.integers(2, 4))
     fleet = fleet_of(
-        count, patience=NOBODY_WAITS, decode_aware=False, rebalancing=False, replication=False,
+        count, patience=NO_WAITING, decode_aware=False, rebalancing=False, replication=False,
         history=data.draw(st.sampled_from([0.0, 0.3, 1.0])), window_s=20.0,
     )  # fmt: skip
     naive, now = NaiveLoads(fleet), 0.0
@@ -376,7 +376,7 @@ def test_the_chosen_replica_costs_least(data: st.DataObject) -> None:
 def test_of_those_that_may_serve_it_the_cheapest_does(data: st.DataObject) -> None:
     """Where caches are full, prices differ and first tokens may be late; the terms are tested one
     by one above and below."""
-    fleet = fleet_of(0, patience=NOBODY_WAITS, decode_aware=False, rebalancing=False)
+    fleet = fleet_of(0, patience=NO_WAITING, decode_aware=False, rebalancing=False)
     for _ in range(data.draw(st.integers(2, 4))):
         slow = data.draw(st.sampled_from([1, 4]))
         prices = replace(PRICES, token_s=PRICES.token_s * slow)

@@ -20,7 +20,7 @@ from bros.router.fleet import make_fleet
 from bros.router.forest import PrefixNode
 from bros.router.state import ROUTERS, ReplicaFacts, ReplicaWork
 from support.routing import BLOCK, PRICES, ask, fleet_of, send, serve, told
-from support.tier import examples
+from support.tier import by_tier, examples
 
 WINDOW_S = 10.0
 
@@ -143,12 +143,12 @@ TestBookkeeping.settings = settings(
 
 @pytest.mark.parametrize("told_of", [True, False])
 def test_memory_is_bounded_however_many_requests_come(told_of: bool) -> None:
-    """30,000 requests, a tenth of them with a prefix of others; benchmarks/router_speed.py
-    has a million. Nodes: what the caches have, and what was asked for within the window."""
+    """A tenth of the requests has a prefix of others; benchmarks/router_speed.py has a million
+    requests. Nodes: what the caches have, and what was asked for within the window."""
     capacity, rate, window_s = 200 * BLOCK, 50, 20.0
     fleet = fleet_of(2, capacity=capacity, window_s=window_s)
     rng, most = random.Random(1), 0
-    for number in range(30_000):
+    for number in range(by_tier(fast=8_000, long=30_000)):
         now = number / rate
         prefix = [rng.randrange(40)] * (4 * BLOCK) if number % 10 == 0 else []
         serve(fleet, ask(f"{number}", prefix + [100 + number] * (2 * BLOCK)), now)

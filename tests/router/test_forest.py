@@ -73,11 +73,11 @@ def test_what_is_private_is_shared_only_with_the_same_salt() -> None:
 @pytest.mark.parametrize("length", [0, 1, BLOCK])
 def test_a_prompt_without_a_whole_block_leaves_nothing(length: int) -> None:
     forest = new_forest()
-    insert(forest, ask("r", range(length), salt="somebody"))
+    insert(forest, ask("r", range(length), salt="tenant"))
     assert forest.num_nodes == 0 and not forest._roots
 
 
-def test_a_node_is_gone_once_nobody_would_miss_it() -> None:
+def test_a_node_without_requests_and_cached_tokens_is_removed() -> None:
     forest = new_forest()
     first, second = ask("a", [1] * 9 + [2] * 8), ask("b", [1] * 9 + [3] * 8)
     insert(forest, first)

@@ -1,4 +1,4 @@
-"""Requests that somebody waits for all of are placed as one."""
+"""Requests of one group, of which a client needs all answers, are placed as one."""
 
 from __future__ import annotations
 

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from bros.core.interfaces import EngineReport
 from bros.core.request import EngineRequest, SamplingParams
 from bros.router.replica_set import ReplicaHandle, RoutedRequest, requests_to_rebalance
-from support.mortal_engine import MortalEngine
+from support.killable_engine import KillableEngine
 
 
 def member(number: int, begun: int, waiting: int, *, draining: bool = False) -> ReplicaHandle:
     """Its requests are named by it and their turn; the first `begun` have begun."""
     found = ReplicaHandle(
-        number, f"replica-{number}", MortalEngine(), fleet_id=number, draining=draining
+        number, f"replica-{number}", KillableEngine(), fleet_id=number, draining=draining
     )
     found.report = EngineReport(version=1, waiting=waiting)
     for turn in range(begun + waiting):

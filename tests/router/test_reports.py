@@ -18,7 +18,7 @@ Blocks = tuple[object, ...]
 
 
 def blocks_of(request: EngineRequest, output: tuple[int, ...] = ()) -> list[Blocks]:
-    """Its prefixes of whole blocks, the shortest first, with who may share them."""
+    """Its prefixes of whole blocks, the shortest first, with the salts that may share them."""
     tokens = (*request.prompt_token_ids, *output)
     private = request.hints.private_from
     found: list[Blocks] = []
@@ -33,7 +33,7 @@ def blocks_of(request: EngineRequest, output: tuple[int, ...] = ()) -> list[Bloc
 
 @dataclass
 class NaiveEngine:
-    """An engine's cache as a set of prefixes. origin: who was the first to compute each."""
+    """An engine's cache as a set of prefixes. origin: the request that computed each first."""
 
     origin: dict[Blocks, str] = field(default_factory=dict)
     depth: dict[Blocks, int] = field(default_factory=dict)
@@ -94,7 +94,7 @@ def agrees(fleet: Fleet, engines: list[NaiveEngine], seen: list[EngineRequest]) 
 @settings(max_examples=examples(60, long=3000), deadline=None)
 @given(st.data())
 def test_the_router_knows_what_is_cached_once_a_digest_is_in(data: st.DataObject) -> None:
-    """Whatever it believed before: what nobody has and nobody asked for it forgets."""
+    """Whatever it believed before: it forgets what no replica has and no request asked for."""
     fleet = fleet_of(2, "rr", window_s=data.draw(st.sampled_from([180.0, 3.0])))
     engines = [NaiveEngine(), NaiveEngine()]
     seen: list[EngineRequest] = []
@@ -212,7 +212,7 @@ def test_a_request_that_was_not_served_is_no_load() -> None:
     assert fleet.state.assigned_s(fleet.replicas[0]) == pytest.approx(0.0, abs=1e-9)
 
 
-def test_an_answer_that_somebody_stopped_is_cached_and_counts() -> None:
+def test_an_aborted_answer_is_cached_and_counts() -> None:
     fleet = fleet_of(1)
     request = ask("a", range(2 * BLOCK), max_tokens=500)
     send(fleet, request)
@@ -223,7 +223,7 @@ def test_an_answer_that_somebody_stopped_is_cached_and_counts() -> None:
     assert fleet.replicas[0].mean_output < 64
 
 
-def test_all_of_a_fill_is_cached() -> None:
+def test_all_of_a_prefill_only_request_is_cached() -> None:
     fleet = fleet_of(1)
     fill = replace(ask("a", range(4 * BLOCK)), prefill_only=True)
     serve(fleet, fill, 0.0, ())

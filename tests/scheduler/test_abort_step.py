@@ -1,4 +1,4 @@
-"""Steps that are given up for somebody's first token: when, and what is left of them."""
+"""Steps that are aborted for a first token: when, and what is left of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.toy_model import ToyModel
 from support.virtual_time import BE, RT, VirtualRun, plan_seconds
 
 # Of support.scheduling.MODEL: a step takes 20 ms and 1 ms per token. The first token is due after
-# 0.4 s, so a prompt of 300 tokens has to start within 80 ms; filler makes steps of 0.2 s.
+# 0.4 s, so a prompt of 300 tokens has to start within 80 ms; best-effort work makes steps of 0.2 s.
 LONG, SHORT = 300, 100
 
 
@@ -31,14 +31,14 @@ def arrival(prompt: int, arrived_s: float, slo: Slo | None = None) -> EngineRequ
 
 
 def asked_at(run: VirtualRun, prompt: int, after_s: float, **options: object) -> bool:
-    """Whether a request that comes so long after a step has begun gets it given up."""
+    """Whether a step is aborted for a request that comes so long after it has begun."""
     run.scheduler.schedule(run.now)
     assert run.scheduler.may_abort
     at = run.now + after_s
     return run.scheduler.yields(arrival(prompt, at, **options), at)
 
 
-def test_a_step_with_best_effort_is_given_up_for_a_first_token_that_would_be_late() -> None:
+def test_a_step_with_best_effort_is_aborted_for_a_first_token_that_would_be_late() -> None:
     run = run_with_best_effort()
     plan = run.scheduler.schedule(run.now)
     assert plan is not None and 0.15 < plan_seconds(plan) <= 0.2
@@ -92,7 +92,7 @@ def test_not_if_a_running_answer_would_stall_for_it() -> None:
     assert run.scheduler.yields(arrival(LONG, run.now), run.now + 0.05)
 
 
-def test_a_step_without_best_effort_is_never_given_up() -> None:
+def test_a_step_without_best_effort_is_never_aborted() -> None:
     run = VirtualRun("bros", max_batch_tokens=400)
     run.submit("rt", 300)
     run.scheduler.schedule(0.0)
@@ -100,7 +100,7 @@ def test_a_step_without_best_effort_is_never_given_up() -> None:
 
 
 def test_what_best_effort_work_is_owed_is_not_taken_back() -> None:
-    """With steps given up for ever, its share comes due and then its step may not be."""
+    """With steps aborted for ever, its share comes due and then its step may not be."""
     run = VirtualRun("bros", max_batch_tokens=64, be_share=0.1)
     run.submit("be", 30, BE, max_tokens=2)
     for _ in range(100):
@@ -111,19 +111,19 @@ def test_what_best_effort_work_is_owed_is_not_taken_back() -> None:
         run.now += 0.03
         run.scheduler.abort_step(plan, run.now)
     else:
-        raise AssertionError("given up a hundred times")
+        raise AssertionError("aborted a hundred times")
     assert 0.1 < run.now < 1.0
 
 
 @pytest.mark.parametrize("options", [{"packing": "paper"}, {"policy": "fcfs"}, {"policy": "rr"}])
-def test_other_algorithms_do_not_give_up_steps(options: dict[str, str]) -> None:
+def test_other_policies_do_not_abort_steps(options: dict[str, str]) -> None:
     run = VirtualRun(**{"policy": "bros", **options})  # type: ignore[arg-type]
     run.submit("be", 50, BE)
     run.scheduler.schedule(0.0)
     assert not run.scheduler.may_abort
 
 
-def test_nothing_is_left_of_a_step_that_was_given_up() -> None:
+def test_nothing_is_left_of_an_aborted_step() -> None:
     run = VirtualRun("bros", max_batch_tokens=64)
     run.submit("half done", 150, BE)
     run.submit("rt", 5, max_tokens=9)
@@ -201,7 +201,7 @@ def test_hardly_anything_left_of_a_step_is_no_reason_to_give_it_up() -> None:
     assert not run.scheduler.yields(arrival(LONG, nearly_done, slo), nearly_done)
 
 
-def test_an_answer_whose_pace_is_impossible_has_no_say() -> None:
+def test_a_request_whose_pace_is_impossible_aborts_no_step() -> None:
     run = run_with_best_effort()
     run.submit("impossible", 10, max_tokens=500, slo=Slo(0.4, 0.001))
     run.steps(5)

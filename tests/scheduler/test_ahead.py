@@ -398,7 +398,7 @@ def test_who_has_all_its_tokens_on_their_way_is_not_in_the_next_step() -> None:
     assert trace is not None and trace.waits == {}, "it had nothing to wait for"
 
 
-def test_who_stops_is_in_one_more_step_that_nobody_looks_at() -> None:
+def test_a_request_that_stops_is_in_one_more_step_whose_result_is_dropped() -> None:
     stop = ToyModel.continuation(range(1, 6), 2)[-1]
     run = Run()
     run.submit("a", 5, max_tokens=9, stop_token_ids=(stop,))
@@ -412,7 +412,7 @@ def test_who_stops_is_in_one_more_step_that_nobody_looks_at() -> None:
 
 
 @pytest.mark.parametrize("policy", ["bros", "fcfs"])
-def test_a_fill_that_is_done_is_not_in_the_next_step(policy: str) -> None:
+def test_a_finished_prefill_only_request_is_not_in_the_next_step(policy: str) -> None:
     run = Run(policy, max_batch_tokens=8)
     run.submit("a", [900, 901], max_tokens=9, slo=Slo(9.0, 9.0))
     run.submit("fill", 15, prefill_only=True, slo=Slo(9.0, 9.0))
@@ -428,7 +428,7 @@ def test_a_fill_that_is_done_is_not_in_the_next_step(policy: str) -> None:
     assert run.step()["chat"].start == 12
 
 
-def test_a_fill_that_is_withdrawn_while_it_runs_does_not_end_its_namesake() -> None:
+def test_a_prefill_only_request_aborted_while_it_runs_does_not_end_its_namesake() -> None:
     run = Run()
     run.submit("a", 16, prefill_only=True)
     run.step()
@@ -455,7 +455,7 @@ def test_whose_tokens_depend_on_those_before_waits_for_them_and_so_do_others_wit
         assert answer == right_answer(asked, ())
 
 
-def test_a_prompt_that_is_not_done_does_not_hold_up_anybody_by_its_penalty() -> None:
+def test_a_prompt_that_is_not_done_does_not_hold_up_others_by_its_penalty() -> None:
     run = Run("fcfs", max_batch_tokens=8)
     run.submit("plain", 1, max_tokens=12)
     run.submit("penalty", 40, max_tokens=1, frequency_penalty=1.0)
@@ -467,7 +467,7 @@ def test_a_prompt_that_is_not_done_does_not_hold_up_anybody_by_its_penalty() -> 
     run.drain()
 
 
-# Who leaves while a step of it runs
+# Requests that end while a step of theirs runs
 
 
 def test_a_new_request_does_not_get_a_token_of_one_that_had_its_name() -> None:
@@ -491,7 +491,7 @@ def test_a_token_that_cannot_be_chosen_ends_its_request_and_its_next_step_counts
     assert run.answer("b") == right_answer(run.asked[1], ())
 
 
-def test_engine_waits_for_a_step_of_those_who_have_gone() -> None:
+def test_engine_waits_for_a_step_whose_requests_have_ended() -> None:
     run = Run()
     run.submit("a", 5, max_tokens=20)
     run.steps(2)
@@ -504,7 +504,7 @@ def test_engine_waits_for_a_step_of_those_who_have_gone() -> None:
 # Memory
 
 
-def test_who_is_robbed_while_its_step_runs_still_gets_its_token() -> None:
+def test_a_request_preempted_while_its_step_runs_still_gets_its_token() -> None:
     """18 tokens of "be" and 24 of "rt" in 8 blocks of 4."""
     for host_blocks in (0, 64):
         run = Run(blocks=8, host_blocks=host_blocks, prefix_cache="off")
@@ -550,7 +550,7 @@ def test_who_has_to_start_over_keeps_the_deadline_that_it_was_given_for_that() -
 # Prefixes
 
 
-def test_who_begins_alike_goes_on_as_early_as_without_overlap() -> None:
+def test_requests_with_a_common_prefix_continue_as_early_as_without_overlap() -> None:
     """The second one waits for the first and is in the next step, with what that computes."""
     run = Run(max_batch_tokens=64)
     run.submit("first", 40, slo=Slo(2.0))
@@ -616,7 +616,7 @@ def test_a_step_has_taken_what_the_device_took_for_it(overlap: bool) -> None:
     assert stats.predicted_s == pytest.approx(stats.step_s, rel=0.01)
 
 
-def test_the_time_between_steps_is_nobody_s() -> None:
+def test_the_time_between_steps_is_charged_to_no_step() -> None:
     run = Run()
     run.submit("a", 5)
     run.drain()
@@ -627,7 +627,7 @@ def test_the_time_between_steps_is_nobody_s() -> None:
     assert run.scheduler.stats().step_s < busy_s + 1.0
 
 
-def test_best_effort_work_fills_steps_as_it_does_without_overlap_and_nobody_is_late() -> None:
+def test_best_effort_work_fills_steps_as_it_does_without_overlap_and_no_token_is_late() -> None:
     """Deadlines are those of the tokens after the ones on their way, as of when the step begins."""
     plain, late = Run(overlap=False, max_batch_tokens=64), Run(max_batch_tokens=64)
     for run in (plain, late):

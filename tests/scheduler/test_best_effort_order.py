@@ -1,4 +1,4 @@
-"""Best-effort requests: who starts first, and for how long anybody is overtaken."""
+"""Best-effort requests: which starts first, and for how long requests are overtaken."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ same_program = st.builds(
 
 @given(load=arrivals | st.lists(same_program, min_size=4, max_size=8))
 @settings(max_examples=examples(300))
-def test_nobody_is_overtaken_by_who_comes_much_later(load: list[Arrival]) -> None:
+def test_no_request_is_overtaken_by_one_that_comes_much_later(load: list[Arrival]) -> None:
     for (first, key), (later, later_key) in itertools.combinations(placed(load), 2):
         assert key != later_key
         if later.record.arrival_s > first.record.arrival_s + WAIT_S + 1e-6:
@@ -92,7 +92,7 @@ def test_nobody_is_overtaken_by_who_comes_much_later(load: list[Arrival]) -> Non
 
 
 @given(load=arrivals)
-def test_nothing_is_overtaken_by_who_is_of_no_program_or_group_and_begins_as_nothing_before(
+def test_no_request_is_overtaken_by_one_without_program_group_or_cached_prefix(
     load: list[Arrival],
 ) -> None:
     """Arrival is the order of all that have nothing to do with each other."""
@@ -217,7 +217,7 @@ def test_programs_of_the_same_name_are_not_the_same_for_two_tenants() -> None:
     assert (same[0], other[0]) == (1.0, 2.0)
 
 
-def test_groups_that_never_end_starve_nobody() -> None:
+def test_groups_that_never_end_starve_no_other() -> None:
     run = VirtualRun(max_num_seqs=1, be_max_wait=2.0, max_queue=10**6)
     submit(run, "other", Hints())
     began = run.now
@@ -238,7 +238,7 @@ def test_groups_that_never_end_starve_nobody() -> None:
 
 
 def test_a_map_over_one_long_prefix_computes_it_once() -> None:
-    """All of a stage beside other programs, and also who came before it and starts after it."""
+    """All of a stage beside other programs, and requests that came before it and start after it."""
     run = VirtualRun(max_num_seqs=40, prefix_cache="class-aware", max_batch_tokens=48)
 
     def submit_alike(name: str, hints: Hints) -> None:

@@ -36,7 +36,7 @@ class Tree(Blocks):
     """Blocks that requests hold in common.
 
     paths: of each request its full blocks, whether it holds them yet or not; "ab" and "ac" begin
-    with the same one. holding: who holds theirs. A newcomer does when it gets memory.
+    with the same one. holding: requests that hold theirs. A newcomer does when it gets memory.
     """
 
     def __init__(self, paths: dict[str, Path], holding: set[str], free: int = 10**6) -> None:
@@ -150,7 +150,7 @@ def test_a_row_that_lists_its_blocks_in_another_order_reads_for_itself() -> None
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[list[Item], list[Item], dict[str, Path]]:
-    """Urgent items and filler, most of them rows, and what they hold or will find."""
+    """Urgent and best-effort items, most of them rows, and what they hold or will find."""
     known: dict[str, Path] = {}
     sides: list[list[Item]] = []
     for side in "uf":
@@ -184,7 +184,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Item], list[Item], dict[str, Path]]:
 def test_the_load_of_a_step_is_that_of_its_rows(
     step: tuple[list[Item], list[Item], dict[str, Path]], min_rows: int, bounds: Bounds, free: int
 ) -> None:
-    """Whoever was refused or has just come."""
+    """Requests that were refused or have just come."""
     check_load(*step, Grouping(BLOCK_SIZE, 1, min_rows), bounds, free)
 
 
@@ -192,7 +192,7 @@ def test_the_load_of_a_step_is_that_of_its_rows(
 def test_a_row_that_gives_way_does_not_count_any_more(
     population: list[Path], last: Path, min_rows: int
 ) -> None:
-    """The last urgent row can wait, and the step is full without filler."""
+    """The last urgent row can wait, and the step is full without best-effort items."""
     known = {str(number): path for number, path in enumerate([*population, last])}
     items = [Item(name, 1, BLOCK_SIZE * len(path), NOW + 10.0) for name, path in known.items()]
     urgent, best_effort = items[:-1], [replace(items[-1], deadline_s=math.inf)]

@@ -1,4 +1,4 @@
-"""Fills that nobody waits for yet: begun where that costs others little, and never in their way."""
+"""Prefill-only requests that no request waits for yet: they run where they cost others little."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_they_earn_best_effort_work_no_time() -> None:
 
 
 @pytest.mark.parametrize("service_class", ServiceClass)
-def test_only_best_effort_fills_are_early(service_class: ServiceClass) -> None:
+def test_only_best_effort_prefill_only_requests_are_early(service_class: ServiceClass) -> None:
     run = Run(max_batch_tokens=256)
     run.submit("chat", 20, RT, max_tokens=9)
     run.step()

@@ -1,4 +1,4 @@
-"""What requests leave in the cache for those who come back, and who finds what in which scope."""
+"""What requests leave in the cache for later ones, and which of them find it in which scope."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_answers_are_kept_with_their_prompts_but_for_the_last_token(tokens: int)
     assert run.cached["again"] == parked(run) * SIZE
 
 
-def test_what_is_released_or_whose_time_is_over_is_kept_no_longer() -> None:
+def test_released_and_expired_prefixes_are_kept_no_longer() -> None:
     run = Run()
     for name, keep_s in (("a", 1000.0), ("b", 1.0), ("c", 5.0)):
         run.submit(name, [ord(name)] * 9, max_tokens=1, hints=Hints(keep_s=keep_s))
@@ -83,7 +83,7 @@ def test_what_two_have_kept_is_kept_until_both_are_released() -> None:
     assert parked(run) == 0
 
 
-def test_a_fill_that_had_nothing_to_compute_keeps_that() -> None:
+def test_a_prefill_only_request_with_nothing_to_compute_keeps_its_prefix() -> None:
     run = Run()
     run.submit("first", 20, prefill_only=True)
     run.drain()
@@ -157,8 +157,8 @@ def test_answers_are_private_if_anything_is() -> None:
     assert (run.cached["same"], run.cached["other"]) == (48, 40)
 
 
-def test_scopes_count_when_a_step_is_given_up_for_somebody() -> None:
-    """Who finds its prompt in the cache can have its first token in time if the step makes way."""
+def test_scopes_count_when_a_step_is_aborted_for_a_first_token() -> None:
+    """A request whose prompt is cached can have its first token in time if the step is aborted."""
     asked = {}
     for salt in ("same", "other"):
         run = Run(max_batch_tokens=512)
@@ -176,7 +176,7 @@ def test_scopes_count_when_a_step_is_given_up_for_somebody() -> None:
 
 @given(data=st.data())
 def test_any_load_with_scopes_and_keeping_gets_its_answers(data: st.DataObject) -> None:
-    """Nothing of it is left that keeps others out, and cached tokens are those of who may share."""
+    """Nothing of it is left that keeps others out; cached tokens are of requests that may share."""
     run = Run(
         data.draw(st.sampled_from(POLICIES)),
         blocks=data.draw(st.sampled_from([20, 60])),

@@ -174,7 +174,7 @@ def test_room_to_grow_may_be_what_best_effort_requests_hold() -> None:
     assert not memory.reserve(state(2, RT, 12), 12)
 
 
-def test_a_late_newcomer_takes_nothing_from_those_who_are_on_time() -> None:
+def test_a_late_newcomer_takes_nothing_from_requests_that_are_on_time() -> None:
     for late, victim_class, expected in (
         (False, RT, True),
         (True, RT, False),
@@ -196,7 +196,7 @@ def test_newcomers_preempt_only_if_the_policy_lets_them() -> None:
         assert list(memory.losses) == (["r0"] if preempt else [])
 
 
-def test_a_holder_takes_memory_to_go_on_whatever_the_policy_says_of_newcomers() -> None:
+def test_a_running_request_preempts_to_continue_whatever_the_policy_does_with_newcomers() -> None:
     first, last = state(0, RT, 9, cached=8), state(1, BE, 8, cached=8)
     _, memory = memory_with([first, last], 4, new_requests_preempt=False)
     assert memory.reserve(first, 1)

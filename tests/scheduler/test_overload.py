@@ -17,7 +17,7 @@ SLOW = Slo(2.2, 10.0)
 
 
 def loaded(overload: str, **options: object) -> VirtualRun:
-    """About two seconds of prompts ahead of whoever comes next with the same objective."""
+    """About two seconds of prompts ahead of the next request with the same objective."""
     run = VirtualRun(overload=overload, **options)  # type: ignore[arg-type]
     for number in range(20):
         assert run.submit(f"ahead{number}", 100, slo=SLOW, salt=30 * number) is RT
@@ -210,7 +210,7 @@ def test_prompts_that_are_due_later_are_not_in_the_way() -> None:
 
 
 def test_prompts_that_are_late_already_are_not_in_the_way() -> None:
-    """They wait behind whoever can still be on time, so a newcomer need not wait for them."""
+    """They wait behind requests that can still be on time, so a newcomer need not wait for them."""
     run = loaded("reject")
     run.now += 3.0
     run.step()

@@ -36,7 +36,7 @@ NOW = 100.0
 LOOSE = Bounds(rows=100, tokens=1000)
 FEW = Rules(min_chunk=2)
 FLOOR = 0.9
-"""Least share of the filler tokens possible beside the same urgent part, over many steps."""
+"""Least share of the best-effort tokens possible beside the same urgent part, over many steps."""
 
 
 def run(
@@ -179,7 +179,7 @@ def best_beside(
     free: int,
     fixed: dict[str, int] | None = None,
 ) -> int | None:
-    """Most filler tokens of all choices of chunks that satisfy (6), (7) and (8).
+    """Most best-effort tokens of all choices of chunks that satisfy (6), (7) and (8).
 
     None if no choice does. Constraint (6) is for every urgent item, run or not (n = 1 step for
     a row that is left out). fixed: urgent tokens by name, if they are not to be chosen.
@@ -293,15 +293,15 @@ def test_more_time_never_means_a_smaller_chunk(dues: list[float]) -> None:
     [(Item("first", 40, 0, 0.2), 0.2 * RARE_SHARE), (row("row", 0.2), 0.2)],
 )
 def test_a_step_is_filled_less_if_a_first_token_comes_from_it(urgent: Item, ends_s: float) -> None:
-    packing = run([urgent], [Item("filler", 400)], Bounds(rows=9, tokens=999))
-    assert names(packing.selected) == [urgent.name, "filler"]
+    packing = run([urgent], [Item("be", 400)], Bounds(rows=9, tokens=999))
+    assert names(packing.selected) == [urgent.name, "be"]
     assert ends_s - 0.002 < packing.seconds <= ends_s
 
 
 def test_a_first_token_that_just_makes_it_is_in_the_step() -> None:
     alone_s = seconds([(Item("first", 40), 40)])
     first = Item("first", 40, 0, 1.01 * alone_s)
-    packing = run([first], [Item("filler", 400)], Bounds(rows=9, tokens=999))
+    packing = run([first], [Item("be", 400)], Bounds(rows=9, tokens=999))
     assert [(item.name, count) for item, count in packing.selected] == [("first", 40)]
     assert not packing.violated
 
@@ -309,7 +309,7 @@ def test_a_first_token_that_just_makes_it_is_in_the_step() -> None:
 def test_a_row_that_is_on_time_unless_the_step_is_slow_ends_it_and_is_no_violation() -> None:
     head = Item("head", 3, 0, -0.1, late=True)
     due_s = 0.96 * seconds([(head, 3), (row("row"), 1)])
-    packing = run([head, row("row", due_s), row("other", 9.0)], [row("filler")])
+    packing = run([head, row("row", due_s), row("other", 9.0)], [row("be")])
     assert (names(packing.selected), packing.violated) == (["head", "row"], False)
 
 
@@ -337,7 +337,7 @@ def test_a_piece_smaller_than_the_least_is_not_worth_a_place() -> None:
 
 
 def test_a_late_prompt_does_not_make_others_late() -> None:
-    """It is cut to the length of a step with filler; others keep their deadlines."""
+    """It is cut to the length of a step with best-effort work; others keep their deadlines."""
     late = Item("late", 500, 0, 0.1)
     packing = run([late, row("other", 0.2)], bounds=Bounds(rows=9, tokens=999, best_effort_s=0.08))
     assert names(packing.selected) == ["late", "other"]
@@ -359,11 +359,11 @@ def test_paper_prompts_are_taken_whole_or_not_at_all() -> None:
 
 def test_paper_early_return_leaves_out_best_effort_and_says_so() -> None:
     rows = [row("head", 0.033), Item("prompt", 100, 0, 9.0), row("cheap", 9.0)]
-    packing = run(rows, [row("filler")], PAPER)
+    packing = run(rows, [row("be")], PAPER)
     assert names(packing.selected) == ["head"]
     assert packing.violated
-    ours = run(rows, [row("filler")])
-    assert names(ours.selected) == ["head", "cheap", "filler"]
+    ours = run(rows, [row("be")])
+    assert names(ours.selected) == ["head", "cheap", "be"]
     assert not ours.violated
 
 
@@ -454,7 +454,7 @@ def test_best_effort_alone_runs_however_little_time_there_is() -> None:
     assert names(run([], best_effort_items[1:], bounds).selected) == ["g"]
 
 
-# What filler is owed
+# Time owed to best-effort work
 
 
 def test_credit_gives_best_effort_work_in_a_step_that_has_no_time_row_or_token_left() -> None:

@@ -47,7 +47,7 @@ def test_a_row_that_others_lose_tokens_for_takes_time_for_their_copies() -> None
 
 
 def test_what_has_copies_already_takes_no_time() -> None:
-    """It was expected to, as nobody looks before others are really robbed."""
+    """It was expected to: copies are counted only when victims are really preempted."""
     for item in (row("a"), Item("a", 20)):
         packing = packed([item], [], Blocks(free=0, others=(100, 0)), BOUNDS)
         assert len(packing.selected) == 1
@@ -80,7 +80,7 @@ def test_best_effort_is_cut_to_what_fits_with_its_copies() -> None:
     assert tight.num_copied == sizes[1] < sizes[0]
 
 
-def test_without_a_predictor_nobody_asks_for_copies() -> None:
+def test_without_a_predictor_copies_are_not_asked_for() -> None:
     memory = Blocks(free=0, others=(10, 10))
     packing = pack([row("a")], [], BOUNDS, memory, None, 0.0)
     assert len(packing.selected) == 1
@@ -119,6 +119,6 @@ def test_the_predicted_step_is_what_it_holds_and_what_was_copied_for_it(
     if packing.selected:
         total = packing.load.swap_tokens
         missing = sum(item.num_missing for item, _ in packing.selected)
-        assert total >= missing + memory.num_copied  # who was replaced gets its tokens back, too
+        assert total >= missing + memory.num_copied  # a replaced request gets its tokens back, too
         if total == missing + memory.num_copied:
             assert packing.seconds == pytest.approx(seconds(packing, memory.num_copied))

@@ -137,7 +137,7 @@ def test_the_order_of_urgency_is_that_of_a_full_sort(
 # Real-time under load
 
 
-def test_a_step_with_best_effort_is_short_enough_for_who_may_come() -> None:
+def test_a_step_with_best_effort_is_short_enough_for_arrivals() -> None:
     run = VirtualRun(rt_wait=0.3, max_batch_tokens=1000, max_num_seqs=30)
     for number in range(20):
         run.submit(f"be{number}", 400, BE, max_tokens=50, salt=40 * number)
@@ -221,14 +221,14 @@ def test_who_goes_first_once_one_is_late(late: str, order: list[str]) -> None:
     assert done == order
 
 
-def test_shed_gives_up_what_is_late_and_says_when_to_come_back() -> None:
+def test_shed_drops_late_requests_and_says_when_to_retry() -> None:
     run = late_and_new("shed")
     plan = run.step()
     assert plan is not None and [c.request_id for c in plan.chunks] == ["new"]
-    given_up = next(output for output in run.outputs if output.request_id == "late")
-    assert given_up.finish_reason is FinishReason.ERROR
-    assert given_up.error and given_up.token_ids == ()
-    assert given_up.retry_after_s is not None and given_up.retry_after_s >= 1.0
+    dropped = next(output for output in run.outputs if output.request_id == "late")
+    assert dropped.finish_reason is FinishReason.ERROR
+    assert dropped.error and dropped.token_ids == ()
+    assert dropped.retry_after_s is not None and dropped.retry_after_s >= 1.0
     assert run.scheduler.abort("late", run.now) is None, "it is gone"
     trace = run.scheduler.trace("late")
     assert trace is not None and trace.finish_reason is FinishReason.ERROR
@@ -476,7 +476,7 @@ def test_a_common_prefix_overtakes_others_for_a_bounded_time() -> None:
 
 
 def test_the_share_holds_for_a_single_best_effort_request_that_already_runs() -> None:
-    """Nobody else of its class waits, and the token budget ends every step."""
+    """No other request of its class waits, and the token budget ends every step."""
     run = VirtualRun("bros", be_share=0.1, max_batch_tokens=64, blocks=100_000)
     run.submit("be", 4, BE, max_tokens=10_000, ignore_eos=True)
     run.steps(2)
@@ -554,11 +554,11 @@ def test_edf_heeds_a_best_effort_deadline_after_the_first_token() -> None:
     assert run.token_times["be"][-1] < run.token_times["rt"][0]
 
 
-@pytest.mark.parametrize("prompt_tokens", [60, 220])
+@pytest.mark.parametrize("prompt_tokens", [60, pytest.param(220, marks=pytest.mark.long)])
 def test_best_effort_leaves_time_for_what_prompts_take_here(prompt_tokens: int) -> None:
     """Newcomers come at every point of a step, and more work waits than can ever run. Steps of
     half the objective are too long before prompts that take most of the other half: 15 of 40
-    would be late. Here no step is given up for those that come right at its beginning."""
+    would be late. Here no step is aborted for those that come right at its beginning."""
     run = VirtualRun(max_num_seqs=64, max_batch_tokens=1024)
     for number in range(60):
         run.submit(f"be{number}", 400, BE, max_tokens=200, salt=30 * number)

@@ -27,7 +27,7 @@ def test_what_was_filled_is_cached(policy: str, service_class: ServiceClass) -> 
     assert run.answers["chat"] == run.answer("chat")
 
 
-def test_no_chunk_of_a_fill_asks_for_a_token() -> None:
+def test_no_chunk_of_a_prefill_only_request_samples() -> None:
     run = Run(max_batch_tokens=16)
     run.submit("fill", 40, prefill_only=True)
     chunks = []
@@ -47,7 +47,9 @@ def test_only_what_is_not_cached_yet_is_computed() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "cached"), [(3, 0), (40, 40), (42, 40), (43, 40)])
-def test_a_fill_with_nothing_to_compute_ends_without_a_step(prompt: int, cached: int) -> None:
+def test_a_prefill_only_request_with_nothing_to_compute_ends_without_a_step(
+    prompt: int, cached: int
+) -> None:
     run = Run()
     run.submit("before", 41)
     run.drain()
@@ -69,7 +71,7 @@ def test_without_a_prefix_cache_nothing_is_computed() -> None:
 
 
 @pytest.mark.parametrize("cached", [0, 40])
-def test_a_fill_that_has_ended_at_once_is_done_for_who_aborts_it_too(cached: int) -> None:
+def test_aborting_a_prefill_only_request_that_ended_at_once_changes_nothing(cached: int) -> None:
     """The last output, the trace and the counters say the same; and the prompt stays pinned."""
     run = Run()
     run.submit("before", cached + 1)
@@ -89,7 +91,7 @@ def test_a_fill_that_has_ended_at_once_is_done_for_who_aborts_it_too(cached: int
     assert run.scheduler.abort("fill", run.now) is None
 
 
-def test_a_fill_is_refused_as_any_prompt_is() -> None:
+def test_a_prefill_only_request_is_refused_as_any_prompt_is() -> None:
     run = Run()
     with pytest.raises(PromptTooLongError):
         run.submit("long", 1600, prefill_only=True)
@@ -123,7 +125,7 @@ def test_predictions_know_that_no_token_is_chosen() -> None:
     assert stats.steps >= 2 and stats.step_error_s == pytest.approx(0.0, abs=1e-9)
 
 
-def test_no_step_is_given_up_for_a_fill() -> None:
+def test_no_step_is_aborted_for_a_prefill_only_request() -> None:
     asked = []
     for prefill_only in (False, True):
         run = Run(max_batch_tokens=512)
@@ -137,7 +139,7 @@ def test_no_step_is_given_up_for_a_fill() -> None:
     assert asked == [True, False]
 
 
-def test_a_fill_in_a_step_that_is_given_up_is_computed_later() -> None:
+def test_a_prefill_only_request_in_an_aborted_step_is_computed_later() -> None:
     run = Run()
     run.submit("fill", 40, BE, prefill_only=True)
     plan = run.schedule()
@@ -153,7 +155,7 @@ def test_a_fill_in_a_step_that_is_given_up_is_computed_later() -> None:
     assert run.cached["chat"] == 40
 
 
-def test_what_an_aborted_fill_has_computed_stays() -> None:
+def test_what_an_aborted_prefill_only_request_has_computed_stays() -> None:
     run = Run(max_batch_tokens=16)
     run.submit("fill", 40, prefill_only=True)
     run.step()
@@ -165,7 +167,7 @@ def test_what_an_aborted_fill_has_computed_stays() -> None:
 
 
 @given(data=st.data())
-def test_any_mix_of_fills_and_answers_ends_well(data: st.DataObject) -> None:
+def test_any_mix_of_prefill_only_requests_and_others_ends_well(data: st.DataObject) -> None:
     """Under every policy, in much memory or in little, where fills lose theirs and get it back."""
     blocks = data.draw(st.sampled_from([20, 60, 400]))
     run = Run(

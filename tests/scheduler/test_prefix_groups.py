@@ -1,4 +1,4 @@
-"""Best-effort requests by how much of their prompt is cached: shares, order, and who waits."""
+"""Best-effort requests by how much of their prompt is cached: shares, order and waiting."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_it_is_what_the_naive_model_says(
 
 @given(batches=st.lists(st.integers(1, 9), min_size=40, max_size=60))
 @example(batches=[1] * 26 + [7] + [9] * 33)
-def test_groups_that_always_have_somebody_share_in_proportion(batches: list[int]) -> None:
+def test_groups_that_always_have_requests_share_in_proportion(batches: list[int]) -> None:
     """Whatever fits into each step; and first come first served in each group.
 
     For each that begins another one with as much cached arrives, so that every group has as many
@@ -197,7 +197,7 @@ class Flood:
         self.run.finish(plan)
 
 
-def test_whoever_has_nothing_cached_gets_a_share() -> None:
+def test_requests_with_nothing_cached_get_a_share() -> None:
     flood = Flood(3, max_wait_s=1000.0)
     while not flood.began.keys() >= set(flood.cold):
         flood.step()
@@ -206,7 +206,7 @@ def test_whoever_has_nothing_cached_gets_a_share() -> None:
     assert [order.index(name) for name in flood.cold] == [20, 31, 42]
 
 
-def test_whoever_has_waited_long_is_not_overtaken_any_more() -> None:
+def test_a_request_that_has_waited_long_is_not_overtaken_any_more() -> None:
     flood = Flood(12, max_wait_s=1.0)
     arrived_s = flood.run.now
     while not flood.began.keys() >= set(flood.cold):

@@ -1,4 +1,4 @@
-"""Requests that begin alike: who computes the common part, who waits for it, who finds it."""
+"""Requests with a common prefix: one computes it, the others wait for it or find it cached."""
 
 from __future__ import annotations
 
@@ -209,7 +209,9 @@ def test_real_time_requests_do_not_wait_for_too_long(ttft_s: float, waits: bool)
 
 
 @pytest.mark.parametrize("service_class", ServiceClass)
-def test_who_waits_goes_on_when_the_other_is_aborted(service_class: ServiceClass) -> None:
+def test_a_waiting_request_continues_when_the_producer_is_aborted(
+    service_class: ServiceClass,
+) -> None:
     run = Run(max_batch_tokens=32)
     for name in ("first", "second"):
         run.submit(name, 200, service_class, slo=Slo(60.0))
@@ -220,7 +222,7 @@ def test_who_waits_goes_on_when_the_other_is_aborted(service_class: ServiceClass
     assert run.answers["second"] == run.answer("second")
 
 
-def test_who_waits_goes_on_when_the_other_has_to_make_way() -> None:
+def test_a_waiting_request_continues_when_the_producer_is_preempted() -> None:
     """Both prompts take 10 blocks of 14; what the first one has is taken for a real-time one."""
     run = Run(max_batch_tokens=16, blocks=14, host_blocks=14)
     run.submit("first", 39, BE)
@@ -276,7 +278,7 @@ def test_nothing_is_left_of_an_abandoned_step_that_began_in_the_cache() -> None:
     assert [(c.start, c.token_ids) for c in again] == [(c.start, c.token_ids) for c in plan.chunks]
 
 
-def test_whoever_waits_for_an_abandoned_newcomer_still_waits() -> None:
+def test_requests_that_wait_for_an_aborted_newcomer_still_wait() -> None:
     run = Run()
     run.submit("first", 40, BE)
     run.submit("second", 40, BE)
@@ -378,7 +380,7 @@ def test_memory_that_only_best_effort_requests_share_is_real_time_requests_to_ta
 
 
 def test_what_was_cached_counts_when_it_was_used() -> None:
-    """Not when the step that would have used it was given up, and it was evicted after that."""
+    """Not when the step that would have used it was aborted, and it was evicted after that."""
     run = Run(blocks=24, rt_cache_share=0.0)
     run.submit("before", 40, BE)
     run.drain()
@@ -417,7 +419,9 @@ def test_best_effort_work_is_not_kept_out_for_ever_by_what_is_kept_for_real_time
     run.drain()
 
 
-def test_what_real_time_requests_left_in_the_cache_does_not_count_against_who_shares_it() -> None:
+def test_blocks_that_real_time_requests_left_do_not_count_against_requests_that_share_them() -> (
+    None
+):
     """Half of the memory is kept for such prompts, and it begins with one."""
     run = Run(blocks=40, rt_cache_share=0.5)
     run.submit("before", 81, RT, max_tokens=1)

@@ -63,7 +63,7 @@ PROFILE = Profile(
 )
 
 
-def nobody_is_told(line: str) -> None:
+def ignore(line: str) -> None:
     raise AssertionError(line)
 
 
@@ -214,7 +214,7 @@ def test_a_profile_is_saved_in_its_place_and_found_there(tmp_path: Path) -> None
     assert path == tmp_path / "acme-9000-2-threads" / "org-model-1B-fp32.json"
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     assert load_profile(path) == PROFILE
-    assert find_profile([tmp_path], KEY, nobody_is_told) == PROFILE
+    assert find_profile([tmp_path], KEY, ignore) == PROFILE
 
 
 @pytest.mark.parametrize(
@@ -232,8 +232,8 @@ def test_variants_lie_side_by_side(change: dict[str, Any], name: str, tmp_path: 
     other = dataclasses.replace(PROFILE, key=dataclasses.replace(KEY, **change))
     PROFILE.save(tmp_path)
     assert other.save(tmp_path) == tmp_path / KEY.device / name
-    assert find_profile([tmp_path], other.key, nobody_is_told) == other
-    assert find_profile([tmp_path], KEY, nobody_is_told) == PROFILE
+    assert find_profile([tmp_path], other.key, ignore) == other
+    assert find_profile([tmp_path], KEY, ignore) == PROFILE
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ProfileKey)])
@@ -248,24 +248,24 @@ def test_the_first_folder_that_has_one_wins(tmp_path: Path) -> None:
     mine.save(tmp_path / "mine")
     PROFILE.save(tmp_path / "shipped")
     folders = [tmp_path / "absent", tmp_path / "mine", tmp_path / "shipped"]
-    assert find_profile(folders, KEY, nobody_is_told) == mine
+    assert find_profile(folders, KEY, ignore) == mine
 
 
 def test_a_quick_one_does_not_hide_a_thorough_one_in_a_later_folder(tmp_path: Path) -> None:
     quick = dataclasses.replace(PROFILE, kind=QUICK, max_step_tokens=256)
     quick.save(tmp_path / "mine")
     folders = [tmp_path / "mine", tmp_path / "shipped"]
-    assert find_profile(folders, KEY, nobody_is_told, step_tokens=256) == quick
-    assert find_profile(folders, KEY, nobody_is_told, step_tokens=257) is None
+    assert find_profile(folders, KEY, ignore, step_tokens=256) == quick
+    assert find_profile(folders, KEY, ignore, step_tokens=257) is None
     PROFILE.save(tmp_path / "shipped")
-    assert find_profile(folders, KEY, nobody_is_told, step_tokens=256) == PROFILE
+    assert find_profile(folders, KEY, ignore, step_tokens=256) == PROFILE
 
 
 def test_measured_goes_before_quick_in_one_folder(tmp_path: Path) -> None:
     quick = dataclasses.replace(PROFILE, kind=QUICK)
     quick.save(tmp_path).rename(tmp_path / KEY.device / "a.json")
     PROFILE.save(tmp_path)
-    assert find_profile([tmp_path], KEY, nobody_is_told) == PROFILE
+    assert find_profile([tmp_path], KEY, ignore) == PROFILE
 
 
 def test_a_broken_file_is_reported_and_does_not_hide_others(tmp_path: Path) -> None:

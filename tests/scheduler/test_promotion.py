@@ -39,7 +39,7 @@ def queue_of(count: int, **options: object) -> VirtualRun:
     return run
 
 
-# Who waits
+# Waiting requests
 
 
 def test_who_waits_overtakes_all_best_effort_requests_and_is_on_time() -> None:
@@ -155,7 +155,7 @@ def test_what_it_begins_with_is_not_expected_for_ever() -> None:
     assert cached[True] == cached[False] > 0
 
 
-def test_what_makes_way_for_it_is_counted_with_its_class() -> None:
+def test_its_victims_are_counted_with_its_class() -> None:
     run = VirtualRun(blocks=24, prefix_cache="class-aware", max_num_seqs=1)
     run.submit("old", 70, BE, max_tokens=1)
     run.drain()
@@ -168,10 +168,10 @@ def test_what_makes_way_for_it_is_counted_with_its_class() -> None:
     assert counted[RT].prefix_evicted > 0 == counted[BE].prefix_evicted
 
 
-# Who runs
+# Running requests
 
 
-def test_who_runs_goes_on_at_its_pace_whatever_else_there_is_to_do() -> None:
+def test_a_running_request_keeps_its_pace_beside_any_other_work() -> None:
     """Real-time requests fill the batch; unless it is promoted, it hardly gets a row."""
     longest = {}
     for promoted in (False, True):
@@ -208,7 +208,7 @@ def test_what_it_has_begun_need_not_begin_again() -> None:
 
 
 @pytest.mark.parametrize("host_blocks", [0, 64])
-def test_nobody_who_came_later_takes_its_memory(host_blocks: int) -> None:
+def test_no_later_request_takes_its_memory(host_blocks: int) -> None:
     preempted = {}
     for promoted in (False, True):
         run = VirtualRun(blocks=24, host_blocks=host_blocks)
@@ -279,7 +279,7 @@ def test_objectives_since_a_promotion_are_those_of_a_request_that_came_then(
 # Nothing to promote
 
 
-@pytest.mark.parametrize("name", ["nobody", "rt", "gone"])
+@pytest.mark.parametrize("name", ["unknown", "rt", "gone"])
 def test_real_time_requests_and_unknown_ids_are_ignored(name: str) -> None:
     run = VirtualRun()
     run.submit("gone", 5, BE, max_tokens=1)
@@ -303,7 +303,7 @@ def test_a_second_promotion_changes_nothing() -> None:
 
 
 class SlowModel(ToyModel):
-    """Half of a step's time passes before it can be given up, and half after that."""
+    """Half of a step's time passes before it can be aborted, and half after that."""
 
     def __init__(self, clock: ManualClock) -> None:
         super().__init__(4)

@@ -35,7 +35,7 @@ def step(
     seconds: float = 0.0,
     should_abort: Callable[[], bool] = lambda: False,
 ) -> tuple[StepPlan | None, list[RequestOutput]]:
-    """One step that begins at `now` and takes `seconds`; abandon: asked if it may be given up."""
+    """One step that begins at `now` and takes `seconds`; abandon: asked if it may be aborted."""
     plan = scheduler.schedule(now)
     scheduler.check_integrity()
     if plan is None:
@@ -56,7 +56,7 @@ def ids(plan: StepPlan | None) -> list[str]:
 
 @given(data=st.data())
 def test_any_load_is_served_right_and_to_the_end(data: st.DataObject) -> None:
-    """Random arrivals, classes, lengths, limits, memory and step times, and steps given up half
+    """Random arrivals, classes, lengths, limits, memory and step times, and steps aborted half
     way, under every policy: right tokens, the same ones for all policies; no loss, no deadlock."""
     block_size = data.draw(st.sampled_from([1, 4]))
     blocks = data.draw(st.integers(4, 24))
@@ -181,7 +181,7 @@ def test_be_never_takes_memory_from_rt() -> None:
     assert scheduler.stats().by_class[RT].preemptions == 0
 
 
-def test_nobody_overtakes_a_request_that_waits_for_memory() -> None:
+def test_no_request_overtakes_one_that_waits_for_memory() -> None:
     scheduler, model = make_scheduler("fcfs", blocks=8), ToyModel(4)
     scheduler.submit(request("first", 16, max_tokens=8), now=0.0)
     step(scheduler, model)

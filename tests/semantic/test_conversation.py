@@ -217,6 +217,9 @@ class Format:
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> str:
         return str(self._render([message["content"] for message in messages]))
 
+    def escape(self, value: str) -> str:
+        return value
+
 
 @pytest.mark.parametrize(
     ("chat", "message"),

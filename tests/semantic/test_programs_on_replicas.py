@@ -38,7 +38,7 @@ from bros.semantic.service.service import SessionService
 from bros.simulator.fleet import fleet_config
 from bros.simulator.simulation import BLOCK_SIZE, Device
 from bros.simulator.virtual_loop import LoopClock, run_virtual
-from support.mortal_replicas import MortalReplica
+from support.killable_replicas import KillableReplica
 from support.program_engine import byte_ids, make_service
 from support.programs import TENANT
 from support.random_programs import (
@@ -98,7 +98,7 @@ class Cluster:
     """
 
     def __init__(self) -> None:
-        self.replicas = [MortalReplica(CONFIG, DEVICE) for _ in range(REPLICAS)]
+        self.replicas = [KillableReplica(CONFIG, DEVICE) for _ in range(REPLICAS)]
         fleet = make_fleet("e2", RouterSettings(warm_up=5), block_size=BLOCK_SIZE)
         self.router = RouterClient(fleet, LoopClock(), random.Random(0))
         self.fleet = fleet
@@ -249,7 +249,7 @@ class Cluster:
                 assert status.open == 0, "calls are left on a dead replica"
             self._check_groups(replica)
 
-    def _check_groups(self, replica: MortalReplica) -> None:
+    def _check_groups(self, replica: KillableReplica) -> None:
         """What was placed again is in the group that it was in, and in the same program."""
         for request_id, request in replica.submitted[-1].items():
             hints = self.asked[request_id].hints

@@ -9,6 +9,7 @@ import pytest
 
 from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.semantic.errors import GetTimeoutError, SessionGoneError, UpstreamError
+from bros.semantic.schema import CallSpec
 from support.program_engine import STEP_S, ProgramEngine, echo
 from support.programs import TENANT, Desk, call, native, soon, virtually
 
@@ -48,6 +49,18 @@ async def test_whoever_gives_up_is_told_what_nobody_has_set() -> None:
     desk.set("x", "2")
     with pytest.raises(GetTimeoutError, match=r" 0 s\.$"):
         await desk.value("a", timeout_s=0.0)
+    await desk.close()
+
+
+@virtually
+async def test_a_variable_whose_id_the_server_chose_is_named_as_in_its_template() -> None:
+    desk = Desk()
+    spec = CallSpec(template="On {{input:topic}}: {{output:text}}", name="describe")
+    (submitted,) = desk.service.submit(TENANT, desk.session, [spec])
+    topic = submitted.variables["topic"]
+    with pytest.raises(GetTimeoutError) as timed_out:
+        await desk.value(submitted.variables["text"], timeout_s=1.0)
+    assert f"No client has set topic of describe (variable {topic}) so far." in str(timed_out.value)
     await desk.close()
 
 

@@ -25,6 +25,9 @@ class CountingChat:
         self.renders += 1
         return TOKENIZER.render_chat(messages, **template_kwargs)
 
+    def escape(self, value: str) -> str:
+        return TOKENIZER.escape(value)
+
 
 def submitter(chat: CountingChat) -> SubmissionReader:
     numbers = itertools.count()

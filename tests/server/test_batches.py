@@ -23,7 +23,7 @@ from support.batch_server import (
     jsonl,
     row,
 )
-from support.scripted_server import assert_envelope
+from support.scripted_server import JSON, assert_envelope
 
 TIMESTAMPS = (
     "in_progress_at",
@@ -103,7 +103,7 @@ async def test_required_parameters(idle: BatchServer) -> None:
 async def test_bodies_that_are_no_requests(idle: BatchServer) -> None:
     """The error body is the same for whatever is wrong"""
     for content in (b"", b"{", b"[]", b"\xff", b'{"a": NaN}'):
-        assert_envelope(await idle.http.post("/v1/batches", content=content), 400)
+        assert_envelope(await idle.http.post("/v1/batches", content=content, headers=JSON), 400)
 
 
 @pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS])

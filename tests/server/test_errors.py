@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from bros.core.errors import EngineDeadError, QueueFullError
-from support.scripted_server import Server, assert_envelope
+from support.scripted_server import JSON, Server, assert_envelope
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -161,7 +161,7 @@ async def test_full_queue_says_when_to_come_back(
 
 
 @pytest.mark.parametrize(
-    ("retry_after_s", "header"), [(None, None), (0.2, "1"), (7.2, "8"), (900.0, "120")]
+    ("retry_after_s", "header"), [(None, "5"), (0.2, "1"), (7.2, "8"), (900.0, "120")]
 )
 async def test_dead_engine_is_503(
     server: Server, retry_after_s: float | None, header: str | None
@@ -210,14 +210,14 @@ async def test_unknown_path_and_method(server: Server) -> None:
 
 async def test_large_body_is_413_whether_declared_or_not(server: Server) -> None:
     size = server.state.max_body_bytes + 1
-    declared = await server.http.post("/v1/completions", content=b" " * size)
+    declared = await server.http.post("/v1/completions", content=b" " * size, headers=JSON)
     assert assert_envelope(declared, 413)["code"] == "request_too_large"
 
     async def pieces() -> Any:
         for _ in range(size // 2**20 + 1):
             yield b" " * 2**20
 
-    assert_envelope(await server.http.post("/v1/completions", content=pieces()), 413)
+    assert_envelope(await server.http.post("/v1/completions", content=pieces(), headers=JSON), 413)
 
 
 async def test_key_is_asked_for_except_on_open_paths(locked_server: Server) -> None:

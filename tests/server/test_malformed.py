@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.scripted_server import Server, assert_envelope
+from support.scripted_server import JSON, Server, assert_envelope
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
 GOOD: dict[str, dict[str, Any]] = {
@@ -111,7 +111,7 @@ async def test_a_thousand_malformed_requests(server: Server) -> None:
         path = PATHS[i % len(PATHS)]
         kind = rng.choice(KINDS)
         body = kind(rng, path)
-        response = await server.http.post(path, content=body)
+        response = await server.http.post(path, content=body, headers=JSON)
         assert 400 <= response.status_code < 500, (kind.__name__, path, body[:200], response.text)
         assert_envelope(response, response.status_code)
     assert server.engine.submitted == []
@@ -129,5 +129,7 @@ async def test_not_a_number_is_refused_even_in_fields_nobody_reads(
     server: Server, value: float
 ) -> None:
     body = json.dumps({**GOOD["/v1/completions"], "whatever": [value]}).encode()
-    error = assert_envelope(await server.http.post("/v1/completions", content=body), 400)
+    error = assert_envelope(
+        await server.http.post("/v1/completions", content=body, headers=JSON), 400
+    )
     assert error["code"] == "invalid_json"

@@ -71,7 +71,7 @@ def rendered(stats: EngineStats) -> str:
 async def test_the_engine_is_shown(server: Server) -> None:
     server.engine.figures = FIGURES
     found = await samples(server)
-    others = ("bros_session", "bros_event_loop")
+    others = ("bros_session", "bros_event_loop", "bros_http_connections")
     engine = {key: value for key, value in found.items() if not key[0].startswith(others)}
     assert {name: value for (name, *labels), value in engine.items() if not labels} == {
         "bros_engine_up": 1,

@@ -29,8 +29,8 @@ from bros.server.app import create_app
 from bros.server.errors import describe
 from bros.server.operations.metrics import ReplicaCollector
 from bros.server.replicas import new_fleet, with_share_of_cores
-from bros.server.state import load_tenants
-from support.mortal_engine import MortalEngine
+from bros.server.tenants import load_tenants
+from support.killable_engine import KillableEngine
 from support.scripted_server import Server, assert_envelope
 from support.turn_fleet import TurnFleet
 
@@ -42,7 +42,7 @@ class Replicated(Server):
 
     def __init__(self, **config: Any) -> None:
         super().__init__(**config)
-        self.engines = [MortalEngine(), MortalEngine()]
+        self.engines = [KillableEngine(), KillableEngine()]
         self.fleet = TurnFleet()
         self.router = RouterClient(self.fleet, SystemClock(), random.Random(0))
         for engine, restart in zip(self.engines, (self._restart, None), strict=True):

@@ -45,7 +45,10 @@ def test_ipv6_addresses_are_bracketed() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_open_requests_are_told_when_the_server_stops(stream: bool) -> None:
-    async with live_server(drain_s=0.05) as live, httpx.AsyncClient(base_url=live.url) as client:
+    async with (
+        live_server(drain_timeout=0.05) as live,
+        httpx.AsyncClient(base_url=live.url) as client,
+    ):
         engine = live.server.engine
         engine.hold_after = 2
         request = asyncio.ensure_future(client.post(CHAT, json={**BODY, "stream": stream}))
@@ -62,13 +65,21 @@ async def test_open_requests_are_told_when_the_server_stops(stream: bool) -> Non
     assert engine.aborted == [engine.submitted[0].request_id]
 
 
-async def test_requests_that_end_in_time_end_well() -> None:
-    async with live_server(drain_s=30) as live, httpx.AsyncClient(base_url=live.url) as client:
+async def test_requests_that_end_in_time_end_well(caplog: pytest.LogCaptureFixture) -> None:
+    async with (
+        live_server(drain_timeout=30) as live,
+        httpx.AsyncClient(base_url=live.url) as client,
+    ):
         engine = live.server.engine
         engine.hold_after = 2
         request = asyncio.ensure_future(client.post(CHAT, json={**BODY, "stream": True}))
         await engine.holding.wait()
         live.http.stop()
+        while not caplog.messages:
+            await asyncio.sleep(0.01)
+        assert caplog.messages == [
+            "waiting up to 30 s for 1 open request; Ctrl-C again ends at once"
+        ]
         engine.go_on.set()
         text = (await request).text
         await live.running

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.scripted_server import Server, assert_envelope
+from support.scripted_server import JSON, Server, assert_envelope
 from support.session_server import SessionClient, keeping, ok
 
 CALL: dict[str, Any] = {
@@ -103,7 +103,7 @@ async def test_a_thousand_malformed_requests(kept: Server) -> None:
         content = spoilt(rng, body)
         if (method, path) == ("POST", "paper get"):
             content = content.replace(b'"free"', b'"nobody"')
-        response = await kept.http.request(method, url_of(path), content=content)
+        response = await kept.http.request(method, url_of(path), content=content, headers=JSON)
         assert response.status_code in (200, 400, 404, 409, 424), (content[:300], response.text)
         if response.status_code == 400:
             assert_envelope(response, 400)

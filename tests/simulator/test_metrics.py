@@ -114,7 +114,7 @@ def test_refused_requests_are_missed_be_it_on_arrival_or_later() -> None:
     assert report.ttft_s.count == 0
 
 
-def test_a_request_given_up_on_the_way_is_missed_but_its_first_token_was_in_time() -> None:
+def test_a_request_dropped_on_the_way_is_missed_but_its_first_token_was_in_time() -> None:
     report = real_time(record(1.0, [1.5, 1.6], FinishReason.ERROR))
     assert report.ttft_met == Attainment(1, 1)
     assert report.tpot_met == report.both_met == Attainment(0, 1)
@@ -245,7 +245,7 @@ def test_what_the_engine_did_in_the_warm_up_is_left_out() -> None:
     assert counts == {rt: (2, 1), be: (0, 3)}
 
 
-def test_steps_given_up_are_not_in_the_mean_of_those_completed() -> None:
+def test_aborted_steps_are_not_in_the_mean_of_completed_ones() -> None:
     report = report_of(result_of(stats=EngineStats(abandoned_steps=8, abandoned_s=2.0)), SLO)
     assert (report.steps, report.abandoned_steps, report.abandoned_s) == (40, 8, 2.0)
     assert report.busy == 0.8

@@ -124,8 +124,15 @@ def test_parts_at_once_are_spread_over_replicas(way: str) -> None:
     assert seconds(program, way, replicas=4) < 0.75 * seconds(program, way)
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "replicas"),
+    [
+        ("session", 3),
+        ("calls", 1),
+        pytest.param("session", 1, marks=pytest.mark.long),
+        pytest.param("calls", 3, marks=pytest.mark.long),
+    ],
+)
 def test_the_same_seed_gives_the_same_result(way: str, replicas: int) -> None:
     asked = scenario(way=way, replicas=replicas)
     report = run_programs(asked)

@@ -29,7 +29,7 @@ from bros.workload.arrivals import BE_SIZES, RT_SIZES, Arrival, BeLoad, Size, Tr
 from support.scenarios import SLOW, STEPS, scenario
 from support.tier import by_tier
 
-CROWDED_S = by_tier(fast=8.0, long=20.0)
+CROWDED_S = by_tier(fast=6.0, long=20.0)
 """How long runs are in which requests are preempted all the time."""
 
 Observed = list[tuple[StepPlan, float]]
@@ -52,7 +52,8 @@ def trace(*arrivals: tuple[float, int, int]) -> TraceLoad:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_equal_scenarios_give_equal_records_and_plans(policy: str) -> None:
-    what = scenario(policy, disturbance=Disturbance(noise=0.1))
+    duration_s = by_tier(fast=4.0, long=10.0)
+    what = scenario(policy, disturbance=Disturbance(noise=0.1), duration_s=duration_s)
     first, first_plans = run(what)
     second, second_plans = run(what)
     assert first.records == second.records
@@ -306,7 +307,7 @@ def test_scenarios_that_cannot_run_are_refused(wrong: dict[str, object], message
         build_simulation(scenario(**wrong))
 
 
-def test_progress_is_told_from_start_to_end() -> None:
+def test_progress_is_reported_from_start_to_end() -> None:
     told: list[float] = []
     build_simulation(scenario(), progress=told.append).run()
     assert told[0] == 0.0 and 0.95 < told[-1] <= 1.0

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from bros.core.errors import ConfigError
-from bros.simulator.sweep import WorkerError, run_scenario, run_sweep
+from bros.simulator.sweep import WorkerError, run_all, run_scenario
 from bros.workload.arrivals import BeLoad, PoissonLoad
 from support.scenarios import DeadlyLoad, scenario
 
@@ -22,8 +22,10 @@ SCENARIOS = [
 @pytest.mark.parametrize("jobs", [2, 3])
 def test_reports_do_not_depend_on_the_number_of_processes(jobs: int) -> None:
     told: list[tuple[int, float]] = []
-    alone = run_sweep(SCENARIOS, 1)
-    together = run_sweep(SCENARIOS, jobs, lambda index, share: told.append((index, share)))
+    alone = run_all(run_scenario, SCENARIOS, 1)
+    together = run_all(
+        run_scenario, SCENARIOS, jobs, lambda index, share: told.append((index, share))
+    )
     assert together == alone
     assert len({report.digest for report in alone}) == len(SCENARIOS)
     assert {index for index, share in told if share == 1.0} == set(range(len(SCENARIOS)))
@@ -31,31 +33,33 @@ def test_reports_do_not_depend_on_the_number_of_processes(jobs: int) -> None:
 
 def test_one_process_tells_its_progress_too() -> None:
     told: list[tuple[int, float]] = []
-    reports = run_sweep(SCENARIOS[:2], 1, lambda index, share: told.append((index, share)))
+    reports = run_all(
+        run_scenario, SCENARIOS[:2], 1, lambda index, share: told.append((index, share))
+    )
     assert reports == [run_scenario(each) for each in SCENARIOS[:2]]
     assert {index for index, share in told if share == 1.0} == {0, 1}
 
 
 def test_no_scenarios_are_no_reports() -> None:
-    assert run_sweep([], 4) == []
+    assert run_all(run_scenario, [], 4) == []
 
 
 @pytest.mark.multiprocess
 def test_a_scenario_that_cannot_run_is_the_caller_s_mistake() -> None:
     wrong = scenario(be=BeLoad(20), max_queue=10)
     with pytest.raises(ConfigError, match="--max-queue"):
-        run_sweep([*SCENARIOS[:1], wrong], 2)
+        run_all(run_scenario, [*SCENARIOS[:1], wrong], 2)
 
 
 @pytest.mark.multiprocess
 def test_a_failing_worker_is_reported_with_its_traceback() -> None:
     wrong = dataclasses.replace(SCENARIOS[0], rt=PoissonLoad(1.0, "no such lengths"))
     with pytest.raises(WorkerError, match="KeyError: 'no such lengths'"):
-        run_sweep([*SCENARIOS[:1], wrong], 2)
+        run_all(run_scenario, [*SCENARIOS[:1], wrong], 2)
 
 
 @pytest.mark.multiprocess
 def test_a_worker_that_dies_is_noticed() -> None:
     deadly = dataclasses.replace(SCENARIOS[0], rt=DeadlyLoad())
     with pytest.raises(WorkerError, match="the process that ran simulation 2 died"):
-        run_sweep([SCENARIOS[0], deadly], 2)
+        run_all(run_scenario, [SCENARIOS[0], deadly], 2)

@@ -59,7 +59,7 @@ class RowEngine(ScriptedEngine):
         return Counter(map(self.prompt, self.submitted))
 
     def die(self) -> None:
-        """All that runs is lost; whoever comes then finds a new engine."""
+        """All that runs is lost; requests that come later find a new engine."""
         self.deaths += 1
 
     async def stats(self) -> EngineStats:
@@ -193,7 +193,7 @@ async def batch_server(
 ) -> AsyncIterator[BatchServer]:
     """A server with its store in `folder`, which others may use at the same time.
 
-    key: what the client sends. idle: nobody works on batches. options: of `live_server`.
+    key: what the client sends. idle: no runner works on batches. options: of `live_server`.
     """
     store = open_store(folder)
     try:

@@ -68,7 +68,7 @@ class PostgresServer:
 
     def stop(self) -> None:
         self._guard.communicate()
-        shutil.rmtree(self._folder, ignore_errors=True)  # who owns it may remove it
+        shutil.rmtree(self._folder, ignore_errors=True)  # only its owner may remove it
 
     def _run(self, program: str, *arguments: str | Path) -> None:
         if self._popen([self._programs / program, *arguments]).wait():

@@ -144,7 +144,7 @@ class _DoomedDatabase:
 
 
 class _LaterStore(BatchStore):
-    """The clock of its database is the one of whoever asks."""
+    """The clock of its database is that of the calling process."""
 
     def time(self, now: float) -> float:
         return now

@@ -42,9 +42,9 @@ BUFFERS = 2
 class Rule(StrEnum):
     """What has to wait for what.
 
-    That a host slot is not written again while it is read needs no rule of its own: whoever
-    is robbed later is gathered after the kernels of earlier steps, and these began when what
-    they had brought back had been read. In one plan no host slot is both.
+    That a host slot is not written again while it is read needs no rule of its own: tokens
+    preempted later are gathered after the kernels of earlier steps, which began when the tokens
+    that they restore had been read. In one plan no host slot is both.
     """
 
     STEPS_IN_ORDER = "whatever touches the device's slots waits for the kernels of earlier steps"
@@ -126,7 +126,7 @@ class Device:
         self._latest: dict[Cell, int] = {}
 
     def submit(self, plan: StepPlan, num_chunks: int) -> None:
-        """Begin a step, of which only the first `num_chunks` chunks run before it is given up."""
+        """Begin a step, of which only the first `num_chunks` chunks run before it is aborted."""
         self._check(plan)
         self._now += self._rng.randrange(4)
         if len(self._steps) > self._lead:
@@ -157,7 +157,7 @@ class Device:
         found: list[Hazard] = []
         for _, begins, number in sorted(events):
             op = self._operations[number]
-            # It reads all the time, so nobody may write in between, or have begun to.
+            # It reads all the time, so no write may lie in between, or have begun.
             found += self._wrong(op, memory, being_written)
             if begins:
                 being_written.update(dict.fromkeys(op.writes, number))
@@ -214,7 +214,7 @@ class Device:
         wait: Iterable[Operation],
         before: dict[Cell, int] | None = None,
     ) -> Operation:
-        """before: who wrote what, if not everybody up to now (chunks do not read each other's)."""
+        """before: the writes so far, if not all up to now (chunks do not read each other's)."""
         op = Operation(kind, len(self._operations), reads, writes)
         latest = self._latest if before is None else before
         op.expected = {cell: latest.get(cell, -1) for cell in reads}

@@ -50,7 +50,7 @@ class LateExecutor:
     def execute(
         self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
     ) -> StepResult | None:
-        """Never gives up a step."""
+        """Never aborts a step."""
         self._watch(plan)
         self._clock.advance(self._seconds(plan))
         return self._executor.execute(plan)

@@ -243,7 +243,7 @@ class NaiveObjectives:
 
 @st.composite
 def programs(draw: st.DrawFn, max_calls: int = 8) -> list[NewCall]:
-    """Calls without cycles: each reads what calls before it make, or variables nobody makes."""
+    """Calls without cycles: they read outputs of earlier calls, or variables that no call makes."""
     known = ["x", "y"]
     calls: list[NewCall] = []
     for number in range(draw(st.integers(1, max_calls))):

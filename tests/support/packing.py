@@ -180,7 +180,7 @@ def check_resources(packing: Packing[Item], bounds: Bounds, free_blocks: int) ->
 
 
 def check_deadlines(packing: Packing[Item], bounds: Bounds, now: float) -> None:
-    """Constraint (6): whoever could be on time when it was chosen is so in the final step.
+    """Constraint (6): a request that could be on time when it was chosen is so in the final step.
 
     Follows the urgent part from the front: `limit_s` is what those before allow. Prompts must be
     cut to the largest chunk within it, found by linear search. A token that is on time only if the
@@ -212,7 +212,7 @@ def check_deadlines(packing: Packing[Item], bounds: Bounds, now: float) -> None:
 
 
 def has_time(item: Item, due_s: float, bounds: Bounds) -> bool:
-    """Due so late that its prompt need not make a step longer than filler may."""
+    """Due so late that its prompt need not make a step longer than best-effort work may."""
     alone_s = seconds([(item, item.remaining)]) / SAFETY
     return due_s > max(5 * bounds.best_effort_s, 4 * alone_s) and not bounds.rules.early_return
 

@@ -28,11 +28,11 @@ STEP_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Greedy requests, all of whom get `num_tokens` tokens. Every other one is best effort and
+    """Greedy requests, each of which gets `num_tokens` tokens. Every other one is best effort and
     comes first; the real-time ones come when half of that is done, and take memory from others.
 
-    patience: a step with best-effort work is given up once it has been asked about so often that
-    it reaches a number drawn below this; 0: none is.
+    patience: a step with best-effort work is aborted once should_abort has been called as often as
+    a number drawn below this; 0: none is.
     """
 
     model: ModelFiles | ModelSpec
@@ -45,17 +45,22 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """tokens: of each request. margins: how far apart the best two logits were for each token, if
-    the workload asks for two logprobs. given_up: how often each such step had been asked about."""
+    """The outcome of a workload.
+
+    tokens: of each request.
+    margins: how far apart the best two logits were for each token, if the workload asks for two
+        logprobs.
+    aborted: calls of should_abort in each aborted step.
+    """
 
     tokens: list[list[int]]
     margins: list[list[float]]
     stats: EngineStats
-    given_up: list[int]
+    aborted: list[int]
 
 
 class Impatient:
-    """Lets time pass by STEP_S a step, and gives up some of those that may be."""
+    """Advances the clock by STEP_S a step, and aborts some of the steps that may be aborted."""
 
     def __init__(self, executor: Executor, clock: ManualClock, patience: int) -> None:
         self._executor = executor
@@ -63,7 +68,7 @@ class Impatient:
         self._patience = patience
         self._rng = random.Random(1)
         self.work = 0
-        self.given_up: list[int] = []
+        self.aborted: list[int] = []
 
     def execute(
         self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
@@ -74,14 +79,14 @@ class Impatient:
             return self._executor.execute(plan, should_abort)
         last, asked = self._rng.randrange(self._patience), 0
 
-        def gives_up() -> bool:
+        def counted() -> bool:
             nonlocal asked
             asked += 1
             return asked > last
 
-        result = self._executor.execute(plan, gives_up)
+        result = self._executor.execute(plan, counted)
         if result is None:
-            self.given_up.append(asked)
+            self.aborted.append(asked)
         return result
 
     def close(self) -> None:
@@ -129,7 +134,7 @@ def _run(executor: Executor, info: EngineInfo, config: EngineConfig, workload: W
     stats = engine.stats()
     scheduler.check_integrity()
     engine.close()
-    return Answers(answers.tokens, answers.margins, stats, impatient.given_up)
+    return Answers(answers.tokens, answers.margins, stats, impatient.aborted)
 
 
 def _request(number: int, workload: Workload, service_class: ServiceClass) -> EngineRequest:

@@ -38,5 +38,5 @@ class PlayedStream(OutputStream):
                 self.put(output)
         except EngineDeadError as error:
             self.put(error)
-        except Exception as error:  # a bug, which whoever reads is to hear of
+        except Exception as error:  # a bug, which the reader must see
             self.put(error)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A scheduler with a prefix cache and a toy model that reads what plans say it may."""
+"""A driver of a scheduler with a prefix cache, with the toy model as its executor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZE = 4
 
 
 class Run:
-    """A scheduler with a prefix cache, and the toy model, which reads what plans say it may.
+    """A scheduler with a prefix cache, and the toy model, which reads only the slots of its plans.
 
     answers, cached: tokens and `cached_tokens` of each request. computed: tokens of its prompt
     that were computed for it. ends: why each ended.
@@ -132,4 +132,4 @@ class Run:
 
 
 def _nothing() -> StepResult:
-    raise AssertionError("the model does not give up steps by itself")
+    raise AssertionError("the model does not abort steps by itself")

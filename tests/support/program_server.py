@@ -52,7 +52,7 @@ class ProgramServer:
         ids, clock = IdGenerator(random.Random(1)), LoopClock()
         service = make_service(self.engine)
         state = dataclasses.replace(
-            Server(**config).state,
+            Server(**{"drain_timeout": 0.1, **config}).state,
             engine=self.engine,
             tokenizer=TOKENIZER,
             generator=TextGenerator(self.engine, TOKENIZER, clock, ids),
@@ -61,9 +61,7 @@ class ProgramServer:
         )
         listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         app = create_app(state, load_tenants(state.config))
-        self._http = HttpServer(
-            app, bind("127.0.0.1", 0), on_listening=listening.set_result, drain_s=0.1
-        )
+        self._http = HttpServer(app, bind("127.0.0.1", 0), on_listening=listening.set_result)
         self._running = [asyncio.create_task(work()) for work in (self._http.run, service.run)]
         return await listening
 

@@ -35,13 +35,13 @@ def run_ranks(
 
     The function is one of a module, and everything that it takes and returns can be pickled.
 
-    may_die: ranks that may end without a result, or never; nobody waits for them, and their result
-    is None.
+    may_die: ranks that may end without a result, or never; they are not waited for, and their
+    result is None.
     Raises AssertionError, with a rank's traceback, if one fails or they are not done in time.
     None of the processes is left then, nor otherwise.
     """
     context = forkserver()
-    # Given a store that is there, as by torchrun, nobody has to find a free port beforehand.
+    # With a store of our own, as torchrun has it, no free port has to be found beforehand.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, results = [], {}
     for rank in range(size):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
+import inspect
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from bros.core.request import EngineRequest, RequestOutput, SamplingParams
 from bros.router.client import RouterClient
 from bros.router.fleet import Fleet
 from bros.simulator.virtual_loop import LoopClock, run_virtual
-from support.mortal_engine import MortalEngine
+from support.killable_engine import KillableEngine
 from support.turn_fleet import TurnFleet
 
 HANGS_S = 60.0
@@ -29,7 +32,7 @@ class Group:
 
     def __post_init__(self) -> None:
         self.fleet = TurnFleet()
-        self.engines = [MortalEngine() for _ in range(self.size)]
+        self.engines = [KillableEngine() for _ in range(self.size)]
         self.client = RouterClient(
             self.made or self.fleet,
             LoopClock(),
@@ -51,7 +54,7 @@ class Group:
         assert all(engine.closed for engine in self.engines)
 
 
-def restart_of(engine: MortalEngine) -> Callable[[], Awaitable[None]]:
+def restart_of(engine: KillableEngine) -> Callable[[], Awaitable[None]]:
     async def restart() -> None:
         engine.die()
         await asyncio.sleep(1)
@@ -60,16 +63,25 @@ def restart_of(engine: MortalEngine) -> Callable[[], Awaitable[None]]:
     return restart
 
 
-def in_group(test: Callable[[Group], Awaitable[None]]) -> None:
-    """Run it in virtual time, and see that nothing is left."""
+def in_group(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """A test in virtual time; its first argument is a group, of which nothing is left at the end.
 
-    async def main() -> None:
-        async with asyncio.timeout(HANGS_S):
-            group = Group()
-            await test(group)
-            await group.close()
+    The other arguments are fixtures.
+    """
 
-    run_virtual(main)
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        async def main() -> None:
+            async with asyncio.timeout(HANGS_S):
+                group = Group()
+                await test(group, **fixtures)
+                await group.close()
+
+        run_virtual(main)
+
+    _, *others = inspect.signature(test).parameters.values()
+    run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
+    return run
 
 
 def ask(request_id: str = "r", max_tokens: int = 20, **changes: object) -> EngineRequest:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{% endif %}"
 )
 MAX_MODEL_LEN = 500
+JSON = {"content-type": "application/json"}
 
 
 def make_tokenizer() -> Tokenizer:
@@ -263,12 +265,17 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def live_server(*, drain_s: float = 0.1, **options: Any) -> AsyncIterator[LiveServer]:
+async def live_server(
+    *, tls: ssl.SSLContext | None = None, **options: Any
+) -> AsyncIterator[LiveServer]:
     """A Server on a real socket, in this event loop. options: of Server."""
-    server = Server(**options)
+    server = Server(**{"drain_timeout": 0.1, **options})
     listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     http = HttpServer(
-        server.app, bind("127.0.0.1", 0), on_listening=listening.set_result, drain_s=drain_s
+        server.app,
+        bind("127.0.0.1", 0),
+        on_listening=listening.set_result,
+        tls=tls,
     )
     running = asyncio.create_task(http.run())
     try:

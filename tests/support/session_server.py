@@ -30,7 +30,8 @@ class SessionClient:
 
     async def ask(self, method: str, path: str = "", **options: Any) -> httpx.Response:
         url = f"/v1/sessions/{self.id}{path}"
-        return await self.http.request(method, url, headers=self.headers, **options)
+        headers = {**self.headers, **options.pop("headers", {})}
+        return await self.http.request(method, url, headers=headers, **options)
 
     async def submit(self, **body: Any) -> httpx.Response:
         return await self.ask("POST", "/requests", json=body)

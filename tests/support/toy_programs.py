@@ -67,7 +67,7 @@ class ToyEngine(VirtualEngineClient):
         self._scheduler = scheduler
 
     async def check_empty(self) -> None:
-        """Nobody has any KV, nothing is kept, and all blocks are accounted for."""
+        """No request has KV, nothing is kept, and all blocks are accounted for."""
         await asyncio.sleep(1.0)
         assert self.num_open == 0
         self._scheduler.check_integrity()

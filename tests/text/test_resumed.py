@@ -272,7 +272,7 @@ def test_the_rest_has_what_is_left_of_the_time(
 def test_answers_go_on_beside_others_that_cannot_keep_their_pace(
     rows: int, tpot_s: float, step_s: float, count: int
 ) -> None:
-    """Whose pace is lost is always due before anybody who has to compute a prompt."""
+    """A request whose pace is lost is always due before requests that compute a prompt."""
     clock, slo = ManualClock(10.0), Slo(0.4, tpot_s)
     scheduler = make_scheduler(blocks=4000, max_num_seqs=32, max_batch_tokens=256)
     executor = LateExecutor(

@@ -214,6 +214,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 def test_nothing_outlives_a_server_that_is_killed(ray_address: str, files: ModelFiles) -> None:
     command = [sys.executable, "-c", _SERVER, ray_address, str(files.folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:

@@ -15,7 +15,7 @@ from bros.transport import process_client
 from bros.transport.ipc import Endpoints, ZmqTransport
 from bros.transport.process import HEARTBEATS_PER_TIMEOUT
 from bros.transport.process_client import HeartbeatMonitor, SupervisedClient
-from support.mortal_engine import INFO
+from support.killable_engine import INFO
 
 
 class EndlessClient(SupervisedClient):

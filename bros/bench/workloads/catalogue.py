@@ -181,8 +181,8 @@ def _first_exchange(entry: Any) -> tuple[str, str] | None:
     if not isinstance(turns, list):
         raise TypeError
     said = [(turn["from"].lower(), turn["value"].strip()) for turn in turns]
-    for (who, prompt), (other, answer) in zip(said, said[1:], strict=False):
-        if who in _USER_ROLES:
+    for (role, prompt), (other, answer) in zip(said, said[1:], strict=False):
+        if role in _USER_ROLES:
             # Only the first: later messages depend on the earlier ones.
             return None if other in _NOT_ASSISTANT_ROLES else (prompt, answer)
     return None

@@ -459,7 +459,7 @@ BE_TEMPLATE = RequestTemplate(ServiceClass.BE, "be")
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """A plan.Workload: the k-th conversation of a content begins at the k-th arrival.
+    """Open-loop load: the k-th conversation of a content begins at the k-th arrival.
 
     A finite content repeats, see `endless`.
     """

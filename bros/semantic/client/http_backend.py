@@ -259,5 +259,5 @@ def read_error(
         case 429:
             return OverloadedError(message, retry_after_s or 1.0)
         case 503:
-            return EngineDeadError(message)
+            return EngineDeadError(message, retry_after_s)
     return BrosError(message)

@@ -153,8 +153,8 @@ class _ClassStats:
 class Estimates:
     """What earlier calls tell about later ones. Times are seconds of one monotonic clock.
 
-    What is learned of texts (lengths, cached shares) is of one tenant; what is learned of the engine
-    (how fast it is, how long requests wait) is of all.
+    What is learned of texts (lengths, cached shares) is of one tenant; what is learned of the
+    engine (how fast it is, how long requests wait) is of all.
 
     weight: weight of the latest observation in averages.
     """

@@ -34,8 +34,15 @@ class TextEncoder(Protocol):
     def bos_token_id(self) -> int | None: ...
 
     def encode(
-        self, text: str, *, add_special_tokens: bool = True, limit: int | None = None
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        limit: int | None = None,
+        escaped: bool = False,
     ) -> list[int]: ...
+
+    def escape(self, value: str) -> str: ...
 
 
 class PieceEncoder:
@@ -59,16 +66,23 @@ class PieceEncoder:
         """The tokens before the first piece of a plain-text prompt: BOS if the model wants one."""
         return self._beginning
 
-    def encode(self, text: str, *, first: bool, limit: int | None = None) -> tuple[int, ...]:
-        """Encode a piece. first: whether it is the first one of its prompt.
+    def encode(
+        self, text: str, *, first: bool, limit: int | None = None, value: bool = False
+    ) -> tuple[int, ...]:
+        """Encode a piece. first: whether it is the first one of its prompt. value: whether it is
+        the value of a variable, in which special tokens are ordinary text.
 
         Raises PromptTooLongError if a long text certainly has more than `limit` tokens.
         """
+        if value:
+            text = self._encoder.escape(text)
         if self._adds_space and not first:
             inside = self._after_anchor(text, limit)
             if inside is not None:
                 return tuple(inside)
-        return tuple(self._encoder.encode(text, add_special_tokens=False, limit=limit))
+        return tuple(
+            self._encoder.encode(text, add_special_tokens=False, limit=limit, escaped=True)
+        )
 
     def cached(self, tenant: str, text: str, *, first: bool) -> tuple[int, ...] | None:
         """The cached tokens of a text of this tenant; None if it is not cached. What another tenant
@@ -91,7 +105,9 @@ class PieceEncoder:
 
     def _after_anchor(self, text: str, limit: int | None = None) -> list[int] | None:
         """The tokens of `text` inside a prompt; None if the anchor merges with it."""
-        both = self._encoder.encode(_ANCHOR + text, add_special_tokens=False, limit=limit)
+        both = self._encoder.encode(
+            _ANCHOR + text, add_special_tokens=False, limit=limit, escaped=True
+        )
         size = len(self._anchor)
         return both[size:] if both[:size] == self._anchor else None
 

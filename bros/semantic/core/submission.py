@@ -61,6 +61,10 @@ class ChatFormat(Protocol):
         the template rejects these messages."""
         ...
 
+    def escape(self, value: str) -> str:
+        """The text with marks, so that special tokens in it are encoded as ordinary text."""
+        ...
+
 
 class _Message(NamedTuple):
     role: str
@@ -184,6 +188,10 @@ def _render(messages: Sequence[_Message], chat: ChatFormat, param: str) -> tuple
     The pieces of an assistant message up to its last output are used verbatim after the rendered
     beginning of an answer. Its pieces after that are rendered with the next messages.
     """
+    messages = [
+        _Message(message.role, tuple(_escaped(piece, chat) for piece in message.pieces))
+        for message in messages
+    ]
     every = [piece for message in messages for piece in message.pieces]
     if (num_outputs := sum(map(is_output, every))) > MAX_OUTPUTS:
         reason = f"The conversation has {num_outputs} outputs, more than {MAX_OUTPUTS}."
@@ -217,6 +225,10 @@ def _render(messages: Sequence[_Message], chat: ChatFormat, param: str) -> tuple
         reason = "The model's chat template writes nothing between two of the outputs."
         raise InvalidRequestError(reason, param=param)
     return joined
+
+
+def _escaped(piece: Piece, chat: ChatFormat) -> Piece:
+    return Text(chat.escape(piece.text)) if isinstance(piece, Text) else piece
 
 
 class _Sentinels:

@@ -93,7 +93,7 @@ class Prompter:
     async def encode(self, tenant: str, text: str) -> tuple[int, ...]:
         """The tokens of a text inside a prompt."""
         return await self._off_loop(
-            tenant, lambda: self._encoder.encode(text, first=False), len(text)
+            tenant, lambda: self._encoder.encode(text, first=False, value=True), len(text)
         )
 
     async def transform(
@@ -129,12 +129,16 @@ class Prompter:
             return variable.token_ids  # encoding the text could give other tokens than generated
         if transforms is not None:
             text = await self.transform(tenant, transforms, text, FailedStage.FILL, variable.id)
-        return await self._encode(tenant, text, first=first)
+        return await self._encode(tenant, text, first=first, value=True)
 
-    async def _encode(self, tenant: str, text: str, *, first: bool) -> tuple[int, ...]:
+    async def _encode(
+        self, tenant: str, text: str, *, first: bool, value: bool = False
+    ) -> tuple[int, ...]:
         limit = self._engine.info.max_model_len
         return await self._off_loop(
-            tenant, lambda: self._encoder.encode(text, first=first, limit=limit), len(text)
+            tenant,
+            lambda: self._encoder.encode(text, first=first, limit=limit, value=value),
+            len(text),
         )
 
     async def _off_loop(self, tenant: str, work: Callable[[], T], num_chars: int) -> T:

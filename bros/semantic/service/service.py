@@ -236,11 +236,20 @@ def check_settled(session: ServedSession, variable: Variable) -> None:
 def _unset(variable: Variable) -> str:
     """The part of a timeout message that lists unset variables which no call produces."""
     needed = [variable, *(v for llm_call in open_ancestors(variable) for v in llm_call.inputs)]
-    unset = dict.fromkeys(v.id for v in needed if v.pending and v.producer is None)
+    unset = dict.fromkeys(_described(v) for v in needed if v.pending and v.producer is None)
     if not unset:
         return ""
     shown = ", ".join(list(unset)[:_MAX_SHOWN]) + (", ..." if len(unset) > _MAX_SHOWN else "")
     return f" No client has set {shown} so far."
+
+
+def _described(variable: Variable) -> str:
+    """A variable in the words of its client, who may not have chosen its id."""
+    if variable.name in ("", variable.id):
+        return variable.id
+    readers = dict.fromkeys(reader.call.name for reader in variable.consumers if reader.call.name)
+    of_calls = f" of {', '.join(list(readers)[:_MAX_SHOWN])}" if readers else ""
+    return f"{variable.name}{of_calls} (variable {variable.id})"
 
 
 def _text_so_far(session: ServedSession, variable: Variable) -> str:

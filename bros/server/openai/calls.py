@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -38,6 +37,7 @@ from bros.server.openai.stream import (
     chat_logprobs,
 )
 from bros.server.state import ServerState
+from bros.text.tokenizer import Tokenizer
 
 # ---- Unsupported fields that would change the answer.
 #
@@ -298,12 +298,34 @@ def _check_count(count: int, what: str) -> None:
 
 
 async def encode_text(
-    state: ServerState, tenant: str, text: str, *, add_special_tokens: bool = True
+    state: ServerState,
+    tenant: str,
+    text: str,
+    *,
+    add_special_tokens: bool = True,
+    allow_special_tokens: bool = True,
 ) -> list[int]:
     """Token ids of a text. Raises InvalidRequestError for more than MAX_ENCODED_BYTES."""
     _check_bytes(text, "prompt")
-    encode = functools.partial(state.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    def encode() -> list[int]:
+        return encode_prompt(
+            state.tokenizer,
+            text,
+            add_special_tokens=add_special_tokens,
+            allow_special_tokens=allow_special_tokens,
+        )
+
     return await offload(state, tenant, encode, len(text))
+
+
+def encode_prompt(
+    tokenizer: Tokenizer, text: str, *, allow_special_tokens: bool, **options: Any
+) -> list[int]:
+    """Tokenizer.encode; allow_special_tokens: else special tokens in the text stay text."""
+    if allow_special_tokens:
+        return tokenizer.encode(text, **options)
+    return tokenizer.encode(tokenizer.escape(text), escaped=True, **options)
 
 
 def _check_bytes(text: str, param: str) -> None:
@@ -321,8 +343,12 @@ async def encode_chat(
     messages: Sequence[ChatMessage],
     template_kwargs: Mapping[str, Any] | None,
     limit: int | None = None,
+    *,
+    allow_special_tokens: bool = False,
 ) -> list[int]:
     """Token ids of a conversation, up to the start of the answer.
+
+    allow_special_tokens: whether texts that read like special tokens become these tokens.
 
     Raises InvalidRequestError if the model's chat template refuses it, PromptTooLongError if there
     are more than `limit` tokens, and without a limit InvalidRequestError for more than
@@ -336,12 +362,19 @@ async def encode_chat(
             )
 
     def apply() -> list[int]:
-        plain = [_plain(message) for message in messages]
-        text = state.tokenizer.render_chat(plain, **kwargs)
+        plain, variables = [_plain(message) for message in messages], kwargs
+        if not allow_special_tokens:
+            plain, variables = state.tokenizer.escape((plain, variables))
+        text = state.tokenizer.render_chat(plain, **variables)
         if limit is None:
             _check_bytes(text, "messages")
         try:
-            return state.tokenizer.encode(text, add_special_tokens=False, limit=limit)
+            return state.tokenizer.encode(
+                text,
+                add_special_tokens=False,
+                limit=limit,
+                escaped=not allow_special_tokens,
+            )
         except PromptTooLongError as error:
             raise PromptTooLongError(
                 error.prompt_tokens, error.max_model_len, "messages", exact=False
@@ -427,7 +460,12 @@ class ChatCall:
     async def prompts(self, tenant: str) -> list[list[int]]:
         body, limit = self.body, self._state.engine.info.max_model_len
         prompt = await encode_chat(
-            self._state, tenant, body.messages, body.chat_template_kwargs, limit
+            self._state,
+            tenant,
+            body.messages,
+            body.chat_template_kwargs,
+            limit,
+            allow_special_tokens=body.allow_special_tokens,
         )
         if not prompt:
             raise InvalidRequestError("The messages result in an empty prompt.", param="messages")
@@ -517,7 +555,12 @@ class CompletionCall:
         if not isinstance(prompt, str):
             return prompt
         limit = self._state.engine.info.max_model_len
-        return self._state.tokenizer.encode(prompt, limit=limit)
+        return encode_prompt(
+            self._state.tokenizer,
+            prompt,
+            limit=limit,
+            allow_special_tokens=self.body.allow_special_tokens,
+        )
 
     def _echoes(self) -> dict[int, str]:
         """Index of a choice -> its prompt, which comes before its text. Call it after the engine

@@ -152,10 +152,21 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Give either 'prompt' or 'messages'.", param="prompt")
     if body.messages is not None:
-        tokens = await encode_chat(state, tenant, body.messages, body.chat_template_kwargs)
+        tokens = await encode_chat(
+            state,
+            tenant,
+            body.messages,
+            body.chat_template_kwargs,
+            allow_special_tokens=body.allow_special_tokens is True,
+        )
     else:
-        special = body.add_special_tokens is not False
-        tokens = await encode_text(state, tenant, body.prompt or "", add_special_tokens=special)
+        tokens = await encode_text(
+            state,
+            tenant,
+            body.prompt or "",
+            add_special_tokens=body.add_special_tokens is not False,
+            allow_special_tokens=body.allow_special_tokens is not False,
+        )
 
     def render() -> bytes:
         names = b"null"

@@ -219,12 +219,22 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    allow_special_tokens: bool = Field(
+        default=False,
+        description="Whether texts in the messages that read like special tokens of the model, "
+        "such as <|im_start|>, become these tokens. By default they stay text",
+    )
 
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions"""
 
     prompt: Prompts
+    allow_special_tokens: bool = Field(
+        default=True,
+        description="Whether texts in the prompt that read like special tokens of the model become "
+        "these tokens. Set it to false for a prompt that others have written",
+    )
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
 
@@ -235,6 +245,9 @@ class TokenizeRequest(ModelRequest):
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
+    allow_special_tokens: bool | None = Field(
+        default=None, description="As in completions for a prompt, as in chats for messages"
+    )
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

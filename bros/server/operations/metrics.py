@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -494,6 +494,17 @@ class ServerMetrics:
             ("path", "status"),
             registry=self._registry,
         )
+        self._connections = Gauge(
+            "bros_http_connections",
+            "Open connections. At --max-connections, new ones replace idle ones or are refused",
+            registry=self._registry,
+        )
+        self._closed = Counter(
+            "bros_http_connections_closed",
+            "Connections that the server refused, or closed before their client did, by reason",
+            ("reason",),
+            registry=self._registry,
+        )
         self._finished = Counter(
             "bros_requests",
             "Choices by class and finish reason",
@@ -507,6 +518,11 @@ class ServerMetrics:
             registry=self._registry,
             buckets=_LAG_BUCKETS_S,
         )
+        self._loop_tasks = Gauge(
+            "bros_event_loop_tasks",
+            "Tasks of the server's event loop. A steady rise without load is a leak",
+            registry=self._registry,
+        )
         gaps = _GapCollector()
         self._registry.register(gaps)
         self._histograms = {
@@ -517,6 +533,14 @@ class ServerMetrics:
     def http_request(self, path: str, status: int) -> None:
         """Count an HTTP response. `path` is a label, so it must come from a bounded set."""
         self._http.labels(path, str(status)).inc()
+
+    def connection_closed(self, reason: str) -> None:
+        """Count a connection that the server has refused, or closed before its client did."""
+        self._closed.labels(reason).inc()
+
+    def count_connections(self, count: Callable[[], int]) -> None:
+        """count: the number of open connections."""
+        self._connections.set_function(count)
 
     def loop_lag(self, lag_s: float) -> None:
         """Count a lag of the event loop."""
@@ -536,13 +560,16 @@ class ServerMetrics:
         batches: BatchFigures | None = None,
         sessions: SessionFigures | None = None,
         router: RouterClient | None = None,
+        loop_tasks: int = 0,
     ) -> bytes:
         """All metrics in Prometheus' text format.
 
         stats: None if the engine does not answer.
         batches, sessions: None if the server has none.
         router: None with a single engine.
+        loop_tasks: tasks of the event loop.
         """
+        self._loop_tasks.set(loop_tasks)
         self._engine.stats = stats
         self._batches.figures = batches
         self._sessions.figures = sessions

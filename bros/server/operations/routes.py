@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import importlib.resources
 import json
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from bros.core.interfaces import EngineStats, RequestTrace
 from bros.core.request import Slo
 from bros.router.client import RouterClient
 from bros.router.replica_set import RUNNING
-from bros.server.http import json_response, read_object, validate
+from bros.server.http import has_body, json_response, read_object, validate
 from bros.server.openai.schema import (
     ChoiceTrace,
     DrainRequest,
@@ -62,7 +63,9 @@ async def health(request: Request) -> Response:
         reply.replicas = len(replicas)
         reply.replicas_up = sum(replica.state in RUNNING for replica in replicas)
     body = reply.model_dump_json(exclude_none=True)
-    return Response(body, 200 if alive else 503, media_type=_JSON)
+    if alive:
+        return Response(body, media_type=_JSON)
+    return Response(body, 503, {"retry-after": "5"}, _JSON)
 
 
 async def live(request: Request) -> Response:
@@ -73,12 +76,15 @@ async def live(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Metrics in Prometheus' text format."""
     state = ServerState.of(request)
+    if ServerState.tenant(request):  # with --metrics-access key; otherwise there is none
+        raise HTTPException(403, "Metrics need the operator's key, that of --api-key.")
     return Response(
         state.metrics.render(
             await _stats(state),
             await _batches(state),
             None if state.sessions is None else state.sessions.figures(),
             state.replicas,
+            len(asyncio.all_tasks()),
         ),
         headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4},
     )
@@ -108,7 +114,7 @@ async def _batches(state: ServerState) -> BatchFigures | None:
     return BatchFigures(by_status, jobs.runner.counts, jobs.runner.rows_in_flight)
 
 
-def service_routes(others: Sequence[ApiRoute]) -> list[ApiRoute]:
+def service_routes(others: Sequence[ApiRoute], *, with_metrics: bool) -> list[ApiRoute]:
     """`others` and the routes of this module that every server has: all routes of the server."""
     page = importlib.resources.files("bros.server").joinpath("static/index.html").read_bytes()
 
@@ -116,9 +122,15 @@ def service_routes(others: Sequence[ApiRoute]) -> list[ApiRoute]:
         """A web page for trying the server."""
         return Response(page, headers=_PAGE_HEADERS, media_type="text/html")
 
+    @functools.cache
+    def description() -> str:
+        """Made for the first request: it takes 0.15 s, which would delay the start."""
+        return json.dumps(describe_api(bros.__version__, every))
+
     async def openapi(request: Request) -> Response:
         """This description."""
-        return Response(api, media_type="application/json")
+        text = await asyncio.to_thread(description)
+        return Response(text, media_type="application/json")
 
     every = [
         *others,
@@ -126,11 +138,10 @@ def service_routes(others: Sequence[ApiRoute]) -> list[ApiRoute]:
         ApiRoute("GET", "/health", health, Health),
         ApiRoute("GET", "/health/live", live, Health),
         ApiRoute("GET", "/health/ready", health, Health),
-        ApiRoute("GET", "/metrics", metrics, "text/plain"),
+        *([ApiRoute("GET", "/metrics", metrics, "text/plain")] if with_metrics else []),
         ApiRoute("GET", "/version", version, Version),
         ApiRoute("GET", "/openapi.json", openapi, "application/json"),
     ]
-    api = json.dumps(describe_api(bros.__version__, every))
     return every
 
 
@@ -150,7 +161,7 @@ async def drain_replica(request: Request) -> Response:
     request has ended."""
     replicas = _replicas(request)
     body = DrainRequest()
-    if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
+    if has_body(request):
         body = validate(DrainRequest, await read_object(request, _MAX_BODY_BYTES))
     replicas.drain(request.path_params["number"], move=body.move, restart=body.restart)
     return _reply(request, replicas)

@@ -96,7 +96,7 @@ def test_copies_are_made_by_all() -> None:
 
 
 @pytest.mark.parametrize("asked", [1, 2, 5])
-def test_all_give_up_a_step_at_the_same_layer(asked: int) -> None:
+def test_all_ranks_abort_a_step_at_the_same_layer(asked: int) -> None:
     """They ask about eight times in a step: here, before every third of twenty layers."""
     made = [assemble(DEEP) for _ in range(2)]
     plans = family_plans(random.Random(3), 3, 64)
@@ -114,7 +114,7 @@ def test_all_give_up_a_step_at_the_same_layer(asked: int) -> None:
     assert group.ranks[0].said.count("any") == asked + 7 * len(plans)
 
 
-def test_a_step_that_is_replayed_is_given_up_before_it_or_not_at_all() -> None:
+def test_a_replayed_step_is_aborted_before_it_begins_or_not_at_all() -> None:
     made = [assemble(DEEP, graph_rows=4) for _ in range(2)]
     prompt = Scripted("a", list(range(40)), [5, 6, 7], 0)
     with team([each.runner for each in made]) as group:
@@ -130,7 +130,7 @@ def test_a_step_that_is_replayed_is_given_up_before_it_or_not_at_all() -> None:
     assert not group.errors
 
 
-def test_closing_ends_those_who_follow() -> None:
+def test_closing_ends_the_following_ranks() -> None:
     made = [assemble() for _ in range(3)]
     with team([each.runner for each in made]) as group:
         group.executor.close()
@@ -153,7 +153,7 @@ def test_a_rank_that_is_lost_ends_the_others() -> None:
     assert [type(error) for error in group.errors] == [RanksLostError] * 2
 
 
-def test_one_rank_needs_nobody() -> None:
+def test_one_rank_needs_no_others() -> None:
     runner = assemble().runner
     assert lead(runner, SingleRank()) is runner
 

@@ -44,7 +44,7 @@ class Changing:
         self._change = [self._grow, self._grow, self._lose, self._shuffle, self._start_over]
 
     def chunk(self) -> Chunk:
-        """In one of several ways, or just as it was, as after a step that was given up."""
+        """In one of several ways, or just as it was, as after an aborted step."""
         rng = self._rng
         for _ in range(rng.choice([0, 1, 1, 1, 2])):
             rng.choice(self._change)()

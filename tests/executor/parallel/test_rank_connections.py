@@ -61,7 +61,7 @@ def test_the_end_of_another_rank_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("spins", [False, True])
-def test_nobody_waits_longer_than_asked(spins: bool) -> None:
+def test_no_rank_waits_longer_than_asked(spins: bool) -> None:
     sender, receiver = connected(SOON_S, spins=spins)
     with pytest.raises(TimeoutError):
         receiver.receive(SOON_S)

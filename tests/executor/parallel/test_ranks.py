@@ -25,7 +25,7 @@ def test_every_kind_of_talk_reaches_all_ranks() -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("what", ["sum", "gather", "plan", "flag"])
-def test_who_talks_to_a_rank_that_ended_is_told_at_once(what: str) -> None:
+def test_a_rank_that_talks_to_an_ended_rank_fails_at_once(what: str) -> None:
     told = run_ranks(2, lose_one, signal.SIGKILL, what, may_die=[1])[0]
     assert told is not None
     message, waited_s = told
@@ -35,14 +35,14 @@ def test_who_talks_to_a_rank_that_ended_is_told_at_once(what: str) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("what", ["sum", "gather"])
-def test_who_waits_for_a_rank_that_hangs_is_told_after_the_timeout(what: str) -> None:
+def test_a_rank_that_waits_for_a_hanging_rank_fails_after_the_timeout(what: str) -> None:
     told = run_ranks(2, hang_one, what, step_timeout_s=1.0, may_die=[1])[0]
     assert told is not None
     message, waited_s = told
     assert "does not answer" in message and waited_s > 0.9
 
 
-def test_alone_nobody_is_waited_for() -> None:
+def test_a_single_rank_waits_for_no_other() -> None:
     ranks = SingleRank()
     x = torch.rand(2, 3)
     assert ranks.all_reduce_(x) is x and ranks.gather(x, (3,)) is x

@@ -24,7 +24,7 @@ VOCAB = 50
 STEP_S = 0.01
 
 INFO = EngineInfo(
-    model="mortal", weights="none", kernels="none", kv_dtype="none", device="none",
+    model="killable", weights="none", kernels="none", kv_dtype="none", device="none",
     max_model_len=1000, vocab_size=VOCAB, block_size=4, num_kv_blocks=100, policy="bros",
     max_queue=10, eos_token_ids=(EOS,),
 )  # fmt: skip
@@ -48,7 +48,7 @@ def foretold(request: EngineRequest) -> list[int]:
     return answer
 
 
-class MortalEngine:
+class KillableEngine:
     """A ReportingClient: every step takes step_s, and gives each request a token.
 
     refusals: raised one by one on submission. killers: ids that end the engine when they begin.

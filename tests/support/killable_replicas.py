@@ -37,7 +37,7 @@ class _Client(VirtualEngineClient):
         return set(self._streams)
 
 
-class MortalReplica:
+class KillableReplica:
     """A ReportingClient: the scheduler and KV memory of the server on a simulated device.
 
     Tests set `refusals`, raised one by one on submission, and `errors`: last outputs, given one by

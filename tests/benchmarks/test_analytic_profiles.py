@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from step_time_formulas import (
+from analytic_profiles import (
     LLAMA_3_70B,
     OPT_13B,
     OPT_30B,
@@ -52,7 +52,7 @@ def test_the_maximum_is_met_at_its_two_ends() -> None:
     """Just below the knot tokens are almost free, above it they cost their FLOPs."""
     model = analytic_profile(OPT_13B, h200s(1)).model
     ((knot, slope),) = model.hinges
-    assert model.token_s == 0.0  # one GPU talks to nobody
+    assert model.token_s == 0.0  # one GPU does not communicate
     assert slope * knot == pytest.approx(model.constant_s - 10e-3, rel=0.01)
 
 

@@ -1,0 +1,118 @@
+"""What clients that send nothing, or too slowly, do to the requests of others.
+
+    python benchmarks/silent_clients.py [--descriptors 256] [--seconds 20] [-- OPTIONS]
+
+A server process is started that may have few descriptors. For each attack this process opens
+connections, repeats what the attack sends every 0.5 s, and meanwhile sends a request of one token
+every 50 ms, each on a new connection. `idle` has no attack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+
+import httpx
+from quick import add_quick
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from support.server_process import ServerProcess, running_server
+
+_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+ATTACKS = {  # number of connections, what each sends first, and then every half second
+    "idle": (0, b"", b""),
+    "silent": (300, b"", b""),
+    "slow headers": (300, _HEAD, b"X: 1\r\n"),
+    "slow bodies": (150, _HEAD + b"Content-Length: 100000\r\n\r\n", b" "),
+}
+
+
+async def attack(name: str, url: str, stop: asyncio.Event) -> None:
+    """Keep the connections of an attack open, and open closed ones again, until `stop`."""
+    count, first, more = ATTACKS[name]
+    where = httpx.URL(url)
+    writers: list[asyncio.StreamWriter] = []
+    while not stop.is_set():
+        writers = [writer for writer in writers if not writer.is_closing()]
+        for writer in writers:
+            writer.write(more)
+        while len(writers) < count and not stop.is_set():
+            try:
+                async with asyncio.timeout(1):
+                    _, writer = await asyncio.open_connection(where.host, where.port)
+            except (OSError, TimeoutError):
+                break
+            writer.write(first)
+            writers.append(writer)
+        await asyncio.sleep(0.5)
+    for writer in writers:
+        writer.close()
+
+
+async def others(url: str, seconds: float) -> tuple[list[float], int]:
+    """Times of the requests that were answered, in ms, and the number of those that were not."""
+    times, failed = [], 0
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        began = time.perf_counter()
+        try:
+            async with httpx.AsyncClient(base_url=url, timeout=5) as http:
+                body = {"prompt": "Hi", "max_tokens": 1}
+                (await http.post("/v1/completions", json=body)).raise_for_status()
+            times.append((time.perf_counter() - began) * 1000)
+        except httpx.HTTPError:
+            failed += 1
+        await asyncio.sleep(0.05)
+    return times, failed
+
+
+async def measure(name: str, server: ServerProcess, seconds: float) -> dict[str, object]:
+    stop, logged = asyncio.Event(), len(server.output)
+    attacking = asyncio.create_task(attack(name, server.url, stop))
+    await asyncio.sleep(1)
+    times, failed = await others(server.url, seconds)
+    stop.set()
+    await attacking
+    times.sort()
+    return {
+        "attack": name,
+        "answered": len(times),
+        "failed": failed,
+        "p50_ms": round(times[len(times) // 2], 1) if times else None,
+        "p99_ms": round(times[len(times) * 99 // 100], 1) if times else None,
+        "logged_bytes": len(server.output) - logged,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--descriptors", type=int, default=256)
+    parser.add_argument("--seconds", type=float, default=20, help="of each attack")
+    add_quick(parser, seconds=2)
+    parser.add_argument("options", nargs="*", help="of bros serve, after --")
+    args = parser.parse_args()
+    launcher = ["-c", _LIMITED, str(args.descriptors)]
+    with running_server("--log-level", "warning", *args.options, launcher=launcher) as server:
+        for name in ATTACKS:
+            result = asyncio.run(measure(name, server, args.seconds))
+            print(json.dumps(result), flush=True)
+
+
+_LIMITED = """
+import resource, runpy, sys
+number = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_NOFILE, (number, number))
+assert sys.argv[2:4] == ["-m", "bros"]
+sys.argv = ["bros", *sys.argv[4:]]
+runpy.run_module("bros", run_name="__main__", alter_sys=True)
+"""
+
+
+if __name__ == "__main__":
+    main()

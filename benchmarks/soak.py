@@ -1,0 +1,1084 @@
+"""A server under mixed load for a long time, while its engines are killed and stopped: does every
+request get an answer, and does anything grow?
+
+    python benchmarks/soak.py [--duration 3600] [--kill-every 300] [--stop-every 600] [--load 1]
+        [--out benchmarks/results] [--quick] [-- OPTIONS OF bros serve]
+    python benchmarks/soak.py --page benchmarks/results      (only write soak.md from soak_cpu.json)
+
+`bros serve --replicas 2` with the embedded model. Clients send chats (streamed), flex chats,
+completions, programs in sessions and batches; some disconnect while they wait, and some leave
+their sessions to expire. Every --kill-every seconds an engine gets SIGKILL, every --stop-every
+seconds one gets SIGSTOP, and SIGCONT after 30 s if it still exists. In the second half of the run
+only replica 0 is disturbed, so that the memory of the other engine can be watched for long.
+
+The exit status is 1, with the reasons, unless all of this holds:
+
+- every request is answered completely, or fails with an error of FAILURES;
+- every row of every batch has exactly one outcome;
+- after the last request, what is held for clients is what it was before the first one;
+- memory does not grow: Theil-Sen slope over the second half of each process's life, see
+  GROWTH_MIB_PER_H;
+- a lost engine is noticed and replaced in time, and the server logs no traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+from quick import add_quick
+
+from bros.bench.results import environment
+from bros.core.clock import SystemClock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from support.processes import children, descendants, exists
+from support.server_process import ServerProcess, running_server
+
+RESULTS = Path(__file__).with_name("results")
+SERVER = (
+    *("--replicas", "2", "--threads", "1", "--weights", "int4"),
+    # So small that the cache is full, and its memory resident, after a few minutes.
+    *("--kv-blocks", "256", "--host-kv-blocks", "64"),
+    *("--session-ttl", "30"),
+)
+
+FAILURES: Mapping[str, int] = {
+    "rate_limit_exceeded": 429,
+    "overloaded": 429,
+    "engine_unavailable": 503,
+    "upstream_failed": 424,
+    "get_timeout": 504,
+}
+"""Code -> status of the errors that a valid request may get while engines are lost."""
+
+RETRY_AFTER = frozenset({429, 503})
+"""Statuses that must come with Retry-After."""
+
+ANSWER_S = 150.0
+"""A request without an answer after this time hangs."""
+BATCH_S = 900.0
+NOTICED_S = {"kill": 2.0, "stop": 15.0}
+"""Kind of disturbance -> longest time until the server knows; --hang-timeout is 8 s."""
+REPLACED_S = 120.0
+STOPPED_S = 30.0
+DRAINED_S = 120.0
+"""Until everything is released after the last request."""
+
+GROWTH_MIB_PER_H = {"server": 24.0, "engine": 48.0}
+"""Steepest slope of resident memory; judged if a process was sampled for LONG_S after its first
+half."""
+LONG_S = 600.0
+
+SLACK = {"descriptors": 8, "threads": 8}
+"""What may be left of pools that start their members when needed. All else is exact."""
+
+Json = dict[str, Any]
+
+
+# ---- What clients saw.
+
+
+class Failed(Exception):
+    """The request failed with an error of FAILURES."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class Broken(Exception):
+    """The answer is incomplete, wrong, or an error that it must not be."""
+
+
+@dataclass
+class Kind:
+    """Requests of one kind.
+
+    ended: requests by outcome: complete, disconnected, or the code of a failure.
+    seconds: duration of complete ones.
+    gap_s: longest time between two events of a stream, or before the first.
+    """
+
+    sent: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
+    seconds: list[float] = field(default_factory=list)
+    gap_s: float = 0.0
+
+
+@dataclass
+class Ledger:
+    """rows: outcomes of rows of batches. troubles: what was done to engines. broken: reasons why
+    the run has failed."""
+
+    kinds: dict[str, Kind] = field(default_factory=lambda: defaultdict(Kind))
+    rows: Counter[str] = field(default_factory=Counter)
+    troubles: list[Json] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+    @property
+    def sent(self) -> int:
+        return sum(kind.sent for kind in self.kinds.values())
+
+    @property
+    def failed(self) -> int:
+        fine = ("complete", "disconnected")
+        return sum(
+            count
+            for kind in self.kinds.values()
+            for outcome, count in kind.ended.items()
+            if outcome not in fine
+        )
+
+
+def judge(status: int | None, body: object, headers: Mapping[str, str]) -> Failed:
+    """The failure that an error response means. status: None within a stream or batch.
+
+    Raises Broken if it is not an error that the load may cause.
+    """
+    error = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(error, dict) or not error.keys() >= {"message", "type", "param", "code"}:
+        raise Broken(f"status {status} without an error envelope: {str(body)[:200]}")
+    code = str(error["code"])
+    if code not in FAILURES or status not in (None, FAILURES[code]) or not error["message"]:
+        raise Broken(f"status {status}: {str(error)[:300]}")
+    if status in RETRY_AFTER and "retry-after" not in {name.lower() for name in headers}:
+        raise Broken(f"status {status}, {code}, without Retry-After")
+    return Failed(code)
+
+
+def judge_rows(sent: Sequence[str], lines: Sequence[str]) -> Counter[str]:
+    """Outcomes of the rows of a batch. lines: of its output and error files. Raises Broken."""
+    found: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
+    for line in lines:
+        row = json.loads(line)
+        found[row["custom_id"]] += 1
+        response = row.get("response") or {}
+        if response.get("status_code") == 200:
+            check_complete(response["body"])
+            outcomes["complete"] += 1
+        else:
+            body = response.get("body") or {"error": row.get("error")}
+            # The store keeps no headers, and its errors have only some of the fields.
+            error = {"param": None, "type": "", **(body.get("error") or {})}
+            outcomes[judge(None, {"error": error}, {}).code] += 1
+    twice = sorted(name for name, count in found.items() if count > 1)
+    lost = sorted(set(sent) - found.keys())
+    if twice or lost or len(found) != len(sent):
+        raise Broken(f"a batch of {len(sent)} rows: lost {lost[:5]}, twice {twice[:5]}")
+    return outcomes
+
+
+TOKENS = 24
+"""Of every answer: exactly as many, so that a part of an answer is recognized."""
+
+
+def check_complete(answer: Mapping[str, Any]) -> None:
+    """Raises Broken."""
+    tokens = answer["usage"]["completion_tokens"]
+    reasons = [choice["finish_reason"] for choice in answer["choices"]]
+    if tokens != TOKENS or reasons != ["length"]:
+        raise Broken(f"an answer of {tokens} tokens that ended with {reasons}")
+
+
+# ---- What clients do.
+
+
+@dataclass
+class Client:
+    """One request: where it goes, and what it may use."""
+
+    http: aiohttp.ClientSession
+    rng: random.Random
+    kind: Kind
+    ledger: Ledger
+
+    def text(self, words: int) -> str:
+        return " ".join(f"word{self.rng.randrange(5000)}" for _ in range(words))
+
+    def chat(self, **fields: Any) -> Json:
+        """A third of the chats have a long common system prompt."""
+        messages = [{"role": "user", "content": f"What about {self.text(8)}?"}]
+        if self.rng.random() < 0.33:
+            content = "You know all these words: " + "alpha beta gamma delta " * 25
+            messages.insert(0, {"role": "system", "content": content})
+        return {"messages": messages, "max_tokens": TOKENS, "ignore_eos": True, **fields}
+
+    async def call(self, method: str, path: str, **arguments: Any) -> Any:
+        """The JSON of a response with status 200. Raises Failed or Broken."""
+        async with self.http.request(method, path, **arguments) as response:
+            text = await response.text()
+            try:
+                body = json.loads(text)
+            except ValueError:
+                raise Broken(f"{method} {path}: {response.status} {text[:200]}") from None
+            if response.status != 200:
+                raise judge(response.status, body, response.headers)
+            return body
+
+    async def events(self, body: Json) -> Any:
+        """The events of a streamed chat, in order. Raises Failed or Broken."""
+        path, last_s = "/v1/chat/completions", time.monotonic()
+        async with self.http.post(path, json=body) as response:
+            if response.status != 200:
+                raise judge(response.status, await response.json(), response.headers)
+            async for line in response.content:
+                if not line.startswith(b"data: "):
+                    continue
+                now_s = time.monotonic()
+                self.kind.gap_s, last_s = max(self.kind.gap_s, now_s - last_s), now_s
+                if line.strip() == b"data: [DONE]":
+                    return
+                event = json.loads(line.removeprefix(b"data: "))
+                if "error" in event:
+                    raise judge(None, event, {})
+                yield event
+        raise Broken("a stream ended without [DONE]")
+
+
+Work = Callable[[Client], Awaitable[str]]
+"""Does one request; returns its outcome, or raises Failed or Broken."""
+
+
+async def stream(client: Client) -> str:
+    last: Json = {}
+    reason = None
+    options = {"include_usage": True}
+    async for event in client.events(client.chat(stream=True, stream_options=options)):
+        last = event
+        for choice in event["choices"]:
+            reason = choice["finish_reason"] or reason
+    check_complete({"usage": last["usage"] or {}, "choices": [{"finish_reason": reason}]})
+    return "complete"
+
+
+async def disconnect(client: Client) -> str:
+    """Half of the clients leave before the first token, half after some."""
+    body = client.chat(stream=True, max_tokens=200)
+    with contextlib.suppress(Failed):
+        if client.rng.random() < 0.5:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(client.rng.random() * 0.3):
+                    async for _ in client.events(body):
+                        pass
+        else:
+            enough = client.rng.randrange(2, 20)
+            events = client.events(body)
+            async with contextlib.aclosing(events):
+                async for _ in events:
+                    enough -= 1
+                    if not enough:
+                        break
+    return "disconnected"
+
+
+async def flex(client: Client) -> str:
+    body = client.chat(service_tier="flex")
+    check_complete(await client.call("POST", "/v1/chat/completions", json=body))
+    return "complete"
+
+
+async def completion(client: Client) -> str:
+    body = {"prompt": client.text(40), "max_tokens": TOKENS, "ignore_eos": True, "seed": 1}
+    check_complete(await client.call("POST", "/v1/completions", json=body))
+    return "complete"
+
+
+async def program(client: Client) -> str:
+    """Three maps and a reduce. Some clients do not delete their session, and some do not even wait
+    for the values: both are left to expire."""
+    session = (await client.call("POST", "/v1/sessions", json={}))["id"]
+    path = f"/v1/sessions/{session}"
+    sampling = {"max_tokens": 12, "ignore_eos": True}
+    requests: list[Json] = [
+        {
+            "name": "map",
+            "template": f"Summarize: {client.text(20)} {{{{output:o}}}}",
+            "parameters": [{"name": "o", "variable": f"part{n}"}],
+            "sampling": sampling,
+        }
+        for n in range(3)
+    ]
+    requests.append(
+        {
+            "name": "reduce",
+            "template": "All of: {{input:a}} {{input:b}} {{input:c}} {{output:o}}",
+            "parameters": [
+                *({"name": name, "variable": f"part{n}"} for n, name in enumerate("abc")),
+                {"name": "o", "variable": "all"},
+            ],
+            "sampling": sampling,
+        }
+    )
+    leaves = client.rng.random()
+    work = client.call("POST", f"{path}/requests", json={"requests": requests, "wait": True})
+    if leaves < 0.1:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(work, 0.2)
+        return "disconnected"
+    done = await work
+    values = [value for call in done["requests"] for value in (call.get("values") or {}).values()]
+    if len(values) != 4:
+        raise Broken(f"a program of 4 calls with {len(values)} values")
+    if leaves > 0.3:
+        await client.call("DELETE", path)
+    return "complete"
+
+
+BATCH_ROWS = 25
+
+
+async def batch(client: Client) -> str:
+    """Upload, run, read and delete; each row has exactly one outcome."""
+    names = [f"row-{n}" for n in range(BATCH_ROWS)]
+    path = "/v1/chat/completions"
+    rows = [
+        {"custom_id": name, "method": "POST", "url": path, "body": client.chat()} for name in names
+    ]
+    form = aiohttp.FormData({"purpose": "batch"})
+    content = "".join(json.dumps(row) + "\n" for row in rows)
+    form.add_field("file", content.encode(), filename="rows.jsonl")
+    file = await client.call("POST", "/v1/files", data=form)
+    wanted = {"input_file_id": file["id"], "endpoint": path, "completion_window": "24h"}
+    found = await client.call("POST", "/v1/batches", json=wanted)
+    while found["status"] in ("validating", "in_progress", "finalizing"):
+        await asyncio.sleep(1.0)
+        found = await client.call("GET", f"/v1/batches/{found['id']}")
+    if found["status"] != "completed":
+        raise Broken(f"a batch has ended as {found['status']}: {found.get('errors')}")
+    results = [found[key] for key in ("output_file_id", "error_file_id") if found.get(key)]
+    lines: list[str] = []
+    for each in results:
+        async with client.http.get(f"/v1/files/{each}/content") as response:
+            lines += (await response.text()).splitlines()
+    client.ledger.rows.update(judge_rows(names, lines))
+    for each in (file["id"], *results):
+        await client.call("DELETE", f"/v1/files/{each}")
+    return "complete"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """every_s: mean time between two requests at --load 1. limit_s: until one counts as hung."""
+
+    work: Work
+    every_s: float
+    limit_s: float = ANSWER_S
+
+
+TRAFFIC: Mapping[str, Traffic] = {
+    "stream": Traffic(stream, 3.0),
+    "disconnect": Traffic(disconnect, 8.0),
+    "flex": Traffic(flex, 8.0),
+    "completion": Traffic(completion, 8.0),
+    "program": Traffic(program, 12.0),
+    "batch": Traffic(batch, 90.0, BATCH_S),
+}
+
+
+class Load:
+    """Clients that come at random times until `end`."""
+
+    def __init__(self, url: str, ledger: Ledger, load: float, seed: int) -> None:
+        self._http = aiohttp.ClientSession(
+            url,
+            timeout=aiohttp.ClientTimeout(total=None),
+            connector=aiohttp.TCPConnector(limit=0),
+        )
+        self._ledger = ledger
+        self._load = load
+        self._rng = random.Random(seed)
+        self._arrivals: list[asyncio.Task[None]] = []
+        self._open: set[asyncio.Task[None]] = set()
+
+    def begin(self) -> None:
+        for name in TRAFFIC:
+            self._arrivals.append(asyncio.create_task(self._arrive(name)))
+
+    async def one_of_each(self) -> None:
+        await asyncio.gather(*(self._one(name) for name in TRAFFIC))
+
+    async def end(self) -> None:
+        """Wait for the open requests."""
+        for arrivals in self._arrivals:
+            arrivals.cancel()
+        await asyncio.gather(*self._arrivals, return_exceptions=True)
+        await asyncio.gather(*self._open)
+
+    async def close(self) -> None:
+        for task in (*self._arrivals, *self._open):
+            task.cancel()
+        await asyncio.gather(*self._arrivals, *self._open, return_exceptions=True)
+        await self._http.close()
+
+    async def _arrive(self, name: str) -> None:
+        first = 1.0 if name == "batch" else None  # so that a short run has one
+        while True:
+            mean_s = TRAFFIC[name].every_s / self._load
+            await asyncio.sleep(first or self._rng.expovariate(1.0 / mean_s))
+            first = None
+            task = asyncio.create_task(self._one(name))
+            self._open.add(task)
+            task.add_done_callback(self._open.discard)
+
+    async def _one(self, name: str) -> None:
+        kind, traffic = self._ledger.kinds[name], TRAFFIC[name]
+        kind.sent += 1
+        begun_s = time.monotonic()
+        client = Client(self._http, random.Random(self._rng.random()), kind, self._ledger)
+        try:
+            async with asyncio.timeout(traffic.limit_s):
+                outcome = await traffic.work(client)
+            if outcome == "complete":
+                kind.seconds.append(time.monotonic() - begun_s)
+        except Failed as failed:
+            outcome = failed.code
+        except Broken as broken:
+            outcome = self._broken(name, str(broken))
+        except TimeoutError:
+            outcome = self._broken(name, f"no answer after {traffic.limit_s:.0f} s")
+        except (aiohttp.ClientError, OSError, ValueError, KeyError) as error:
+            outcome = self._broken(name, f"{type(error).__name__}: {error}")
+        kind.ended[outcome] += 1
+
+    def _broken(self, name: str, reason: str) -> str:
+        self._ledger.broken.append(f"{name}: {reason}")
+        print(f"BROKEN {name}: {reason}", flush=True)
+        return "broken"
+
+
+# ---- What the server holds.
+
+
+def engines(server: int) -> dict[int, int]:
+    """Number of a replica -> the process id of its engine, for those that run."""
+    found = {}
+    for pid in children(server):
+        with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
+            folder = Path(Path(f"/proc/{pid}/cmdline").read_text().split("\0")[-2])
+            found[json.loads((folder / "launch.json").read_text())["replica"]] = pid
+    return found
+
+
+def process_figures(pid: int) -> Json | None:
+    """None if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return None
+    values = dict(line.split(":", 1) for line in lines)
+    if "VmRSS" not in values:
+        return None
+    return {
+        "pid": pid,
+        "rss_mib": round(int(values["VmRSS"].split()[0]) / 1024, 2),
+        "descriptors": descriptors,
+        "threads": int(values["Threads"]),
+    }
+
+
+HELD = ("kv_blocks", "parked_blocks", "open_requests", "sessions", "tasks", "processes")
+"""What a sample has of the whole server."""
+
+
+class Watch:
+    """Samples of what a server holds."""
+
+    def __init__(self, server: ServerProcess, began_s: float) -> None:
+        self.samples: list[Json] = []
+        self._server = server
+        self._began_s = began_s
+        self._http = aiohttp.ClientSession(
+            server.url,
+            timeout=aiohttp.ClientTimeout(total=20),
+            connector=aiohttp.TCPConnector(force_close=True),
+        )
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def replicas(self) -> list[Json]:
+        async with self._http.get("/admin/replicas") as response:
+            found: list[Json] = (await response.json())["data"]
+            return found
+
+    async def metrics(self) -> dict[str, float]:
+        """Name of a metric -> sum over its labels."""
+        async with self._http.get("/metrics") as response:
+            text = await response.text()
+        found: dict[str, float] = defaultdict(float)
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                found[sample.name] += sample.value
+                if sample.name == "bros_event_loop_lag_seconds_bucket":
+                    found[f"lag_le_{sample.labels['le']}"] = sample.value
+        return found
+
+    async def take(self) -> Json:
+        """A sample. Figures of engines are 0 while one of them does not answer."""
+        metrics = await self.metrics()
+        replicas = await self.replicas()
+        sample: Json = {
+            "at_s": round(time.monotonic() - self._began_s, 1),
+            "up": sum(replica["state"] == "up" for replica in replicas),
+            "kv_blocks": metrics["bros_kv_blocks_used"] + metrics["bros_kv_blocks_shared"],
+            "parked_blocks": metrics["bros_kv_blocks_parked"],
+            "open_requests": sum(replica["open"] for replica in replicas)
+            + metrics["bros_requests_running"]
+            + metrics["bros_requests_waiting"],
+            "sessions": metrics["bros_sessions"],
+            "tasks": metrics["bros_event_loop_tasks"],
+            "processes": len(descendants(self._server.pid)),
+            "server": process_figures(self._server.pid),
+            "engines": {
+                str(number): figures
+                for number, pid in sorted(engines(self._server.pid).items())
+                if (figures := process_figures(pid)) is not None
+            },
+        }
+        self.samples.append(sample)
+        return sample
+
+    async def wait_until_up(self, count: int, timeout_s: float) -> float | None:
+        """Seconds until so many replicas are up; None if they are not in time."""
+        begun_s = time.monotonic()
+        while time.monotonic() - begun_s < timeout_s:
+            replicas = await self.replicas()
+            if sum(replica["state"] == "up" for replica in replicas) == count:
+                return time.monotonic() - begun_s
+            await asyncio.sleep(0.2)
+        return None
+
+
+def differences(before: Json, after: Json) -> list[str]:
+    """What is held after a run and was not before."""
+    found = [
+        f"{name}: {before[name]:.0f} before, {after[name]:.0f} after"
+        for name in HELD
+        if after[name] > before[name]
+    ]
+    pairs = {"server": (before["server"], after["server"])}
+    for number, figures in before["engines"].items():
+        pairs[f"engine {number}"] = (figures, after["engines"].get(number))
+    for name, (old, new) in pairs.items():
+        if old is None or new is None:
+            found.append(f"{name} does not run")
+            continue
+        found += [
+            f"{key} of {name}: {old[key]} before, {new[key]} after"
+            for key, slack in SLACK.items()
+            if new[key] > old[key] + slack
+        ]
+    return found
+
+
+# ---- Memory.
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Resident memory of one process in the second half of its life.
+
+    minutes: of that half. mib_per_h: None if there are too few samples.
+    """
+
+    process: str
+    pid: int
+    minutes: float
+    first_mib: float
+    last_mib: float
+    mib_per_h: float | None
+    judged: bool
+
+
+def theil_sen(points: Sequence[tuple[float, float]]) -> float | None:
+    """The median slope of all pairs of points. points: (x, y); None without a pair."""
+    slopes = [
+        (y2 - y1) / (x2 - x1)
+        for (x1, y1), (x2, y2) in itertools.combinations(points, 2)
+        if x2 != x1
+    ]
+    return statistics.median(slopes) if slopes else None
+
+
+def growths(samples: Sequence[Json]) -> Iterator[Growth]:
+    """Of every process, those that were replaced included."""
+    series: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for sample in samples:
+        named = {"server": sample["server"]}
+        named |= {f"engine {number}": each for number, each in sample["engines"].items()}
+        for name, figures in named.items():
+            if figures is not None:
+                point = (sample["at_s"] / 3600.0, figures["rss_mib"])
+                series[name, figures["pid"]].append(point)
+    for (name, pid), points in series.items():
+        middle = (points[0][0] + points[-1][0]) / 2
+        half = [point for point in points if point[0] >= middle]
+        slope = theil_sen(half)
+        hours = half[-1][0] - half[0][0]
+        yield Growth(
+            process=name,
+            pid=pid,
+            minutes=60.0 * hours,
+            first_mib=half[0][1],
+            last_mib=half[-1][1],
+            mib_per_h=slope,
+            judged=3600.0 * hours >= LONG_S,
+        )
+
+
+def too_steep(growth: Growth) -> bool:
+    bound = GROWTH_MIB_PER_H[growth.process.split()[0]]
+    return growth.judged and growth.mib_per_h is not None and growth.mib_per_h > bound
+
+
+# ---- What is done to engines.
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """kind: kill or stop. number: of the replica."""
+
+    at_s: float
+    kind: str
+    number: int
+
+
+def plan_troubles(duration_s: float, kill_every_s: float, stop_every_s: float) -> list[Trouble]:
+    """Both replicas in turn in the first half, only replica 0 in the second; 0: never. Stops come
+    between two kills."""
+    times = [(at_s, "kill") for at_s in _times(kill_every_s, kill_every_s, duration_s)]
+    first_s = stop_every_s - kill_every_s / 2 if kill_every_s < stop_every_s else stop_every_s / 2
+    times += [(at_s, "stop") for at_s in _times(first_s, stop_every_s, duration_s)]
+    turns = {"kill": itertools.count(), "stop": itertools.count()}
+    return [
+        Trouble(at_s, kind, next(turns[kind]) % 2 if at_s < duration_s / 2 else 0)
+        for at_s, kind in sorted(times)
+    ]
+
+
+def _times(first_s: float, every_s: float, end_s: float) -> Iterator[float]:
+    while every_s and first_s < end_s:
+        yield first_s
+        first_s += every_s
+
+
+class Disturbance:
+    """Kills and stops engines of a server."""
+
+    def __init__(self, server: ServerProcess, watch: Watch, ledger: Ledger) -> None:
+        self._server = server
+        self._watch = watch
+        self._ledger = ledger
+        self._stopped: set[int] = set()
+
+    async def run(self, troubles: Sequence[Trouble], began_s: float) -> None:
+        for trouble in troubles:
+            await asyncio.sleep(max(0.0, began_s + trouble.at_s - time.monotonic()))
+            await self._disturb(trouble)
+
+    def release(self) -> None:
+        """Let stopped processes go on, so that they can end."""
+        for pid in self._stopped:
+            if exists(pid):
+                os.kill(pid, signal.SIGCONT)
+        self._stopped.clear()
+
+    async def _disturb(self, trouble: Trouble) -> None:
+        pid = engines(self._server.pid).get(trouble.number)
+        if pid is None:
+            self._ledger.broken.append(f"replica {trouble.number} does not run")
+            return
+        begun_s = time.monotonic()
+        os.kill(pid, signal.SIGKILL if trouble.kind == "kill" else signal.SIGSTOP)
+        if trouble.kind == "stop":
+            self._stopped.add(pid)
+        noticed_s = await self._until(trouble.number, lambda state: state != "up", begun_s)
+        replaced_s = await self._until(trouble.number, lambda state: state == "up", begun_s)
+        self._ledger.troubles.append(
+            {**asdict(trouble), "noticed_s": noticed_s, "replaced_s": replaced_s}
+        )
+        print(f"{trouble.kind} of engine {trouble.number}: noticed after {noticed_s} s, up again "
+              f"after {replaced_s} s", flush=True)  # fmt: skip
+        if noticed_s is None or noticed_s > NOTICED_S[trouble.kind]:
+            self._ledger.broken.append(f"{trouble} was noticed after {noticed_s} s")
+        if replaced_s is None:
+            self._ledger.broken.append(f"{trouble}: not replaced within {REPLACED_S} s")
+        if trouble.kind == "stop":
+            await asyncio.sleep(max(0.0, begun_s + STOPPED_S - time.monotonic()))
+            self.release()
+
+    async def _until(
+        self, number: int, good: Callable[[str], bool], begun_s: float
+    ) -> float | None:
+        while (passed_s := time.monotonic() - begun_s) < REPLACED_S:
+            for replica in await self._watch.replicas():
+                if replica["number"] == number and good(replica["state"]):
+                    return round(passed_s, 2)
+            await asyncio.sleep(0.25)
+        return None
+
+
+# ---- The run.
+
+
+async def soak(server: ServerProcess, options: argparse.Namespace) -> Json:
+    """The results, as in the JSON file."""
+    began_s = time.monotonic()
+    ledger = Ledger()
+    watch = Watch(server, began_s)
+    disturbance = Disturbance(server, watch, ledger)
+    load = Load(server.url, ledger, options.load, options.seed)
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        if await watch.wait_until_up(2, 240.0) is None:
+            raise SystemExit("not both replicas are up")
+        warm = Load(server.url, ledger, options.load, options.seed + 1)
+        await warm.one_of_each()
+        await warm.close()
+        before = await settled(watch, None)
+        print(f"before: {shown(before)}", flush=True)
+        watch.samples.clear()
+        load_s = time.monotonic()
+        load.begin()
+        troubles = plan_troubles(options.duration, options.kill_every, options.stop_every)
+        disturbing = asyncio.create_task(disturbance.run(troubles, load_s))
+        tasks += [disturbing, asyncio.create_task(sample_for_ever(watch, options.sample_every))]
+        tasks.append(asyncio.create_task(summarize_for_ever(watch, ledger, load_s)))
+        await asyncio.sleep(options.duration)
+        await disturbing
+        loaded_s = time.monotonic() - load_s
+        print("draining", flush=True)
+        await load.end()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await load.close()
+        samples = list(watch.samples)
+        if await watch.wait_until_up(2, REPLACED_S) is None:
+            ledger.broken.append("not both replicas are up after the run")
+        after = await settled(watch, before)
+        print(f"after: {shown(after)}", flush=True)
+        lag = await watch.metrics()
+    finally:
+        disturbance.release()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await load.close()
+        await watch.close()
+    return results(options, ledger, samples, before, after, loaded_s, lag, server.output)
+
+
+async def settled(watch: Watch, before: Json | None) -> Json:
+    """A sample when nothing is held any more, or what is held after DRAINED_S."""
+    begun_s = time.monotonic()
+    while True:
+        sample = await watch.take()
+        if before is None:
+            waits = any(sample[name] for name in ("kv_blocks", "open_requests", "sessions"))
+        else:
+            waits = bool(differences(before, sample))
+        if not waits or time.monotonic() - begun_s > DRAINED_S:
+            return sample
+        await asyncio.sleep(1.0)
+
+
+async def sample_for_ever(watch: Watch, every_s: float) -> None:
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            await watch.take()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            print(f"no sample: {type(error).__name__}: {error}", flush=True)
+
+
+async def summarize_for_ever(watch: Watch, ledger: Ledger, began_s: float) -> None:
+    """A line each minute."""
+    while True:
+        await asyncio.sleep(60.0)
+        minutes = (time.monotonic() - began_s) / 60
+        print(f"{minutes:4.0f} min: {ledger.sent} requests, {ledger.failed} failed, "
+              f"{ledger.rows.total()} rows, {len(ledger.broken)} broken; "
+              f"{shown(watch.samples[-1]) if watch.samples else ''}", flush=True)  # fmt: skip
+
+
+def shown(sample: Json) -> str:
+    held = ", ".join(f"{name} {sample[name]:.0f}" for name in HELD)
+    processes = {"server": sample["server"]}
+    processes |= {f"engine {number}": each for number, each in sample["engines"].items()}
+    parts = [
+        f"{name} {each['rss_mib']:.0f} MiB, {each['descriptors']} fds, {each['threads']} threads"
+        for name, each in processes.items()
+        if each is not None
+    ]
+    return "; ".join([held, *parts])
+
+
+def results(
+    options: argparse.Namespace,
+    ledger: Ledger,
+    samples: Sequence[Json],
+    before: Json,
+    after: Json,
+    loaded_s: float,
+    metrics: Mapping[str, float],
+    output: str,
+) -> Json:
+    """Everything that the page shows, and `reasons`: why the run has failed."""
+    growth = list(growths(samples))
+    reasons = [*ledger.broken]
+    reasons += [f"left after the run: {each}" for each in differences(before, after)]
+    reasons += [
+        f"{each.process} (pid {each.pid}) grows by {each.mib_per_h:.1f} MiB per hour"
+        for each in growth
+        if too_steep(each)
+    ]
+    for sign in ("Traceback (most recent call last)", "was never retrieved", "Unclosed"):
+        if count := output.count(sign):
+            reasons.append(f"{sign!r} stands {count} times in the log of the server")
+    every = max(1, len(samples) // 120)
+    lags = {
+        name.removeprefix("lag_le_"): count
+        for name, count in metrics.items()
+        if name.startswith("lag_le_")
+    }
+    return {
+        "environment": asdict(environment(SystemClock())),
+        "server": list(SERVER) + list(options.options),
+        "duration_s": round(loaded_s, 1),
+        "load": options.load,
+        "kill_every_s": options.kill_every,
+        "stop_every_s": options.stop_every,
+        "requests": {
+            name: {
+                "sent": kind.sent,
+                "ended": dict(kind.ended),
+                "seconds": spread(kind.seconds),
+                "gap_s": round(kind.gap_s, 3),
+            }
+            for name, kind in ledger.kinds.items()
+        },
+        "rows": dict(ledger.rows),
+        "troubles": ledger.troubles,
+        "before": before,
+        "after": after,
+        "loop_lag_at_most_s": lags,
+        "growth": [asdict(each) for each in growth],
+        "samples": list(samples[::every]),
+        "reasons": reasons,
+    }
+
+
+def spread(values: Sequence[float]) -> Json:
+    if not values:
+        return {}
+    ordered = sorted(values)
+    at = {f"p{q}": ordered[min(len(ordered) * q // 100, len(ordered) - 1)] for q in (50, 99)}
+    return {name: round(value, 3) for name, value in {**at, "max": ordered[-1]}.items()}
+
+
+# ---- The page.
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + "\n"
+
+
+def page(found: Json) -> str:
+    here = found["environment"]
+    parts = [
+        "# A soak of the server\n\n",
+        f"`bros serve {' '.join(found['server'])}` under mixed load for "
+        f"{found['duration_s'] / 60:.0f} minutes, while its engines are killed (every "
+        f"{found['kill_every_s']:.0f} s) and stopped (every {found['stop_every_s']:.0f} s). "
+        f"Written by `benchmarks/soak.py`. {here['cpu']}, {here['cores']} cores, "
+        f"torch {here['packages']['torch']}, commit {here['commit']}.\n\n",
+    ]
+    if found["reasons"]:
+        parts.append("**It did not hold:**\n\n")
+        parts += [f"- {reason}\n" for reason in found["reasons"][:50]] + ["\n"]
+    else:
+        parts.append("Everything held.\n\n")
+    parts += ["## Requests\n\n", _requests_table(found), _rows_line(found)]
+    parts += ["## Lost engines\n\n", _troubles_table(found)]
+    parts += ["## What is held\n\n", _held_table(found)]
+    parts += ["## Memory\n\n", _growth_table(found)]
+    return "".join(parts).rstrip("\n") + "\n"
+
+
+def _requests_table(found: Json) -> str:
+    rows = []
+    for name, kind in found["requests"].items():
+        ended = dict(kind["ended"])
+        took = kind["seconds"]
+        rows.append(
+            [
+                name,
+                str(kind["sent"]),
+                str(ended.pop("complete", 0)),
+                str(ended.pop("disconnected", 0)),
+                ", ".join(f"{count} {code}" for code, count in sorted(ended.items())) or "0",
+                *(f"{took[key]:.2f}" if took else "" for key in ("p50", "p99", "max")),
+                f"{kind['gap_s']:.2f}" if kind["gap_s"] else "",
+            ]
+        )
+    head = (
+        "kind",
+        "sent",
+        "complete",
+        "left by the client",
+        "failed",
+        "p50, s",
+        "p99, s",
+        "max, s",
+    )
+    return table((*head, "max, s", "longest gap, s"), rows)
+
+
+def _rows_line(found: Json) -> str:
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(found["rows"].items()))
+    return f"Rows of batches by outcome, each with exactly one: {counts or 'none'}.\n\n"
+
+
+def _troubles_table(found: Json) -> str:
+    rows = [
+        [
+            f"{each['at_s'] / 60:.1f}",
+            each["kind"],
+            str(each["number"]),
+            *("never" if each[key] is None else f"{each[key]:.1f}"
+              for key in ("noticed_s", "replaced_s")),
+        ]
+        for each in found["troubles"]
+    ]  # fmt: skip
+    return table(("minute", "", "replica", "noticed after, s", "up again after, s"), rows)
+
+
+def _held_table(found: Json) -> str:
+    before, after, samples = found["before"], found["after"], found["samples"]
+    rows = []
+    for name in HELD:
+        most = max((sample[name] for sample in samples), default=0)
+        rows.append([name.replace("_", " "), f"{before[name]:.0f}", f"{most:.0f}",
+                     f"{after[name]:.0f}"])  # fmt: skip
+    for key in SLACK:
+        for process in ("server", *(f"engine {number}" for number in before["engines"])):
+            row = [f"{key} of {process}"]
+            values = [_of(sample, process, key) for sample in samples]
+            most = max((value for value in values if value is not None), default=0)
+            row += [str(_of(before, process, key)), str(most), str(_of(after, process, key))]
+            rows.append(row)
+    text = ", ".join(f"{key}: {slack} more" for key, slack in SLACK.items())
+    note = (
+        "Blocks in the prefix cache are not held. After the run, figures must be those before it "
+        f"({text}). The largest values are those of the samples shown in the JSON file.\n\n"
+    )
+    return note + table(("", "before", "largest", "after"), rows)
+
+
+def _of(sample: Json, process: str, key: str) -> int | None:
+    figures = sample["server"] if process == "server" else sample["engines"].get(process.split()[1])
+    return None if figures is None else figures[key]
+
+
+def _growth_table(found: Json) -> str:
+    rows = [
+        [
+            f"{each['process']} ({each['pid']})",
+            f"{each['minutes']:.1f}",
+            f"{each['first_mib']:.0f}",
+            f"{each['last_mib']:.0f}",
+            "" if each["mib_per_h"] is None else f"{each['mib_per_h']:+.1f}",
+            f"{GROWTH_MIB_PER_H[each['process'].split()[0]]:.0f}"
+            if each["judged"]
+            else "too short",
+        ]
+        for each in found["growth"]
+    ]
+    note = (
+        "Resident memory in the second half of the life of each process (process id), and its "
+        "Theil-Sen slope.\n\n"
+    )
+    head = ("process", "minutes", "first, MiB", "last, MiB", "MiB per hour", "at most")
+    return note + table(head, rows)
+
+
+def write_page(folder: Path) -> None:
+    found = json.loads((folder / "soak_cpu.json").read_text(encoding="utf-8"))
+    (folder / "soak.md").write_text(page(found), encoding="utf-8")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--duration", type=float, default=3600.0, help="seconds of load")
+    parser.add_argument("--kill-every", type=float, default=300.0, help="seconds; 0: never")
+    parser.add_argument("--stop-every", type=float, default=600.0, help="seconds; 0: never")
+    parser.add_argument("--sample-every", type=float, default=5.0, help="seconds")
+    parser.add_argument("--load", type=float, default=1.0, help="factor on the rates of requests")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="folder for soak_cpu.json, soak.md and the log")
+    parser.add_argument("--page", type=Path, help="only write the page from this folder's results")
+    parser.add_argument("options", nargs="*", help="options of bros serve")
+    add_quick(parser, duration=15.0, kill_every=6.0, stop_every=0.0, sample_every=1.0)
+    return parser
+
+
+def main() -> None:
+    options = make_parser().parse_args()
+    if options.page is not None:
+        write_page(options.page)
+        return
+    # Both end the run as Ctrl-C does, also where the shell has turned SIGINT off.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    left: list[int] = []
+    try:
+        with running_server(*SERVER, *options.options) as server:
+            assert server.url
+            try:
+                found = asyncio.run(soak(server, options))
+            finally:
+                left = descendants(server.pid)
+                if options.out is not None:
+                    options.out.mkdir(parents=True, exist_ok=True)
+                    (options.out / "soak.log").write_text(server.output, encoding="utf-8")
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted") from None
+    finally:
+        for pid in left:
+            if exists(pid):
+                os.kill(pid, signal.SIGKILL)
+    if options.out is not None:
+        text = json.dumps(found, indent=1)
+        (options.out / "soak_cpu.json").write_text(text, encoding="utf-8")
+        write_page(options.out)
+    print(page(found))
+    if found["reasons"]:
+        raise SystemExit("it did not hold:\n" + "\n".join(found["reasons"]))
+
+
+if __name__ == "__main__":
+    main()

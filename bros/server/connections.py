@@ -1,0 +1,599 @@
+"""Connections: how many there may be, and how long a client may take to send and to read.
+
+uvicorn has a time limit for idle connections only, and none of asyncio's servers survives a lack of
+descriptors quietly. So connections are accepted here, and uvicorn's protocol is told what it lacks:
+
+    accept ─▶ HEADERS ─▶ BODY ─▶ RESPONSE ─▶ IDLE ─▶ HEADERS ...
+              waits ............ in use ...  waits
+
+A connection that waits has no request of its client in progress. When there are too many
+connections, a new one takes the place of the one that has waited longest. Only when all of them are
+in use is a new one refused. A response in progress is never cut, however long it takes, unless its
+client reads nothing at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import logging
+import os
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import httptools
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from bros.core.clock import Clock
+from bros.core.config import ServerConfig
+from bros.server.errors import INVALID_REQUEST, SERVER_ERROR, ApiError
+
+try:
+    import resource
+except ImportError:  # as on Windows, which has no such limit
+    resource = None  # type: ignore[assignment]
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+_RETRY_AFTER_S = 2
+_CLOSING_S, _ACCEPT_RETRY_S = 0.01, 0.2
+"""Pauses without descriptors, if a connection is being closed for the next one and if not."""
+
+_LINGER_S = 1.0
+"""A connection stays open for this long after an error, unless its client closes it: closing one
+whose client still sends would destroy the answer."""
+
+_TLS_SHUTDOWN_S = 5.0
+
+_MIN_BODY_RATE = 1024
+"""Bytes per second that the body of a request must have on average."""
+
+_READ_STALL_S = 300.0
+"""How long a client may read nothing while bytes wait for it."""
+
+_MAX_HEADER_BYTES = 65536
+_MAX_HEADERS = 128
+
+_LOG_EVERY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """Limits of a server's connections.
+
+    total: most open connections.
+    per_address: most from one address, or from one network of 64 bits with IPv6.
+    limits_own: whether `per_address` also holds for connections from this machine.
+    header_s: seconds for a request's headers, from its first byte or the beginning of a connection.
+    body_s: seconds in which a body must be complete, or bring body_s * _MIN_BODY_RATE bytes.
+    """
+
+    total: int = 2048
+    per_address: int = 1024
+    limits_own: bool = False
+    header_s: float = 15.0
+    body_s: float = 30.0
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> ConnectionLimits:
+        """Those of a server, as far as the process has descriptors for them. Call it when the
+        server has opened its files."""
+        total = min(config.max_connections, _free_descriptors())
+        if total < config.max_connections:
+            logger.warning(
+                "at most %d connections instead of --max-connections %d: the process may have no "
+                "more descriptors (ulimit -n)",
+                total,
+                config.max_connections,
+            )
+        given = config.max_connections_per_address
+        return cls(
+            total=total,
+            per_address=given or max(total // 2, 1),
+            limits_own=given is not None,
+            header_s=config.header_timeout,
+            body_s=config.body_timeout,
+        )
+
+
+_MIN_CONNECTIONS = 8
+_UNLIMITED = 2**20
+
+
+def _free_descriptors() -> int:
+    """Descriptors that connections may take; some stay free for files, engines and batches."""
+    if resource is None:
+        return _UNLIMITED
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return _UNLIMITED
+    try:
+        used = len(os.listdir("/dev/fd"))
+    except OSError:
+        used = 64
+    return max(soft - used - max(soft // 8, 32), _MIN_CONNECTIONS)
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process have as many descriptors as it may."""
+    if resource is None:
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS refuses what it reports as unlimited
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class Closed(Enum):
+    """Why the server has closed or refused a connection before its client did."""
+
+    TOO_MANY = "too_many"
+    TOO_MANY_OF_ADDRESS = "too_many_of_address"
+    REPLACED = "replaced"
+    HEADER_TIMEOUT = "header_timeout"
+    BODY_TIMEOUT = "body_timeout"
+    READ_TIMEOUT = "read_timeout"
+    INVALID = "invalid"
+
+
+class Connections:
+    """All connections of one server."""
+
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        config: uvicorn.Config,
+        state: ServerState,
+        clock: Clock,
+        count: Callable[[str], None],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """state: uvicorn's. count: called with the reason of each connection closed early."""
+        self.limits = limits
+        self._config = config
+        self._state = state
+        self._clock = clock
+        self._count = count
+        self._tls = tls
+        self._open: dict[Connection, None] = {}
+        self._by_address: Counter[str] = Counter()
+        self._waiting: dict[Connection, None] = {}  # since the longest time first
+        self._lingering: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._accepting: asyncio.Task[None] | None = None
+        self._checking: asyncio.Task[None] | None = None
+        self._unlogged: Counter[str] = Counter()
+        self._next_log_s = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def listen(self, bound: socket.socket) -> None:
+        """Accept connections until `stop_accepting`."""
+        bound.setblocking(False)
+        bound.listen(_BACKLOG)
+        self._accepting = asyncio.create_task(self._accept(bound), name="accept")
+        self._checking = asyncio.create_task(self._check(), name="connections")
+
+    async def stop_accepting(self) -> None:
+        """The limits still hold for the connections that are open."""
+        await _cancelled(self._accepting)
+        for connection in [each for each in self._open if each.handshake is not None]:
+            connection.end()
+        for refused in list(self._lingering):
+            self._stop_lingering(refused)
+
+    async def close(self) -> None:
+        """Call it when the last connection has been closed."""
+        await _cancelled(self._checking)
+
+    # ---- What connections report.
+
+    def waits(self, connection: Connection, *, waits: bool) -> None:
+        """A connection has no request in progress, or has one again."""
+        if waits:
+            self._waiting[connection] = None
+        else:
+            self._waiting.pop(connection, None)
+
+    def remove(self, connection: Connection) -> None:
+        """A connection has been closed. Repeated calls do nothing."""
+        if connection not in self._open:
+            return
+        del self._open[connection]
+        self._waiting.pop(connection, None)
+        self._by_address[connection.address] -= 1
+        if not self._by_address[connection.address]:
+            del self._by_address[connection.address]
+
+    def note(self, why: Closed) -> None:
+        """Count a connection that the server closes early, and log a summary now and then: a line
+        per connection would let clients fill a disk."""
+        self._count(why.value)
+        self._log(why.value)
+
+    def _log(self, what: str) -> None:
+        self._unlogged[what] += 1
+        now = self._clock.now()
+        if now < self._next_log_s:
+            return
+        self._next_log_s = now + _LOG_EVERY_S
+        counts = ", ".join(f"{count} {name}" for name, count in self._unlogged.items())
+        self._unlogged.clear()
+        logger.warning(
+            "connections closed or refused since the last such line: %s (%d open, at most %d)",
+            counts,
+            len(self._open),
+            self.limits.total,
+        )
+
+    # ---- Accepting.
+
+    async def _accept(self, bound: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, address = await loop.sock_accept(bound)
+            except OSError as error:
+                if error.errno in _NO_RESOURCES:
+                    self._log(f"not accepted ({error.strerror})")
+                    await asyncio.sleep(_CLOSING_S if self._replace(None) else _ACCEPT_RETRY_S)
+                continue  # else the client has left again
+            try:
+                self._admit(accepted, _network(address))
+            except OSError:
+                accepted.close()
+            await asyncio.sleep(0)  # a flood of connections must not keep other tasks from running
+
+    def _admit(self, accepted: socket.socket, address: str) -> None:
+        limits = self.limits
+        limited = limits.limits_own or address != _OWN
+        if limited and self._by_address[address] >= limits.per_address:
+            if not self._replace(address):
+                self._refuse(accepted, Closed.TOO_MANY_OF_ADDRESS)
+                return
+        elif len(self._open) >= limits.total and not self._replace(None):
+            self._refuse(accepted, Closed.TOO_MANY)
+            return
+        connection = Connection(self._config, self._state, self, address)
+        self._open[connection] = None
+        self._by_address[address] += 1
+        self._waiting[connection] = None
+        connection.handshake = asyncio.create_task(self._connect(connection, accepted))
+        connection.handshake.add_done_callback(
+            lambda task: self._connected(connection, accepted, task)
+        )
+
+    async def _connect(self, connection: Connection, accepted: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        if self._tls is None:
+            await loop.connect_accepted_socket(lambda: connection, accepted)
+            return
+        await loop.connect_accepted_socket(
+            lambda: connection,
+            accepted,
+            ssl=self._tls,
+            ssl_handshake_timeout=self.limits.header_s,
+            ssl_shutdown_timeout=_TLS_SHUTDOWN_S,
+        )
+
+    def _connected(
+        self, connection: Connection, accepted: socket.socket, task: asyncio.Task[None]
+    ) -> None:
+        connection.handshake = None
+        if connection.transport is None:  # the handshake has failed, or was cancelled
+            self.remove(connection)
+            accepted.close()
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, OSError):
+            logger.error("a connection failed", exc_info=error)
+
+    def _replace(self, address: str | None) -> bool:
+        """End the connection that has waited longest, of an address or of any; whether one has."""
+        for connection in self._waiting:
+            if connection.unsent == 0 and address in (None, connection.address):
+                self.note(Closed.REPLACED)
+                connection.end()
+                return True
+        return False
+
+    def _refuse(self, accepted: socket.socket, why: Closed) -> None:
+        self.note(why)
+        # The answer needs some time to arrive, see _LINGER_S, for which descriptors are scarce.
+        if self._tls is not None or len(self._lingering) > self.limits.total // 8:
+            accepted.close()
+            return
+        with contextlib.suppress(OSError):
+            accepted.send(_BUSY[why])
+            accepted.shutdown(socket.SHUT_WR)
+        loop = asyncio.get_running_loop()
+        self._lingering[accepted] = loop.call_later(_LINGER_S, self._stop_lingering, accepted)
+
+    def _stop_lingering(self, refused: socket.socket) -> None:
+        self._lingering.pop(refused).cancel()
+        refused.close()
+
+    async def _check(self) -> None:
+        limits = self.limits
+        every_s = min(limits.header_s, limits.body_s, 4.0) / 4
+        while True:
+            await asyncio.sleep(every_s)
+            for connection in list(self._open):
+                connection.check(every_s)
+
+
+async def _cancelled(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+_NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+_OWN = "this machine"
+
+
+def _network(address: tuple[Any, ...]) -> str:
+    """What connections are counted by: an IPv4 address, the first 64 bits of an IPv6 address, of
+    which one client has all the others, or _OWN."""
+    if address[0] == "127.0.0.1":
+        return _OWN
+    ip = ipaddress.ip_address(address[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        ip = ip.ipv4_mapped or ip
+    if ip.is_loopback:
+        return _OWN
+    if isinstance(ip, ipaddress.IPv4Address):
+        return str(ip)
+    return str(ipaddress.IPv6Address(int(ip) >> 64 << 64))
+
+
+def _answer(status: str, error: ApiError) -> bytes:
+    """A whole response that ends its connection."""
+    body = error.to_json().encode()
+    lines = [
+        f"HTTP/1.1 {status}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        "connection: close",
+        *(f"{name}: {value}" for name, value in error.headers.items()),
+    ]
+    return "\r\n".join([*lines, "", ""]).encode("ascii") + body
+
+
+def _busy(message: str, code: str) -> bytes:
+    error = ApiError(
+        status=503,
+        message=message,
+        type=SERVER_ERROR,
+        code=code,
+        headers={"retry-after": str(_RETRY_AFTER_S)},
+    )
+    return _answer("503 Service Unavailable", error)
+
+
+_BUSY = {
+    Closed.TOO_MANY: _busy("The server has too many connections.", "too_many_connections"),
+    Closed.TOO_MANY_OF_ADDRESS: _busy(
+        "The server has too many connections from your address.", "too_many_connections"
+    ),
+}
+
+
+def _invalid(status: str, message: str, code: str) -> bytes:
+    number = int(status.split()[0])
+    return _answer(
+        status, ApiError(status=number, message=message, type=INVALID_REQUEST, code=code)
+    )
+
+
+_TIMEOUT = "408 Request Timeout"
+
+
+class _Stage(Enum):
+    HEADERS = auto()
+    BODY = auto()
+    RESPONSE = auto()
+    IDLE = auto()
+    CLOSING = auto()
+
+
+class _InvalidRequest(Exception):
+    """What is wrong with the headers of a request."""
+
+
+class Connection(HttpToolsProtocol):
+    """One connection: uvicorn's protocol with limits.
+
+    address: what it is counted by.
+    handshake: accepts it, with the handshake of TLS; None afterwards.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, state: ServerState, connections: Connections, address: str
+    ) -> None:
+        super().__init__(config, state, {}, asyncio.get_running_loop())
+        self.address = address
+        self.handshake: asyncio.Task[None] | None = None
+        self._connections = connections
+        self._limits = connections.limits
+        self._stage = _Stage.HEADERS
+        self._waited_s = 0.0  # since the stage began; a body waits only while the server reads
+        self._received = 0
+        self._unsent = 0  # at the last check
+        self._stalled_s = 0.0
+
+    def end(self) -> None:
+        """Close it at once."""
+        if self.transport is not None:
+            self.transport.abort()
+        elif self.handshake is not None:
+            self.handshake.cancel()
+        self._connections.remove(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.remove(self)
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+    # ---- Time limits.
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that its client has not read yet, apart from those in the kernel's buffers."""
+        return 0 if self.transport is None else self.transport.get_write_buffer_size()
+
+    def check(self, elapsed_s: float) -> None:
+        """Apply the time limits. elapsed_s: since the last call."""
+        if self.transport is None:
+            return  # a TLS handshake has its own time limit
+        unsent = self.unsent
+        self._stalled_s = self._stalled_s + elapsed_s if 0 < self._unsent <= unsent else 0.0
+        self._unsent = unsent
+        if self._stalled_s >= _READ_STALL_S:
+            self._connections.note(Closed.READ_TIMEOUT)
+            self.transport.abort()
+        elif self._stage is _Stage.HEADERS:
+            self._waited_s += elapsed_s
+            if self._waited_s >= self._limits.header_s:
+                self._on_header_timeout()
+        elif self._stage is _Stage.BODY and not self.flow.read_paused:
+            self._waited_s += elapsed_s
+            if self._waited_s >= self._limits.body_s:
+                self._on_body_window()
+        elif self._stage is _Stage.CLOSING:
+            self._waited_s += elapsed_s
+            if self._waited_s >= _LINGER_S:
+                self.transport.abort()
+
+    def _on_header_timeout(self) -> None:
+        if not self._received:  # browsers open connections in advance
+            self.transport.abort()
+            return
+        message = f"The headers did not arrive within {self._limits.header_s:g} seconds."
+        self._fail(Closed.HEADER_TIMEOUT, _invalid(_TIMEOUT, message, "request_timeout"))
+
+    def _on_body_window(self) -> None:
+        # A body that has already been refused gets no second window.
+        enough = self._received >= self._limits.body_s * _MIN_BODY_RATE
+        if enough and not self.cycle.response_complete:
+            self._waited_s, self._received = 0.0, 0
+            return
+        message = (
+            f"The body arrived too slowly: {self._received} bytes in {self._limits.body_s:g} "
+            "seconds."
+        )
+        self._fail(Closed.BODY_TIMEOUT, _invalid(_TIMEOUT, message, "request_timeout"))
+
+    def _enter(self, stage: _Stage) -> None:
+        self._stage = stage
+        self._waited_s, self._received = 0.0, 0
+
+    # ---- What arrives.
+
+    def data_received(self, data: bytes) -> None:
+        if self._stage is _Stage.CLOSING:
+            return
+        if self._stage is _Stage.IDLE:
+            self._unset_keepalive_if_required()
+            self._enter(_Stage.HEADERS)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self.cycle.keep_alive = False  # the request is answered without the upgrade
+        except httptools.HttpParserError as error:
+            reason = error.__context__ if isinstance(error.__context__, _InvalidRequest) else error
+            message = f"Invalid HTTP request: {reason}."
+            self._fail(
+                Closed.INVALID, _invalid("400 Bad Request", message[:300], "invalid_http_request")
+            )
+            return
+        if self._stage is _Stage.HEADERS:
+            self._received += len(data)
+            if self._received > _MAX_HEADER_BYTES:
+                message = f"The headers are longer than {_MAX_HEADER_BYTES} bytes."
+                status = "431 Request Header Fields Too Large"
+                self._fail(Closed.INVALID, _invalid(status, message, "headers_too_large"))
+
+    def _fail(self, why: Closed, answer: bytes) -> None:
+        """Answer, unless a response is in progress, and close the connection."""
+        if self.transport.is_closing() or self._stage is _Stage.CLOSING:
+            return
+        self._connections.note(why)
+        cycle = self.cycle
+        answering = cycle is not None and cycle.response_started and not cycle.response_complete
+        if answering or self.pipeline or self._stage is _Stage.RESPONSE:
+            self.transport.abort()
+            return
+        if self._stage is _Stage.BODY:
+            cycle.disconnected = True  # the application's own answer is dropped
+            cycle.message_event.set()
+        self.transport.write(answer)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            self._enter(_Stage.CLOSING)
+            self._connections.waits(self, waits=True)
+        else:
+            self.transport.close()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) >= _MAX_HEADERS:
+            raise _InvalidRequest(f"it has more than {_MAX_HEADERS} headers")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        _check_framing(self.headers, self.parser.get_http_version(), self.url)
+        super().on_headers_complete()
+        self._connections.waits(self, waits=False)
+        self._enter(_Stage.BODY)
+
+    def on_body(self, body: bytes) -> None:
+        self._received += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if self._stage is _Stage.BODY:
+            self._enter(_Stage.RESPONSE)
+            if self.cycle.response_complete:
+                self._wait()
+
+    def on_response_complete(self) -> None:
+        last = not self.pipeline
+        super().on_response_complete()
+        if last and self._stage is _Stage.RESPONSE:
+            self._wait()
+
+    def _wait(self) -> None:
+        self._enter(_Stage.IDLE)
+        self._connections.waits(self, waits=True)
+
+
+def _check_framing(headers: list[tuple[bytes, bytes]], version: str, url: bytes) -> None:
+    """Raises _InvalidRequest if another server could see other requests in the same bytes, or
+    another host. Most of it httptools refuses, too, but not each of its versions."""
+    lengths = [value for name, value in headers if name == b"content-length"]
+    codings = [value for name, value in headers if name == b"transfer-encoding"]
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(lengths) + len(codings) > 1:
+        raise _InvalidRequest("it has more than one Content-Length or Transfer-Encoding")
+    if codings and (codings[0].strip().lower() != b"chunked" or version == "1.0"):
+        raise _InvalidRequest("its Transfer-Encoding is not chunked, or it is HTTP/1.0")
+    if lengths and not (lengths[0].isdigit() and len(lengths[0]) < 19):
+        raise _InvalidRequest("its Content-Length is not a number")
+    if any(name == b"upgrade" for name, _ in headers) and (codings or lengths not in ([], [b"0"])):
+        raise _InvalidRequest("it has a body and asks for an upgrade; use HTTP/1.1 without Upgrade")
+    if len(hosts) > 1 or (not hosts and version == "1.1"):
+        raise _InvalidRequest("it has no Host header, or more than one")
+    if not url.startswith(b"/") and hosts:
+        _, _, rest = url.partition(b"://")
+        if rest.partition(b"/")[0].lower() != hosts[0].lower():
+            raise _InvalidRequest("its target names another host than its Host header")
