@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -311,6 +313,25 @@ def test_a_full_queue_refuses_its_own_class_only_and_says_when_to_retry() -> Non
     with pytest.raises(QueueFullError) as caught:
         scheduler.submit(request("f", 1), now=15.0)
     assert caught.value.retry_after_s == 5.0
+
+
+def test_a_tenant_that_fills_the_queue_leaves_others_their_share() -> None:
+    scheduler, names = make_scheduler(max_queue=6), itertools.count()
+
+    def accepted(tenant: str, wanted: int) -> int:
+        """How many of so many requests of a tenant are accepted."""
+        count = 0
+        for _ in range(wanted):
+            each = dataclasses.replace(request(f"{next(names)}", 1, BE), tenant=tenant)
+            with contextlib.suppress(QueueFullError):
+                scheduler.submit(each, now=0.0)
+                count += 1
+        return count
+
+    assert accepted("ann", 10) == 6
+    assert accepted("bob", 10) == 3
+    assert accepted("cid", 10) == 2
+    assert accepted("ann", 1) == accepted("bob", 1) == 0
 
 
 def test_aborting_frees_memory_at_once_and_unknown_ids_are_ignored() -> None:

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
@@ -14,9 +15,10 @@ from bros.core.config import ServerConfig
 from bros.core.errors import ConfigError
 from bros.core.interfaces import RequestTrace
 from bros.core.request import ServiceClass, Slo
+from bros.core.tenants import Resource
 from bros.server.tenants import Tenants, load_tenants
 from support.batch_server import BatchServer, batch_server, jsonl, openai_client, row, until
-from support.scripted_server import assert_envelope
+from support.scripted_server import Server, assert_envelope
 
 _UNKNOWN = (
     "The request 'unknown' is unknown; the server keeps traces of running and recent requests only."
@@ -266,3 +268,70 @@ async def test_tenants_outlive_the_server(tmp_path: Path, keys: str) -> None:
         assert (await ann.files.content(done.output_file_id or "")).content
         with pytest.raises(openai.NotFoundError):
             await server.client.batches.retrieve(batch.id)
+
+
+LIMITED = """
+ann  ann-key  max_requests=2 max_sessions=1
+bob  bob-key
+"""
+
+
+@pytest.fixture
+def limited(tmp_path: Path) -> Server:
+    keys = tmp_path / "keys"
+    keys.write_text(LIMITED)
+    return Server(api_keys=str(keys))
+
+
+def of(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {name}-key"}
+
+
+@pytest.mark.parametrize("tier", ["default", "flex"])
+async def test_open_requests_are_limited_by_tenant_and_class(limited: Server, tier: str) -> None:
+    limited.engine.hold_after = 1
+    body = {"prompt": "one", "service_tier": tier}
+
+    async def ask(name: str, **fields: object) -> httpx.Response:
+        return await limited.http.post("/v1/completions", json=body | fields, headers=of(name))
+
+    both = asyncio.ensure_future(ask("ann", n=2))
+    await limited.engine.holding.wait()
+    refused = await ask("ann")
+    error = assert_envelope(refused, 429)
+    assert error["code"] == "tenant_limit_exceeded" and "max_requests" in error["message"]
+    assert refused.headers["retry-after"] == "1" and "x-should-retry" not in refused.headers
+    assert_envelope(await ask("ann", n=3), 400)
+    other = asyncio.ensure_future(ask("bob"))
+    limited.engine.go_on.set()
+    assert {(await both).status_code, (await other).status_code} == {200}
+    assert limited.accounts.held == {}
+    assert (await ask("ann", n=2)).status_code == 200
+
+
+async def test_a_client_that_leaves_holds_nothing_any_more(limited: Server) -> None:
+    limited.engine.hold_after = 1
+    body = {"prompt": "one", "n": 2, "stream": True}
+    asked = limited.http.post("/v1/completions", json=body, headers=of("ann"))
+    leaving = asyncio.ensure_future(asked)
+    await limited.engine.holding.wait()
+    assert limited.accounts.used("ann", Resource.RT_REQUESTS) == 2
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    await until(lambda: not limited.accounts.held)
+
+
+async def test_sessions_are_limited_by_tenant(limited: Server) -> None:
+    async def open_one(name: str) -> httpx.Response:
+        return await limited.http.post("/v1/sessions", json={}, headers=of(name))
+
+    first = await open_one("ann")
+    assert first.status_code == 200
+    refused = await open_one("ann")
+    error = assert_envelope(refused, 429)
+    assert error["code"] == "tenant_limit_exceeded" and "max_sessions" in error["message"]
+    assert refused.headers["retry-after"] == "60" and refused.headers["x-should-retry"] == "false"
+    assert (await open_one("bob")).status_code == 200
+    gone = await limited.http.delete(f"/v1/sessions/{first.json()['id']}", headers=of("ann"))
+    assert gone.status_code == 200
+    assert (await open_one("ann")).status_code == 200

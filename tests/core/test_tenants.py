@@ -1,0 +1,112 @@
+"""What tenants hold is counted, whatever is released when, and limited."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bros.core.errors import InvalidRequestError, TenantLimitError
+from bros.core.fair import FairMemory
+from bros.core.tenants import Holding, Resource, TenantAccounts, TenantLimits
+from support.tier import examples
+
+TENANTS = ["ann", "bob"]
+RESOURCES = [Resource.RT_REQUESTS, Resource.SESSION_CHARS]
+LIMITS = TenantLimits(requests=3, session_chars=10)
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("hold"),
+            st.sampled_from(TENANTS),
+            st.sampled_from(RESOURCES),
+            st.integers(0, 12),
+        ),
+        st.tuples(st.just("resize"), st.integers(0, 20), st.integers(0, 12)),
+        st.tuples(st.just("release"), st.integers(0, 20)),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=examples(100))
+@given(STEPS)
+def test_what_is_counted_is_what_is_held(steps: list[tuple[object, ...]]) -> None:
+    accounts = TenantAccounts({"ann": LIMITS}, TenantLimits())
+    holdings: list[Holding] = []
+    amounts: dict[Holding, int] = {}
+    for step in steps:
+        match step:
+            case ("hold", str(tenant), Resource() as resource, int(amount)):
+                used, limit = accounts.used(tenant, resource), accounts.limits(tenant).of(resource)
+                fits = limit is None or used + amount <= limit
+                try:
+                    holding = accounts.hold(tenant, resource, amount)
+                except TenantLimitError:
+                    assert not fits and limit is not None and amount <= limit
+                except InvalidRequestError:
+                    assert not fits and limit is not None and amount > limit
+                else:
+                    assert fits
+                    holdings.append(holding)
+                    amounts[holding] = amount
+            case ("resize", int(number), int(amount)) if number < len(holdings):
+                holdings[number].resize(amount)
+                if holdings[number] in amounts:
+                    amounts[holdings[number]] = amount
+            case ("release", int(number)) if number < len(holdings):
+                holdings[number].release()
+                amounts.pop(holdings[number], None)
+        accounts.check_integrity(amounts)
+    for holding in holdings:
+        holding.release()
+    assert accounts.held == {}
+
+
+def test_a_refusal_names_the_limit_and_when_to_retry() -> None:
+    accounts = TenantAccounts({"ann": LIMITS, "bob": LIMITS})
+    with accounts.hold("ann", Resource.BE_REQUESTS, 3):
+        with pytest.raises(TenantLimitError) as refused:
+            accounts.hold("ann", Resource.BE_REQUESTS)
+        accounts.hold("bob", Resource.BE_REQUESTS, 3).release()
+        accounts.hold("ann", Resource.RT_REQUESTS, 3).release()
+    assert str(refused.value) == (
+        "Your API key has 3 open best-effort requests, and its limit is 3 (max_requests)."
+    )
+    assert refused.value.ends_soon and refused.value.retry_after_s == 1.0
+    with pytest.raises(InvalidRequestError, match="limit of your API key is 3 .* needs 4"):
+        accounts.hold("ann", Resource.BE_REQUESTS, 4)
+    with accounts.hold("ann", Resource.SESSION_CHARS, 10):
+        with pytest.raises(TenantLimitError) as later:
+            accounts.hold("ann", Resource.SESSION_CHARS)
+    assert not later.value.ends_soon and later.value.retry_after_s == 60.0
+
+
+@settings(max_examples=examples(100))
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9)), max_size=40))
+def test_a_full_memory_forgets_the_oldest_of_the_tenant_that_has_most(
+    puts: list[tuple[str, int]],
+) -> None:
+    memory: FairMemory[tuple[str, int], int] = FairMemory(5)
+    expected: dict[str, OrderedDict[int, int]] = {}
+    for count, (tenant, key) in enumerate(puts):
+        memory.put(tenant, (tenant, key), count)
+        of_tenant = expected.setdefault(tenant, OrderedDict())
+        of_tenant.pop(key, None)
+        of_tenant[key] = count
+        if sum(map(len, expected.values())) > 5:
+            most = max(map(len, expected.values()))
+            # Of tenants with equally many, either may lose one.
+            (loser,) = (
+                name
+                for name, values in expected.items()
+                if len(values) == most and memory.get((name, next(iter(values)))) is None
+            )
+            expected[loser].popitem(last=False)
+        memory.check_integrity()
+        for name, values in expected.items():
+            assert memory.count(name) == len(values)
+            assert all(memory.get((name, key)) == value for key, value in values.items())
