@@ -8,7 +8,14 @@ from typing import Protocol, runtime_checkable
 
 from bros.core.errors import EngineDeadError
 from bros.core.plan import StepPlan, StepResult
-from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
+from bros.core.request import (
+    EngineRequest,
+    FinishReason,
+    Output,
+    RequestOutput,
+    ServiceClass,
+    Slo,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +330,7 @@ class LaunchingExecutor(Executor, Protocol):
         ...
 
 
-OutputSink = Callable[[RequestOutput | EngineDeadError], None]
+OutputSink = Callable[[Output | EngineDeadError], None]
 """Receives the outputs of one request in order. The last one has a finish_reason or is an
 EngineDeadError."""
 

@@ -287,7 +287,7 @@ class RequestOutput:
     token_ids: new tokens; with finish_reason STOP the last one is the stop token (EOS or one of
         stop_token_ids), which is not shown as text.
     logprobs: one per token, if requested.
-    cached_tokens: prompt tokens that were in the prefix cache.
+    cached_tokens: in the first output: prompt tokens that were in the prefix cache.
     error: with finish_reason ERROR: why the request failed.
     retry_after_s: with finish_reason ERROR: the request was dropped for lack of capacity; the
         client may retry after this many seconds.
@@ -300,6 +300,29 @@ class RequestOutput:
     cached_tokens: int = 0
     error: str | None = None
     retry_after_s: float | None = None
+
+
+TokenOutput = tuple[str, int]
+"""(request id, token id): an output that has one token and nothing else, as nearly all have. It is
+sent and handled for every token of every stream, where the fields of RequestOutput cost too much.
+"""
+
+Output = RequestOutput | TokenOutput
+
+
+def shortened(output: RequestOutput) -> Output:
+    """The output as a TokenOutput, if that says the same."""
+    token_ids = output.token_ids
+    if len(token_ids) != 1 or output.finish_reason or output.logprobs or output.cached_tokens:
+        return output
+    return output.request_id, token_ids[0]
+
+
+def expanded(output: Output) -> RequestOutput:
+    """The same output with all fields."""
+    if isinstance(output, RequestOutput):
+        return output
+    return RequestOutput(request_id=output[0], token_ids=(output[1],))
 
 
 # ---- Request ids, from a generator that is passed in so that runs can be repeated.
@@ -315,4 +338,9 @@ class IdGenerator:
         self._rng = rng
 
     def new(self, prefix: str, separator: str = "-") -> str:
-        return f"{prefix}{separator}{''.join(self._rng.choices(_ALPHABET, k=24))}"
+        number = self._rng.getrandbits(142)  # at once: the server's generator asks the kernel
+        name = ""
+        for _ in range(24):
+            number, digit = divmod(number, len(_ALPHABET))
+            name += _ALPHABET[digit]
+        return f"{prefix}{separator}{name}"

@@ -10,7 +10,14 @@ from typing import Any
 
 from bros.core.errors import EngineDeadError, InvalidRequestError
 from bros.core.interfaces import EngineInfo, EngineReport, EngineStats, OutputSink, RequestTrace
-from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
+from bros.core.request import (
+    EngineRequest,
+    Output,
+    RequestOutput,
+    ServiceClass,
+    Slo,
+    expanded,
+)
 from bros.engine.messages import (
     Abort,
     Accepted,
@@ -73,11 +80,12 @@ class OutputStream:
             if output.finish_reason is not None:
                 return
 
-    def _put_in_slot(self, item: RequestOutput | EngineDeadError) -> None:
+    def _put_in_slot(self, item: Output | EngineDeadError) -> None:
         if isinstance(item, EngineDeadError):
             self._death = item
         else:
-            self._slot = item if self._slot is None else merged(self._slot, item)
+            output = expanded(item)
+            self._slot = output if self._slot is None else merged(self._slot, output)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
@@ -259,16 +267,18 @@ class MessageClient:
         finally:
             self._queries.pop(query_id, None)
 
-    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+    def _deliver(self, outputs: Sequence[Output]) -> None:
         """Put each output of a step into the stream of its request."""
         streams = self._streams
         for output in outputs:
-            stream = streams.get(output.request_id)
-            if stream is None:
-                continue  # the caller cancelled `submit` before the engine had accepted
-            if output.finish_reason is not None:
-                del streams[output.request_id]
-            stream.put(output)
+            if isinstance(output, tuple):
+                stream = streams.get(output[0])
+            elif output.finish_reason is None:
+                stream = streams.get(output.request_id)
+            else:
+                stream = streams.pop(output.request_id, None)
+            if stream is not None:  # else `submit` was cancelled before the engine had accepted
+                stream.put(output)
 
     def _resolve(self, request_id: str, result: ServiceClass | Exception) -> None:
         future = self._submissions.get(request_id)

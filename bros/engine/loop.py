@@ -80,7 +80,7 @@ def run_engine(engine: Engine, transport: Transport, progress: Progress | None =
             handle(command, engine, transport)
         outputs = engine.step(arrivals)
         if outputs:
-            transport.send(Outputs(tuple(outputs)))
+            transport.send(Outputs.of(outputs))
         report = engine.due_report()
         if report is not None:  # after the output tokens that it may list as cached
             transport.send(Reported(report))

@@ -8,6 +8,7 @@ engine -> client   Ready, Accepted, Refused, Outputs, StatsReply, TraceReply, Re
 from __future__ import annotations
 
 import queue
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from bros.core.errors import (
@@ -18,7 +19,14 @@ from bros.core.errors import (
     QueueFullError,
 )
 from bros.core.interfaces import EngineInfo, EngineReport, EngineStats, RequestTrace
-from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
+from bros.core.request import (
+    EngineRequest,
+    Output,
+    RequestOutput,
+    ServiceClass,
+    Slo,
+    shortened,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +137,12 @@ class Refused:
 class Outputs:
     """All outputs of one step."""
 
-    outputs: tuple[RequestOutput, ...]
+    outputs: tuple[Output, ...]
+
+    @classmethod
+    def of(cls, outputs: Iterable[RequestOutput]) -> Outputs:
+        """Outputs in their short form, where they have one."""
+        return cls(tuple(map(shortened, outputs)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from bros.core.errors import (
     QueueFullError,
 )
 from bros.core.interfaces import Placement, RequestStream
-from bros.core.request import FinishReason, RequestOutput
+from bros.core.request import FinishReason, Output, RequestOutput, expanded
 from bros.router.replica_set import ReplicaHandle, ReplicaSet, RoutedRequest
 
 logger = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ class Dispatcher:
         item.connected = False
 
     def _on_output(
-        self, item: RoutedRequest, connection: int, output: RequestOutput | EngineDeadError
+        self, item: RoutedRequest, connection: int, output: Output | EngineDeadError
     ) -> None:
         """Handle an output of an engine; this is the OutputSink of its stream."""
         if connection != item.connection:
@@ -234,12 +234,18 @@ class Dispatcher:
         try:
             if isinstance(output, EngineDeadError):
                 self._on_death(item, output)
-            elif output.finish_reason is not None and self._must_continue(item, output):
-                self._continue_elsewhere(item)
+            elif isinstance(output, tuple) and item.has_output:  # nearly always
+                item.forward(output)
             else:
-                self._deliver(item, output)
+                self._on_full_output(item, expanded(output))
         except Exception as error:  # a bug must not affect other requests
             self._fail(item, error)
+
+    def _on_full_output(self, item: RoutedRequest, output: RequestOutput) -> None:
+        if output.finish_reason is not None and self._must_continue(item, output):
+            self._continue_elsewhere(item)
+        else:
+            self._deliver(item, output)
 
     def _on_death(self, item: RoutedRequest, error: EngineDeadError) -> None:
         """Its engine has died. Raises _LostTooOftenError."""

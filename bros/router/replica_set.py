@@ -31,7 +31,14 @@ from bros.core.interfaces import (
     ReportingClient,
     RequestStream,
 )
-from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
+from bros.core.request import (
+    EngineRequest,
+    FinishReason,
+    Output,
+    RequestOutput,
+    ServiceClass,
+    Slo,
+)
 from bros.engine.client import OutputStream
 from bros.router.fleet import Fleet
 from bros.router.state import ReplicaFacts
@@ -371,13 +378,16 @@ class RoutedRequest:
             original, service_class=ServiceClass.RT, slo=slo, arrival_s=self.promoted_s
         )
 
-    def forward(self, output: RequestOutput) -> None:
-        """Send an output to the client. Its cached tokens are those of the first engine."""
-        if self._cached_tokens is None:
-            self._cached_tokens = output.cached_tokens
-        elif output.cached_tokens != self._cached_tokens:
-            output = dataclasses.replace(output, cached_tokens=self._cached_tokens)
-        self.output_ids += output.token_ids
+    def forward(self, output: Output) -> None:
+        """Send an output to the client. Only the first engine's cached tokens count."""
+        if isinstance(output, tuple):
+            self.output_ids.append(output[1])
+        else:
+            if self._cached_tokens is None:
+                self._cached_tokens = output.cached_tokens
+            elif output.cached_tokens:
+                output = dataclasses.replace(output, cached_tokens=0)
+            self.output_ids += output.token_ids
         self.stream.put(output)
 
     def end(

@@ -331,13 +331,14 @@ class Scheduler:
                 self._finish(state, FinishReason.ERROR, now)
                 outputs.append(_error_output(state, sample.error))
                 continue
+            first = state.record.last_token_s is None
             outputs.append(
                 RequestOutput(
                     request_id=sample.request_id,
                     token_ids=(sample.token_id,),
                     logprobs=(sample.logprobs,) if sample.logprobs else (),
                     finish_reason=take_token(state, sample.token_id, now),
-                    cached_tokens=state.num_reused or 0,
+                    cached_tokens=state.num_reused or 0 if first else 0,
                 )
             )
         return outputs

@@ -249,14 +249,14 @@ async def offload(state: ServerState, tenant: str, work: Callable[[], T], size: 
 
 
 class ChunkedBody:
-    """Writes chunks of a response body to uvicorn's transport. It costs a third of ASGI's `send`:
-    1.9 instead of 5.2 us of user time per chunk at 200 streams.
+    """Writes chunks of a response body to uvicorn's transport. It costs a third of ASGI's `send`.
 
     The response must have been started with `send`, and `send` also writes its last part.
     """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
+        self._write = cycle.transport.write
 
     @classmethod
     def behind(cls, send: Send) -> ChunkedBody | None:
@@ -273,7 +273,7 @@ class ChunkedBody:
 
     def write(self, body: bytes) -> None:
         """Write one chunk. Call it only when ready; `body` must not be empty."""
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        self._write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 # ---- Cancelling work whose client has disconnected.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -38,9 +39,11 @@ class TokenTable:
         self._separator = b""
         self.strip_char, self.strip_count = "", 0
         self._read_decoder(tokenizer)
-        # Caches without a lock: racing threads compute the same values.
+        # A cache without a lock: racing threads compute the same values.
         self._bytes: dict[int, bytes] = {}
-        self._texts: dict[int, str | None] = {}
+        self.text_of = functools.cache(self._text_of)
+        """(token id) -> the text of a token inside a text, "" for a special token; None if the
+        token begins or ends within a character, so that its text depends on its neighbors."""
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
@@ -66,20 +69,11 @@ class TokenTable:
             self._bytes[token_id] = found
         return found
 
-    def text_of(self, token_id: int) -> str | None:
-        """The text of a token inside a text, "" for a special token; None if the token begins or
-        ends within a character, so that its text depends on the neighboring tokens."""
+    def _text_of(self, token_id: int) -> str | None:
         try:
-            return self._texts[token_id]
-        except KeyError:
-            pass
-        text: str | None
-        try:
-            text = "" if token_id in self._special else self.bytes_of(token_id).decode("utf-8")
+            return "" if token_id in self._special else self.bytes_of(token_id).decode("utf-8")
         except UnicodeDecodeError:
-            text = None
-        self._texts[token_id] = text
-        return text
+            return None
 
     def _encode(self, piece: str) -> bytes:
         if self._alphabet is not None:
@@ -152,13 +146,14 @@ class IncrementalDetokenizer:
         self._strip = table.strip_count
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
+    def push_token(self, token_id: int) -> str:
+        """`push` of one token."""
+        text = self._table.text_of(token_id) if self._mid_text else None
+        return self.push((token_id,)) if text is None else text
+
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these ids complete. The bytes of an incomplete character are held."""
         table = self._table
-        if self._mid_text and len(token_ids) == 1:  # nearly always
-            text = table.text_of(token_ids[0])
-            if text is not None:
-                return text
         pieces: list[bytes] = []
         for token_id in token_ids:
             if self._skip_special and table.is_special(token_id):

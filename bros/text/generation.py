@@ -3,11 +3,11 @@
     engine -- outputs of a step --> client --> _Choice.put      detokenizes, matches stop strings
                                                     |
     reader <-- TextDelta -- Generation <-- filled --+           waits for any slot
-    sink   <-- TextDeltas --+  at the end of a turn of the event loop
+    sink   <-- text --------+  at the end of a turn of the event loop
 
-Each choice has a slot for one delta. The engine's client fills it directly; outputs that arrive
-before the reader has taken the delta are merged into it, so nothing queues. A reader either waits
-for deltas, or has them forwarded to a sink, which costs no task switch per token.
+Each choice has a slot for new output. The engine's client fills it directly; outputs that arrive
+before the reader has taken its content are added to it, so nothing queues. A reader either waits
+for deltas, or has the output forwarded to a sink, which costs no task switch per token.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from bros.core.request import (
     FinishReason,
     Hints,
     IdGenerator,
+    Output,
     RequestOutput,
     SamplingParams,
     ServiceClass,
     Slo,
     TokenLogprobs,
+    expanded,
 )
 from bros.core.tenants import REQUESTS, Holding, TenantAccounts
 from bros.text.detokenizer import IncrementalDetokenizer, StopMatcher
@@ -43,7 +45,7 @@ _NO_SLO = Slo()
 class TextDelta:
     """The new output of one choice: of one step, or of several if the reader is slow.
 
-    Not frozen, because one is made per token, and freezing would triple the time.
+    Not frozen, because many are made, and freezing would triple the time.
 
     index: choice i of prompt p has index p * n + i.
     text: may be empty, and may lag behind the tokens, because text that was given never changes.
@@ -88,35 +90,39 @@ class ChoiceResult:
 
 
 class DeltaSink(Protocol):
-    """Receives forwarded deltas synchronously, see Generation.forward."""
+    """Receives forwarded output synchronously, see Generation.forward."""
 
     def ready(self) -> bool:
-        """False ends the forwarding: the next deltas have to wait, e.g. for a slow client."""
+        """False ends the forwarding: the next output has to wait, e.g. for a slow client."""
         ...
 
-    def put(self, deltas: Sequence[TextDelta]) -> None:
-        """One delta of each choice that has new output; none of them ends its choice."""
+    def put_text(self, index: int, text: str, num_tokens: int) -> None:
+        """New text of one choice, without logprobs; the choice goes on."""
+        ...
+
+    def put(self, delta: TextDelta) -> None:
+        """New output of one choice, which goes on."""
         ...
 
 
 class _Turn:
-    """Generations with slots that were filled in the current turn of the event loop.
+    """Choices whose slots were filled in the current turn of the event loop.
 
-    They forward their deltas at its end, so outputs of several steps in one turn become one delta.
+    They forward their output at its end, so outputs of several steps in one turn become one.
     """
 
     def __init__(self) -> None:
-        self._filled: list[Generation] = []
+        self._filled: list[_Choice] = []
 
-    def add(self, generation: Generation) -> None:
+    def add(self, choice: _Choice) -> None:
         if not self._filled:
             asyncio.get_running_loop().call_soon(self._end)
-        self._filled.append(generation)
+        self._filled.append(choice)
 
     def _end(self) -> None:
         filled, self._filled = self._filled, []
-        for generation in filled:
-            generation.forward_now()
+        for choice in filled:
+            choice.forward()
 
 
 class TextGenerator:
@@ -239,6 +245,8 @@ class Generation:
     every choice. If the engine dies, it raises EngineDeadError once, after all earlier deltas.
     Cancelling an iteration step loses nothing. To stop early, call `aclose` (or use `async with`),
     which aborts the requests.
+
+    sink: where choices forward their output to; None: they report filled slots to `on_filled`.
     """
 
     def __init__(
@@ -265,12 +273,11 @@ class Generation:
         self._filled: list[_Choice] = []
         self._failure: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
-        self._turn = turn
-        self._sink: DeltaSink | None = None
+        self.sink: DeltaSink | None = None
         self._aborts: list[asyncio.Future[None]] = []
         self._closing: asyncio.Future[None] | None = None
         self._choices = [
-            _Choice(i, request.request_id, sampling, tokenizer.detokenizer(), self)
+            _Choice(i, request.request_id, sampling, tokenizer.detokenizer(), self, turn)
             for i, request in enumerate(requests)
         ]
         for choice, stream in zip(self._choices, streams, strict=True):
@@ -293,7 +300,7 @@ class Generation:
         total = 0
         for first in range(0, len(self._choices), self._n):
             group = self._choices[first : first + self._n]
-            total += min((choice.cached_tokens for choice in group if choice.begun), default=0)
+            total += min((c.cached_tokens for c in group if c.num_output_tokens), default=0)
         return total
 
     @property
@@ -315,38 +322,21 @@ class Generation:
         return deltas
 
     async def forward(self, sink: DeltaSink) -> None:
-        """Call `sink` with the deltas of every turn of the event loop, at the end of the turn.
+        """Call `sink` with the output of every turn of the event loop, at the end of the turn.
 
         Returns when `ready` has to be called for what follows: a choice has finished or failed, or
         the sink is not ready. Raises what the sink raises.
         """
-        self._sink, self._reader = sink, asyncio.get_running_loop().create_future()
+        if self._failure is not None or not self._unread:
+            return
+        filled, self._filled = self._filled, []
+        self.sink, self._reader = sink, asyncio.get_running_loop().create_future()
         try:
-            self.forward_now()
+            for choice in filled:
+                choice.forward()
             await self._reader
         finally:
-            self._sink = None
-
-    def forward_now(self) -> None:
-        """Give the sink the deltas of all filled slots, or end `forward`."""
-        sink, reader = self._sink, self._reader
-        if sink is None or reader is None or reader.done():
-            return  # `forward` has returned since the slots were filled
-        if self._failure is not None or not self._unread or not sink.ready():
-            reader.set_result(None)
-            return
-        filled = self._filled
-        if not filled:
-            return
-        for choice in filled:
-            if choice.finished:
-                reader.set_result(None)
-                return
-        self._filled = []
-        try:
-            sink.put([choice.take() for choice in filled])
-        except Exception as error:  # raised by `forward`; other generations go on
-            reader.set_exception(error)
+            self.sink = None
 
     def __aiter__(self) -> Self:
         return self
@@ -374,22 +364,22 @@ class Generation:
             self._held.release()
             self._unread = 0
             self._filled = []
-            self._wake()
+            self.wake()
             unfinished = [choice for choice in self._choices if not choice.finished]
             for choice in unfinished:
                 choice.finished = True  # ignores further outputs of the engine
+            if not unfinished and not self._aborts:
+                return
             self._closing = asyncio.ensure_future(self._close(unfinished))
         await asyncio.shield(self._closing)
 
     # ---- Called by the choices.
 
     def on_filled(self, choice: _Choice) -> None:
-        """The empty slot of a choice was filled."""
-        self._filled.append(choice)
-        if self._sink is None:
-            self._wake()
-        elif len(self._filled) == 1:
-            self._turn.add(self)
+        """The empty slot of a choice was filled, and its content is not forwarded."""
+        if self._unread:  # else it was closed
+            self._filled.append(choice)
+            self.wake()
 
     def on_stop_string(self, choice: _Choice) -> None:
         """Abort the request of a choice that a stop string ended: the engine only knows tokens."""
@@ -398,16 +388,22 @@ class Generation:
     def on_failure(self, error: Exception) -> None:
         """A choice failed. Of several errors the first one is raised."""
         self._failure = self._failure or error
-        self._wake()
+        self.wake()
 
     def _note_end(self) -> None:
         """The end of a choice has been read."""
         self._unread -= 1
         self._held.resize(self._unread)
 
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
+    def wake(self, error: Exception | None = None) -> None:
+        """End `forward`, which raises the error, or `_wait`."""
+        self.sink = None
+        if self._reader is None or self._reader.done():
+            return
+        if error is None:
             self._reader.set_result(None)
+        else:
+            self._reader.set_exception(error)
 
     async def _wait(self) -> None:
         """Wait until a slot is filled or all choices are finished."""
@@ -466,12 +462,16 @@ def _joined(deltas: Sequence[TextDelta]) -> ChoiceResult:
 
 
 class _Choice:
-    """One request: turns its outputs into text as they arrive, and holds them in a slot."""
+    """One request: turns its outputs into text as they arrive, and holds it in a slot.
+
+    _texts, _token_ids, _logprobs: the content of the slot, which is filled if it has texts.
+    finish_reason, stop_reason, error, retry_after_s: as in TextDelta, once the choice has ended.
+    """
 
     __slots__ = (
-        *("_detokenizer", "_generation", "_last", "_logprobs", "_matcher", "_sampling", "_slot"),
-        *("_texts", "_token_ids", "begun", "cached_tokens", "finished", "index"),
-        *("num_output_tokens", "request_id"),
+        *("_detokenizer", "_generation", "_logprobs", "_matcher", "_sampling", "_texts"),
+        *("_token_ids", "_turn", "cached_tokens", "error", "finish_reason", "finished", "index"),
+        *("num_output_tokens", "request_id", "retry_after_s", "stop_reason"),
     )
 
     def __init__(
@@ -481,74 +481,88 @@ class _Choice:
         sampling: SamplingParams,
         detokenizer: IncrementalDetokenizer,
         generation: Generation,
+        turn: _Turn,
     ) -> None:
         self.index = index
         self.request_id = request_id
         self.num_output_tokens = 0
         self.cached_tokens = 0
-        self.begun = False
         self.finished = False
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.error: str | None = None
+        self.retry_after_s: float | None = None
         self._generation = generation
+        self._turn = turn
         self._sampling = sampling
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(sampling.stop) if sampling.stop else None
-        self._slot: TextDelta | None = None
-        # Deltas after the slot's one, to be merged in `take`: the latest one, and the parts of all.
-        self._last: TextDelta | None = None
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
 
-    def put(self, item: RequestOutput | EngineDeadError) -> None:
+    def put(self, item: Output | EngineDeadError) -> None:
         """The OutputSink of the request."""
         if self.finished:
             return
-        if isinstance(item, Exception):
-            self._generation.on_failure(item)
-            return
+        texts = self._texts
         try:
-            delta = self._delta(item)
+            if isinstance(item, tuple) and self._matcher is None:  # nearly always
+                token_id = item[1]
+                texts.append(self._detokenizer.push_token(token_id))
+                self._token_ids.append(token_id)
+                self.num_output_tokens += 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                texts.append(self._full_output(expanded(item)))
         except Exception as error:  # raised in the reader, not in the engine's client
             self._generation.on_failure(error)
             return
-        if self._slot is None:
-            self._slot = delta
+        if len(texts) > 1:
+            return
+        if self._generation.sink is None:
             self._generation.on_filled(self)
         else:
-            self._last = delta
-            self._texts.append(delta.text)
-            self._token_ids += delta.token_ids
-            self._logprobs += delta.logprobs
+            self._turn.add(self)
 
     def take(self) -> TextDelta:
         """Empty the slot, which must be filled."""
-        slot, last = self._slot, self._last
-        assert slot is not None
-        self._slot = None
-        if last is None:
-            return slot
-        last.text = slot.text + "".join(self._texts)
-        last.token_ids = (*slot.token_ids, *self._token_ids)
-        last.logprobs = (*slot.logprobs, *self._logprobs)
-        self._last, self._texts, self._token_ids, self._logprobs = None, [], [], []
-        return last
+        delta = TextDelta(
+            index=self.index,
+            text="".join(self._texts),
+            token_ids=tuple(self._token_ids),
+            logprobs=tuple(self._logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            num_output_tokens=self.num_output_tokens,
+            cached_tokens=self.cached_tokens,
+            error=self.error,
+            retry_after_s=self.retry_after_s,
+        )
+        self._texts, self._token_ids, self._logprobs = [], [], []
+        return delta
 
-    def _delta(self, output: RequestOutput) -> TextDelta:
-        token_ids = output.token_ids
-        if token_ids:
-            self.begun = True
-        if output.cached_tokens > self.cached_tokens:
-            self.cached_tokens = output.cached_tokens
-        if output.finish_reason is not None or self._matcher is not None:
-            return self._delta_with_stops(output)
-        self.num_output_tokens += len(token_ids)  # the fast path of nearly all outputs
-        text = self._detokenizer.push(token_ids)
-        count, cached = self.num_output_tokens, self.cached_tokens
-        return TextDelta(self.index, text, token_ids, output.logprobs, None, None, count, cached)
+    def forward(self) -> None:
+        """Empty the slot, which must be filled, into the sink, or end Generation.forward."""
+        sink = self._generation.sink
+        if sink is None or self.finished or not sink.ready():
+            self._generation.on_filled(self)
+            return
+        try:
+            if self._logprobs:
+                sink.put(self.take())
+            else:
+                text, num_tokens = "".join(self._texts), len(self._token_ids)
+                self._texts, self._token_ids = [], []
+                sink.put_text(self.index, text, num_tokens)
+        except Exception as error:  # other generations go on
+            self._generation.wake(error)
 
-    def _delta_with_stops(self, output: RequestOutput) -> TextDelta:
-        """The delta for an output that ends the choice or may contain a stop string."""
+    def _full_output(self, output: RequestOutput) -> str:
+        """Add an output to the slot, all but its text, which is returned."""
         token_ids, reason = output.token_ids, output.finish_reason
+        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         shown = len(token_ids) - (reason is FinishReason.STOP)
         stop: str | None = None
         if self._matcher is None:
@@ -561,32 +575,26 @@ class _Choice:
                 tail, stop = self._flush()
                 text += tail
         self.num_output_tokens += count
-        stop_reason: str | int | None = stop
+        self._token_ids += token_ids[:count]
+        self._logprobs += output.logprobs[:count]
         if stop is not None:
             if reason is None:
                 self._generation.on_stop_string(self)
-            reason = FinishReason.STOP
-        elif reason is FinishReason.STOP and token_ids[-1] in self._sampling.stop_token_ids:
-            stop_reason = token_ids[-1]
-        self.finished = reason is not None
-        return TextDelta(
-            index=self.index,
-            text=text,
-            token_ids=token_ids[:count],
-            logprobs=output.logprobs[:count],
-            finish_reason=reason,
-            stop_reason=stop_reason,
-            num_output_tokens=self.num_output_tokens,
-            cached_tokens=self.cached_tokens,
-            error=output.error if reason is FinishReason.ERROR else None,
-            retry_after_s=output.retry_after_s if reason is FinishReason.ERROR else None,
-        )
+            self.finish_reason, self.stop_reason = FinishReason.STOP, stop
+        else:
+            self.finish_reason = reason
+            if reason is FinishReason.STOP and token_ids[-1] in self._sampling.stop_token_ids:
+                self.stop_reason = token_ids[-1]
+        if self.finish_reason is FinishReason.ERROR:
+            self.error, self.retry_after_s = output.error, output.retry_after_s
+        self.finished = self.finish_reason is not None
+        return text
 
     def _match(self, token_ids: Sequence[int], matcher: StopMatcher) -> tuple[str, str | None, int]:
         """(text, matched stop string or None, number of tokens up to the end of the match)."""
         text = ""
         for count, token_id in enumerate(token_ids, start=1):
-            piece = self._detokenizer.push((token_id,))
+            piece = self._detokenizer.push_token(token_id)
             if self.num_output_tokens + count <= self._sampling.min_tokens:
                 text += piece
                 continue

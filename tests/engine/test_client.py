@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -12,12 +14,14 @@ from hypothesis import strategies as st
 
 from bros.core.clock import SystemClock
 from bros.core.errors import EngineDeadError, OverloadedError
-from bros.core.interfaces import EngineReport, EngineStats, RequestTrace
+from bros.core.interfaces import EngineReport, EngineStats, RequestStream, RequestTrace
 from bros.core.request import (
     FinishReason,
+    Output,
     RequestOutput,
     ServiceClass,
     Slo,
+    expanded,
 )
 from bros.engine.client import MessageClient, OutputStream
 from bros.engine.messages import (
@@ -30,6 +34,7 @@ from bros.engine.messages import (
     Promote,
     Ready,
     Refused,
+    Reply,
     Reported,
     StatsReply,
     Submit,
@@ -37,6 +42,7 @@ from bros.engine.messages import (
     TraceReply,
 )
 from bros.router.client import RouterClient
+from bros.transport.ipc import reply_codec
 from support.turn_fleet import TurnFleet
 from support.wire import ASK, INFO
 
@@ -137,6 +143,65 @@ def test_any_turns_of_putting_and_reading_give_the_same_tokens(
         *[None] * (len(outputs) - 1), None if dies else FinishReason.LENGTH
     ]  # fmt: skip
     assert outputs[-1].cached_tokens == len(sizes) - 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    steps=st.lists(
+        st.lists(
+            st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.sampled_from((0, 8))),
+            max_size=5,
+        ),
+        max_size=6,
+    ),
+    connected_after=st.fixed_dictionaries({name: st.integers(0, 6) for name in "abc"}),
+)
+def test_short_and_full_outputs_of_a_request_keep_their_order(
+    kind: str, steps: list[list[tuple[str, int, int]]], connected_after: dict[str, int]
+) -> None:
+    """steps: (request, number of tokens, cached tokens) of each output.
+    connected_after: the step after which a sink is connected."""
+    codec, taken = reply_codec(), {name: list[RequestOutput | EngineDeadError]() for name in "abc"}
+    sent: dict[str, list[int]] = {name: [] for name in "abc"}
+
+    def message(outputs: list[RequestOutput]) -> Reply:
+        reply = codec.decode(codec.encode(Outputs.of(outputs)))
+        assert isinstance(reply, Outputs)
+        return reply
+
+    def take(name: str, item: Output | EngineDeadError) -> None:
+        taken[name].append(item if isinstance(item, EngineDeadError) else expanded(item))
+
+    async def run() -> None:
+        wire, streams = Wire(kind), dict[str, RequestStream]()
+        for name in "abc":
+            submission = asyncio.create_task(wire.client.submit(replace(ASK, request_id=name)))
+            await wire.settle()
+            wire.engine.on_reply(Accepted(name, ServiceClass.RT))
+            streams[name] = await submission
+        for number, step in enumerate([[], *steps, [(name, 1, 0) for name in "abc"]]):
+            outputs = []
+            for name, size, cached in step:
+                token_ids = tuple(range(len(sent[name]), len(sent[name]) + size))
+                sent[name] += token_ids
+                reason = FinishReason.LENGTH if number == len(steps) + 1 else None
+                outputs.append(RequestOutput(
+                    request_id=name, token_ids=token_ids, cached_tokens=cached,
+                    finish_reason=reason,
+                ))  # fmt: skip
+            wire.engine.on_reply(message(outputs))
+            for name in "abc":
+                if number == min(connected_after[name], len(steps)):
+                    streams[name].connect(partial(take, name))
+        await wire.client.close()
+
+    asyncio.run(run())
+    for name, items in taken.items():
+        outputs = [item for item in items if isinstance(item, RequestOutput)]
+        assert outputs == items, "the engine died after the end"
+        assert [i for output in outputs for i in output.token_ids] == sent[name]
+        reasons = [output.finish_reason for output in outputs]
+        assert reasons == [None] * (len(outputs) - 1) + [FinishReason.LENGTH]
 
 
 async def test_a_sink_gets_what_came_before_it_and_then_everything_at_once() -> None:

@@ -10,7 +10,7 @@ from bros.core.clock import ManualClock
 from bros.core.errors import ConfigError
 from bros.core.interfaces import LaunchingExecutor
 from bros.core.plan import StepPlan, StepResult
-from bros.core.request import EngineRequest, ServiceClass, Slo
+from bros.core.request import EngineRequest, ServiceClass, Slo, expanded
 from bros.engine.engine import Engine
 from bros.engine.loop import run_engine
 from bros.engine.messages import Abort, Command, Outputs, Reply, Shutdown, Submit
@@ -133,7 +133,7 @@ def test_what_comes_between_two_steps_is_in_the_one_after_the_next() -> None:
     run_engine(engine_of(executor), commands)
     tokens: dict[str, tuple[int, ...]] = {"a": (), "b": ()}
     for reply in commands.replies:
-        for output in reply.outputs if isinstance(reply, Outputs) else ():
+        for output in map(expanded, reply.outputs if isinstance(reply, Outputs) else ()):
             tokens[output.request_id] += output.token_ids
     assert tokens["b"] == tuple(ToyModel.continuation([7, 8], 4))
     # Of steps 1 and 2; it was in 3 when it was withdrawn.

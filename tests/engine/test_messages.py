@@ -33,6 +33,8 @@ from bros.core.request import (
     ServiceClass,
     Slo,
     TokenLogprobs,
+    expanded,
+    shortened,
 )
 from bros.engine.messages import (
     COMMANDS,
@@ -120,6 +122,7 @@ output = of(
     error=st.none() | text,
     retry_after_s=st.none() | number,
 )
+token_output = st.tuples(text, st.integers(0, 2**31 - 1))
 info = of(EngineInfo, eos_token_ids=token_ids.map(tuple), prices=st.none() | st.builds(Prices))
 report = of(EngineReport, kept=st.lists(st.tuples(text, count), max_size=3).map(tuple))
 
@@ -137,7 +140,7 @@ REPLY_VALUES = {
     Ready: st.builds(Ready, info),
     Accepted: st.builds(Accepted, text, st.sampled_from(ServiceClass)),
     Refused: st.builds(Refused, text, text, text, st.none() | text, st.none() | text),
-    Outputs: st.builds(Outputs, st.lists(output, max_size=3).map(tuple)),
+    Outputs: st.builds(Outputs, st.lists(output | token_output, max_size=3).map(tuple)),
     StatsReply: st.builds(StatsReply, count, stats),
     TraceReply: st.builds(TraceReply, count, st.none() | trace),
     Failed: st.builds(Failed, text),
@@ -161,6 +164,16 @@ def test_commands_arrive_as_they_were_sent(command: Command) -> None:
 def test_replies_arrive_as_they_were_sent(reply: Reply) -> None:
     codec = reply_codec()
     assert codec.decode(codec.encode(reply)) == reply
+
+
+@given(output | token_output.map(expanded))
+def test_the_short_form_of_an_output_says_the_same(full: RequestOutput) -> None:
+    if full.finish_reason is None:
+        full = dataclasses.replace(full, error=None, retry_after_s=None)
+    short = shortened(full)
+    assert expanded(short) == full
+    only_token = RequestOutput(request_id=full.request_id, token_ids=full.token_ids[:1])
+    assert isinstance(short, tuple) == (len(full.token_ids) == 1 and full == only_token)
 
 
 def test_classes_are_classes_again_after_the_journey() -> None:

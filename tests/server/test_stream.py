@@ -4,20 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import random
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from bros.core.request import FinishReason, ServiceClass
+from bros.core.clock import ManualClock
+from bros.core.request import (
+    FinishReason,
+    IdGenerator,
+    RequestOutput,
+    SamplingParams,
+    ServiceClass,
+)
+from bros.engine.client import MessageClient
+from bros.engine.messages import Accepted, Command, Outputs, Ready
 from bros.server.errors import GenerationFailedError
 from bros.server.http import ChunkedBody
-from bros.server.openai.stream import DIRECT_SEND, Answer
-from bros.text.generation import TextDelta
+from bros.server.openai.stream import (
+    DIRECT_SEND,
+    Answer,
+    AnswerStream,
+    ChatChunkWriter,
+    ChunkFrame,
+    ChunkWriter,
+    CompletionChunkWriter,
+)
+from bros.server.state import StopSignal
+from bros.text.generation import TextDelta, TextGenerator
 from support.scripted_server import LiveServer, Server, chunks, events
+from support.tiny_tokenizer import tiny_tokenizer
+from support.wire import INFO
 
 
 async def test_chat_stream_byte_for_byte(server: Server) -> None:
@@ -303,6 +329,124 @@ async def test_without_the_servers_protocol_there_is_no_direct_body() -> None:
     assert ChunkedBody.behind(send) is None
 
 
+class HeldConnection:
+    """Uvicorn's end of a connection, without a socket; `received` are its bytes. The test says when
+    the client reads too slowly."""
+
+    def __init__(self) -> None:
+        self.received = b""
+        self.flow = FlowControl(self)  # type: ignore[arg-type]
+        self._message = asyncio.Event()
+        logger = logging.getLogger("test")
+        scope: Any = {"type": "http", "method": "POST", "http_version": "1.1"}
+        self.cycle = RequestResponseCycle(
+            scope, self, self.flow, logger, logger, False, [], self._message, False, True,
+            lambda: None,
+        )  # type: ignore[arg-type]  # fmt: skip
+        self.cycle.more_body = False
+
+    def write(self, data: bytes) -> None:
+        self.received += data
+
+    async def do(self, action: str) -> None:
+        """Let the client pause or resume reading, or let some turns of the event loop pass."""
+        match action:
+            case "pause":
+                self.flow.pause_writing()
+            case "resume":
+                self.flow.resume_writing()
+            case "turn" | "turns":
+                for _ in range(1 if action == "turn" else 10):
+                    await asyncio.sleep(0)
+
+    async def receive(self) -> Any:
+        await asyncio.Event().wait()
+
+    def body(self) -> str:
+        """Raises ValueError if the chunks are not well-formed."""
+        data, parts = self.received.partition(b"\r\n\r\n")[2], []
+        while True:
+            size, _, data = data.partition(b"\r\n")
+            length = int(size, 16)
+            if data[length : length + 2] != b"\r\n":
+                raise ValueError("a chunk has another length than it says")
+            if not length:
+                return b"".join(parts).decode("ascii")
+            parts.append(data[:length])
+            data = data[length + 2 :]
+
+
+STREAM_TOKENIZER = tiny_tokenizer()
+WORDS = ("Hello", " w\u00f6rld", "\u2028", '"\\', "\U0001f680", " STOP", "a")
+
+
+@given(
+    words=st.lists(st.tuples(st.integers(0, 1), st.sampled_from(WORDS)), max_size=12),
+    actions=st.lists(st.sampled_from(("pause", "resume", "turn", "turns", "")), max_size=60),
+    full=st.sets(st.integers(0, 60)),
+    stop=st.sampled_from(((), (" STOP",))),
+    chat=st.booleans(),
+)
+def test_any_interleaving_of_tokens_pauses_and_slow_reading_gives_the_same_text(
+    words: list[tuple[int, str]],
+    actions: list[str],
+    full: set[int],
+    stop: tuple[str, ...],
+    chat: bool,
+) -> None:
+    """actions: one before each token. full: numbers of the tokens that have a full output."""
+    script = [(i, id_) for i, word in words for id_ in STREAM_TOKENIZER.encode(word)]
+    expected = ["", ""]
+    for index in range(2):
+        text = "".join(word for i, word in words if i == index)
+        expected[index] = text.partition(stop[0])[0] if stop else text
+
+    async def run() -> str:
+        commands: list[Command] = []
+        client, connection = MessageClient(commands.append), HeldConnection()
+        client.on_reply(Ready(INFO))
+        ids, clock = IdGenerator(random.Random(0)), ManualClock()
+        generator = TextGenerator(client, STREAM_TOKENIZER, clock, ids)
+        sampling = SamplingParams(n=2, stop=stop)
+        starting = asyncio.ensure_future(generator.start([[5]], sampling, request_id="r"))
+        await asyncio.sleep(0)
+        for index in range(2):
+            await asyncio.sleep(0)
+            client.on_reply(Accepted(f"r-{index}", ServiceClass.RT))
+        answer = Answer(await starting, lambda classes: IdleObserver())
+        frame = ChunkFrame("kind", {"id": "r"}, include_usage=True)
+        writer: ChunkWriter = ChatChunkWriter(frame, STREAM_TOKENIZER)
+        if not chat:
+            writer = CompletionChunkWriter(frame, STREAM_TOKENIZER, False, {})
+        stream = AnswerStream(answer, writer, StopSignal())
+        scope = {"type": "http"}
+        serving = asyncio.ensure_future(stream(scope, connection.receive, connection.cycle.send))
+        for number, (index, token_id) in enumerate(script):
+            await connection.do(actions[number] if number < len(actions) else "")
+            output = RequestOutput(request_id=f"r-{index}", token_ids=(token_id,))
+            client.on_reply(Outputs((output,)) if number in full else Outputs.of([output]))
+        ends = [
+            RequestOutput(request_id=f"r-{index}", finish_reason=FinishReason.LENGTH)
+            for index in range(2)
+        ]
+        client.on_reply(Outputs.of(ends))
+        connection.flow.resume_writing()
+        await serving
+        return connection.body()
+
+    *told, last = chunks(asyncio.run(run()))
+    choices = [choice for chunk in told for choice in chunk["choices"]]
+    for index in range(2):
+        own = [choice for choice in choices if choice["index"] == index]
+        parts = [c["delta"].get("content", "") if chat else c["text"] for c in own]
+        assert "".join(parts) == expected[index]
+        assert [bool(choice["finish_reason"]) for choice in own] == [False] * (len(own) - 1) + [
+            True
+        ]
+    if not stop:
+        assert last["usage"]["completion_tokens"] == len(script)
+
+
 class OneTurnGeneration:
     """All of its deltas arrive in the same turn of the event loop."""
 
@@ -317,6 +461,8 @@ class OneTurnGeneration:
 
 class IdleObserver:
     def on_delta(self, delta: TextDelta) -> None: ...
+
+    def on_text(self, index: int, text: str, num_tokens: int) -> None: ...
 
     def on_error(self, message: str) -> None: ...
 

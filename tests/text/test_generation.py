@@ -30,6 +30,7 @@ from bros.core.request import (
     ServiceClass,
     Slo,
     TokenLogprobs,
+    shortened,
 )
 from bros.engine.client import OutputStream
 from bros.text.generation import (
@@ -107,6 +108,7 @@ class ScriptedEngine:
         error: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
+        """In the short form if it has one."""
         token_ids = one_by_one(text) if isinstance(text, str) else tuple(text)
         entries = tuple(TokenLogprobs(i, -0.5) for i in token_ids) if logprobs else ()
         output = RequestOutput(
@@ -118,7 +120,7 @@ class ScriptedEngine:
             error=error,
             retry_after_s=retry_after_s,
         )
-        self.streams[to].put(output)
+        self.streams[to].put(shortened(output))
 
 
 def one_by_one(text: str) -> tuple[int, ...]:
@@ -629,14 +631,19 @@ class CollectingSink:
 
     def __init__(self, ready: Sequence[bool] = ()) -> None:
         self.deltas: list[TextDelta] = []
+        self.num_tokens = 0
         self._ready = iter(ready)
 
     def ready(self) -> bool:
         return next(self._ready, True)
 
-    def put(self, deltas: Sequence[TextDelta]) -> None:
-        assert deltas and all(delta.finish_reason is None for delta in deltas)
-        self.deltas += deltas
+    def put_text(self, index: int, text: str, num_tokens: int) -> None:
+        self.deltas.append(TextDelta(index, text))
+        self.num_tokens += num_tokens
+
+    def put(self, delta: TextDelta) -> None:
+        assert delta.finish_reason is None
+        self.deltas.append(delta)
 
 
 async def read(generation: Generation, sink: CollectingSink | None = None) -> list[TextDelta]:
@@ -731,7 +738,7 @@ async def test_an_engine_that_dies_ends_the_forwarding_after_all_deltas() -> Non
 
 async def test_a_sink_that_fails_fails_its_own_reader_only() -> None:
     class BrokenSink(CollectingSink):
-        def put(self, deltas: Sequence[TextDelta]) -> None:
+        def put_text(self, index: int, text: str, num_tokens: int) -> None:
             raise ZeroDivisionError
 
     engine, sink = ScriptedEngine(), CollectingSink()

@@ -73,7 +73,7 @@ async def test_cache_salts_and_cached_tokens_pass_the_socket(client: ProcessEngi
             ask(f"r{number}"), prompt_token_ids=list(range(31, 71)), cache_salt=salt
         )
         outputs = [output async for output in await client.submit(asked)]
-        assert len({output.cached_tokens for output in outputs}) == 1
+        assert not any(output.cached_tokens for output in outputs[1:])
         found.append(outputs[0].cached_tokens)
     assert found == [0, 0, 0, 32, 32]
     stats = await client.stats()

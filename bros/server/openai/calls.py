@@ -479,7 +479,7 @@ class ChatCall:
         )
 
     def writer(self, frame: ChunkFrame) -> ChatChunkWriter:
-        return ChatChunkWriter(frame, self._state.tokenizer, self.sampling.logprobs is not None)
+        return ChatChunkWriter(frame, self._state.tokenizer)
 
     def prompt_text(self) -> str:
         return "".join(f"{m.role}\0{m.content or ''}\0" for m in self.body.messages)
@@ -540,7 +540,7 @@ class CompletionCall:
 
     def writer(self, frame: ChunkFrame) -> CompletionChunkWriter:
         return CompletionChunkWriter(
-            frame, self._state.tokenizer, self.sampling.logprobs, self._echoes()
+            frame, self._state.tokenizer, bool(self.sampling.logprobs), self._echoes()
         )
 
     def prompt_text(self) -> str:

@@ -49,7 +49,7 @@ async def create_completion(request: Request) -> Response:
 async def _generate(request: Request) -> Response:
     state = ServerState.of(request)
     arrival_s = state.clock.now()
-    make = CALLS[request.url.path]
+    make = CALLS[request.scope["path"]]
     fields, call = await read_as(
         request, state.max_body_bytes, lambda fields: (fields, make(state, fields))
     )

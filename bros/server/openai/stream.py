@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -33,6 +34,10 @@ class Observer(Protocol):
     """Observes the progress of a request; see RequestObserver."""
 
     def on_delta(self, delta: TextDelta) -> None: ...
+
+    def on_text(self, index: int, text: str, num_tokens: int) -> None:
+        """A delta of a choice that goes on: `num_tokens` new tokens, one or more."""
+        ...
 
     def on_error(self, message: str) -> None:
         """The engine died."""
@@ -66,13 +71,14 @@ class Answer:
     Use either `deltas` or `collect`, and always `aclose`.
 
     best_effort: whether any choice is served as best-effort, as requested or relegated.
+    observer: sees all deltas. Of forwarded ones the sink has to inform it.
     """
 
     def __init__(self, generation: Generation, observe: Observe) -> None:
         """observe: creates the observer, given the service class of each choice."""
         self._generation = generation
         self.best_effort = ServiceClass.BE in generation.service_classes
-        self._observer = observe(generation.service_classes)
+        self.observer = observe(generation.service_classes)
         self._failure: BrosError | None = None
         self._closed = False
 
@@ -100,10 +106,10 @@ class Answer:
         try:
             found = await self._generation.ready()
         except EngineDeadError as error:
-            self._observer.on_error(str(error))
+            self.observer.on_error(str(error))
             raise
         for position, delta in enumerate(found):
-            self._observer.on_delta(delta)
+            self.observer.on_delta(delta)
             if delta.finish_reason is not None and not delta.finish_reason.complete:
                 self._failure = _failure_of(delta)
                 if not position:
@@ -114,7 +120,7 @@ class Answer:
     async def forward(self, sink: DeltaSink) -> None:
         """See Generation.forward. Call `deltas` for what follows."""
         if self._failure is None:
-            await self._generation.forward(_ObservedSink(sink, self._observer))
+            await self._generation.forward(sink)
 
     async def collect(self) -> list[FinishedChoice]:
         """Wait for the end; returns all choices by index. Raises what `deltas` raises."""
@@ -134,22 +140,8 @@ class Answer:
         if self._closed:
             return
         self._closed = True
-        self._observer.close()
+        self.observer.close()
         await self._generation.aclose()
-
-
-class _ObservedSink:
-    """A DeltaSink whose deltas an observer sees first."""
-
-    def __init__(self, sink: DeltaSink, observer: Observer) -> None:
-        self.ready = sink.ready
-        self._put = sink.put
-        self._on_delta = observer.on_delta
-
-    def put(self, deltas: Sequence[TextDelta]) -> None:
-        for delta in deltas:
-            self._on_delta(delta)
-        self._put(deltas)
 
 
 def _failure_of(delta: TextDelta) -> BrosError:
@@ -261,71 +253,80 @@ class ChunkFrame:
         """One event with one choice, given as JSON."""
         return f"{self._head}{choice}{self._tail}"
 
-    def around_text(self, index: int, before: str, after: str) -> tuple[str, str]:
-        """The parts of a chunk before and after its quoted text, for chunks with text only.
-
-        before, after: the parts within the choice object.
-        """
-        return f'{self._head}{{"index":{index},{before}', f"{after}}}{self._tail}"
-
     def usage(self, usage: Usage) -> str:
         """The event that ends a stream with include_usage."""
         return f'{self._head}],"usage":{usage.model_dump_json()}}}\n\n'
 
 
-class ChunkWriter(Protocol):
+class ChunkWriter(ABC):
     """Writes the deltas of one request as events."""
+
+    def __init__(self, frame: ChunkFrame) -> None:
+        self._frame = frame
+        self._around: dict[int, list[str]] = {}
+        """Index of a choice that has begun -> what surrounds the quoted text in its chunks."""
 
     def write(self, delta: TextDelta) -> bytes:
         """The events for a delta; empty if it has nothing to show."""
-        ...
+        index = delta.index
+        begins = index not in self._around
+        if begins:
+            # The mark cannot be in a chunk, because JSON escapes it.
+            self._around[index] = self._frame.chunk(self._choice(index, "\0", "null")).split("\0")
+        elif delta.finish_reason is None and not delta.logprobs:
+            return self.write_text(index, delta.text)
+        return self._events(delta, begins).encode("ascii")
+
+    def write_text(self, index: int, text: str) -> bytes:
+        """`write` of a delta that has nothing but text."""
+        around = self._around.get(index)
+        if around is None:
+            return self.write(TextDelta(index, text))
+        return f"{around[0]}{_quoted(text)}{around[1]}".encode("ascii") if text else b""
 
     def end(self, usage: Usage) -> bytes:
         """The events after the last delta, without [DONE]."""
-        ...
+        return self._frame.usage(usage).encode() if self._frame.include_usage else b""
+
+    @abstractmethod
+    def _choice(self, index: int, text: str, logprobs: str) -> str:
+        """The JSON of a choice that goes on. text, logprobs: JSON."""
+
+    @abstractmethod
+    def _events(self, delta: TextDelta, begins: bool) -> str:
+        """The events for any delta. begins: it is the first one of its choice."""
 
 
-class ChatChunkWriter:
+class ChatChunkWriter(ChunkWriter):
     """chat.completion.chunk: first the role, then text, then the finish reason by itself."""
 
-    def __init__(self, frame: ChunkFrame, tokenizer: Tokenizer, with_logprobs: bool) -> None:
-        self._frame = frame
+    def __init__(self, frame: ChunkFrame, tokenizer: Tokenizer) -> None:
+        super().__init__(frame)
         self._tokenizer = tokenizer
-        self._with_logprobs = with_logprobs
-        self._around: dict[int, tuple[str, str]] = {}
 
-    def write(self, delta: TextDelta) -> bytes:
-        frame, index = self._frame, delta.index
-        events = ""
-        around = self._around.get(index)
-        if around is not None:
-            if delta.finish_reason is None and not self._with_logprobs:
-                if not delta.text:
-                    return b""
-                return (around[0] + _quoted(delta.text) + around[1]).encode("ascii")
-        else:
-            after = '},"logprobs":null,"finish_reason":null'
-            self._around[index] = frame.around_text(index, '"delta":{"content":', after)
-            events = frame.chunk(
+    def _choice(self, index: int, text: str, logprobs: str) -> str:
+        return (
+            f'{{"index":{index},"delta":{{"content":{text}}},'
+            f'"logprobs":{logprobs},"finish_reason":null}}'
+        )
+
+    def _events(self, delta: TextDelta, begins: bool) -> str:
+        index, events = delta.index, ""
+        if begins:
+            events = self._frame.chunk(
                 f'{{"index":{index},"delta":{{"role":"assistant","content":"","refusal":null}},'
                 '"logprobs":null,"finish_reason":null}'
             )
-        logprobs = self._logprobs(delta) if self._with_logprobs else "null"
+        logprobs = self._logprobs(delta)
         if delta.text or logprobs != "null":
-            events += frame.chunk(
-                f'{{"index":{index},"delta":{{"content":{_to_json(delta.text)}}},'
-                f'"logprobs":{logprobs},"finish_reason":null}}'
-            )
+            events += self._frame.chunk(self._choice(index, _quoted(delta.text), logprobs))
         if delta.finish_reason is not None:
-            events += frame.chunk(
+            events += self._frame.chunk(
                 f'{{"index":{index},"delta":{{}},"logprobs":null,'
                 f'"finish_reason":"{delta.finish_reason.value}",'
                 f'"stop_reason":{_to_json(delta.stop_reason)}}}'
             )
-        return events.encode("ascii")
-
-    def end(self, usage: Usage) -> bytes:
-        return self._frame.usage(usage).encode() if self._frame.include_usage else b""
+        return events
 
     def _logprobs(self, delta: TextDelta) -> str:
         entries = chat_logprobs(self._tokenizer, visible_logprobs(delta))
@@ -334,10 +335,10 @@ class ChatChunkWriter:
         return _to_json({"content": [entry.model_dump() for entry in entries], "refusal": None})
 
 
-class CompletionChunkWriter:
+class CompletionChunkWriter(ChunkWriter):
     """text_completion chunks.
 
-    logprobs: alternatives per token; None for no logprobs.
+    with_top: logprobs have alternatives.
     echoes: index of a choice -> the echoed prompt, which comes before its text.
     """
 
@@ -345,54 +346,36 @@ class CompletionChunkWriter:
         self,
         frame: ChunkFrame,
         tokenizer: Tokenizer,
-        logprobs: int | None,
+        with_top: bool,
         echoes: Mapping[int, str],
     ) -> None:
-        self._frame = frame
+        super().__init__(frame)
         self._tokenizer = tokenizer
-        self._top = logprobs
+        self._with_top = with_top
         self._echoes = echoes
-        self._around: dict[int, tuple[str, str]] = {}
         self._writers: dict[int, CompletionLogprobsWriter] = {}
 
-    def write(self, delta: TextDelta) -> bytes:
-        index = delta.index
-        text = delta.text
-        around = self._around.get(index)
-        if around is not None:
-            if delta.finish_reason is None and self._top is None:
-                if not text:
-                    return b""
-                return (around[0] + _quoted(text) + around[1]).encode("ascii")
-        else:
-            after = ',"logprobs":null,"finish_reason":null'
-            self._around[index] = self._frame.around_text(index, '"text":', after)
-            text = self._echoes.get(index, "") + text
-        logprobs = self._logprobs(delta)
-        reason, stop = "null", ""
-        if delta.finish_reason is not None:
-            reason = f'"{delta.finish_reason.value}"'
-            stop = f',"stop_reason":{_to_json(delta.stop_reason)}'
-        elif not text and logprobs == "null":
-            return b""
-        choice = (
-            f'{{"index":{index},"text":{_to_json(text)},"logprobs":{logprobs},'
-            f'"finish_reason":{reason}{stop}}}'
-        )
-        return self._frame.chunk(choice).encode("ascii")
+    def _choice(self, index: int, text: str, logprobs: str, ending: str = "null") -> str:
+        return f'{{"index":{index},"text":{text},"logprobs":{logprobs},"finish_reason":{ending}}}'
 
-    def end(self, usage: Usage) -> bytes:
-        return self._frame.usage(usage).encode() if self._frame.include_usage else b""
+    def _events(self, delta: TextDelta, begins: bool) -> str:
+        index, text, logprobs, ending = delta.index, delta.text, self._logprobs(delta), "null"
+        if begins:
+            text = self._echoes.get(index, "") + text
+        if delta.finish_reason is not None:
+            stop_reason = _to_json(delta.stop_reason)
+            ending = f'"{delta.finish_reason.value}","stop_reason":{stop_reason}'
+        elif not text and logprobs == "null":
+            return ""
+        return self._frame.chunk(self._choice(index, _quoted(text), logprobs, ending))
 
     def _logprobs(self, delta: TextDelta) -> str:
-        if self._top is None:
-            return "null"
         entries = visible_logprobs(delta)
         if not entries:
             return "null"
         writer = self._writers.get(delta.index)
         if writer is None:
-            writer = CompletionLogprobsWriter(self._tokenizer, self._top > 0)
+            writer = CompletionLogprobsWriter(self._tokenizer, self._with_top)
             self._writers[delta.index] = writer
         return _to_json(writer.write(entries).model_dump())
 
@@ -475,40 +458,46 @@ class EventStream(Response):
         await self._send_body({"type": "http.response.body", "body": events, "more_body": more})
 
 
+class _BodySink:
+    """A DeltaSink that writes events to the connection."""
+
+    def __init__(self, observer: Observer, writer: ChunkWriter, body: ChunkedBody) -> None:
+        self.ready = body.ready
+        self._observer = observer
+        self._writer = writer
+        self._body = body
+
+    def put_text(self, index: int, text: str, num_tokens: int) -> None:
+        self._observer.on_text(index, text, num_tokens)
+        if events := self._writer.write_text(index, text):
+            self._body.write(events)
+
+    def put(self, delta: TextDelta) -> None:
+        self._observer.on_delta(delta)
+        if events := self._writer.write(delta):
+            self._body.write(events)
+
+
 class AnswerStream(EventStream):
     """The deltas of an answer.
 
-    A DeltaSink: after the first event, deltas are written as soon as they arrive, as long as the
-    client reads fast enough. Otherwise they wait in their slots until `send` returns.
+    After the first event, output is written as soon as it arrives, as long as the client reads fast
+    enough. Otherwise it waits in its slots until `send` returns.
     """
 
     def __init__(self, answer: Answer, writer: ChunkWriter, stopping: StopSignal) -> None:
         super().__init__(stopping)
         self._answer = answer
         self._writer = writer
-        self._body: ChunkedBody | None = None
 
     async def send_all(self) -> None:
-        self._body = ChunkedBody.behind(self._send_body)
-        while deltas := await self._answer.deltas():
-            if events := self._events(deltas):
+        answer, writer, body = self._answer, self._writer, ChunkedBody.behind(self._send_body)
+        sink = None if body is None else _BodySink(answer.observer, writer, body)
+        while deltas := await answer.deltas():
+            if events := b"".join(map(writer.write, deltas)):
                 await self.send_events(events)
-            if self._begun and self._body is not None:
-                await self._answer.forward(self)
-
-    def ready(self) -> bool:
-        assert self._body is not None
-        return self._body.ready()
-
-    def put(self, deltas: Sequence[TextDelta]) -> None:
-        assert self._body is not None
-        if events := self._events(deltas):
-            self._body.write(events)
-
-    def _events(self, deltas: Sequence[TextDelta]) -> bytes:
-        """The events of all deltas, as one chunk of the body."""
-        write = self._writer.write
-        return write(deltas[0]) if len(deltas) == 1 else b"".join(map(write, deltas))
+            if self._begun and sink is not None:
+                await answer.forward(sink)
 
     def ending(self) -> bytes:
         return self._writer.end(self._answer.usage())

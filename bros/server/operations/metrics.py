@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -552,7 +552,7 @@ class ServerMetrics:
         arrival_s: on the clock of the metrics.
         classes: service class of each choice, by index.
         """
-        return RequestObserver(self, arrival_s, classes)
+        return RequestObserver(self, self._clock.now, arrival_s, classes)
 
     def render(
         self,
@@ -597,9 +597,6 @@ class ServerMetrics:
 
     # For RequestObserver.
 
-    def now(self) -> float:
-        return self._clock.now()
-
     def of(self, service_class: ServiceClass) -> _ClassHistograms:
         return self._histograms[service_class]
 
@@ -616,10 +613,6 @@ class _Gaps:
     def __init__(self) -> None:
         self.counts = [0] * (len(_TPOT_BUCKETS_S) + 1)
         self.total_s = 0.0
-
-    def observe(self, gap_s: float) -> None:
-        self.counts[bisect.bisect_left(_TPOT_BUCKETS_S, gap_s)] += 1
-        self.total_s += gap_s
 
 
 class _GapCollector(Collector):
@@ -652,30 +645,37 @@ class RequestObserver:
     """Times the choices of one request; each choice is a separate request to the engine."""
 
     def __init__(
-        self, metrics: ServerMetrics, arrival_s: float, classes: Sequence[ServiceClass]
+        self,
+        metrics: ServerMetrics,
+        now: Callable[[], float],
+        arrival_s: float,
+        classes: Sequence[ServiceClass],
     ) -> None:
         self._metrics = metrics
+        self._now = now
         self._classes = classes
         self._histograms = [metrics.of(service_class) for service_class in classes]
         self._arrival_s = arrival_s
         self._open = set(range(len(classes)))
-        self._first_s: dict[int, float] = {}
-        self._last_s: dict[int, float] = {}
+        self._first_s = [0.0] * len(classes)
+        self._last_s: list[float | None] = [None] * len(classes)
 
     def on_delta(self, delta: TextDelta) -> None:
-        now = self._metrics.now()
-        index = delta.index
-        histograms = self._histograms[index]
         if delta.token_ids:
-            last_s = self._last_s.get(index)
-            if last_s is None:
-                self._first_s[index] = now
-                histograms.ttft.observe(now - self._arrival_s)
-            else:
-                histograms.gap.observe((now - last_s) / len(delta.token_ids))
-            self._last_s[index] = now
+            self.on_text(delta.index, delta.text, len(delta.token_ids))
         if delta.finish_reason is not None:
-            self._finish(delta, delta.finish_reason, now)
+            self._finish(delta, delta.finish_reason, self._now())
+
+    def on_text(self, index: int, text: str, num_tokens: int) -> None:
+        now, last_s, histograms = self._now(), self._last_s[index], self._histograms[index]
+        self._last_s[index] = now
+        if last_s is None:
+            self._first_s[index] = now
+            histograms.ttft.observe(now - self._arrival_s)
+        else:
+            gap_s, gaps = (now - last_s) / num_tokens, histograms.gap
+            gaps.counts[bisect_left(_TPOT_BUCKETS_S, gap_s)] += 1
+            gaps.total_s += gap_s
 
     def on_error(self, message: str) -> None:
         """The engine died. `close` counts the unfinished choices."""

@@ -134,13 +134,9 @@ class SessionObserver:
 
     def on_delta(self, delta: TextDelta) -> None:
         self._observer.on_delta(delta)
-        self._output_tokens += len(delta.token_ids)
+        self._add(delta.index, delta.text, len(delta.token_ids))
         if delta.index == 0:
-            self._texts.append(delta.text)
             self._cached_tokens = delta.cached_tokens
-        if not self._begun and delta.token_ids:
-            self._begun = True
-            self._session_call.first_token()
         if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             self._session_call.failed(delta.error or "The engine ended the request.")
         elif delta.finish_reason is not None:
@@ -152,6 +148,18 @@ class SessionObserver:
                     cached_tokens=self._cached_tokens,
                     output_tokens=self._output_tokens,
                 )
+
+    def on_text(self, index: int, text: str, num_tokens: int) -> None:
+        self._observer.on_text(index, text, num_tokens)
+        self._add(index, text, num_tokens)
+
+    def _add(self, index: int, text: str, num_tokens: int) -> None:
+        self._output_tokens += num_tokens
+        if index == 0:
+            self._texts.append(text)
+        if not self._begun and num_tokens:
+            self._begun = True
+            self._session_call.first_token()
 
     def on_error(self, message: str) -> None:
         self._observer.on_error(message)
