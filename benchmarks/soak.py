@@ -951,7 +951,6 @@ def _requests_table(found: Json) -> str:
         "failed",
         "p50, s",
         "p99, s",
-        "max, s",
     )
     return table((*head, "max, s", "longest gap, s"), rows)
 

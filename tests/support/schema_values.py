@@ -21,12 +21,16 @@ class SchemaValues:
     """Strategies for the values of schemas.
 
     document: has the schemas that `$ref`s point to.
-    words: strings that mean something to the server; every third string is one of them.
+    words: strings that mean something to the server; two of three strings are such.
+    named: name of a field -> its own such words.
     """
 
-    def __init__(self, document: Schema, words: Sequence[str]) -> None:
+    def __init__(
+        self, document: Schema, words: Sequence[str], named: Mapping[str, Sequence[str]]
+    ) -> None:
         self._document = document
         self._words = st.sampled_from(words)
+        self._named = named
         self._referred: dict[str, SearchStrategy[Any]] = {}
         self._kinds: dict[str, Callable[[Schema], SearchStrategy[Any]]] = {
             "object": self._object,
@@ -78,8 +82,15 @@ class SchemaValues:
             found = st.one_of(self._words, self._words, text)
         return found.filter(lambda text: least <= len(text) <= most)
 
+    def _field(self, name: str, schema: Schema) -> SearchStrategy[Any]:
+        if name not in self._named:
+            return self.of(schema)
+        own = st.sampled_from(self._named[name])
+        return st.one_of(own, own, own, self.of(schema))
+
     def _object(self, schema: Schema) -> SearchStrategy[dict[str, Any]]:
-        fields = {name: self.of(each) for name, each in schema.get("properties", {}).items()}
+        properties = schema.get("properties", {})
+        fields = {name: self._field(name, each) for name, each in properties.items()}
         required = schema.get("required", ())
         optional = sorted(fields.keys() - set(required))
         names = st.lists(
