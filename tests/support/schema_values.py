@@ -17,16 +17,22 @@ MOST_OPTIONAL = 4
 """Optional fields of an object at a time: with half of forty, few bodies would be valid."""
 
 
+def mostly(good: SearchStrategy[Any], *others: SearchStrategy[Any]) -> SearchStrategy[Any]:
+    """Hypothesis prefers the first and the last of what it chooses from: both are `good`."""
+    goods = [good] * (2 + len(others))
+    return st.sampled_from([*goods, *others, *goods]).flatmap(lambda chosen: chosen)
+
+
 class SchemaValues:
     """Strategies for the values of schemas.
 
     document: has the schemas that `$ref`s point to.
     words: strings that mean something to the server; two of three strings are such.
-    named: name of a field -> its own such words.
+    named: name of a field -> values of its own. Objects mostly have such a field.
     """
 
     def __init__(
-        self, document: Schema, words: Sequence[str], named: Mapping[str, Sequence[str]]
+        self, document: Schema, words: Sequence[str], named: Mapping[str, Sequence[Any]]
     ) -> None:
         self._document = document
         self._words = st.sampled_from(words)
@@ -85,18 +91,20 @@ class SchemaValues:
     def _field(self, name: str, schema: Schema) -> SearchStrategy[Any]:
         if name not in self._named:
             return self.of(schema)
-        own = st.sampled_from(self._named[name])
-        return st.one_of(own, own, own, self.of(schema))
+        return mostly(st.sampled_from(self._named[name]), self.of(schema))
 
     def _object(self, schema: Schema) -> SearchStrategy[dict[str, Any]]:
         properties = schema.get("properties", {})
         fields = {name: self._field(name, each) for name, each in properties.items()}
         required = schema.get("required", ())
         optional = sorted(fields.keys() - set(required))
-        names = st.lists(
-            st.sampled_from(optional or [""]), max_size=min(MOST_OPTIONAL, len(optional)),
-            unique=True,
-        )  # fmt: skip
+        sizes = [min(size, len(optional)) for size in (1, 0, 2, MOST_OPTIONAL, 1)]
+        known = [name for name in optional if name in self._named]
+        some = st.sampled_from(optional or [""])
+        name = st.one_of(st.sampled_from(known), some) if known else some
+        names = st.sampled_from(sizes).flatmap(
+            lambda size: st.lists(name, min_size=size, max_size=size, unique=True)
+        )
         more = [
             st.dictionaries(st.from_regex(pattern, fullmatch=True), self.of(each), max_size=2)
             for pattern, each in schema.get("patternProperties", {}).items()
@@ -149,32 +157,31 @@ RAW: tuple[bytes, ...] = (
 )
 
 
+KINDS = ("valid", "valid", "without", "extra", "raw", "wrong", "wrong", "cut", "valid", "valid")
+"""Of mutations. Hypothesis prefers the first and the last."""
+
+
 @st.composite
 def json_bodies(draw: Draw, values: SearchStrategy[Any]) -> bytes:
-    """A valid body in every second case, else one with a mutation."""
-    value = draw(values)
-    kind = draw(st.integers(0, 9))
-    if kind < 5:
+    """Mostly a valid body, else one with a mutation."""
+    value = copy.deepcopy(draw(values))
+    kind, found = draw(st.sampled_from(KINDS)), places(value)
+    if kind == "valid":
         return json.dumps(value).encode()
-    value = copy.deepcopy(value)
-    found = places(value)
-    if kind == 9 or not found:
+    if kind == "cut" or not found:
         text = json.dumps(value).encode()
         end = draw(st.integers(0, len(text)))
         return draw(st.sampled_from([text[:end], text + text, b"[]", b"", b"\xff", b"null"]))
     holder, key = draw(st.sampled_from(found))
-    if kind == 5:
-        del holder[key]
-    elif kind == 6:
-        extra = draw(st.sampled_from(["extra", "", "__proto__", "model", "stream", "x" * 300]))
-        if isinstance(holder, dict):
-            holder[extra] = draw(st.sampled_from(WRONG))
-        else:
-            holder.append(extra)
-    elif kind == 7:
+    if kind == "raw":
         holder[key] = SPLIT
         mark = json.dumps(SPLIT).encode()
         return json.dumps(value).encode().replace(mark, draw(st.sampled_from(RAW)))
+    if kind == "without":
+        del holder[key]
+    elif kind == "extra" and isinstance(holder, dict):
+        extra = draw(st.sampled_from(["extra", "", "__proto__", "model", "stream", "x" * 300]))
+        holder[extra] = draw(st.sampled_from(WRONG))
     else:
         holder[key] = draw(st.sampled_from(WRONG))
     return json.dumps(value).encode()
