@@ -45,7 +45,7 @@ from support.scripted_server import Server
 from support.tier import examples
 from support.turn_fleet import TurnFleet
 
-EXAMPLES = examples(20, long=2000)
+EXAMPLES = examples(16, long=2000)
 LONGEST_TURN_S = 0.05
 """Of the event loop, in CPU time without the garbage collector."""
 LONGEST_ANSWER_S = 3600.0
