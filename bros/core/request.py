@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 
 from bros.core.errors import InvalidRequestError
 
+MIN_OBJECTIVE_MS = 0.001
+"""Shortest objective that a client can set. Shorter ones would be 0 where they are shown."""
+
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000

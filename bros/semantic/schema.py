@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
-from bros.core.request import ServiceClass
+from bros.core.request import MIN_OBJECTIVE_MS, ServiceClass
 from bros.semantic.errors import Cause
 
 T = TypeVar("T")
@@ -184,7 +184,7 @@ Name = Annotated[str, ValueBounds(max_length=MAX_NAME_CHARS)]
 PlaceholderName = Annotated[str, ValueBounds(min_length=1, max_length=MAX_NAME_CHARS)]
 Wait = Annotated[float, ValueBounds(gt=0, le=MAX_WAIT_S)]
 Lifetime = Annotated[float, ValueBounds(ge=1, le=86_400)]
-Objective = Annotated[float, ValueBounds(gt=0, le=1e12)]
+Objective = Annotated[float, ValueBounds(ge=MIN_OBJECTIVE_MS, le=1e12)]
 """The bounds are those of the milliseconds on the wire."""
 
 Sampling = Mapping[str, Any]

@@ -216,8 +216,9 @@ def query_flag(query: QueryParams, name: str) -> bool:
     return query_choice(query, name, ("false", "true")) == "true"
 
 
-def query_number(query: QueryParams, name: str, *, most: float) -> float | None:
-    """None by default. Raises InvalidRequestError for anything but a number in (0, most]."""
+def query_number(query: QueryParams, name: str, *, most: float, least: float = 0.0) -> float | None:
+    """None by default. Raises InvalidRequestError for anything but a positive number from `least` to
+    `most`."""
     text = query.get(name)
     if text is None:
         return None
@@ -225,8 +226,9 @@ def query_number(query: QueryParams, name: str, *, most: float) -> float | None:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value <= most:
-        message = f"'{name}' must be a number above 0 and at most {most:g}."
+    if not 0 < value <= most or value < least:
+        low = f"at least {least:g}" if least else "above 0"
+        message = f"'{name}' must be a number {low} and at most {most:g}."
         raise InvalidRequestError(message, param=name, code="invalid_value")
     return value
 

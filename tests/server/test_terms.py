@@ -34,6 +34,20 @@ async def test_tiers(
         assert server.last().service_class is service_class
 
 
+@pytest.mark.parametrize("text", ["5e-324", "0.0009"])
+async def test_an_objective_too_short_to_be_shown_is_refused(server: Server, text: str) -> None:
+    """It would be 0 in seconds, or where it is shown, which its own schema excludes."""
+    slo = {"deadline_ms": float(text)}
+    chat = await server.chat(slo=slo)
+    session = await server.http.post("/v1/sessions", json={"criteria": slo})
+    header = await server.http.post(
+        "/v1/completions", json={"prompt": "Hi"}, headers={"x-slo-deadline-ms": text}
+    )
+    for response in (chat, session, header):
+        assert_envelope(response, 400)
+    assert (await server.chat(slo={"deadline_ms": 0.001})).status_code == 200
+
+
 async def test_unknown_tier_is_refused(server: Server) -> None:
     assert assert_envelope(await server.chat(service_tier="best"), 400)["param"] == "service_tier"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
@@ -23,6 +24,8 @@ from bros.batch.objects import (
 from bros.batch.rows import ENDPOINTS, KNOWN_ENDPOINTS
 from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.server.batches.schema import (
+    MAX_LIFE_S,
+    MIN_LIFE_S,
     BatchList,
     BatchObject,
     CreateBatch,
@@ -426,8 +429,19 @@ _FILE_QUERY: Schemas = {
     "purpose": {"type": "string", "description": "Only files with this purpose"},
 }
 
+_UPLOAD_FORM = {
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "format": "binary", "description": "With a file name"},
+        "purpose": {"enum": list(typing.get_args(FilePurpose))},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {"type": "integer", "minimum": MIN_LIFE_S, "maximum": MAX_LIFE_S},
+    },
+    "required": ["file", "purpose"],
+}
+
 _FILES = (
-    ApiRoute("POST", "/v1/files", create_file, FileObject),
+    ApiRoute("POST", "/v1/files", create_file, FileObject, form=_UPLOAD_FORM),
     ApiRoute("GET", "/v1/files", list_files, FileList, query=_FILE_QUERY),
     ApiRoute("GET", "/v1/files/{id}", retrieve_file, FileObject),
     ApiRoute("DELETE", "/v1/files/{id}", delete_file, DeletedFile),

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from starlette.datastructures import Headers
 
 from bros.core.errors import InvalidRequestError, PromptTooLongError
-from bros.core.request import SamplingParams, ServiceClass, Slo
+from bros.core.request import MIN_OBJECTIVE_MS, SamplingParams, ServiceClass, Slo
 from bros.server.http import offload, validate
 from bros.server.openai.schema import (
     AssistantMessage,
@@ -248,14 +248,15 @@ def _header_ms(headers: Headers, objective: str) -> float | None:
 
 
 def to_milliseconds(text: str, title: str, param: str) -> float:
-    """A positive number of milliseconds. Raises InvalidRequestError; title: begins its message."""
+    """Milliseconds of an objective. Raises InvalidRequestError; title: begins its message."""
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 < value <= _MAX_SLO_MS:
+    if not MIN_OBJECTIVE_MS <= value <= _MAX_SLO_MS:
         raise InvalidRequestError(
-            f"{title} must be a positive number of milliseconds.", param=param
+            f"{title} must be a number of milliseconds, at least {MIN_OBJECTIVE_MS:g}.",
+            param=param,
         )
     return value
 

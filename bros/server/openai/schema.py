@@ -12,14 +12,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from bros.core.request import MAX_LOGPROBS, FinishReason, ServiceClass
+from bros.core.request import MAX_LOGPROBS, MIN_OBJECTIVE_MS, FinishReason, ServiceClass
 
 _INT32_MAX = 2**31 - 1
 
 Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 MaxTokens = Annotated[int, Field(ge=1, le=_INT32_MAX)]
-Milliseconds = Annotated[float, Field(gt=0, le=1e12)]
+Milliseconds = Annotated[float, Field(ge=MIN_OBJECTIVE_MS, le=1e12)]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 
 

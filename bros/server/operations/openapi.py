@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.convertors import CONVERTOR_TYPES
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -20,6 +21,8 @@ Schemas = Mapping[str, Mapping[str, Any]]
 """Parameter name -> JSON schema with a description."""
 
 _REF = "#/components/schemas/{model}"
+
+_INTEGER = CONVERTOR_TYPES["int"]
 
 _PATH_PARAMETERS: Mapping[str, str] = MappingProxyType(
     {
@@ -54,6 +57,7 @@ class ApiRoute(Route):
     reply: a model, or a media type.
     body: the models that a JSON body can have.
     query, headers: optional parameters.
+    form: the JSON schema of a body that is multipart/form-data.
     streams: whether it can reply with server-sent events, and with status 429.
     errors: status -> model of the body, if that is not ErrorEnvelope.
     """
@@ -67,6 +71,7 @@ class ApiRoute(Route):
         *body: Model,
         query: Schemas = MappingProxyType({}),
         headers: Schemas = MappingProxyType({}),
+        form: Mapping[str, Any] = MappingProxyType({}),
         streams: bool = False,
         errors: Mapping[int, Model] = MappingProxyType({}),
     ) -> None:
@@ -78,6 +83,7 @@ class ApiRoute(Route):
         self.bodies = body
         self.query = query
         self.headers = headers
+        self.form = form
         self.streams = streams
         self.errors = errors
 
@@ -90,6 +96,9 @@ class ApiRoute(Route):
             schemas = [_reference(body) for body in self.bodies]
             schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
             described["requestBody"] = {"required": True, "content": _json_content(schema)}
+        if self.form:
+            content = {"multipart/form-data": {"schema": dict(self.form)}}
+            described["requestBody"] = {"required": True, "content": content}
         return described
 
     def _responses(self) -> dict[str, Any]:
@@ -117,9 +126,9 @@ class ApiRoute(Route):
                 "in": "path",
                 "required": True,
                 "description": _PATH_PARAMETERS[name],
-                "schema": {"type": "string"},
+                "schema": {"type": "integer" if convertor is _INTEGER else "string"},
             }
-            for name in self.param_convertors
+            for name, convertor in self.param_convertors.items()
         ]
         for where, schemas in (("query", self.query), ("header", self.headers)):
             for name, schema in schemas.items():

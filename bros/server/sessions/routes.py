@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bros.core.errors import InvalidRequestError, NotFoundError
+from bros.core.request import MIN_OBJECTIVE_MS
 from bros.semantic.errors import ConflictError, GetTimeoutError, UpstreamError
 from bros.semantic.schema import (
     MAX_WAIT_S,
@@ -522,7 +523,9 @@ async def want_variable(request: Request) -> Response:
 
 
 def _criteria(query: QueryParams) -> Criteria | None:
-    ttft_ms, tpot_ms, deadline_ms = (query_number(query, name, most=_MAX_MS) for name in _TIMES_MS)
+    ttft_ms, tpot_ms, deadline_ms = (
+        query_number(query, name, most=_MAX_MS, least=MIN_OBJECTIVE_MS) for name in _TIMES_MS
+    )
     if "criteria" not in query and ttft_ms is tpot_ms is deadline_ms is None:
         return None
     perf = parse_perf(query.get("criteria", Perf.LATENCY.value), "criteria")
@@ -542,7 +545,7 @@ async def _body(request: Request) -> dict[str, Any]:
     return await read_object(request, ServerState.of(request).max_body_bytes)
 
 
-_MS = {"type": "number", "exclusiveMinimum": 0}
+_MS = {"type": "number", "minimum": MIN_OBJECTIVE_MS, "maximum": _MAX_MS}
 _FLAG = {"type": "boolean", "default": False}
 _QUERY: Schemas = {
     "wait": {**_FLAG, "description": "Reply when its value is ready"},

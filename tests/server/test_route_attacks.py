@@ -1,0 +1,503 @@
+"""Every route of /openapi.json is attacked with bodies, paths, queries and headers made from its
+own schema, half of them valid and half with a mutation. A new route is attacked without being
+listed here.
+
+Whatever comes, the answer is one that the document describes, nothing is left of it afterwards, and
+the event loop was never held for long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import gc
+import json
+import logging
+import random
+import selectors
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from bros.batch.store import open_store
+from bros.core.clock import SystemClock
+from bros.core.interfaces import RequestTrace
+from bros.core.request import ServiceClass, Slo
+from bros.router.client import RouterClient
+from bros.server.app import create_app
+from bros.server.operations.openapi import ApiRoute
+from bros.server.state import load_tenants
+from support.killable_engine import KillableEngine
+from support.schema_values import WRONG, Draw, SchemaValues, json_bodies, mostly
+from support.scripted_server import Server
+from support.tier import examples
+from support.turn_fleet import TurnFleet
+
+EXAMPLES = examples(16, long=2000)
+LONGEST_TURN_S = 0.05
+"""Of the event loop, in CPU time without the garbage collector."""
+LONGEST_ANSWER_S = 3600.0
+"""On the clock of HastyLoop; clients may wait up to MAX_WAIT_S for a value."""
+SKIP_S = 30.0
+REFRESH_EVERY = 50
+"""Examples between two clean-ups: sessions and batches of many attacks meet each other."""
+
+LIVE = ("sid", "rid", "vid", "ready", "file", "batch", "trace", "number", "model")
+"""What exists when an attack begins. @name in a path or body becomes its id."""
+
+WORDS = (
+    *(
+        "",
+        "x",
+        "o",
+        "y",
+        "v",
+        "scripted",
+        "latency",
+        "strip",
+        "json",
+        'join(", ")',
+        "user",
+        "batch",
+    ),
+    *("Say {{output:o}}", "{{input:x}} and {{output:o}}", "/v1/completions", "24h", "created_at"),
+    *(f"@{name}" for name in LIVE),
+)
+TEMPLATES = ("Say {{output:o}}", "{{input:x}} and {{output:o}}", "Say {{output:o}} {{output:y}}")
+NAMED: Mapping[str, tuple[Any, ...]] = {
+    "input_file_id": ("@file",),
+    "endpoint": ("/v1/completions",),
+    "completion_window": ("24h",),
+    "template": TEMPLATES,
+    "prompt": TEMPLATES,
+    "model": ("scripted",),
+    "session_id": ("@sid",),
+    "semantic_var_id": ("@ready", "@vid", "new"),
+    "variable": ("@ready", "@vid", "new"),
+    "transforms": ("", "strip"),
+    "parameters": ([], [{"name": "x", "value": "text"}]),
+    "placeholders": (
+        [{"name": "o", "in_out": True, "semantic_var_id": "new", "transforms": "strip"}],
+    ),
+}
+"""Fields of bodies that only few values are good for."""
+JUNK = ("", "0", "-1", "9" * 30, "a/b", "..", "%00", "\n", "é", "x" * 3000, "true", "NaN", "[]")
+ROWS = b'{"custom_id":"%d","method":"POST","url":"/v1/completions","body":{"prompt":"Hi"}}\n'
+
+TRACE = RequestTrace(
+    request_id="traced",
+    service_class=ServiceClass.RT,
+    requested_class=ServiceClass.RT,
+    slo=Slo(),
+    prompt_tokens=3,
+    output_tokens=2,
+    events=((0.0, "queued"),),
+    waits={},
+)
+ALLOWED_5XX = {504: {"get_timeout"}}
+"""The engine and the store are well, so that no other failure is the server's."""
+
+
+class HastyLoop(asyncio.SelectorEventLoop):
+    """Its timers do not wait: when nothing happens for 10 ms, those of the next SKIP_S are due.
+
+    longest_s: CPU time of the longest turn, without the garbage collector.
+    """
+
+    def __init__(self) -> None:
+        self._hasty = _HastySelector()
+        super().__init__(self._hasty)
+        self.longest_s = self._collected_s = self._collecting_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self._hasty.skipped_s
+
+    def on_collection(self, phase: str, info: object) -> None:
+        """A callback of the garbage collector."""
+        now_s = time.thread_time()
+        if phase == "start":
+            self._collecting_s = now_s
+        else:
+            self._collected_s += now_s - self._collecting_s
+
+    def _run_once(self) -> None:
+        begun_s, self._collected_s = time.thread_time(), 0.0
+        super()._run_once()  # type: ignore[misc]
+        took_s = time.thread_time() - begun_s - self._collected_s
+        self.longest_s = max(self.longest_s, took_s)
+
+
+class _HastySelector(selectors.DefaultSelector):
+    skipped_s = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        if timeout is None or timeout <= 0:
+            return super().select(timeout)
+        if not (ready := super().select(min(timeout, 0.01))):
+            self.skipped_s += max(timeout, SKIP_S)
+        return ready
+
+
+# ---- The server.
+
+
+class Victim(Server):
+    """With files, batches, sessions and replicas; something of each is there to be attacked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = open_store(folder)
+        super().__init__(jobs_in=self.store)
+        self.router = RouterClient(TurnFleet(), SystemClock(), random.Random(0))
+        for _ in range(2):
+            engine = KillableEngine()
+            engine.start()
+            self.router.add(engine, restart=functools.partial(self._restart, engine))
+        self.state = dataclasses.replace(self.state, replicas=self.router)
+        self.app = create_app(self.state, load_tenants(self.state.config))
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=True)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://test")
+        self.live: dict[str, str] = {}
+        self.ended: Counter[int] = Counter()
+        self._running: list[asyncio.Task[None]] = []
+
+    async def _restart(self, engine: KillableEngine) -> None:
+        engine.die()
+        await asyncio.sleep(0)
+        engine.start()
+
+    async def start(self) -> None:
+        assert self.state.jobs is not None and self.state.sessions is not None
+        for work in (self.state.jobs.runner.run(), self.state.sessions.run()):
+            self._running.append(asyncio.create_task(work))
+        await self.populate()
+        await self.clear()
+
+    async def stop(self) -> None:
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        await self.http.aclose()
+        await self.router.close()
+        self.store.close()
+
+    async def populate(self) -> None:
+        """Make what LIVE names."""
+        session = await self.ask("POST", "/v1/sessions", json={})
+        path = f"/v1/sessions/{session['id']}"
+        for name, value in {"v": None, "r": "text"}.items():
+            body = {"id": name, "name": name, "value": value}
+            await self.ask("POST", f"{path}/variables", json=body)
+        output = {"name": "o", "role": "output", "variable": "made"}
+        native = {"native": True, "parameters": [output]}
+        call = await self.ask("POST", f"{path}/requests", json=native)
+        self.live |= {"sid": session["id"], "rid": call["requests"][0]["id"]}
+        self.live |= {"vid": "v", "ready": "r", "trace": "traced", "model": "scripted"}
+        self.live["number"] = "1"
+        self.engine.traces["traced"] = TRACE
+        for replica in (await self.ask("GET", "/admin/replicas"))["data"]:
+            if replica["state"] in ("draining", "drained"):
+                await self.ask("POST", f"/admin/replicas/{replica['number']}/resume")
+        if "file" not in self.live:
+            await self._populate_store()
+
+    async def _populate_store(self) -> None:
+        files = {"file": ("rows.jsonl", ROWS % 1 + ROWS % 2)}
+        file = await self.ask("POST", "/v1/files", files=files, data={"purpose": "batch"})
+        wanted = {"endpoint": "/v1/completions", "completion_window": "24h"}
+        wanted["input_file_id"] = file["id"]
+        batch = await self.ask("POST", "/v1/batches", json=wanted)
+        self.live |= {"file": file["id"], "batch": batch["id"]}
+
+    async def clear(self) -> None:
+        """Delete the sessions, end the batches, and wait for what they ran."""
+        for session in (await self.ask("GET", "/v1/sessions"))["data"]:
+            await self.ask("DELETE", f"/v1/sessions/{session['id']}")
+        while True:
+            batches = (await self.ask("GET", "/v1/batches", params={"limit": 100}))["data"]
+            running = [b for b in batches if b["status"] in ("validating", "in_progress")]
+            ending = [b for b in batches if b["status"] in ("finalizing", "cancelling")]
+            for batch in running:
+                with contextlib.suppress(AssertionError):  # it may just have ended
+                    await self.ask("POST", f"/v1/batches/{batch['id']}/cancel")
+            if not running and not ending:
+                return
+            await asyncio.sleep(0.001)
+
+    async def ask(self, method: str, path: str, **options: Any) -> Any:
+        response = await self.http.request(method, path, **options)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def idle(self, tasks: int) -> int:
+        """The number of tasks of the loop, once it is not above `tasks` or does not sink."""
+        for _ in range(20 if tasks == 0 else 1000):
+            if len(asyncio.all_tasks()) <= tasks:
+                break
+            await asyncio.sleep(0.001)
+        return len(asyncio.all_tasks())
+
+
+@dataclasses.dataclass(frozen=True)
+class Attack:
+    """path, query, headers, content: with @names, see LIVE."""
+
+    path: str
+    query: Mapping[str, str]
+    headers: Mapping[str, str]
+    content: bytes | None
+
+    async def send(self, method: str, victim: Victim) -> httpx.Response:
+        def alive(text: str) -> str:
+            for name, value in victim.live.items():
+                text = text.replace(f"@{name}", value)
+            return text
+
+        content = self.content
+        if content is not None:
+            for name, value in victim.live.items():
+                content = content.replace(f"@{name}".encode(), value.encode())
+        query = "&".join(
+            f"{quote(name)}={quote(alive(value))}" for name, value in self.query.items()
+        )
+        path = alive(self.path)
+        headers = {name: alive(value).encode() for name, value in self.headers.items()}
+        async with asyncio.timeout(LONGEST_ANSWER_S):
+            return await victim.http.request(
+                method, f"{path}?{query}" if query else path, headers=headers, content=content
+            )
+
+
+# ---- What is sent.
+
+
+def make_attacks(document: Mapping[str, Any], route: ApiRoute) -> SearchStrategy[Attack]:
+    operation = document["paths"][route.path_format][route.method]
+    values = SchemaValues(document, WORDS, NAMED)
+    parameters: dict[str, dict[str, SearchStrategy[str]]] = {"path": {}, "query": {}, "header": {}}
+    for each in operation.get("parameters", ()):
+        texts = _ids(route, each["name"]) if each["in"] == "path" else _texts(values, each)
+        parameters[each["in"]][each["name"]] = texts
+    bodies: SearchStrategy[tuple[str, bytes] | None] = st.none()
+    for kind, content in operation.get("requestBody", {}).get("content", {}).items():
+        valid = values.of(content["schema"])
+        bodies = {"application/json": _json, "multipart/form-data": _forms}[kind](valid)
+
+    @st.composite
+    def draw_attack(draw: Draw) -> Attack:
+        path = route.path_format
+        for name, texts in parameters["path"].items():
+            path = path.replace(f"{{{name}}}", quote(draw(texts), safe="@"))
+        body = draw(bodies)
+        headers = draw(_some(parameters["header"]))
+        if body is not None:
+            headers["content-type"] = body[0]
+        query = draw(_some(parameters["query"]))
+        return Attack(path, query, headers, None if body is None else body[1])
+
+    return draw_attack()
+
+
+def _ids(route: ApiRoute, name: str) -> SearchStrategy[str]:
+    """Mostly what exists. `id` is that of what the path is about."""
+    about = [each for each in LIVE if each == name] or [e for e in LIVE if e in route.path_format]
+    live = st.just(f"@{about[0]}" if about else "@number")
+    return mostly(live, st.sampled_from([f"@{each}" for each in LIVE]), _junk())
+
+
+def _texts(values: SchemaValues, parameter: Mapping[str, Any]) -> SearchStrategy[str]:
+    """Mostly what is valid."""
+    valid = values.of(parameter["schema"]).map(_written)
+    if parameter["in"] == "header":
+        valid = valid.filter(lambda text: text.isprintable() and text.isascii())
+        return mostly(valid, st.sampled_from([each for each in JUNK if each.isprintable()]))
+    return mostly(valid, _junk())
+
+
+def _written(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _junk() -> SearchStrategy[str]:
+    return st.one_of(st.sampled_from(JUNK), st.text(st.characters(codec="utf-8"), max_size=5))
+
+
+@st.composite
+def _some(draw: Draw, found: Mapping[str, SearchStrategy[str]]) -> dict[str, str]:
+    """Values of a few of the parameters."""
+    names = draw(st.lists(st.sampled_from(sorted(found) or [""]), max_size=3, unique=True))
+    return {name: draw(found[name]) for name in names if name in found}
+
+
+def _json(valid: SearchStrategy[Any]) -> SearchStrategy[tuple[str, bytes]]:
+    kinds = mostly(st.just("application/json"), st.just("text/plain"))
+    return st.tuples(kinds, json_bodies(valid))
+
+
+@st.composite
+def _forms(draw: Draw, valid: SearchStrategy[dict[str, Any]]) -> tuple[str, bytes]:
+    fields = draw(valid)
+    rows = [ROWS % 1, ROWS % 1 + ROWS % 2, b"", b"{", b"\xff\n", b"x" * 3000]
+    fields["file"] = draw(st.sampled_from(rows))
+    kind = draw(st.integers(0, 5))
+    if kind == 0:
+        del fields[draw(st.sampled_from(sorted(fields)))]
+    elif kind == 1:
+        fields[draw(st.sampled_from([*fields, "extra"]))] = draw(st.sampled_from(WRONG))
+    content = b""
+    for name, value in fields.items():
+        data = value if isinstance(value, bytes) else _written(value).encode(errors="replace")
+        file = b'; filename="rows.jsonl"' if name == "file" and kind != 2 else b""
+        head = b'--b\r\ncontent-disposition: form-data; name="%b"%b\r\n\r\n'
+        content += head % (name.encode(), file) + data + b"\r\n"
+    content += b"--b--\r\n"
+    end = draw(st.integers(0, len(content))) if kind == 3 else len(content)
+    return "multipart/form-data; boundary=b", content[:end]
+
+
+# ---- What must come back.
+
+
+class Answers:
+    """Checks the responses of a route against the document."""
+
+    def __init__(self, document: Mapping[str, Any], route: ApiRoute) -> None:
+        self._responses = document["paths"][route.path_format][route.method]["responses"]
+        self._components = {"components": document["components"]}
+        self._validators: dict[str, jsonschema.protocols.Validator] = {}
+
+    def check(self, response: httpx.Response) -> None:
+        status = response.status_code
+        described = self._responses.get(str(status), self._responses["default"])
+        kind = response.headers.get("content-type", "").partition(";")[0]
+        assert kind in described["content"], (status, kind)
+        if kind == "text/event-stream":
+            assert response.text.endswith("\n\n")
+        elif kind == "application/json":
+            schema = described["content"][kind]["schema"]
+            name = json.dumps(schema)
+            if name not in self._validators:
+                made = jsonschema.Draft202012Validator({**schema, **self._components})
+                self._validators[name] = made
+            self._validators[name].validate(response.json())
+        if status >= 400:
+            error = response.json()["error"]
+            assert error.keys() >= {"message", "type", "param", "code"}
+            assert error["message"]
+            code = error["code"]
+            assert status < 500 or code in ALLOWED_5XX.get(status, ()), error
+        else:
+            assert status == 200
+
+
+# ---- The attacks.
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner(loop_factory=HastyLoop) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def victim(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
+    async def make() -> Victim:
+        made = Victim(tmp_path_factory.mktemp("store"))
+        await made.start()
+        return made
+
+    made = runner.run(make())
+    yield made
+    runner.run(made.stop())
+
+
+@pytest.fixture(scope="module")
+def document(runner: asyncio.Runner, victim: Victim) -> Any:
+    return runner.run(victim.ask("GET", "/openapi.json"))
+
+
+def all_routes() -> list[ApiRoute]:
+    """As the app has them."""
+    import tempfile
+
+    async def find() -> list[ApiRoute]:
+        with tempfile.TemporaryDirectory() as folder:
+            victim = Victim(Path(folder))
+            victim.store.close()
+            await victim.router.close()
+        found = victim.app.routes
+        assert all(isinstance(route, ApiRoute) for route in found)
+        return found  # type: ignore[return-value]
+
+    return asyncio.run(find())
+
+
+ROUTES = all_routes()
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path_format}")
+def test_a_route_is_attacked(
+    runner: asyncio.Runner,
+    victim: Victim,
+    document: Mapping[str, Any],
+    route: ApiRoute,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop = runner.get_loop()
+    assert isinstance(loop, HastyLoop)
+    answers = Answers(document, route)
+    statuses: Counter[int] = Counter()
+    refusals: Counter[str] = Counter()
+    count, consumed = 0, False
+    tasks = runner.run(victim.idle(0))
+    loop.longest_s = 0.0
+
+    @settings(max_examples=EXAMPLES)
+    @given(make_attacks(document, route))
+    def attack(attack: Attack) -> None:
+        nonlocal count, consumed
+        if count % REFRESH_EVERY == 0 or consumed:
+            runner.run(victim.clear())
+            runner.run(victim.populate())
+        count += 1
+        response = runner.run(attack.send(route.method.upper(), victim))
+        answers.check(response)
+        statuses[response.status_code] += 1
+        if response.status_code >= 400:
+            refusals[response.json()["error"]["message"][:80]] += 1
+        consumed = route.method == "delete" and response.status_code == 200
+        consumed |= route.path_format.endswith("/cancel")  # the batch would end by itself
+        if consumed:
+            victim.live.clear()
+
+    gc.callbacks.append(loop.on_collection)
+    with caplog.at_level(logging.ERROR, logger="bros"):
+        try:
+            attack()
+            longest_s = loop.longest_s
+        finally:
+            gc.callbacks.remove(loop.on_collection)
+            runner.run(victim.clear())
+    assert caplog.records == []
+    assert statuses[200], f"no attack was good enough to be served: {statuses}, {refusals}"
+    assert runner.run(victim.idle(tasks)) <= tasks, "tasks are left"
+    assert victim.state.sessions is not None and victim.state.jobs is not None
+    assert victim.state.sessions.figures().sessions == 0
+    assert victim.state.jobs.runner.rows_in_flight == 0
+    assert longest_s < LONGEST_TURN_S
+
+
+def test_every_operation_of_the_document_is_attacked(document: Mapping[str, Any]) -> None:
+    described = {(method, path) for path, each in document["paths"].items() for method in each}
+    assert described == {(route.method, route.path_format) for route in ROUTES}
