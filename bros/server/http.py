@@ -217,8 +217,8 @@ def query_flag(query: QueryParams, name: str) -> bool:
 
 
 def query_number(query: QueryParams, name: str, *, most: float, least: float = 0.0) -> float | None:
-    """None by default. Raises InvalidRequestError for anything but a positive number from `least` to
-    `most`."""
+    """None by default. Raises InvalidRequestError for anything but a positive number in
+    [least, most]."""
     text = query.get(name)
     if text is None:
         return None

@@ -38,7 +38,7 @@ from bros.core.request import ServiceClass, Slo
 from bros.router.client import RouterClient
 from bros.server.app import create_app
 from bros.server.operations.openapi import ApiRoute
-from bros.server.state import load_tenants
+from bros.server.tenants import load_tenants
 from support.killable_engine import KillableEngine
 from support.schema_values import WRONG, Draw, SchemaValues, json_bodies, mostly
 from support.scripted_server import Server
