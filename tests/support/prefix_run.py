@@ -61,6 +61,7 @@ class Run:
         self.scheduler.submit(asked, self.now)
         self.requests[name] = asked
         self.answers[name] = []
+        self.cached[name] = 0
         self.computed[name] = 0
         self.ends.pop(name, None)
 
@@ -121,7 +122,7 @@ class Run:
             name = output.request_id
             assert name not in self.ends, "an output after the last one"
             self.answers[name] += output.token_ids
-            self.cached[name] = output.cached_tokens
+            self.cached[name] = max(self.cached[name], output.cached_tokens)
             if output.finish_reason is not None:
                 self.ends[name] = output.finish_reason
 
