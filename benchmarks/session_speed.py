@@ -61,13 +61,14 @@ from bros.semantic.schema import Perf
 from bros.simulator.programs import (
     BE,
     RT,
+    SMALL_PROGRAMS,
     ChatRecord,
     Program,
     Run,
     Texts,
-    call,
     chain_summary,
     fixed_length,
+    map_reduce_questions,
     map_reduce_summary,
     multi_agent_coding,
     question,
@@ -399,17 +400,6 @@ LOADS = (flood, steady_chats)
 KNOWN_AFTER = 2
 """Programs of a kind whose functions are not known well yet."""
 
-KINDS: Mapping[str, Callable[[Texts], Program]] = {
-    "chain": lambda texts: chain_summary(texts, chunks=6, chunk_tokens=64, output_tokens=16),
-    "map-reduce": lambda texts: map_reduce_summary(
-        texts, chunks=8, chunk_tokens=128, output_tokens=40
-    ),
-    "coding": lambda texts: multi_agent_coding(
-        texts, files=3, rounds=1, code_tokens=40, comment_tokens=20
-    ),
-    "chat": lambda texts: question(texts, texts.words(300), question_tokens=20, output_tokens=64),
-}
-
 
 async def calibration(
     rounds: int, texts_of: Callable[[int], Texts], report: Callable[[str], None]
@@ -419,13 +409,15 @@ async def calibration(
     async with served_end() as end:
         rng, seed = random.Random(4), 0
         for load in (nothing, *LOADS):
-            times: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
+            times: dict[str, list[list[float]]] = {kind: [] for kind in SMALL_PROGRAMS}
             others = asyncio.ensure_future(load(end, texts_of(2000 + seed), []))
             await asyncio.sleep(WARM_UP_S)
             for _ in range(KNOWN_AFTER + rounds):
-                for kind in rng.sample(list(KINDS), len(KINDS)):
+                for kind in rng.sample(list(SMALL_PROGRAMS), len(SMALL_PROGRAMS)):
                     seed += 1
-                    predicted_s, actual_s = await predicted(end, KINDS[kind](texts_of(seed)))
+                    predicted_s, actual_s = await predicted(
+                        end, SMALL_PROGRAMS[kind](texts_of(seed))
+                    )
                     times[kind].append([predicted_s, actual_s])
                     report(f"{load.__name__}: {kind}, {predicted_s:.2f} s, was {actual_s:.2f} s")
             others.cancel()
@@ -469,22 +461,6 @@ ROUTERS = {"by prefix": "e2", "by turns": "rr"}
 PROGRAMS, DOCUMENT_TOKENS, MAPS = 12, 800, 6
 
 
-def map_reduce_over(document: str, texts: Texts) -> Program:
-    """Questions about one document, and a summary of the answers."""
-    template = "{{input:document}}\n\nAnswer this question: {{input:question}}\n"
-    names = [f"a{i}" for i in range(MAPS)]
-    maps = [
-        call("ask", template, name, 32, document=document, question="=" + texts.words(15))
-        for name in names
-    ]
-    listed = "\n".join(f"{{{{input:{name}}}}}" for name in names)
-    reduce = f"Here are answers about a document:\n{listed}\n\nSum up all of it."
-    return Program(
-        [*maps, call("reduce", reduce, "summary", 32, **{name: name for name in names})],
-        ["summary"],
-    )
-
-
 async def replicas(
     rounds: int, texts_of: Callable[[int], Texts], report: Callable[[str], None]
 ) -> Row:
@@ -497,7 +473,9 @@ async def replicas(
             for turn in range(rounds):
                 texts = texts_of(turn)
                 programs = [
-                    map_reduce_over(f"={texts.words(DOCUMENT_TOKENS)}", texts)
+                    map_reduce_questions(
+                        texts, document_tokens=DOCUMENT_TOKENS, questions=MAPS, output_tokens=32
+                    )
                     for _ in range(PROGRAMS)
                 ]
                 slots = asyncio.Semaphore(REPLICAS)

@@ -369,12 +369,6 @@ class State:
             whole = goes_on
         return found
 
-    @property
-    def busy_share(self) -> float:
-        """Share of the window that the work of its requests takes, on average over the replicas."""
-        work_s = sum(each.window_work.total_s(BE, 1.0) for each in self.replicas.values())
-        return min(1.0, work_s / (self.settings.window_s * max(1, len(self.replicas))))
-
     def weight(self, replica: Replica) -> float:
         """Weight of best-effort work there in the load that a real-time request sees."""
         return self.settings.be_weight if replica.facts.yields else 1.0

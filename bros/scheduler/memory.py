@@ -17,7 +17,7 @@ from bros.kvcache.host_pool import Loss
 from bros.kvcache.manager import KvCacheManager
 from bros.kvcache.sharing import CommonPart
 from bros.scheduler.prefixes import look_up
-from bros.scheduler.state import RequestState
+from bros.scheduler.state import RequestState, deadline_key
 
 _WAIT_MARGIN = 2.0
 """Expected times are doubled, since other requests are computed in the same steps."""
@@ -136,8 +136,10 @@ class StepMemory:
         """Whether a new request should wait for the producer of its prefix.
 
         A request waits only for producers of lower rank, so that under `bros` a real-time request
-        never waits for a best-effort one; and not beyond its own deadline. Best-effort requests
-        wait for each other whatever their ranks, since they do not start in order of rank.
+        never waits for a best-effort one; and not beyond its own deadline, unless the producer's
+        comes first: steps compute the producer's tokens before its own then, so waiting costs it
+        nothing. Best-effort requests wait for each other whatever their ranks, since they do not
+        start in order of rank.
         """
         match = state.match
         producer = self._states.get(match.producer) if match.producer else None
@@ -148,6 +150,8 @@ class StepMemory:
         if producer.rank > state.rank and not both_best_effort:
             return False
         if best_effort or self._prefill_seconds is None:
+            return True
+        if deadline_key(producer) < deadline_key(state):
             return True
         until = match.num_tokens + match.num_producing
         done = producer.num_computed_tokens

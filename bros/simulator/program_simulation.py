@@ -160,7 +160,10 @@ async def program_server(
     generator = TextGenerator(engine, tokenizer, clock, ids)
     # Programs of a simulation may wait for as long as the simulation lasts.
     settings = SessionSettings(ttl_s=86_400.0, max_wait_s=1e6)
-    service = SessionService(generator, engine, tokenizer, clock, ids, settings)
+    placements = engine.placement if isinstance(engine, RouterClient) else None
+    service = SessionService(
+        generator, engine, tokenizer, clock, ids, settings, placements=placements
+    )
     sweep = asyncio.create_task(service.run())
     try:
         yield ProgramServer(ServiceEnd(service, generator, tokenizer, clock), engine)

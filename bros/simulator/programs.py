@@ -118,6 +118,30 @@ def map_reduce_summary(
     )
 
 
+def map_reduce_questions(
+    texts: Texts, *, document_tokens: int, questions: int, output_tokens: int
+) -> Program:
+    """Questions about one document, and a summary of the answers."""
+    document = "=" + texts.words(document_tokens)
+    template = "{{input:document}}\n\nAnswer this question: {{input:question}}\n"
+    names = [f"a{i}" for i in range(questions)]
+    maps = [
+        call(
+            "ask",
+            template,
+            name,
+            output_tokens,
+            document=document,
+            question="=" + texts.words(15),
+        )
+        for name in names
+    ]
+    listed = "\n".join(f"{{{{input:{name}}}}}" for name in names)
+    reduce = f"Here are answers about a document:\n{listed}\n\nSum up all of it."
+    inputs = {name: name for name in names}
+    return Program([*maps, call("reduce", reduce, "summary", output_tokens, **inputs)], ["summary"])
+
+
 def multi_agent_coding(
     texts: Texts, *, files: int, rounds: int, code_tokens: int, comment_tokens: int
 ) -> Program:
@@ -180,6 +204,23 @@ def question(texts: Texts, system: str, *, question_tokens: int, output_tokens: 
     # The system prompt is part of the template, because sessions share templates.
     template = template.replace("{{input:system}}", system.replace("{{", "\\{{"))
     return Program([call("chat", template, "answer", output_tokens, question=asked)], ["answer"])
+
+
+SMALL_PROGRAMS: Mapping[str, Callable[[Texts], Program]] = MappingProxyType(
+    {
+        "chain": lambda texts: chain_summary(texts, chunks=6, chunk_tokens=64, output_tokens=16),
+        "map-reduce": lambda texts: map_reduce_summary(
+            texts, chunks=8, chunk_tokens=128, output_tokens=40
+        ),
+        "coding": lambda texts: multi_agent_coding(
+            texts, files=3, rounds=1, code_tokens=40, comment_tokens=20
+        ),
+        "chat": lambda texts: question(
+            texts, texts.words(300), question_tokens=20, output_tokens=64
+        ),
+    }
+)
+"""One program of each kind, small enough for a small model on CPUs."""
 
 
 # ---- Programs by name, with the sizes of the Parrot paper's experiments (section 8).

@@ -208,6 +208,26 @@ def test_real_time_requests_do_not_wait_for_too_long(ttft_s: float, waits: bool)
     run.drain()
 
 
+@given(
+    ttft_s=st.floats(0.05, 2.0),
+    count=st.integers(2, 6),
+    prefix=st.integers(100, 400),
+    tokens=st.sampled_from([64, 2048]),
+)
+def test_real_time_requests_that_come_together_compute_a_common_prefix_once(
+    ttft_s: float, count: int, prefix: int, tokens: int
+) -> None:
+    """Whatever their objective: in one step with the first one, the others would be later."""
+    run = Run(max_batch_tokens=tokens)
+    for number in range(count):
+        prompt = [*range(1, prefix + 1), 900 + number, 901]
+        run.submit(f"{number}", prompt, slo=Slo(ttft_s, 1.0), max_tokens=1)
+    run.drain()
+    first, *others = sorted(run.computed.values(), reverse=True)
+    assert first == prefix + 2
+    assert max(others) <= 24, "but for a few blocks that are not worth waiting for"
+
+
 @pytest.mark.parametrize("service_class", ServiceClass)
 def test_a_waiting_request_continues_when_the_producer_is_aborted(
     service_class: ServiceClass,

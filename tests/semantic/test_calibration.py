@@ -27,14 +27,11 @@ from bros.simulator.program_simulation import (
 from bros.simulator.programs import (
     BE,
     RT,
+    SMALL_PROGRAMS,
     Program,
     ServiceEnd,
     Texts,
-    chain_summary,
     fixed_length,
-    map_reduce_summary,
-    multi_agent_coding,
-    question,
 )
 from bros.simulator.simulation import Device, Disturbance
 from bros.simulator.virtual_loop import LoopClock, run_virtual
@@ -48,17 +45,6 @@ TOKENIZER = byte_tokenizer()
 FIRST = 2
 """Programs of each kind that are not judged: nothing is known about their functions yet."""
 JUDGED = 8
-
-KINDS: Mapping[str, Callable[[Texts], Program]] = {
-    "chain": lambda texts: chain_summary(texts, chunks=6, chunk_tokens=64, output_tokens=16),
-    "map-reduce": lambda texts: map_reduce_summary(
-        texts, chunks=8, chunk_tokens=128, output_tokens=40
-    ),
-    "coding": lambda texts: multi_agent_coding(
-        texts, files=3, rounds=1, code_tokens=40, comment_tokens=20
-    ),
-    "chat": lambda texts: question(texts, texts.words(300), question_tokens=20, output_tokens=64),
-}
 
 
 async def nothing(end: ServiceEnd, rng: random.Random) -> None:
@@ -106,7 +92,7 @@ async def predicted_and_actual(end: ServiceEnd, program: Program) -> tuple[float
 
 async def errors(load: Load, disturbance: Disturbance) -> Mapping[str, Sequence[float]]:
     """Kind of program -> predicted / actual - 1 of each judged program."""
-    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    found: dict[str, list[float]] = {kind: [] for kind in SMALL_PROGRAMS}
     async with program_server(
         CONFIG, DEVICE, TOKENIZER, Answers(TOKENIZER), disturbance=disturbance
     ) as server:
@@ -114,9 +100,11 @@ async def errors(load: Load, disturbance: Disturbance) -> Mapping[str, Sequence[
         await asyncio.sleep(5.0)
         rng = random.Random(2)
         for number in range(FIRST + JUDGED):
-            for kind in rng.sample(list(KINDS), len(KINDS)):
+            for kind in rng.sample(list(SMALL_PROGRAMS), len(SMALL_PROGRAMS)):
                 texts = Texts(TOKENIZER, seed=rng.randrange(2**32))
-                predicted_s, actual_s = await predicted_and_actual(server.end, KINDS[kind](texts))
+                predicted_s, actual_s = await predicted_and_actual(
+                    server.end, SMALL_PROGRAMS[kind](texts)
+                )
                 if number >= FIRST:
                     found[kind].append(predicted_s / actual_s - 1.0)
         others.cancel()

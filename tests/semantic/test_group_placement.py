@@ -18,8 +18,16 @@ from bros.semantic.core.session import SessionStateMachine
 from bros.semantic.schema import CallSpec, Criteria, Perf
 from bros.semantic.service.live import MAX_TOGETHER, GroupStart
 from bros.simulator.fleet import fleet_config
+from bros.simulator.program_simulation import Answers, byte_tokenizer, program_server
+from bros.simulator.programs import (
+    Run,
+    ServiceEnd,
+    Texts,
+    map_reduce_questions,
+    run_in_session,
+)
 from bros.simulator.simulation import BLOCK_SIZE, Device
-from bros.simulator.virtual_loop import LoopClock, virtual_engine
+from bros.simulator.virtual_loop import LoopClock, run_virtual, virtual_engine
 from support.naive_programs import llm, llm_calls
 from support.program_engine import TOKENIZER, byte_ids
 from support.programs import LATENCY, TENANT, Desk, call, virtually
@@ -113,6 +121,39 @@ async def test_maps_with_much_of_their_own_are_shared_out_in_one_decision() -> N
     replicas = [router.places[request].replica for request in mapped]
     assert sorted(replicas.count(n) for n in range(3)) == [2, 3, 3]
     await router.close()
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 600.0], ids=["from the start", "after a pause"])
+def test_programs_beside_each_other_do_not_compute_the_prefixes_of_all_everywhere(
+    pause_s: float,
+) -> None:
+    """Programs of 6 maps over 800 tokens, three at once on three replicas: each that is split
+    delays the others, and then these would be split as well. Figures of a session's calls."""
+
+    async def run(router: str) -> tuple[int, float]:
+        """Cached tokens, and mean seconds of a program."""
+        tokenizer = byte_tokenizer()
+        texts, slots = Texts(tokenizer, seed=1), asyncio.Semaphore(3)
+        sizes = {"document_tokens": 800, "questions": 6, "output_tokens": 32}
+
+        async def one(end: ServiceEnd) -> Run:
+            async with slots:
+                program = map_reduce_questions(texts, **sizes)
+                return await run_in_session(end, program, LoopClock(), delay_s=0.0)
+
+        async with program_server(
+            CONFIG, DEVICE, tokenizer, Answers(tokenizer), replicas=3, router=router
+        ) as server:
+            await one(server.end)
+            await asyncio.sleep(pause_s)
+            runs = await asyncio.gather(*(one(server.end) for _ in range(9)))
+        cached = sum(made["cached_tokens"] for run in runs for made in run.calls)
+        return cached, sum(run.seconds for run in runs) / len(runs)
+
+    (ours, ours_s), (by_turns, by_turns_s) = (
+        run_virtual(lambda router=router: run(router)) for router in ("e2", "rr")
+    )
+    assert ours >= 1.5 * by_turns and ours_s <= 0.7 * by_turns_s
 
 
 @virtually
