@@ -365,6 +365,11 @@ class EngineClient(Protocol):
         """False from the engine's death until it has been restarted."""
         ...
 
+    @property
+    def num_lost(self) -> int:
+        """How often an engine was lost: it ended without having been told to, or hung."""
+        ...
+
     async def submit(self, request: EngineRequest) -> RequestStream:
         """Submit a request; returns once the engine has accepted it.
 

@@ -218,6 +218,10 @@ class MessageClient:
                 self.on_death(message)
 
     @property
+    def num_lost(self) -> int:
+        return 0
+
+    @property
     def retry_after_s(self) -> float | None:
         """Seconds until requests may be accepted again; None if that is not expected. Asked while
         the engine is not running."""

@@ -89,6 +89,10 @@ class RouterClient:
         return any(replica.client.alive for replica in self._replicas if not replica.gone)
 
     @property
+    def num_lost(self) -> int:
+        return sum(status.lost for status in self.replicas())
+
+    @property
     def available(self) -> bool:
         """Whether any replica accepts requests now."""
         self._replica_set.check_liveness()

@@ -93,8 +93,13 @@ class SupervisedClient(MessageClient, ABC):
         self._closing = False
         self._restarting: asyncio.Future[None] | None = None  # done once the engine has ended
         self._is_final = False  # the engine is not started again
+        self._num_lost = 0
         self._began_s = self._start_s = 0.0  # when the last start began, and how long it took
         self._reset()
+
+    @property
+    def num_lost(self) -> int:
+        return self._num_lost
 
     @property
     def retry_after_s(self) -> float | None:
@@ -169,6 +174,7 @@ class SupervisedClient(MessageClient, ABC):
             if self._closing:
                 return
             logger.error("%s", reason)
+            self._num_lost += 1
             failures = 0 if self._was_ready or self._host_unavailable else failures + 1
             if not (self._restart and has_been_up) or failures >= _MAX_FAILURES:
                 self._is_final = True

@@ -75,6 +75,7 @@ async def test_the_engine_is_shown(server: Server) -> None:
     engine = {key: value for key, value in found.items() if not key[0].startswith(others)}
     assert {name: value for (name, *labels), value in engine.items() if not labels} == {
         "bros_engine_up": 1,
+        "bros_engine_lost_total": 0,
         "bros_kv_blocks": 100,
         "bros_kv_blocks_shared": 12,
         "bros_kv_blocks_cached": 33,
@@ -221,9 +222,9 @@ async def test_times_are_those_of_the_clock(server: Server) -> None:
 
 
 async def test_a_dead_engine_leaves_what_the_server_knows(server: Server) -> None:
-    server.engine.alive = False
+    server.engine.alive, server.engine.num_lost = False, 1
     found = await samples(server)
-    assert found[("bros_engine_up",)] == 0
+    assert (found[("bros_engine_up",)], found[("bros_engine_lost_total",)]) == (0, 1)
     assert ("bros_kv_usage_ratio",) not in found
 
 

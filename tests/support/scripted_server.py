@@ -71,7 +71,8 @@ class ScriptedEngine:
     after which the engine dies of `death`; `fail_after`, after which requests whose id ends with
     `fails` end with an error, one that may be tried again after `retry_after_s` if that is not
     None; `relegates`, the end of ids that are served as best-effort; `step_s`, by which each token
-    moves the clock; `cached_tokens`; `figures`, its statistics; `traces` by request id; `alive`.
+    moves the clock; `cached_tokens`; `figures`, its statistics; `traces` by request id; `alive`;
+    `num_lost`.
     ended: ids of what was answered in full.
     """
 
@@ -93,6 +94,7 @@ class ScriptedEngine:
         self.traces: dict[str, RequestTrace] = {}
         self.cached_tokens = 0
         self.alive = True
+        self.num_lost = 0
         self.submitted: list[EngineRequest] = []
         self.aborted: list[str] = []
         self.ended: list[str] = []

@@ -102,10 +102,11 @@ async def test_a_step_that_hangs_is_noticed_and_the_engine_replaced(
     client: HangingEngineClient, token: int, reason: str
 ) -> None:
     await warm(client)
-    pid = client.pid
+    pid, num_lost = client.pid, client.num_lost
     error = await lost(client, prompting("hangs", token))
     assert reason in str(error)
     await works(client, pid)
+    assert client.num_lost == num_lost + 1
 
 
 async def test_a_stopped_engine_is_noticed_and_replaced(client: HangingEngineClient) -> None:

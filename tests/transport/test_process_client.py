@@ -160,12 +160,13 @@ async def test_an_engine_is_restarted_when_it_is_asked_to_and_not_when_it_dies(
         await client.restart()
     assert await tokens_of(client, ask("at last")) == before
     assert deaths == [] and not _exists(pid)
-    assert client.pid is not None
+    assert client.pid is not None and client.num_lost == 0
     os.kill(client.pid, signal.SIGKILL)  # unasked: its owner is told
     async with asyncio.timeout(60):
         while not deaths:
             await asyncio.sleep(0.01)
     assert "code -9" in deaths[0] and not client.alive
+    assert client.num_lost == 1
     await client.close()
 
 

@@ -206,11 +206,18 @@ class EngineCollector(Collector):
 
     def __init__(self) -> None:
         self.stats: EngineStats | None = None
+        self.num_lost = 0
 
     def collect(self) -> Iterator[Metric]:
         stats = self.stats
         up = stats is not None
         yield GaugeMetricFamily("bros_engine_up", "1 if the engine answers", value=up)
+        yield CounterMetricFamily(
+            "bros_engine_lost",
+            "How often an engine ended without having been told to, or hung. Each time its open "
+            "requests failed or continued on another replica; the log has the reason",
+            self.num_lost,
+        )
         if stats is None:
             return
         for field, (name, text) in _ENGINE_GAUGES.items():
@@ -561,6 +568,7 @@ class ServerMetrics:
         sessions: SessionFigures | None = None,
         router: RouterClient | None = None,
         loop_tasks: int = 0,
+        engines_lost: int = 0,
     ) -> bytes:
         """All metrics in Prometheus' text format.
 
@@ -568,9 +576,10 @@ class ServerMetrics:
         batches, sessions: None if the server has none.
         router: None with a single engine.
         loop_tasks: tasks of the event loop.
+        engines_lost: how often an engine was lost.
         """
         self._loop_tasks.set(loop_tasks)
-        self._engine.stats = stats
+        self._engine.stats, self._engine.num_lost = stats, engines_lost
         self._batches.figures = batches
         self._sessions.figures = sessions
         self._replicas.router = router

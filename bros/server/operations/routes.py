@@ -85,6 +85,7 @@ async def metrics(request: Request) -> Response:
             None if state.sessions is None else state.sessions.figures(),
             state.replicas,
             len(asyncio.all_tasks()),
+            state.engine.num_lost,
         ),
         headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4},
     )
