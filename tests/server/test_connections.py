@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import re
 import resource
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -193,6 +195,31 @@ async def test_a_new_connection_takes_the_place_of_the_longest_silent_one() -> N
         assert await first.rest() == b""
         text = live.server.state.metrics.render(None, None, None, None).decode()
         assert 'bros_http_connections_closed_total{reason="replaced"} 18.0' in text
+
+
+async def test_without_descriptors_the_longest_silent_connections_end_and_one_line_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = asyncio.get_running_loop()
+    accept, failures = loop.sock_accept, [errno.EMFILE, errno.ENFILE, errno.ENOMEM]
+
+    async def fail_first(bound: socket.socket) -> Any:
+        if failures:
+            raise OSError(failures.pop(), "none left")
+        return await accept(bound)
+
+    async with live_server() as live, connected(live) as first, connected(live) as second:
+        monkeypatch.setattr(loop, "sock_accept", fail_first)
+        async with connected(live):  # the server's next call of sock_accept is patched
+            assert (await first.rest(), await second.rest()) == (b"", b"")
+            async with asyncio.timeout(5):
+                while failures:
+                    await asyncio.sleep(0.01)
+            async with connected(live) as last:
+                await last.send(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert (await last.head()).startswith(b"HTTP/1.1 200")
+    lines = [line for line in caplog.messages if "not accepted" in line]
+    assert len(lines) == 1 and "none left" in lines[0]
 
 
 async def test_connections_in_use_are_kept_and_a_new_one_gets_503_with_retry_after() -> None:
