@@ -5,12 +5,16 @@ from __future__ import annotations
 import codecs
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import tokenizers
 
 from bros.core.errors import ModelError
+
+CONTROL = "\ufdd1"
+"""Comes before the text of a control token that a detokenizer shows. A code point that is no
+character; texts of clients that have it get U+FFFD instead (`Tokenizer.escape`)."""
 
 
 class TokenTable:
@@ -25,12 +29,14 @@ class TokenTable:
     Raises ModelError for a decoder that does not work token by token.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, controls: Collection[int] = ()) -> None:
+        """controls: tokens that are shown as CONTROL and their text, special or not."""
         self._tokenizer = tokenizer
+        self._controls = frozenset(controls)
         self._special = frozenset(
             token_id
             for token_id, token in tokenizer.get_added_tokens_decoder().items()
-            if token.special
+            if token.special and token_id not in self._controls
         )
         self._alphabet: dict[str, int] | None = None
         self._replacements: list[tuple[str, str]] = []
@@ -56,6 +62,8 @@ class TokenTable:
         piece = self._tokenizer.id_to_token(token_id)
         if piece is None:
             return None
+        if token_id in self._controls:
+            return (CONTROL + piece).encode()
         if self._metaspace is not None:
             return self._encode(piece.replace(self._metaspace, ""))
         return self._encode(piece)
@@ -65,7 +73,10 @@ class TokenTable:
         found = self._bytes.get(token_id)
         if found is None:
             piece = self._tokenizer.id_to_token(token_id)
-            found = b"" if piece is None else self._separator + self._encode(piece)
+            if token_id in self._controls:
+                found = (CONTROL + (piece or "")).encode()
+            else:
+                found = b"" if piece is None else self._separator + self._encode(piece)
             self._bytes[token_id] = found
         return found
 
