@@ -26,6 +26,8 @@ PREFIX_CACHE = ("class-aware", "lru", "off")
 KV_FIND = ("final", "paper")
 KERNELS = ("auto", "reference", "cpu", "triton")
 SHARED_ATTENTION = ("on", "off")
+TOOLS = ("auto", "hermes", "llama3", "mistral", "pythonic")
+REASONING = ("auto", "think", "mistral", "none")
 ROUTERS = ("e2", "rr", "least")
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*$", re.IGNORECASE)
@@ -316,6 +318,14 @@ class ServerConfig(_Checked):
     )
     api_key: str | None = option(None, "key that clients must send as a bearer token", secret=True)
     served_model_name: str | None = option(None, "model name in the API; default: from the model")
+    tool_format: str = option(
+        "auto", "how the model writes tool calls; auto: as its chat template does", choices=TOOLS
+    )
+    reasoning_format: str = option(
+        "auto",
+        "markers of reasoning: <think>, or Mistral's [THINK]; auto: from the chat template",
+        choices=REASONING,
+    )
     data_dir: str | None = option(
         None,
         "folder for batch jobs and converted models; default: ~/.local/share/bros, ~/.cache/bros",

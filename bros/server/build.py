@@ -50,6 +50,7 @@ from bros.server.replicas import (
 from bros.server.serve import HttpServer, bind, load_tls, run
 from bros.server.state import Jobs, ServerState
 from bros.server.tenants import Tenants, load_tenants
+from bros.text.chat_format import ChatFormat
 from bros.text.generation import TextGenerator
 from bros.text.tokenizer import Tokenizer
 from bros.transport.process_client import ProcessEngineClient
@@ -179,6 +180,7 @@ def _state(
     state = ServerState(
         engine=engine,
         tokenizer=tokenizer,
+        chat_format=ChatFormat(tokenizer, config.tool_format, config.reasoning_format),
         generator=generator,
         model_name=config.served_model_name or files.name,
         created=int(clock.unix_time()),

@@ -25,6 +25,7 @@ from bros.router.client import RouterClient
 from bros.semantic.service.service import SessionService
 from bros.server.operations.metrics import ServerMetrics
 from bros.server.tenants import TENANT
+from bros.text.chat_format import ChatFormat
 from bros.text.generation import TextGenerator, choice_ids
 from bros.text.tokenizer import Tokenizer
 
@@ -127,6 +128,7 @@ MAX_BODY_BYTES = 4 * 2**20
 class ServerState:
     """Everything that routes use.
 
+    chat_format: how the model writes tool calls and reasoning.
     model_name: the model's name in the API.
     created: Unix seconds, shown in /v1/models.
     jobs: files and batches; None if the server has no store.
@@ -140,6 +142,7 @@ class ServerState:
 
     engine: EngineClient
     tokenizer: Tokenizer
+    chat_format: ChatFormat
     generator: TextGenerator
     model_name: str
     created: int

@@ -27,10 +27,10 @@ import re
 import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from bros.text.detokenizer import CONTROL
+from bros.text.detokenizer import CONTROL, IncrementalDetokenizer
 
 # ---- The parts of an answer.
 
@@ -48,23 +48,23 @@ class ReasoningPart(NamedTuple):
 
 
 class CallBegin(NamedTuple):
-    """A tool call. index: 0, 1, ... in one answer."""
+    """A tool call. number: 0, 1, ... in one answer."""
 
-    index: int
+    number: int
     name: str
 
 
 class CallArguments(NamedTuple):
     """More of the arguments of a call, as JSON text."""
 
-    index: int
+    number: int
     text: str
 
 
 class CallEnd(NamedTuple):
     """The end of a call. If the output ended within the call, its arguments are incomplete."""
 
-    index: int
+    number: int
 
 
 AnswerPart = TextPart | ReasoningPart | CallBegin | CallArguments | CallEnd
@@ -84,7 +84,7 @@ class ParsedAnswer:
 
     text: str = ""
     reasoning: str = ""
-    calls: list[ToolCall] | None = None
+    calls: list[ToolCall] = field(default_factory=list)
 
     def add(self, parts: Sequence[AnswerPart]) -> None:
         for part in parts:
@@ -94,10 +94,9 @@ class ParsedAnswer:
                 case ReasoningPart(text):
                     self.reasoning += text
                 case CallBegin(_, name):
-                    self.calls = [*(self.calls or ()), ToolCall(name)]
-                case CallArguments(index, text):
-                    assert self.calls is not None
-                    self.calls[index].arguments += text
+                    self.calls.append(ToolCall(name))
+                case CallArguments(number, text):
+                    self.calls[number].arguments += text
 
 
 class AnswerParser:
@@ -136,6 +135,18 @@ class AnswerParser:
             _add_text(parts, text)
         else:
             self._calls.push(text, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerParsing:
+    """How the answers of one request are read, see TextGenerator.start. Both fields make a new one
+    for each answer.
+
+    parser: None: answers are nothing but text.
+    """
+
+    parser: Callable[[], AnswerParser] | None
+    detokenizer: Callable[[], IncrementalDetokenizer]
 
 
 def _add_text(parts: list[AnswerPart], text: str) -> None:
@@ -317,7 +328,7 @@ class JsonScanner:
                 self.state = "key" if char == "{" else "value"
                 self._may_close = True
                 return True
-            case "value" if char == '"':
+            case "value" if self._open and char == '"':
                 self.state, self._key = "string", False
                 return True
             case "value" if self._open and (char in "-tfn" or char in string.digits):

@@ -35,7 +35,8 @@ from bros.core.request import (
     expanded,
 )
 from bros.core.tenants import REQUESTS, Holding, TenantAccounts
-from bros.text.detokenizer import IncrementalDetokenizer, StopMatcher
+from bros.text.answers import AnswerParser, AnswerParsing, AnswerPart, TextPart
+from bros.text.detokenizer import StopMatcher
 from bros.text.tokenizer import Tokenizer
 
 _NO_SLO = Slo()
@@ -59,6 +60,8 @@ class TextDelta:
     error: with ERROR: why the request failed.
     retry_after_s: with ERROR: the request was dropped for lack of capacity; the client may retry
         after this many seconds.
+    parts: if the answer is parsed: its new parts. Then `text` is that of the TextParts among them.
+    reasoning_tokens: if the answer is parsed: tokens of its reasoning so far, markers included.
     """
 
     index: int
@@ -71,6 +74,8 @@ class TextDelta:
     cached_tokens: int = 0
     error: str | None = None
     retry_after_s: float | None = None
+    parts: tuple[AnswerPart, ...] = ()
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,12 +167,15 @@ class TextGenerator:
         param: str = "messages",
         arrival_s: float | None = None,
         hints: Hints = NO_HINTS,
+        parsing: AnswerParsing | None = None,
     ) -> Generation:
         """Submit sampling.n requests per prompt; returns when the engine has accepted all.
 
         request_id: base of the engine's request ids, see choice_ids. None: a new one.
         param: the request field that a PromptTooLongError names.
         arrival_s: time from which the objectives count, on this generator's clock; None: now.
+        parsing: reads the parts of each answer; None: answers are nothing but text. Stop strings
+            are searched in the text before it is parsed.
 
         With a seed, choice i of a prompt uses seed + i. Raises TenantLimitError if the tenant may
         not have so many more open requests, and what EngineClient.submit raises, after aborting all
@@ -203,8 +211,9 @@ class TextGenerator:
         except BaseException:
             held.release()
             raise
+        parsing = parsing or AnswerParsing(None, self._tokenizer.detokenizer)
         return Generation(
-            self._engine, base_id, requests, streams, sampling, self._tokenizer, self._turn, held
+            self._engine, base_id, requests, streams, sampling, parsing, self._turn, held
         )
 
     def _check(self, prompt: Sequence[int], sampling: SamplingParams, param: str) -> None:
@@ -247,6 +256,7 @@ class Generation:
     which aborts the requests.
 
     sink: where choices forward their output to; None: they report filled slots to `on_filled`.
+    is_parsed: whether answers have parts.
     """
 
     def __init__(
@@ -256,12 +266,13 @@ class Generation:
         requests: Sequence[EngineRequest],
         streams: Sequence[RequestStream],
         sampling: SamplingParams,
-        tokenizer: Tokenizer,
+        parsing: AnswerParsing,
         turn: _Turn,
         held: Holding,
     ) -> None:
         """Made by TextGenerator.start. held: what the requests count as until all have ended."""
         self.request_id = request_id
+        self.is_parsed = parsing.parser is not None
         self._engine = engine
         self._n = sampling.n
         self._prompt_tokens = sum(
@@ -277,7 +288,7 @@ class Generation:
         self._aborts: list[asyncio.Future[None]] = []
         self._closing: asyncio.Future[None] | None = None
         self._choices = [
-            _Choice(i, request.request_id, sampling, tokenizer.detokenizer(), self, turn)
+            _Choice(i, request.request_id, sampling, parsing, self, turn)
             for i, request in enumerate(requests)
         ]
         for choice, stream in zip(self._choices, streams, strict=True):
@@ -307,6 +318,11 @@ class Generation:
     def num_output_tokens(self) -> int:
         """Output tokens of all choices so far."""
         return sum(choice.num_output_tokens for choice in self._choices)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Those of them that are reasoning, if the answers are parsed."""
+        return sum(choice.reasoning_tokens for choice in self._choices)
 
     async def ready(self) -> list[TextDelta]:
         """Wait until a slot is filled and take the deltas of all filled slots; [] at the end."""
@@ -469,9 +485,10 @@ class _Choice:
     """
 
     __slots__ = (
-        *("_detokenizer", "_generation", "_logprobs", "_matcher", "_sampling", "_texts"),
-        *("_token_ids", "_turn", "cached_tokens", "error", "finish_reason", "finished", "index"),
-        *("num_output_tokens", "request_id", "retry_after_s", "stop_reason"),
+        *("_detokenizer", "_generation", "_is_plain", "_logprobs", "_matcher", "_parser", "_parts"),
+        *("_sampling", "_texts", "_token_ids", "_turn", "cached_tokens", "error", "finish_reason"),
+        *("finished", "index", "num_output_tokens", "reasoning_tokens", "request_id"),
+        *("retry_after_s", "stop_reason"),
     )
 
     def __init__(
@@ -479,7 +496,7 @@ class _Choice:
         index: int,
         request_id: str,
         sampling: SamplingParams,
-        detokenizer: IncrementalDetokenizer,
+        parsing: AnswerParsing,
         generation: Generation,
         turn: _Turn,
     ) -> None:
@@ -495,8 +512,12 @@ class _Choice:
         self._generation = generation
         self._turn = turn
         self._sampling = sampling
-        self._detokenizer = detokenizer
+        self._detokenizer = parsing.detokenizer()
         self._matcher = StopMatcher(sampling.stop) if sampling.stop else None
+        self._parser = parsing.parser() if parsing.parser is not None else None
+        self._parts: list[AnswerPart] = []
+        self.reasoning_tokens = 0
+        self._is_plain = self._matcher is None and self._parser is None
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -507,7 +528,7 @@ class _Choice:
             return
         texts = self._texts
         try:
-            if isinstance(item, tuple) and self._matcher is None:  # nearly always
+            if isinstance(item, tuple) and self._is_plain:  # nearly always
                 token_id = item[1]
                 texts.append(self._detokenizer.push_token(token_id))
                 self._token_ids.append(token_id)
@@ -539,8 +560,10 @@ class _Choice:
             cached_tokens=self.cached_tokens,
             error=self.error,
             retry_after_s=self.retry_after_s,
+            parts=tuple(self._parts),
+            reasoning_tokens=self.reasoning_tokens,
         )
-        self._texts, self._token_ids, self._logprobs = [], [], []
+        self._texts, self._token_ids, self._logprobs, self._parts = [], [], [], []
         return delta
 
     def forward(self) -> None:
@@ -550,7 +573,7 @@ class _Choice:
             self._generation.on_filled(self)
             return
         try:
-            if self._logprobs:
+            if self._logprobs or self._parts:
                 sink.put(self.take())
             else:
                 text, num_tokens = "".join(self._texts), len(self._token_ids)
@@ -588,7 +611,18 @@ class _Choice:
         if self.finish_reason is FinishReason.ERROR:
             self.error, self.retry_after_s = output.error, output.retry_after_s
         self.finished = self.finish_reason is not None
-        return text
+        return text if self._parser is None else self._parse(text, count, self._parser)
+
+    def _parse(self, text: str, num_tokens: int, parser: AnswerParser) -> str:
+        """Add the parts of a text to the slot; returns their text."""
+        in_reasoning = parser.in_reasoning
+        parts = parser.push(text)
+        if in_reasoning or parser.in_reasoning:
+            self.reasoning_tokens += num_tokens
+        if self.finished:
+            parts += parser.finish()
+        self._parts += parts
+        return "".join(part.text for part in parts if isinstance(part, TextPart))
 
     def _match(self, token_ids: Sequence[int], matcher: StopMatcher) -> tuple[str, str | None, int]:
         """(text, matched stop string or None, number of tokens up to the end of the match)."""

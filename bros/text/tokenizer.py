@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
 import jinja2
 import tokenizers
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from bros.core.clock import Clock, SystemClock
 from bros.core.errors import InvalidRequestError, ModelError, PromptTooLongError
-from bros.text.detokenizer import IncrementalDetokenizer, TokenTable
+from bros.text.detokenizer import CONTROL, IncrementalDetokenizer, TokenTable
 
 T = TypeVar("T")
 
@@ -38,6 +38,9 @@ class ChatTemplates:
     """The chat templates of one model: `default`, and `tool_use` for conversations with tools.
 
     Several threads may render.
+
+    source: Jinja text of the one for tools; empty if there is none.
+    knows_tools: whether it uses the variable `tools`.
     """
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str], clock: Clock):
@@ -46,6 +49,8 @@ class ChatTemplates:
         Raises ModelError for a template that is not valid Jinja.
         """
         environment = _environment(clock)
+        self.source = sources.get("tool_use", sources.get("default", ""))
+        self.knows_tools = False
         self._variables = dict(variables)
         self._templates: dict[str, jinja2.Template] = {}
         for name, source in sources.items():
@@ -53,6 +58,9 @@ class ChatTemplates:
                 self._templates[name] = environment.from_string(source)
             except jinja2.TemplateError as error:
                 raise ModelError(f"The chat template {name!r} is not valid: {error}") from error
+        if sources:
+            tree = environment.parse(self.source)
+            self.knows_tools = "tools" in meta.find_undeclared_variables(tree)
 
     def __bool__(self) -> bool:
         return bool(self._templates)
@@ -181,11 +189,10 @@ class Tokenizer:
         self._special_tokens = dict(special)
         self._table = TokenTable(tokenizer)
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
-        self._special_texts = _any_of(
-            token.content
-            for token in tokenizer.get_added_tokens_decoder().values()
-            if token.special
-        )
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = {token.content: token_id for token_id, token in added.items()}
+        self._special = [token.content for token in added.values() if token.special]
+        self._special_texts = _any_of(self._special)
         # The library splits a text at a token like this, and `encode` drops it.
         tokenizer.add_tokens([tokenizers.AddedToken(_BREAK, special=False, normalized=False)])
         self._break_id = tokenizer.token_to_id(_BREAK)
@@ -224,6 +231,28 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._templates)
 
+    @property
+    def template_source(self) -> str:
+        """Jinja text of the chat template for conversations with tools; empty without one."""
+        return self._templates.source
+
+    @property
+    def template_knows_tools(self) -> bool:
+        """Whether it writes tool definitions into prompts."""
+        return self._templates.knows_tools
+
+    def added_token(self, text: str) -> int | None:
+        """The token that a text always becomes, special or not; None if there is none."""
+        return self._added.get(text)
+
+    def table_with(self, controls: Collection[str]) -> TokenTable:
+        """A table for detokenizers that show these tokens, marked as control tokens."""
+        return TokenTable(self._tokenizer, [self._added[text] for text in controls])
+
+    def escaper(self, texts: Collection[str]) -> re.Pattern[str] | None:
+        """For `escape`: makes it escape these texts, too."""
+        return _any_of([*self._special, *texts])
+
     def encode(
         self,
         text: str,
@@ -249,25 +278,31 @@ class Tokenizer:
         ids = self._ids(text, add_special_tokens)
         return [token for token in ids if token != self._break_id] if has_break else ids
 
-    def escape(self, value: T) -> T:
+    def escape(self, value: T, pattern: re.Pattern[str] | None = None) -> T:
         """A text that has the tokens of ordinary text throughout, also where it reads like a
         special token; or a JSON value with all its strings replaced by such texts. For
-        `render_chat` and for `encode` with `escaped`. Other texts are returned as they are."""
-        return cast(T, self._escape(value))
+        `render_chat` and for `encode` with `escaped`. Other texts are returned as they are.
 
-    def _escape(self, value: object) -> object:
+        pattern: of `escaper`; None: special tokens are escaped.
+        """
+        return cast(T, self._escape(value, pattern or self._special_texts))
+
+    def _escape(self, value: object, pattern: re.Pattern[str] | None) -> object:
         if isinstance(value, str):
-            return self._escape_text(value)
+            return self._escape_text(value, pattern)
         if isinstance(value, Mapping):
-            return {self._escape(key): self._escape(inner) for key, inner in value.items()}
+            return {
+                self._escape(key, pattern): self._escape(inner, pattern)
+                for key, inner in value.items()
+            }
         if isinstance(value, list | tuple):
-            return [self._escape(inner) for inner in value]
+            return [self._escape(inner, pattern) for inner in value]
         return value
 
-    def _escape_text(self, text: str) -> str:
-        if _BREAK in text:
-            text = text.replace(_BREAK, "\ufffd")
-        pattern = self._special_texts
+    def _escape_text(self, text: str, pattern: re.Pattern[str] | None) -> str:
+        for mark in (_BREAK, CONTROL):
+            if mark in text:
+                text = text.replace(mark, "\ufffd")
         if pattern is None:
             return text
         # Again, because a break can lay bare another token: with <s> and s>< in <s><.

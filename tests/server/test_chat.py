@@ -176,7 +176,8 @@ async def test_roles_reach_the_template_and_developer_is_system(server: Server) 
     )
     assert prompt == (
         "<|im_start|>system\nD<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"
-        "<|im_start|>assistant\nA<|im_end|>\n<|im_start|>tool\nT<|im_end|>\n"
+        "<|im_start|>assistant\nA<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nT\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
 

@@ -415,7 +415,7 @@ def test_any_interleaving_of_tokens_pauses_and_slow_reading_gives_the_same_text(
             client.on_reply(Accepted(f"r-{index}", ServiceClass.RT))
         answer = Answer(await starting, lambda classes: IdleObserver())
         frame = ChunkFrame("kind", {"id": "r"}, include_usage=True)
-        writer: ChunkWriter = ChatChunkWriter(frame, STREAM_TOKENIZER)
+        writer: ChunkWriter = ChatChunkWriter(frame, STREAM_TOKENIZER, lambda: "call")
         if not chat:
             writer = CompletionChunkWriter(frame, STREAM_TOKENIZER, False, {})
         stream = AnswerStream(answer, writer, StopSignal())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import random
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -37,6 +39,7 @@ from bros.server.operations.metrics import ServerMetrics
 from bros.server.serve import HttpServer, bind
 from bros.server.state import ServerState
 from bros.server.tenants import load_tenants
+from bros.text.chat_format import ChatFormat
 from bros.text.generation import TextGenerator
 from bros.text.tokenizer import ChatTemplates, Tokenizer
 from support.played_stream import PlayedStream
@@ -48,37 +51,42 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{% endif %}"
 )
 MAX_MODEL_LEN = 500
+NO_TOKENS: Mapping[str, bool] = MappingProxyType({})
 JSON = {"content-type": "application/json"}
 
 
-def make_tokenizer() -> Tokenizer:
-    """One token per byte, and the three tokens of ChatML."""
+def make_tokenizer(template: str = CHATML, added: Mapping[str, bool] = NO_TOKENS) -> Tokenizer:
+    """One token per byte, and the tokens of ChatML. added: further tokens -> whether special."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: i for i, char in enumerate(alphabet)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|im_start|>", EOS_TEXT])
+    for text, is_special in added.items():
+        backend.add_tokens([tokenizers.AddedToken(text, special=is_special, normalized=False)])
     special = {"eos_token": EOS_TEXT}
-    return Tokenizer(backend, special, ChatTemplates({"default": CHATML}, special, ManualClock()))
+    return Tokenizer(backend, special, ChatTemplates({"default": template}, special, ManualClock()))
 
 
 class ScriptedEngine:
     """An EngineClient that answers with a text, token by token, and EOS.
 
-    Tests set: `text`; `refusal`, raised on submission; `refuses`, the end of ids that find the
-    queue full; `hold_after`, tokens after which a request waits for `go_on`; `die_after`, tokens
-    after which the engine dies of `death`; `fail_after`, after which requests whose id ends with
-    `fails` end with an error, one that may be tried again after `retry_after_s` if that is not
-    None; `relegates`, the end of ids that are served as best-effort; `step_s`, by which each token
-    moves the clock; `cached_tokens`; `figures`, its statistics; `traces` by request id; `alive`;
-    `num_lost`.
+    Tests set: `text`; `texts`, of one request after the other; `script`, tokens instead; `refusal`,
+    raised on submission; `refuses`, the end of ids that find the queue full; `hold_after`, tokens
+    after which a request waits for `go_on`; `die_after`, tokens after which the engine dies of
+    `death`; `fail_after`, after which requests whose id ends with `fails` end with an error, one
+    that may be tried again after `retry_after_s` if that is not None; `relegates`, the end of ids
+    that are served as best-effort; `step_s`, by which each token moves the clock; `cached_tokens`;
+    `figures`, its statistics; `traces` by request id; `alive`; `num_lost`.
     ended: ids of what was answered in full.
     """
 
     def __init__(self, tokenizer: Tokenizer, clock: ManualClock) -> None:
         self.tokenizer = tokenizer
         self.clock = clock
+        self.texts: Sequence[str] = ()
+        self.script: Sequence[int] = ()
         self.step_s = 0.0
         self.text = "Hello world"
         self.refusal: Exception | None = None
@@ -126,6 +134,11 @@ class ScriptedEngine:
             max_queue=8,
         )
 
+    def set_context(self, max_model_len: int) -> None:
+        """Before the first request."""
+        self.info = dataclasses.replace(self.info, max_model_len=max_model_len)
+        self._limits = dataclasses.replace(self._limits, max_model_len=max_model_len)
+
     async def submit(self, request: EngineRequest) -> PlayedStream:
         if not self.alive:
             raise EngineDeadError("The engine is not running.")
@@ -167,8 +180,10 @@ class ScriptedEngine:
         pass
 
     async def _run(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
-        script = [*self.tokenizer.encode(self.text), self.eos]
-        limit = request.sampling.max_tokens or MAX_MODEL_LEN
+        turn = next(i for i, each in enumerate(self.submitted) if each is request)
+        text = self.texts[turn % len(self.texts)] if self.texts else self.text
+        script = self.script or [*self.tokenizer.encode(text), self.eos]
+        limit = request.sampling.max_tokens or self.info.max_model_len
         for count, token_id in enumerate(script[:limit], start=1):
             await self._misbehave(count - 1)
             if count - 1 == self.fail_after and request.request_id.endswith(self.fails):
@@ -216,7 +231,7 @@ class Server:
     """An app, what is behind it, and a client that talks to it in this process.
 
     jobs_in: where it keeps files and batches; it has none without. seed: of its ids, which must
-    differ from those of others with the same store.
+    differ from those of others with the same store. template, tokens: of the tokenizer.
     """
 
     def __init__(
@@ -226,11 +241,16 @@ class Server:
         engine: type[ScriptedEngine] = ScriptedEngine,
         clock: ManualClock | None = None,
         seed: int = 0,
+        template: str = CHATML,
+        tokens: Mapping[str, bool] = NO_TOKENS,
+        max_model_len: int | None = None,
         **config: Any,
     ) -> None:
         self.clock = clock or ManualClock()
-        self.tokenizer = make_tokenizer()
+        self.tokenizer = make_tokenizer(template, tokens)
         self.engine = engine(self.tokenizer, self.clock)
+        if max_model_len is not None:
+            self.engine.set_context(max_model_len)
         ids = IdGenerator(random.Random(seed))
         options = ServerConfig(**config)
         tenants = load_tenants(options)
@@ -238,6 +258,7 @@ class Server:
         state = ServerState(
             engine=self.engine,
             tokenizer=self.tokenizer,
+            chat_format=ChatFormat(self.tokenizer, options.tool_format, options.reasoning_format),
             generator=TextGenerator(self.engine, self.tokenizer, self.clock, ids, self.accounts),
             model_name="scripted",
             created=1_700_000_000,

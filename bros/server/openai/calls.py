@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
@@ -14,17 +14,24 @@ from bros.core.errors import InvalidRequestError, PromptTooLongError
 from bros.core.request import MIN_OBJECTIVE_MS, SamplingParams, ServiceClass, Slo
 from bros.server.http import offload, validate
 from bros.server.openai.schema import (
+    AllowedToolsChoice,
     AssistantMessage,
     ChatChoice,
     ChatCompletion,
     ChatCompletionRequest,
     ChatLogprobs,
     ChatMessage,
+    ChatToolCall,
     Completion,
     CompletionChoice,
     CompletionRequest,
+    FunctionCall,
     GenerationRequest,
+    ReasoningEffort,
     SloFields,
+    ToolChoice,
+    ToolDefinition,
+    ToolReference,
 )
 from bros.server.openai.stream import (
     Answer,
@@ -35,8 +42,11 @@ from bros.server.openai.stream import (
     CompletionLogprobsWriter,
     FinishedChoice,
     chat_logprobs,
+    finish_reason,
 )
 from bros.server.state import ServerState
+from bros.text.answers import AnswerParsing
+from bros.text.chat_format import NO_TOOLS, Tool, ToolUse
 from bros.text.tokenizer import Tokenizer
 
 # ---- Unsupported fields that would change the answer.
@@ -67,8 +77,6 @@ _CHAT_UNSUPPORTED = {
     "function_call": (*_NO_EFFECT, "none"),
     "functions": _NO_EFFECT,
     "modalities": (None, [], ["text"]),
-    "tool_choice": (None, "none", "auto"),
-    "tools": _NO_EFFECT,
     "web_search_options": (None,),
 }
 """Field of a chat request -> values without an effect."""
@@ -79,9 +87,7 @@ _COMPLETION_UNSUPPORTED = {**_COMMON, "suffix": _NO_EFFECT}
 def _refuse_unsupported(body: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
     """Raises InvalidRequestError naming the first unsupported field with an effect."""
     for name, harmless_values in fields.items():
-        if name not in body or (name == "tools" and body.get("tool_choice") == "none"):
-            continue
-        if not any(_same(body[name], harmless) for harmless in harmless_values):
+        if name in body and not any(_same(body[name], harmless) for harmless in harmless_values):
             raise InvalidRequestError(
                 f"'{name}' is not supported by this server; leave it out.",
                 param=name,
@@ -338,6 +344,14 @@ def _check_bytes(text: str, param: str) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """opens_reasoning: it ends with the marker of reasoning, so the answer begins with it."""
+
+    token_ids: list[int]
+    opens_reasoning: bool
+
+
 async def encode_chat(
     state: ServerState,
     tenant: str,
@@ -345,10 +359,12 @@ async def encode_chat(
     template_kwargs: Mapping[str, Any] | None,
     limit: int | None = None,
     *,
+    tools: Sequence[Tool] = (),
     allow_special_tokens: bool = False,
-) -> list[int]:
-    """Token ids of a conversation, up to the start of the answer.
+) -> ChatPrompt:
+    """The prompt of a conversation, up to the start of the answer.
 
+    tools: that are described to the model.
     allow_special_tokens: whether texts that read like special tokens become these tokens.
 
     Raises InvalidRequestError if the model's chat template refuses it, PromptTooLongError if there
@@ -362,33 +378,41 @@ async def encode_chat(
                 f"'chat_template_kwargs' must not contain {name!r}.", param="chat_template_kwargs"
             )
 
-    def apply() -> list[int]:
-        plain, variables = [_plain(message) for message in messages], kwargs
-        if not allow_special_tokens:
-            plain, variables = state.tokenizer.escape((plain, variables))
-        text = state.tokenizer.render_chat(plain, **variables)
+    def apply() -> ChatPrompt:
+        plain, of_tools = state.chat_format.conversation(
+            [_plain(message) for message in messages], tools, escape=not allow_special_tokens
+        )
+        variables = kwargs if allow_special_tokens else state.tokenizer.escape(kwargs)
+        text = state.tokenizer.render_chat(plain, **{**of_tools, **variables})
         if limit is None:
             _check_bytes(text, "messages")
         try:
-            return state.tokenizer.encode(
+            token_ids = state.tokenizer.encode(
                 text,
                 add_special_tokens=False,
                 limit=limit,
                 escaped=not allow_special_tokens,
             )
+            return ChatPrompt(token_ids, state.chat_format.opens_reasoning(text))
         except PromptTooLongError as error:
             raise PromptTooLongError(
                 error.prompt_tokens, error.max_model_len, "messages", exact=False
             ) from None
 
-    size = sum(_MESSAGE_CHARS + len(message.content or "") for message in messages)
-    if kwargs or any(message.model_extra for message in messages):
+    size = sum(_MESSAGE_CHARS + _num_chars(message) for message in messages)
+    if kwargs or tools or any(message.model_extra for message in messages):
         size += _UNKNOWN_CHARS  # the template may put all of it into the prompt
     return await offload(state, tenant, apply, size)
 
 
+def _num_chars(message: ChatMessage) -> int:
+    texts = (message.content, message.reasoning_content, message.reasoning)
+    arguments = (call.function.arguments for call in message.tool_calls or ())
+    return sum(len(text) for text in (*texts, *arguments) if text)
+
+
 def _plain(message: ChatMessage) -> dict[str, Any]:
-    """The message as chat templates expect it: `developer` is OpenAI's new name for `system`."""
+    """The message with OpenAI's fields: `developer` is the new name for `system`."""
     fields = message.model_dump()
     if fields["content"] is None and fields["role"] != "assistant":
         raise InvalidRequestError(
@@ -397,6 +421,71 @@ def _plain(message: ChatMessage) -> dict[str, Any]:
     if fields["role"] == "developer":
         fields["role"] = "system"
     return fields
+
+
+def tool_use(definitions: Sequence[ToolDefinition] | None, choice: ToolChoice | None) -> ToolUse:
+    """What a request allows the model. Raises InvalidRequestError naming the wrong field."""
+    functions = [definition.function for definition in definitions or ()]
+    names = [function.name for function in functions]
+    repeated = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if repeated is not None:
+        raise InvalidRequestError(f"'tools' has two functions {repeated!r}.", param="tools")
+    if choice in (None, "auto"):
+        allowed, required = names, False
+    elif choice == "none":
+        return NO_TOOLS
+    elif choice == "required":
+        allowed, required = names, True
+    elif isinstance(choice, ToolReference):
+        allowed, required = [choice.function.name], True
+    else:
+        assert isinstance(choice, AllowedToolsChoice)
+        allowed = [reference.function.name for reference in choice.allowed_tools.tools]
+        required = choice.allowed_tools.mode == "required"
+    unknown = next((name for name in allowed if name not in names), None)
+    if unknown is not None:
+        message = (
+            f"'tool_choice' names the function {unknown[:100]!r}, which 'tools' does not have."
+        )
+        raise InvalidRequestError(message, param="tool_choice", code="invalid_value")
+    if required and not names:
+        message = "'tool_choice' needs 'tools'."
+        raise InvalidRequestError(message, param="tool_choice", code="invalid_value")
+    return ToolUse(
+        tools=tuple(
+            Tool(each.name, each.description or "", each.parameters or {}, each.strict is True)
+            for each in functions
+        ),
+        allowed=frozenset(allowed),
+        required=required,
+    )
+
+
+def _refuse_enforcement(use: ToolUse) -> None:
+    if use.required:
+        raise InvalidRequestError(
+            "'tool_choice' can be 'auto' or 'none'; calls cannot be enforced yet.",
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+    if any(tool.strict for tool in use.tools):
+        raise InvalidRequestError(
+            "'strict' is not supported yet; leave it out.",
+            param="tools",
+            code="unsupported_parameter",
+        )
+
+
+def template_variables(
+    effort: ReasoningEffort | None, given: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Variables of the chat template. given: by the client; they take precedence."""
+    variables: dict[str, Any] = {}
+    if effort is not None:
+        variables["reasoning_effort"] = effort
+        if effort == "none":
+            variables["enable_thinking"] = False
+    return variables | dict(given or {})
 
 
 R = TypeVar("R", bound=GenerationRequest)
@@ -432,6 +521,10 @@ class Call(Protocol):
         """
         ...
 
+    def parsing(self) -> AnswerParsing | None:
+        """How to read the answers; None if they are nothing but text. After `prompts`."""
+        ...
+
     def reply(
         self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer
     ) -> BaseModel: ...
@@ -457,6 +550,11 @@ class ChatCall:
         self._state = state
         self.body = _validated(state, ChatCompletionRequest, fields, _CHAT_UNSUPPORTED)
         self.sampling = _chat_sampling(self.body)
+        self.tool_use = tool_use(self.body.tools, self.body.tool_choice)
+        _refuse_enforcement(self.tool_use)
+        if self.body.parallel_tool_calls is False:
+            self.tool_use = replace(self.tool_use, parallel=False)
+        self._opens_reasoning = False
 
     async def prompts(self, tenant: str) -> list[list[int]]:
         body, limit = self.body, self._state.engine.info.max_model_len
@@ -464,13 +562,18 @@ class ChatCall:
             self._state,
             tenant,
             body.messages,
-            body.chat_template_kwargs,
+            template_variables(body.reasoning_effort, body.chat_template_kwargs),
             limit,
+            tools=self.tool_use.tools,
             allow_special_tokens=body.allow_special_tokens,
         )
-        if not prompt:
+        if not prompt.token_ids:
             raise InvalidRequestError("The messages result in an empty prompt.", param="messages")
-        return [prompt]
+        self._opens_reasoning = prompt.opens_reasoning
+        return [prompt.token_ids]
+
+    def parsing(self) -> AnswerParsing | None:
+        return self._state.chat_format.parsing(self.tool_use, opened=self._opens_reasoning)
 
     def reply(
         self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer
@@ -480,7 +583,12 @@ class ChatCall:
         )
 
     def writer(self, frame: ChunkFrame) -> ChatChunkWriter:
-        return ChatChunkWriter(frame, self._state.tokenizer)
+        return ChatChunkWriter(frame, self._state.tokenizer, self._new_call_id)
+
+    def _new_call_id(self) -> str:
+        length = self._state.chat_format.call_id_chars
+        made = self._state.ids.new("call", "_")
+        return made if length is None else made[-length:]
 
     def prompt_text(self) -> str:
         return "".join(f"{m.role}\0{m.content or ''}\0" for m in self.body.messages)
@@ -492,11 +600,21 @@ class ChatCall:
         logprobs = None
         if self.sampling.logprobs is not None:
             logprobs = ChatLogprobs(content=chat_logprobs(self._state.tokenizer, choice.logprobs))
+        calls = [
+            ChatToolCall(id=self._new_call_id(), function=FunctionCall(**asdict(call)))
+            for call in choice.answer.calls
+        ]
+        reasoning = choice.answer.reasoning or None
         return ChatChoice(
             index=choice.index,
-            message=AssistantMessage(content=choice.text),
+            message=AssistantMessage(
+                content=(choice.text or None) if calls else choice.text,
+                tool_calls=calls or None,
+                reasoning_content=reasoning,
+                reasoning=reasoning,
+            ),
             logprobs=logprobs,
-            finish_reason=choice.finish_reason,
+            finish_reason=finish_reason(choice.finish_reason, called=bool(calls)),
             stop_reason=choice.stop_reason,
         )
 
@@ -528,6 +646,9 @@ class CompletionCall:
             lambda: [self._token_ids(prompt) for prompt in self.body.prompt],
             size,
         )
+
+    def parsing(self) -> None:
+        return None
 
     def reply(
         self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer

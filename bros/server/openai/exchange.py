@@ -92,6 +92,7 @@ class Exchange:
             param=call.param,
             arrival_s=self._arrival_s,
             hints=hints,
+            parsing=call.parsing(),
         )
         self._answer = Answer(generation, partial(self._observer, prompts))
         state.recent.note(self._tenant, self._id, prompts=len(prompts), n=call.sampling.n)

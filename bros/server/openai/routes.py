@@ -17,7 +17,13 @@ from bros.server.http import (
     read_request,
     validate,
 )
-from bros.server.openai.calls import CALLS, check_counts, encode_chat, encode_text
+from bros.server.openai.calls import (
+    CALLS,
+    check_counts,
+    encode_chat,
+    encode_text,
+    tool_use,
+)
 from bros.server.openai.exchange import respond
 from bros.server.openai.schema import (
     ChatCompletion,
@@ -152,13 +158,15 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Give either 'prompt' or 'messages'.", param="prompt")
     if body.messages is not None:
-        tokens = await encode_chat(
+        prompt = await encode_chat(
             state,
             tenant,
             body.messages,
             body.chat_template_kwargs,
+            tools=tool_use(body.tools, None).tools,
             allow_special_tokens=body.allow_special_tokens is True,
         )
+        tokens = prompt.token_ids
     else:
         tokens = await encode_text(
             state,

@@ -7,9 +7,20 @@ parameters. `null` means not given, everywhere.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+    model_serializer,
+)
 from pydantic_core import PydanticCustomError
 
 from bros.core.request import MAX_LOGPROBS, MIN_OBJECTIVE_MS, FinishReason, ServiceClass
@@ -21,6 +32,7 @@ TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 MaxTokens = Annotated[int, Field(ge=1, le=_INT32_MAX)]
 Milliseconds = Annotated[float, Field(ge=MIN_OBJECTIVE_MS, le=1e12)]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def _wrong(kind: str, message: str) -> PydanticCustomError:
@@ -202,13 +214,93 @@ class GenerationRequest(BaseSamplingFields, ModelRequest):
     )
 
 
+# ---- Tools.
+
+
+MAX_TOOLS = 128
+_ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+
+class FunctionDefinition(WireModel):
+    name: _ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(
+        None, description="JSON schema of the arguments. Left out: there are none"
+    )
+    strict: bool | None = Field(
+        None, description="Whether the arguments always match the schema; false by default"
+    )
+
+
+class ToolDefinition(WireModel):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionReference(WireModel):
+    name: str
+
+
+class ToolReference(WireModel):
+    type: Literal["function"]
+    function: FunctionReference
+
+
+class AllowedTools(WireModel):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolReference], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolsChoice(WireModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _check_tool_choice(value: object, validated: ValidatorFunctionWrapHandler) -> object:
+    try:
+        return validated(value)
+    except ValidationError:
+        raise _wrong(
+            "tool_choice_value",
+            'must be "none", "auto", "required", {"type": "function", "function": {"name": ...}} '
+            'or {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}',
+        ) from None
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | ToolReference | AllowedToolsChoice,
+    WrapValidator(_check_tool_choice),
+]
+
+
+class CalledFunction(WireModel):
+    name: str
+    arguments: str = Field(description="JSON text")
+
+
+class MessageToolCall(WireModel):
+    """A call of an earlier turn."""
+
+    id: str = Field(max_length=512)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(WireModel):
-    """One message. Further fields (name, tool_calls, ...) are passed to the chat template."""
+    """One message. Further fields are passed to the chat template.
+
+    Of reasoning_content and reasoning, which mean the same, the first is used.
+    """
 
     model_config = ConfigDict(extra="allow")
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
     content: Content = None
+    name: str | None = None
+    tool_calls: list[MessageToolCall] | None = Field(None, max_length=1024)
+    tool_call_id: str | None = Field(None, max_length=512)
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -218,6 +310,18 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = Field(
+        None, description="auto by default. none: the tools are not shown to the model"
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="Whether the model may call several tools at once; true by default"
+    )
+    reasoning_effort: ReasoningEffort | None = Field(
+        None,
+        description="Passed to the chat template, as is enable_thinking: false with none. "
+        "chat_template_kwargs take precedence",
+    )
     chat_template_kwargs: dict[str, Any] | None = None
     allow_special_tokens: bool = Field(
         default=False,
@@ -249,6 +353,7 @@ class TokenizeRequest(ModelRequest):
         default=None, description="As in completions for a prompt, as in chats for messages"
     )
     return_token_strs: bool | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -284,15 +389,38 @@ class ErrorEnvelope(BaseModel):
     error: ErrorDetail
 
 
+class _Reply(BaseModel):
+    """Fields in `_omitted` are left out if they are None, as in OpenAI's API."""
+
+    _omitted: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_omitted(self, serialized: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialized(self)
+        for name in self._omitted:
+            if fields[name] is None:
+                del fields[name]
+        return fields
+
+
 class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
-class Usage(BaseModel):
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
+class Usage(_Reply):
+    """completion_tokens_details is left out if answers have neither reasoning nor tool calls."""
+
+    _omitted = ("completion_tokens_details",)
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class TopLogprob(BaseModel):
@@ -310,10 +438,29 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
-class AssistantMessage(BaseModel):
+class FunctionCall(BaseModel):
+    name: str
+    arguments: str = Field(description="JSON text, as the model has written it")
+
+
+class ChatToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class AssistantMessage(_Reply):
+    """content is null if there are only tool calls. tool_calls, reasoning_content and its other
+    name, reasoning, are left out if there are none."""
+
+    _omitted = ("tool_calls", "reasoning_content", "reasoning")
+
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ChatToolCall] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ChatChoice(BaseModel):

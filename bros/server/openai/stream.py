@@ -20,12 +20,21 @@ from bros.server.errors import ApiError, GenerationFailedError, describe
 from bros.server.http import CancelOnDisconnect, ChunkedBody
 from bros.server.openai.schema import (
     CompletionLogprobs,
+    CompletionTokensDetails,
     PromptTokensDetails,
     TokenLogprob,
     TopLogprob,
     Usage,
 )
 from bros.server.state import StopSignal
+from bros.text.answers import (
+    AnswerPart,
+    CallArguments,
+    CallBegin,
+    ParsedAnswer,
+    ReasoningPart,
+    TextPart,
+)
 from bros.text.generation import DeltaSink, Generation, TextDelta
 from bros.text.tokenizer import Tokenizer
 
@@ -55,11 +64,13 @@ Observe = Callable[[Sequence[ServiceClass]], Observer]
 class FinishedChoice:
     """One complete choice.
 
+    answer: its parts; empty if it is not parsed.
     logprobs: of the tokens of the text, without the stop token.
     """
 
     index: int
     text: str = ""
+    answer: ParsedAnswer = field(default_factory=ParsedAnswer)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str = ""
     stop_reason: str | int | None = None
@@ -87,11 +98,15 @@ class Answer:
         prompt = self._generation.prompt_tokens
         completion = self._generation.num_output_tokens
         cached = self._generation.cached_tokens
+        details = None
+        if self._generation.is_parsed:
+            details = CompletionTokensDetails(reasoning_tokens=self._generation.reasoning_tokens)
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+            completion_tokens_details=details,
         )
 
     async def deltas(self) -> Sequence[TextDelta]:
@@ -129,6 +144,7 @@ class Answer:
             for delta in deltas:
                 choice = choices[delta.index]
                 choice.text += delta.text
+                choice.answer.add(delta.parts)
                 choice.logprobs += visible_logprobs(delta)
                 if delta.finish_reason is not None:
                     choice.finish_reason = delta.finish_reason.value
@@ -149,6 +165,11 @@ def _failure_of(delta: TextDelta) -> BrosError:
     if delta.retry_after_s is not None:
         return OverloadedError(message, delta.retry_after_s)
     return GenerationFailedError(message)
+
+
+def finish_reason(reason: str, *, called: bool) -> str:
+    """The finish_reason of a chat. called: the answer has tool calls."""
+    return "tool_calls" if called and reason == FinishReason.STOP else reason
 
 
 def visible_logprobs(delta: TextDelta) -> tuple[TokenLogprobs, ...]:
@@ -273,7 +294,7 @@ class ChunkWriter(ABC):
         if begins:
             # The mark cannot be in a chunk, because JSON escapes it.
             self._around[index] = self._frame.chunk(self._choice(index, "\0", "null")).split("\0")
-        elif delta.finish_reason is None and not delta.logprobs:
+        elif delta.finish_reason is None and not delta.logprobs and not delta.parts:
             return self.write_text(index, delta.text)
         return self._events(delta, begins).encode("ascii")
 
@@ -298,16 +319,25 @@ class ChunkWriter(ABC):
 
 
 class ChatChunkWriter(ChunkWriter):
-    """chat.completion.chunk: first the role, then text, then the finish reason by itself."""
+    """chat.completion.chunk: first the role, then what the answer has, then the finish reason by
+    itself. A call begins with its id and name; the arguments follow in pieces.
 
-    def __init__(self, frame: ChunkFrame, tokenizer: Tokenizer) -> None:
+    new_id: makes the id of a call.
+    """
+
+    def __init__(self, frame: ChunkFrame, tokenizer: Tokenizer, new_id: Callable[[], str]) -> None:
         super().__init__(frame)
         self._tokenizer = tokenizer
+        self._new_id = new_id
+        self._callers: set[int] = set()
+        """Choices with calls."""
 
     def _choice(self, index: int, text: str, logprobs: str) -> str:
+        return self._delta(index, f'"content":{text}', logprobs)
+
+    def _delta(self, index: int, fields: str, logprobs: str) -> str:
         return (
-            f'{{"index":{index},"delta":{{"content":{text}}},'
-            f'"logprobs":{logprobs},"finish_reason":null}}'
+            f'{{"index":{index},"delta":{{{fields}}},"logprobs":{logprobs},"finish_reason":null}}'
         )
 
     def _events(self, delta: TextDelta, begins: bool) -> str:
@@ -318,15 +348,40 @@ class ChatChunkWriter(ChunkWriter):
                 '"logprobs":null,"finish_reason":null}'
             )
         logprobs = self._logprobs(delta)
-        if delta.text or logprobs != "null":
-            events += self._frame.chunk(self._choice(index, _quoted(delta.text), logprobs))
+        shown = [fields for part in delta.parts if (fields := self._fields(index, part))]
+        if not shown and (delta.text or logprobs != "null"):
+            shown = [f'"content":{_quoted(delta.text)}']
+        for fields in shown:
+            events += self._frame.chunk(self._delta(index, fields, logprobs))
+            logprobs = "null"
         if delta.finish_reason is not None:
+            reason = finish_reason(delta.finish_reason.value, called=index in self._callers)
             events += self._frame.chunk(
                 f'{{"index":{index},"delta":{{}},"logprobs":null,'
-                f'"finish_reason":"{delta.finish_reason.value}",'
+                f'"finish_reason":"{reason}",'
                 f'"stop_reason":{_to_json(delta.stop_reason)}}}'
             )
         return events
+
+    def _fields(self, index: int, part: AnswerPart) -> str:
+        """The JSON of a part within a delta; empty if it is not shown."""
+        match part:
+            case TextPart(text):
+                return f'"content":{_quoted(text)}'
+            case ReasoningPart(text):
+                quoted = _quoted(text)
+                return f'"reasoning_content":{quoted},"reasoning":{quoted}'
+            case CallBegin(call, name):
+                self._callers.add(index)
+                return (
+                    f'"tool_calls":[{{"index":{call},"id":"{self._new_id()}","type":"function",'
+                    f'"function":{{"name":{_quoted(name)},"arguments":""}}}}]'
+                )
+            case CallArguments(call, text):
+                return (
+                    f'"tool_calls":[{{"index":{call},"function":{{"arguments":{_quoted(text)}}}}}]'
+                )
+        return ""
 
     def _logprobs(self, delta: TextDelta) -> str:
         entries = chat_logprobs(self._tokenizer, visible_logprobs(delta))
