@@ -42,8 +42,11 @@ MODEL = replace(FAST, unique_context_s=1e-9)
 class ConstantDecoder:
     """A decoder without layers."""
 
-    def __call__(self, inputs: Any, layers: Any, before_layer: Any) -> torch.Tensor:
-        return torch.empty(0)
+    def hidden(self, inputs: Any, layers: Any, before_layer: Any) -> torch.Tensor:
+        return torch.empty(len(inputs.sample_rows), 1)
+
+    def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
 
 
 class ConstantSampler:
@@ -76,7 +79,11 @@ def make(rows: int, shared: bool, outputs: int) -> Engine:
     grouping = Grouping(BLOCK_SIZE, min_blocks=16, min_rows=4)
     uploader = InputUploader(kernels, HeadLayout(9, 3, 64), cpu)
     runner = ModelRunner(
-        cast(Any, ConstantDecoder()), cast(Any, NoKv()), uploader, cast(Any, ConstantSampler())
+        cast(Any, ConstantDecoder()),
+        cast(Any, NoKv()),
+        uploader,
+        cast(Any, ConstantSampler()),
+        vocab_size=1,
     )
     info = model_free_info(20_000, grouping=grouping)
     config = EngineConfig(policy="bros", max_num_seqs=rows, max_batch_tokens=4096)

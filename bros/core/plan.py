@@ -23,7 +23,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bros.core.request import SamplingParams, TokenLogprobs
+from bros.core.request import PromptLogprobs, SamplingParams, TokenLogprobs
 
 # The records below that are made per row and step are not frozen, because that would triple the
 # time to make them. No code changes them afterwards.
@@ -61,6 +61,28 @@ class SampleSpec:
 
 
 @dataclass(slots=True)
+class Readout:
+    """Which hidden states of a chunk are read for results about the prompt itself.
+
+        tokens of the chunk   0 ........ first ........ end ........ n
+        hidden states                    [ read        )
+
+    A position is read once per request: not again when its KV is recomputed, and not by the engine
+    that continues a request of another one. KV from the prefix cache has no hidden states, so the
+    scheduler does not use it for positions that are still to be read.
+
+    first, end: the tokens of the chunk whose hidden states are read.
+    targets: one token per position: the prompt token after it, whose log-probability is asked for.
+    top: how many of the most likely tokens are asked for as well.
+    """
+
+    first: int
+    end: int
+    targets: Sequence[int]
+    top: int
+
+
+@dataclass(slots=True)
 class Chunk:
     """Tokens [start, start + n) of one request, n = len(token_ids) >= 1; decode is n = 1.
 
@@ -68,6 +90,7 @@ class Chunk:
                     [ segments )[ token_ids   )  -> sample (or None: more chunks follow)
 
     token_ids: may be [PENDING] if the plan is launched.
+    readout: None if no hidden states are read but that of the sample.
     segments: int32 (block, lo, hi) triples, flattened; together they cover [0, start).
     slots: int32, one per token: where its K and V are written.
     """
@@ -78,6 +101,7 @@ class Chunk:
     segments: array[int]
     slots: array[int]
     sample: SampleSpec | None
+    readout: Readout | None = None
 
 
 def _no_slots() -> array[int]:
@@ -155,9 +179,28 @@ class SampledToken:
     error: str | None = None
 
 
+@dataclass(slots=True)
+class ReadPositions:
+    """What was read of a chunk with a readout.
+
+    end: one more than the last position that was read, counted from the start of the prompt.
+    error: why it could not be read.
+    """
+
+    request_id: str
+    end: int
+    prompt_logprobs: PromptLogprobs | None = None
+    error: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One SampledToken per chunk with a sample spec, in plan order."""
+    """What a step has produced, in plan order.
+
+    samples: one for each chunk with a sample spec.
+    readouts: one for each chunk with a readout.
+    """
 
     step: int
     samples: tuple[SampledToken, ...]
+    readouts: tuple[ReadPositions, ...] = ()

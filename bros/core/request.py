@@ -7,7 +7,8 @@ import enum
 import math
 import random
 import string
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bros.core.errors import InvalidRequestError
@@ -71,6 +72,7 @@ class SamplingParams:
     seed: the same seed gives the same text, whatever else is in the batch; None: a random seed.
     n: number of choices, each an engine request of its own.
     logprobs: None is off; k >= 0 returns the sampled token's log-probability and the k best.
+    prompt_logprobs: the same for the tokens of the prompt, from the second one on.
     logit_bias: token id -> bias added to its logit, in [-100, 100].
     presence_penalty: in [-2, 2], over output tokens.
     frequency_penalty: in [-2, 2], over output tokens.
@@ -78,7 +80,8 @@ class SamplingParams:
     stop: strings that end the output and are not part of it.
     stop_token_ids: tokens that end the output and are not shown as text.
     min_tokens: the output does not stop before this many tokens.
-    max_tokens: None: up to the model's context length.
+    max_tokens: None: up to the model's context length; 0: the prompt is computed and no token is
+        sampled.
     ignore_eos: the model's end-of-sequence tokens do not end the output.
     """
 
@@ -89,6 +92,7 @@ class SamplingParams:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -116,7 +120,7 @@ class SamplingParams:
         if self.seed is not None:
             _check_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         if self.max_tokens is not None:
-            _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            _check_range("max_tokens", self.max_tokens, 0, 2**31 - 1)
             if self.min_tokens > self.max_tokens:
                 raise InvalidRequestError(
                     f"min_tokens ({self.min_tokens}) must not exceed max_tokens "
@@ -125,6 +129,8 @@ class SamplingParams:
                 )
         if self.logprobs is not None:
             _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         self._check_stops_and_bias()
 
     def _check_stops_and_bias(self) -> None:
@@ -248,6 +254,8 @@ class EngineRequest:
         engine generated them before it died. They count as output everywhere (max_tokens,
         penalties, seeds). The deadline and the order of requests still count from `arrival_s`; the
         next token's deadline counts from the submission to this engine.
+    num_read: number of positions at the start of the prompt whose readouts (see plan.Readout)
+        another engine has delivered.
     """
 
     request_id: str
@@ -262,6 +270,12 @@ class EngineRequest:
     prefill_only: bool = False
     hints: Hints = NO_HINTS
     resumed: int = 0
+    num_read: int = 0
+
+    @property
+    def samples(self) -> bool:
+        """Whether it generates tokens."""
+        return not self.prefill_only and self.sampling.max_tokens != 0
 
     @property
     def kv_salt(self) -> str:
@@ -283,6 +297,46 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class PromptTokenLogprobs(TokenLogprobs):
+    """Log-probabilities at one prompt position. rank: 1 for the most likely token."""
+
+    rank: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of n successive prompt tokens, each given all tokens before it.
+
+        tokens     [ prompt token | most likely | second | ... k-th ]  int32, n times
+        logprobs   the same                                            fp32, n times
+        ranks      rank of the prompt token among all tokens           int32, n
+
+    Numbers are packed as bytes in the order of this machine: a step may have thousands of them.
+
+    first: position of the first of these tokens in the prompt, at least 1.
+    top: k.
+    """
+
+    first: int
+    top: int
+    tokens: bytes
+    logprobs: bytes
+    ranks: bytes
+
+    def __len__(self) -> int:
+        return len(self.ranks) // 4
+
+    def __iter__(self) -> Iterator[PromptTokenLogprobs]:
+        width = self.top + 1
+        tokens, logprobs = array("i", self.tokens), array("f", self.logprobs)
+        for row, rank in enumerate(array("i", self.ranks)):
+            ids = tokens[row * width : (row + 1) * width]
+            values = logprobs[row * width : (row + 1) * width]
+            best = tuple(zip(ids[1:], values[1:], strict=True))
+            yield PromptTokenLogprobs(ids[0], values[0], best, rank)
+
+
 @dataclass(slots=True, kw_only=True)  # not frozen: see plan.py
 class RequestOutput:
     """One request's output of one step. The last output has a finish_reason.
@@ -290,7 +344,9 @@ class RequestOutput:
     token_ids: new tokens; with finish_reason STOP the last one is the stop token (EOS or one of
         stop_token_ids), which is not shown as text.
     logprobs: one per token, if requested.
-    cached_tokens: in the first output: prompt tokens that were in the prefix cache.
+    cached_tokens: in the first output that has tokens or is the last: prompt tokens that were in
+        the prefix cache.
+    prompt_logprobs: of the next prompt tokens, if requested; those of one step in one piece.
     error: with finish_reason ERROR: why the request failed.
     retry_after_s: with finish_reason ERROR: the request was dropped for lack of capacity; the
         client may retry after this many seconds.
@@ -301,8 +357,20 @@ class RequestOutput:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     error: str | None = None
     retry_after_s: float | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it is the first output after the prompt, or a later one."""
+        return bool(self.token_ids) or self.finish_reason is not None
+
+    @property
+    def num_read(self) -> int:
+        """One more than the last position of its readouts; 0 without readouts."""
+        last = self.prompt_logprobs[-1] if self.prompt_logprobs else None
+        return 0 if last is None else last.first - 1 + len(last)
 
 
 TokenOutput = tuple[str, int]
@@ -317,6 +385,8 @@ def shortened(output: RequestOutput) -> Output:
     """The output as a TokenOutput, if that says the same."""
     token_ids = output.token_ids
     if len(token_ids) != 1 or output.finish_reason or output.logprobs or output.cached_tokens:
+        return output
+    if output.prompt_logprobs:
         return output
     return output.request_id, token_ids[0]
 

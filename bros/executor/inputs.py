@@ -12,12 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bros.core.plan import SEGMENT_WIDTH, SampleSpec, SharedPrefix, StepPlan
+from bros.executor.readout import ReadRequest
 from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels, SharedParts
 from bros.kernels.offsets import lengths_of, offsets
 from bros.kernels.staging import Staging
+
+_NO_ROWS = torch.empty(0, dtype=torch.int32)
 
 _ALIGNMENT = 4  # int32 elements; Triton compiles a kernel anew for pointers of other alignment
 
@@ -29,6 +33,8 @@ class StepInputs:
     token_ids, positions, slots: [tokens].
     sample_rows: [samples], the tokens whose hidden states become logits.
     samples: (request id, how to sample) of each of these tokens, in plan order.
+    read_rows: [read], the tokens whose hidden states are read for readouts.
+    readouts: of the chunks that have one, in plan order.
     """
 
     token_ids: Tensor
@@ -37,6 +43,8 @@ class StepInputs:
     attention: AttentionBatch
     sample_rows: Tensor
     samples: tuple[tuple[str, SampleSpec], ...]
+    read_rows: Tensor = _NO_ROWS
+    readouts: tuple[ReadRequest, ...] = ()
 
 
 def build_inputs(plan: StepPlan) -> StepInputs:
@@ -67,6 +75,7 @@ def build_inputs(plan: StepPlan) -> StepInputs:
             -1, SEGMENT_WIDTH
         ),
     )
+    readouts, read_rows = _readouts(plan, query_start)
     return StepInputs(
         token_ids=_tensor(token_ids),
         positions=torch.from_numpy(positions),
@@ -76,7 +85,26 @@ def build_inputs(plan: StepPlan) -> StepInputs:
         samples=tuple(
             [(chunk.request_id, chunk.sample) for chunk in chunks if chunk.sample is not None]
         ),
+        read_rows=read_rows,
+        readouts=readouts,
     )
+
+
+def _readouts(
+    plan: StepPlan, query_start: NDArray[np.int32]
+) -> tuple[tuple[ReadRequest, ...], Tensor]:
+    """The readouts of a plan, and the rows that they read."""
+    found = [(row, chunk) for row, chunk in enumerate(plan.chunks) if chunk.readout is not None]
+    if not found:
+        return (), _NO_ROWS
+    requests, rows = [], []
+    for row, chunk in found:
+        readout = chunk.readout
+        assert readout is not None
+        requests.append(ReadRequest(chunk.request_id, chunk.start, readout))
+        at = query_start[row]
+        rows.append(np.arange(at + readout.first, at + readout.end, dtype=np.int32))
+    return tuple(requests), torch.from_numpy(np.concatenate(rows))
 
 
 def with_shared_parts(batch: AttentionBatch, shared: Sequence[SharedPrefix]) -> AttentionBatch:
@@ -163,15 +191,24 @@ class InputUploader:
                 return inputs
             return dataclasses.replace(inputs, attention=attention)
         on_device = upload(
-            [inputs.token_ids, inputs.positions, inputs.slots, inputs.sample_rows]
+            [inputs.token_ids, inputs.positions, inputs.slots, inputs.sample_rows, inputs.read_rows]
             + ([] if pending is None else [pending.sources]),
             self._staging,
             self._device,
         )
         if pending is not None:
             fill_pending_tokens(on_device[0], pending.tokens, on_device.pop())
-        token_ids, positions, slots, sample_rows = on_device
-        return StepInputs(token_ids, positions, slots, attention, sample_rows, inputs.samples)
+        token_ids, positions, slots, sample_rows, read_rows = on_device
+        return StepInputs(
+            token_ids,
+            positions,
+            slots,
+            attention,
+            sample_rows,
+            inputs.samples,
+            read_rows,
+            inputs.readouts,
+        )
 
 
 def upload(tensors: Sequence[Tensor], staging: Staging, device: torch.device) -> list[Tensor]:

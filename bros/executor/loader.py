@@ -340,12 +340,13 @@ class _Loader:
         return cuda_kv_storage(*sizes, self._device)
 
     def _runner(self, decoder: Decoder, kv: KvMemory, graphs: StepGraphs | None) -> ModelRunner:
+        parts, vocab_size = (decoder, kv, self._uploader), self._spec.vocab_size
         if self._ranks.rank > 0:
-            return ModelRunner(decoder, kv, self._uploader, NoStepSampler(), graphs=graphs)
+            return ModelRunner(*parts, NoStepSampler(), vocab_size=vocab_size, graphs=graphs)
         if self._device.type == "cpu":
-            return ModelRunner(decoder, kv, self._uploader, HostStepSampler(Sampler()))
+            return ModelRunner(*parts, HostStepSampler(Sampler()), vocab_size=vocab_size)
         step_sampler = DeviceStepSampler(Sampler(), self._draw())
-        return LaunchingRunner(decoder, kv, self._uploader, step_sampler, graphs=graphs)
+        return LaunchingRunner(*parts, step_sampler, vocab_size=vocab_size, graphs=graphs)
 
     def _draw(self) -> Draw | None:
         if self._kernels_name != "triton":

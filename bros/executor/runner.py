@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bros.core.plan import PENDING, KvCopies, StepPlan, StepResult
+from bros.core.plan import PENDING, KvCopies, ReadPositions, StepPlan, StepResult
 from bros.executor.cuda.graphs import StepGraphs
 from bros.executor.inputs import InputUploader, PendingTokens, StepInputs, build_inputs
 from bros.executor.kv_storage import KvMemory
 from bros.executor.models.decoder import Decoder
+from bros.executor.readout import PendingReads, read_hidden
 from bros.executor.sampler import DeviceStepSampler, PendingSamples, StepSampler
+
+
+class StepOutputs(NamedTuple):
+    """What a step computes on the device.
+
+    logits: fp32 [samples, vocab]; [0, vocab] on ranks other than 0.
+    reads: None if the step has no readouts.
+    """
+
+    logits: Tensor
+    reads: PendingReads | None = None
+
+    def readouts(self) -> tuple[ReadPositions, ...]:
+        """The results of the readouts; the device must have ended the step."""
+        return () if self.reads is None else self.reads.finish()
 
 
 class ModelRunner:
     """Runs plans on one device. Implements core.interfaces.Executor.
 
-    `execute` is `prepare`, `compute` and `sample`; the runners of several ranks call these three
+    `execute` is `prepare`, `compute` and `result`; the runners of several ranks call these three
     themselves, in inference mode.
 
     The scheduler owns the blocks: the runner does not check that earlier plans have written the
@@ -33,9 +50,13 @@ class ModelRunner:
         uploader: InputUploader,
         step_sampler: StepSampler,
         *,
+        vocab_size: int,
         graphs: StepGraphs | None = None,
     ) -> None:
-        """graphs: replays the steps for which it has captured a graph."""
+        """vocab_size: of all ranks together.
+        graphs: replays the steps for which it has captured a graph.
+        """
+        self._vocab_size = vocab_size
         self._decoder: Decoder | None = decoder
         self._kv = kv
         self._uploader = uploader
@@ -52,15 +73,15 @@ class ModelRunner:
             True, the step is aborted and `execute` returns None.
         """
         inputs = self.prepare(build_inputs(plan), plan.copies)
-        logits = self.compute(inputs, should_abort)
-        return None if logits is None else self.sample(plan.step, logits, inputs)
+        outputs = self.compute(inputs, should_abort)
+        return None if outputs is None else self.result(plan.step, outputs, inputs)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
         """Like execute, but returns the fp32 logits [chunks with a sample spec, vocab]."""
-        logits = self.compute(self.prepare(build_inputs(plan)))
-        assert logits is not None, "a step is aborted only if should_abort is given"
-        return logits if self._graphs is None else logits.clone()
+        outputs = self.compute(self.prepare(build_inputs(plan)))
+        assert outputs is not None, "a step is aborted only if should_abort is given"
+        return outputs.logits if self._graphs is None else outputs.logits.clone()
 
     @property
     def device(self) -> torch.device:
@@ -81,10 +102,10 @@ class ModelRunner:
         inputs: StepInputs,
         should_abort: Callable[[], bool] | None = None,
         pending: PendingTokens | None = None,
-    ) -> Tensor | None:
-        """fp32 logits [samples, vocab], None if the step was aborted.
+    ) -> StepOutputs | None:
+        """What the step has computed, None if it was aborted.
 
-        The next step may overwrite them: those of a replayed graph lie in a static buffer.
+        The next step may overwrite it: the logits of a replayed graph lie in a static buffer.
 
         inputs: from `prepare`.
         should_abort: see `execute`.
@@ -94,16 +115,32 @@ class ModelRunner:
         assert decoder is not None, "the executor is closed"
         graph = None if graphs is None else graphs.find(inputs)
         if graphs is None or graph is None:
-            hook = self._before_layer(should_abort)
-            return decoder(self._uploader(inputs, pending), self._kv.layers, hook)
+            return self._run(decoder, self._uploader(inputs, pending), should_abort)
         if should_abort is not None and should_abort():
             return None
         self._kv.wait_for_layer(len(self._kv.layers) - 1)
-        return graphs.replay(graph, inputs, pending)
+        return StepOutputs(graphs.replay(graph, inputs, pending))
 
-    def sample(self, step: int, logits: Tensor, inputs: StepInputs) -> StepResult:
-        """Sample the tokens of a step from its logits."""
-        return StepResult(step, self._step_sampler(logits, inputs.samples))
+    def _run(
+        self, decoder: Decoder, inputs: StepInputs, should_abort: Callable[[], bool] | None
+    ) -> StepOutputs | None:
+        """Run a step without a graph. inputs: on the device."""
+        hidden = decoder.hidden(inputs, self._kv.layers, self._before_layer(should_abort))
+        if hidden is None:
+            return None
+        num_samples = len(inputs.sample_rows)
+        if len(hidden) == num_samples:
+            return StepOutputs(decoder.lm_head(hidden))
+        logits = decoder.lm_head(hidden[:num_samples])
+        reads = read_hidden(
+            hidden[num_samples:], decoder.lm_head, inputs.readouts, self._vocab_size, should_abort
+        )
+        return None if reads is None else StepOutputs(logits, reads)
+
+    def result(self, step: int, outputs: StepOutputs, inputs: StepInputs) -> StepResult:
+        """Sample the tokens of a step from its logits, and finish its readouts."""
+        samples = self._step_sampler(outputs.logits, inputs.samples)
+        return StepResult(step, samples, outputs.readouts())
 
     def close(self) -> None:
         """Release weights and KV memory; `execute` fails afterwards. May be called twice."""
@@ -130,9 +167,10 @@ class ModelRunner:
 class LaunchedStep:
     """A step that was launched. Implements core.interfaces.StepHandle."""
 
-    def __init__(self, plan: StepPlan, samples: PendingSamples) -> None:
+    def __init__(self, plan: StepPlan, samples: PendingSamples, outputs: StepOutputs) -> None:
         self._step = plan.step
         self._samples = samples
+        self._outputs = outputs
         self._result: StepResult | None = None
         self._rows = {name: row for row, (name, _) in enumerate(samples.requests)}
         self._host_rows = frozenset(samples.host_rows)
@@ -140,7 +178,9 @@ class LaunchedStep:
     def result(self) -> StepResult:
         """Wait for the end of the step."""
         if self._result is None:
-            self._result = StepResult(self._step, self._samples.finish())
+            # The samples' event comes after the copies of the readouts.
+            samples = self._samples.finish()
+            self._result = StepResult(self._step, samples, self._outputs.readouts())
         return self._result
 
     def row_of(self, request_id: str) -> int | None:
@@ -172,9 +212,10 @@ class LaunchingRunner(ModelRunner):
         uploader: InputUploader,
         step_sampler: DeviceStepSampler,
         *,
+        vocab_size: int,
         graphs: StepGraphs | None = None,
     ) -> None:
-        super().__init__(decoder, kv, uploader, step_sampler, graphs=graphs)
+        super().__init__(decoder, kv, uploader, step_sampler, vocab_size=vocab_size, graphs=graphs)
         self._device_sampler = step_sampler
         self._last: LaunchedStep | None = None
 
@@ -189,9 +230,10 @@ class LaunchingRunner(ModelRunner):
         self, plan: StepPlan, inputs: StepInputs, pending: PendingTokens | None
     ) -> LaunchedStep:
         """The second half of `launch`. inputs: from `prepare`; pending: from `pending`."""
-        logits = self.compute(inputs, pending=pending)
-        assert logits is not None, "a step is aborted only if should_abort is given"
-        self._last = LaunchedStep(plan, self._device_sampler.begin(logits, inputs.samples))
+        outputs = self.compute(inputs, pending=pending)
+        assert outputs is not None, "a step is aborted only if should_abort is given"
+        samples = self._device_sampler.begin(outputs.logits, inputs.samples)
+        self._last = LaunchedStep(plan, samples, outputs)
         return self._last
 
     def pending(self, plan: StepPlan, inputs: StepInputs) -> PendingTokens | None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bros.core.plan import SampledToken, SampleSpec
 from bros.core.request import SamplingParams, TokenLogprobs
-from bros.kernels.staging import CopyEvent, to_device
+from bros.kernels.staging import CopyEvent, copy_to_host, to_device
 
 _Floats32 = NDArray[np.float32]
 
@@ -300,11 +300,11 @@ class DeviceStepSampler:
         tokens = result = None
         if len(host_rows) < len(requests):
             peaks, tokens = self._sample_all(logits, requests)
-            result = _copy_to_host(torch.stack((tokens, peaks.view(torch.int32))))
+            result = copy_to_host(torch.stack((tokens, peaks.view(torch.int32))))
         host_logits = None
         if host_rows:
             every = len(host_rows) == len(requests)
-            host_logits = _copy_to_host(
+            host_logits = copy_to_host(
                 logits if every else logits.index_select(0, _rows(host_rows, logits))
             )
         done = None
@@ -398,12 +398,3 @@ def _sampled(request_id: str, token: int, peak: float) -> SampledToken:
 
 def _rows(rows: Sequence[int], logits: Tensor) -> Tensor:
     return to_device(torch.tensor(rows), logits.device)
-
-
-def _copy_to_host(values: Tensor) -> Tensor:
-    """Starts a copy to pinned memory; an event tells when it is complete."""
-    if not values.is_cuda:
-        return values.clone()
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    return host

@@ -63,3 +63,12 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
+
+
+def copy_to_host(values: Tensor) -> Tensor:
+    """Start a copy to pinned memory; an event on the stream tells when it is complete."""
+    if not values.is_cuda:
+        return values.clone()
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    return host

@@ -272,6 +272,7 @@ class RoutedRequest:
     original         the request as submitted, with a seed
     current          the request as sent to its present engine
     output_ids       all output tokens so far, from all engines
+    num_read         positions of the prompt that were read so far, see EngineRequest
     replica          its replica; None while it is between two
     fleet_id         the replica's fleet_id when the request was routed there
     placement        the replica that it is routed to, once that is decided
@@ -296,7 +297,16 @@ class RoutedRequest:
     __slots__ = (
         *("_cached_tokens", "_num_output_before", "aborted", "accepted", "accepting", "avoided"),
         *("can_wait", "connected", "connection", "current", "fleet_id", "has_output", "losses"),
-        *("moving", "original", "output_ids", "placed", "placement", "promoted", "promoted_s"),
+        *(
+            "moving",
+            "num_read",
+            "original",
+            "output_ids",
+            "placed",
+            "placement",
+            "promoted",
+            "promoted_s",
+        ),
         *("refusals", "replica", "stream", "suspect", "task", "unreleased"),
     )
 
@@ -304,6 +314,7 @@ class RoutedRequest:
         self.original = self.current = original
         self.stream = OutputStream(original.service_class)
         self.output_ids: list[int] = []
+        self.num_read = original.num_read
         self.replica: ReplicaHandle | None = None
         self.fleet_id: int | None = None
         self.placement: asyncio.Future[ReplicaHandle] | None = None
@@ -352,6 +363,8 @@ class RoutedRequest:
         self._num_output_before = len(self.output_ids)
         self.has_output = False
         self.current = self._promoted()
+        if self.num_read:
+            self.current = dataclasses.replace(self.current, num_read=self.num_read)
         if self.output_ids:
             self.current = dataclasses.replace(
                 self.current,
@@ -383,7 +396,10 @@ class RoutedRequest:
         if isinstance(output, tuple):
             self.output_ids.append(output[1])
         else:
-            if self._cached_tokens is None:
+            self.num_read = max(self.num_read, output.num_read)
+            if not output.has_begun:
+                pass  # cached tokens come with the first output after the prompt
+            elif self._cached_tokens is None:
                 self._cached_tokens = output.cached_tokens
             elif output.cached_tokens:
                 output = dataclasses.replace(output, cached_tokens=0)

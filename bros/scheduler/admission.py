@@ -75,7 +75,7 @@ class Limits:
         prompt = request.prompt_token_ids
         if not prompt:
             raise InvalidRequestError("The prompt is empty.", param="prompt")
-        if len(prompt) >= self.max_model_len:
+        if len(prompt) + (request.samples or request.prefill_only) > self.max_model_len:
             raise PromptTooLongError(len(prompt), self.max_model_len)
         _check_resumed(request)
         params = request.sampling
@@ -109,7 +109,7 @@ def _check_resumed(request: EngineRequest) -> None:
             "a prompt has to come before the answer.",
             param="resumed",
         )
-    if most is not None and resumed >= most:
+    if resumed and most is not None and resumed >= most:
         raise InvalidRequestError(
             f"resumed ({resumed}) must be less than max_tokens ({most}): the answer is complete.",
             param="resumed",

@@ -149,6 +149,11 @@ class RequestRecord:
         self.due_s = now + (slo.tpot_s or math.inf)
         return slack
 
+    def complete(self, now: float) -> None:
+        """The request ends without a token: its objectives are those of a first and last one."""
+        self.first_token_s = self.last_token_s = now
+        self.event(now, "prompt computed")
+
     @property
     def ttft_s(self) -> float | None:
         if self.first_token_s is None or self.resumed:
@@ -266,6 +271,8 @@ class ClassCounters:
         if slo.deadline_s is not None:
             self._deadlines += 1
             self._deadlines_met += record.met_deadline(slo)
+        if not record.num_tokens:
+            return  # it was to generate none, which says nothing about others
         if self.mean_output_tokens is None:
             self.mean_output_tokens = record.num_tokens
         self.mean_output_tokens += _LENGTH_ALPHA * (record.num_tokens - self.mean_output_tokens)

@@ -163,7 +163,7 @@ class Pins:
 def look_up(kv: KvCacheManager, state: RequestState) -> None:
     """Update `match` and `num_computed_tokens` of a waiting request from the prefix cache."""
     if kv.finds_prefixes:
-        keys = state.keys(kv.block_size, len(state.token_ids) - 1)
+        keys = state.keys(kv.block_size, state.num_reusable)
         state.match = kv.match(keys, state.match)
         state.num_computed_tokens = state.match.num_tokens
 
@@ -172,8 +172,9 @@ class Prefixes:
     """The scheduler's use of the prefix cache; does nothing if the cache is off.
 
     The last token of a prompt is never looked up, since the first output token is sampled from its
-    logits. A prefill-only request recomputes its last block for that reason, unless its whole
-    prompt is cached on arrival (`has_cached`).
+    logits, nor is any token whose hidden state is still to be read. A prefill-only request
+    recomputes its last block for that reason, unless its whole prompt is cached on arrival
+    (`has_cached`).
     """
 
     def __init__(self, kv: KvCacheManager, counters: Mapping[ServiceClass, ClassCounters]) -> None:
@@ -186,9 +187,10 @@ class Prefixes:
         if not self._kv.finds_prefixes:
             return 0
         prompt, size = array("i", request.prompt_token_ids), self._kv.block_size
+        most = len(prompt) - 1 if request.sampling.prompt_logprobs is None else request.num_read
         keys: list[bytes] = []
         extend_keys(
-            keys, prompt, size, (len(prompt) - 1) // size, request.kv_salt,
+            keys, prompt, size, most // size, request.kv_salt,
             request.hints.private_from, request.hints.private_salt,
         )  # fmt: skip
         return self._kv.match(keys).num_tokens
@@ -252,4 +254,7 @@ class Prefixes:
 
     def _expect(self, state: RequestState, waits: bool) -> None:
         if self._kv.finds_prefixes and state.service_class is ServiceClass.BE:
-            self._kv.expect(state.keys(self._kv.block_size, state.prompt_len), waits)
+            # By what was asked, not by what is still to be read: that may change before `dequeue`.
+            looks_up = state.request.sampling.prompt_logprobs is None
+            size = self._kv.block_size
+            self._kv.expect(state.keys(size, state.prompt_len) if looks_up else [], waits)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from bros.core.errors import InvalidRequestError
 from bros.core.fair import FairMemory
 from bros.core.interfaces import EngineReport, EngineStats, Grouping, RequestTrace
-from bros.core.plan import PENDING, Chunk, SharedPrefix, StepPlan, StepResult
+from bros.core.plan import PENDING, Chunk, ReadPositions, SharedPrefix, StepPlan, StepResult
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
 from bros.kvcache.manager import KvCacheManager
 from bros.scheduler.admission import Admission, Limits, objectives, promoted_objectives
@@ -217,7 +217,7 @@ class Scheduler:
             eos_token_ids=self._limits.eos_token_ids,
         )
         if request.prefill_only and self._prefixes.has_cached(state):
-            self._ended[state.request_id] = self._finish_prefill_only(state, now)
+            self._ended[state.request_id] = self._finish_without_token(state, now)
             return asked
         look_up(self._kv, state)
         self._admission.classify(state, self._steps.ends_s(now), now)
@@ -309,16 +309,19 @@ class Scheduler:
     def apply(self, result: StepResult, now: float) -> list[RequestOutput]:
         """Apply the result of the oldest running step.
 
-        Returns one output per sampled token and per prefill-only request that is done.
+        Returns one output for each sampled token, for each request that is done without one, and
+        for each chunk of which positions were read.
         """
         step, seconds, be_waits = self._steps.end(now, self._policy.predictor, self._queues)
         assert result.step == step.number, "steps end in their order"
         self._policy.settle(step.packing, seconds, be_waits)
         if not step.assumed_done:
             wrong = {sample.request_id for sample in result.samples if sample.error is not None}
+            wrong.update(read.request_id for read in result.readouts if read.error is not None)
             self._prefixes.publish(step.packing, wrong)
-        outputs = [
-            self._finish_prefill_only(state, now)
+        outputs = self._take_readouts(step, result.readouts, now) if result.readouts else []
+        outputs += [
+            self._finish_without_token(state, now)
             for state in step.prefilled
             if self._states.get(state.request_id) is state
         ]
@@ -340,6 +343,25 @@ class Scheduler:
                     finish_reason=take_token(state, sample.token_id, now),
                     cached_tokens=state.num_reused or 0 if first else 0,
                 )
+            )
+        return outputs
+
+    def _take_readouts(
+        self, step: Step, readouts: Sequence[ReadPositions], now: float
+    ) -> list[RequestOutput]:
+        outputs = []
+        for read in readouts:
+            state = self._states.get(read.request_id)
+            if state is None or state.arrival_index >= step.new_request:
+                continue  # it ended while the step ran; a new request may have its id
+            if read.error is not None:
+                self._finish(state, FinishReason.ERROR, now)
+                outputs.append(_error_output(state, read.error))
+                continue
+            state.num_read = read.end
+            assert read.prompt_logprobs is not None
+            outputs.append(
+                RequestOutput(request_id=read.request_id, prompt_logprobs=(read.prompt_logprobs,))
             )
         return outputs
 
@@ -499,6 +521,8 @@ class Scheduler:
             tokens, (segments, slots) = state.token_ids, granted[state.request_id]
             sample = state.sample_spec() if end == len(tokens) and state.samples else None
             chunk = Chunk(state.request_id, start, tokens[start:end], segments, slots, sample)
+            if state.num_read < state.read_end:
+                chunk.readout = state.readout(start, end)
             chunks.append(chunk)
         return tuple(chunks)
 
@@ -521,9 +545,13 @@ class Scheduler:
             self._finish(state, reason, now)
         return reason
 
-    def _finish_prefill_only(self, state: RequestState, now: float) -> RequestOutput:
-        """End a prefill-only request whose prompt is computed."""
-        self._counters[state.service_class].prompt_tokens += state.prompt_len
+    def _finish_without_token(self, state: RequestState, now: float) -> RequestOutput:
+        """End a request that generates no token, and whose prompt is computed."""
+        counters, record = self._counters[state.service_class], state.record
+        counters.prompt_tokens += state.prompt_len
+        if not state.request.prefill_only:  # its client waits for this as for a first token
+            record.complete(now)
+            counters.note_finish(record, state.slo)
         self._finish(state, FinishReason.LENGTH, now)
         return RequestOutput(
             request_id=state.request_id,

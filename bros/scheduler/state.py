@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from bros.core.interfaces import RequestTrace
-from bros.core.plan import PENDING, SampleSpec
+from bros.core.plan import PENDING, Readout, SampleSpec
 from bros.core.request import EngineRequest, FinishReason, ServiceClass, Slo
 from bros.kvcache.blocks import Side
 from bros.kvcache.prefix_cache import extend_keys
@@ -62,7 +62,9 @@ class RequestState:
     late: the first deadline of the next token has passed; deadline_s may be a later one.
     match: result of its last look-up in the prefix cache.
     needs_history: sampling needs the token ids before, so none of them may be PENDING.
-    samples: False if it is prefill-only: it ends when no token is `remaining`.
+    samples: False if it generates no token: it ends when no token is `remaining`.
+    num_read: the first position that is still to be read, see plan.Readout.
+    read_end: one more than the last position to read; 0 if none is.
     early: it is an early prefill, see Hints.
     """
 
@@ -76,11 +78,13 @@ class RequestState:
         "needs_history",
         "num_computed_tokens",
         "num_missing",
+        "num_read",
         "num_reused",
         "prefix_keys",
         "prompt_len",
         "queue_key",
         "rank",
+        "read_end",
         "record",
         "request",
         "request_id",
@@ -109,7 +113,7 @@ class RequestState:
         """slo: the request's objectives with the defaults of its class filled in."""
         params = request.sampling
         self.request = request
-        self.samples = not request.prefill_only
+        self.samples = request.samples
         self.early = request.prefill_only and request.hints.early
         self.needs_history = self.samples and params.needs_history
         self.request_id = request.request_id
@@ -122,6 +126,8 @@ class RequestState:
         self.prompt_len = len(self.token_ids) - request.resumed
         self.num_computed_tokens = 0
         self.num_missing = 0
+        self.num_read = request.num_read
+        self.read_end = 0 if params.prompt_logprobs is None else self.prompt_len - 1
         self.num_reused: int | None = None
         self.running = False
         self.match = NO_MATCH
@@ -149,6 +155,20 @@ class RequestState:
     def is_pending(self) -> bool:
         """Whether a running step samples its last token."""
         return self.token_ids[-1] == PENDING
+
+    @property
+    def num_reusable(self) -> int:
+        """How many of its first tokens need no hidden states, so that cached KV will do."""
+        return self.num_read if self.num_read < self.read_end else len(self.token_ids) - 1
+
+    def readout(self, start: int, end: int) -> Readout | None:
+        """What to read of the hidden states of tokens [start, end)."""
+        first, last = max(start, self.num_read), min(end, self.read_end)
+        if first >= last:
+            return None
+        top = self.request.sampling.prompt_logprobs
+        assert top is not None
+        return Readout(first - start, last - start, self.token_ids[first + 1 : last + 1], top)
 
     def keys(self, block_size: int, num_tokens: int) -> list[bytes]:
         """Keys of the full blocks among its first `num_tokens` tokens, see kvcache/prefix_cache.py.

@@ -27,6 +27,7 @@ from bros.core.request import (
     Hints,
     IdGenerator,
     Output,
+    PromptLogprobs,
     RequestOutput,
     SamplingParams,
     ServiceClass,
@@ -52,6 +53,7 @@ class TextDelta:
     text: may be empty, and may lag behind the tokens, because text that was given never changes.
     token_ids: new tokens, a final stop token included.
     logprobs: one per token, if requested.
+    prompt_logprobs: of the next prompt tokens, if requested; all come before the first token.
     finish_reason: set in the last delta of a choice.
     stop_reason: with STOP: the stop string or stop_token_ids entry that ended the choice; None for
         the model's own end of sequence.
@@ -76,6 +78,7 @@ class TextDelta:
     retry_after_s: float | None = None
     parts: tuple[AnswerPart, ...] = ()
     reasoning_tokens: int = 0
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,7 @@ class ChoiceResult:
     cached_tokens: int
     error: str | None
     retry_after_s: float | None = None
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 class DeltaSink(Protocol):
@@ -218,7 +222,7 @@ class TextGenerator:
 
     def _check(self, prompt: Sequence[int], sampling: SamplingParams, param: str) -> None:
         info = self._engine.info
-        if len(prompt) >= info.max_model_len:
+        if len(prompt) + (sampling.max_tokens != 0) > info.max_model_len:
             # Checked here, so that n copies of a huge prompt never go to the engine.
             raise PromptTooLongError(len(prompt), info.max_model_len, param)
         if sampling.n > info.max_queue:
@@ -341,7 +345,7 @@ class Generation:
         """Call `sink` with the output of every turn of the event loop, at the end of the turn.
 
         Returns when `ready` has to be called for what follows: a choice has finished or failed, or
-        the sink is not ready. Raises what the sink raises.
+        has log-probabilities of its prompt, or the sink is not ready. Raises what the sink raises.
         """
         if self._failure is not None or not self._unread:
             return
@@ -474,18 +478,21 @@ def _joined(deltas: Sequence[TextDelta]) -> ChoiceResult:
         cached_tokens=last.cached_tokens,
         error=last.error,
         retry_after_s=last.retry_after_s,
+        prompt_logprobs=tuple(piece for delta in deltas for piece in delta.prompt_logprobs),
     )
 
 
 class _Choice:
     """One request: turns its outputs into text as they arrive, and holds it in a slot.
 
-    _texts, _token_ids, _logprobs: the content of the slot, which is filled if it has texts.
+    _texts, _token_ids, _logprobs, _prompt_logprobs: the content of the slot, which is filled if it
+        has texts.
     finish_reason, stop_reason, error, retry_after_s: as in TextDelta, once the choice has ended.
     """
 
     __slots__ = (
         *("_detokenizer", "_generation", "_is_plain", "_logprobs", "_matcher", "_parser", "_parts"),
+        "_prompt_logprobs",
         *("_sampling", "_texts", "_token_ids", "_turn", "cached_tokens", "error", "finish_reason"),
         *("finished", "index", "num_output_tokens", "reasoning_tokens", "request_id"),
         *("retry_after_s", "stop_reason"),
@@ -521,6 +528,7 @@ class _Choice:
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
     def put(self, item: Output | EngineDeadError) -> None:
         """The OutputSink of the request."""
@@ -562,14 +570,16 @@ class _Choice:
             retry_after_s=self.retry_after_s,
             parts=tuple(self._parts),
             reasoning_tokens=self.reasoning_tokens,
+            prompt_logprobs=self._prompt_logprobs,
         )
         self._texts, self._token_ids, self._logprobs, self._parts = [], [], [], []
+        self._prompt_logprobs = ()
         return delta
 
     def forward(self) -> None:
         """Empty the slot, which must be filled, into the sink, or end Generation.forward."""
         sink = self._generation.sink
-        if sink is None or self.finished or not sink.ready():
+        if sink is None or self.finished or self._prompt_logprobs or not sink.ready():
             self._generation.on_filled(self)
             return
         try:
@@ -600,6 +610,8 @@ class _Choice:
         self.num_output_tokens += count
         self._token_ids += token_ids[:count]
         self._logprobs += output.logprobs[:count]
+        if output.prompt_logprobs:
+            self._prompt_logprobs += output.prompt_logprobs
         if stop is not None:
             if reason is None:
                 self._generation.on_stop_string(self)

@@ -367,6 +367,10 @@ class Tokenizer:
         """
         return self._table.bytes_of(token_id)
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether it is a special token, which texts do not show."""
+        return self._table.is_special(token_id)
+
     def token_text(self, token_id: int) -> str:
         """`token_bytes` as text, with U+FFFD for incomplete characters."""
         return self.token_bytes(token_id).decode("utf-8", "replace")

@@ -29,8 +29,9 @@ RANGES: dict[str, tuple[float, bool, float]] = {
     "frequency_penalty": (-2, True, 2),
     "repetition_penalty": (0.01, True, 100),
     "min_tokens": (0, True, INT32),
-    "max_tokens": (1, True, INT32),
+    "max_tokens": (0, True, INT32),
     "logprobs": (0, True, 20),
+    "prompt_logprobs": (0, True, 20),
     "seed": (-MAX_SEED - 1, True, MAX_SEED),
 }
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")

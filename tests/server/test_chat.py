@@ -38,6 +38,7 @@ async def test_answer_has_the_shape_that_openai_documents(server: Server) -> Non
             "total_tokens": prompt_tokens + 12,
             "prompt_tokens_details": {"cached_tokens": 0},
         },
+        "prompt_logprobs": None,
     }
 
 

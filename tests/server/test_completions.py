@@ -23,6 +23,7 @@ async def test_answer_has_the_shape_that_openai_documents(server: Server) -> Non
                 "logprobs": None,
                 "finish_reason": "stop",
                 "stop_reason": None,
+                "prompt_logprobs": None,
             }
         ],
         "usage": {

@@ -417,7 +417,7 @@ def test_any_interleaving_of_tokens_pauses_and_slow_reading_gives_the_same_text(
         frame = ChunkFrame("kind", {"id": "r"}, include_usage=True)
         writer: ChunkWriter = ChatChunkWriter(frame, STREAM_TOKENIZER, lambda: "call")
         if not chat:
-            writer = CompletionChunkWriter(frame, STREAM_TOKENIZER, False, {})
+            writer = CompletionChunkWriter(frame, STREAM_TOKENIZER, None, {})
         stream = AnswerStream(answer, writer, StopSignal())
         scope = {"type": "http"}
         serving = asyncio.ensure_future(stream(scope, connection.receive, connection.cycle.send))

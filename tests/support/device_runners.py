@@ -256,7 +256,9 @@ def assemble(
             decoder, kv.layers, kernels, layout, CPU, spec.vocab_size, sizes, replays
         )
     step_sampler = DeviceStepSampler(Sampler(), draw)
-    runner = LaunchingRunner(decoder, kv, uploader, step_sampler, graphs=graphs)
+    runner = LaunchingRunner(
+        decoder, kv, uploader, step_sampler, vocab_size=spec.vocab_size, graphs=graphs
+    )
     return Assembled(runner, kv, replays)
 
 

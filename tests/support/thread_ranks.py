@@ -132,10 +132,10 @@ class Team:
 
 
 @contextmanager
-def team(runners: Sequence[ModelRunner]) -> Iterator[Team]:
+def team(runners: Sequence[ModelRunner], ranks: list[ThreadRanks] | None = None) -> Iterator[Team]:
     """The first runner leads, the others follow, each on a thread of its own. They have ended
-    when the block is left."""
-    ranks = ThreadRanks.of(len(runners))
+    when the block is left. ranks: those that the runners were made with, if they have shards."""
+    ranks = ranks or ThreadRanks.of(len(runners))
     errors: list[Exception] = []
 
     # Each thread has its own number of OpenMP threads, and sums depend on it in the last bit.

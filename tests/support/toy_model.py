@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 
-from bros.core.plan import Chunk, KvCopies, SampledToken, StepPlan, StepResult
+from bros.core.plan import Chunk, KvCopies, ReadPositions, SampledToken, StepPlan, StepResult
+from bros.core.request import PromptLogprobs
 
 VOCAB = 1000
 
@@ -39,19 +41,49 @@ class ToyModel:
         """abandon: asked after each chunk, so that an abandoned step has written something."""
         if plan.copies is not None:
             self._copy(plan.copies)
-        samples = []
+        samples, readouts = [], []
         for chunk in plan.chunks:
             assert len(chunk.token_ids) > 0, "a chunk of nothing"
             context = self._read(chunk.segments)
             assert [position for position, _ in context] == list(range(chunk.start))
             for offset, (slot, token) in enumerate(zip(chunk.slots, chunk.token_ids, strict=True)):
                 self._memory[slot] = (chunk.start + offset, token)
+            tokens = [token for _, token in context] + list(chunk.token_ids)
             if chunk.sample is not None:
-                tokens = [token for _, token in context] + list(chunk.token_ids)
                 samples.append(self.choose(chunk, tokens))
+            if chunk.readout is not None:
+                readouts.append(self.read(chunk, tokens))
             if should_abort is not None and should_abort():
                 return None
-        return StepResult(step=plan.step, samples=tuple(samples))
+        return StepResult(plan.step, tuple(samples), tuple(readouts))
+
+    def read(self, chunk: Chunk, tokens: Sequence[int]) -> ReadPositions:
+        """What its readout asks for. tokens: all of the request so far."""
+        readout = chunk.readout
+        assert readout is not None and 0 <= readout.first < readout.end <= len(chunk.token_ids)
+        first, end = chunk.start + readout.first, chunk.start + readout.end
+        targets = list(readout.targets)
+        assert len(targets) == end - first
+        # As far as the chunk goes, targets are its own tokens.
+        assert targets[: len(tokens) - first - 1] == tokens[first + 1 : end + 1]
+        values = [self.logprobs(tokens[: p + 1], t) for p, t in enumerate(targets, start=first)]
+        rows = [(target, *[target] * readout.top) for target in targets]
+        return ReadPositions(
+            chunk.request_id,
+            end,
+            PromptLogprobs(
+                first + 1,
+                readout.top,
+                array("i", [token for row in rows for token in row]).tobytes(),
+                array("f", [v for v in values for _ in range(readout.top + 1)]).tobytes(),
+                array("i", [1] * len(targets)).tobytes(),
+            ),
+        )
+
+    @classmethod
+    def logprobs(cls, context: Sequence[int], token: int) -> float:
+        """A number that stands for the log-probability of a token: exact in fp32."""
+        return float(-cls.next_token([*context, token]))
 
     def choose(self, chunk: Chunk, tokens: Sequence[int]) -> SampledToken:
         """The token after `tokens`, which are all of a request so far."""

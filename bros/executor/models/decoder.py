@@ -2,10 +2,11 @@
 
     x = embed(tokens) [+ learned positions]
     each block      residual, delta -> norm, attention, norm, MLP -> residual, delta
-    head            final norm and lm_head, only for sampled rows
+    head            final norm, and lm_head for sampled rows
 
 `residual + delta` is the hidden state. The two are kept apart so that one kernel computes their sum
-and the norm after it. The last block drops rows that are not sampled once their K and V are cached.
+and the norm after it. The last block drops rows that are neither sampled nor read once their K and
+V are cached.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -171,15 +173,28 @@ class Decoder:
         caches: Sequence[LayerCache],
         before_layer: Callable[[int], bool] | None = None,
     ) -> Tensor | None:
-        """Run one step. Returns fp32 logits [len(inputs.sample_rows), vocab] on rank 0 and
-        [0, vocab] on other ranks.
+        """Run one step without readouts. Returns fp32 logits [len(inputs.sample_rows), vocab] on
+        rank 0 and [0, vocab] on other ranks; None if `before_layer` aborts it."""
+        hidden = self.hidden(inputs, caches, before_layer)
+        return None if hidden is None else self.lm_head(hidden)
+
+    def hidden(
+        self,
+        inputs: StepInputs,
+        caches: Sequence[LayerCache],
+        before_layer: Callable[[int], bool] | None = None,
+    ) -> Tensor | None:
+        """The hidden states after the final norm, of the sampled rows and then of the read rows,
+        [samples + read, hidden].
 
         before_layer: called with the index of each layer before it is computed; if it returns True,
             the step is aborted and the result is None.
         """
         state: State = (self.embedding(inputs), None)
         rows: Tensor | None = inputs.sample_rows
-        if inputs.sample_rows.shape == inputs.token_ids.shape:
+        if len(inputs.read_rows):
+            rows = torch.cat((inputs.sample_rows, inputs.read_rows))
+        elif inputs.sample_rows.shape == inputs.token_ids.shape:
             rows = None  # every token is sampled, as in a step of decode rows
         last = len(self.blocks) - 1
         for index, (block, cache) in enumerate(zip(self.blocks, caches, strict=True)):
@@ -188,9 +203,7 @@ class Decoder:
             state = block(state, inputs, cache, rows if index == last else None)
         residual, delta = state
         if self.final_norm is None:
-            hidden = residual if delta is None else residual + delta
-        elif delta is None:
-            hidden = self.final_norm(residual)
-        else:
-            hidden = self.final_norm.add_(residual, delta)
-        return self.lm_head(hidden)
+            return residual if delta is None else residual + delta
+        if delta is None:
+            return self.final_norm(residual)
+        return self.final_norm.add_(residual, delta)

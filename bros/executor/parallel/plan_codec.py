@@ -7,6 +7,7 @@
     shared     row_start [parts + 1], rows [members]   as in SharedParts; only if there are parts
     tokens     token ids, positions, slots             [tokens] each
     samples    indexes of the tokens to sample from    [samples]
+    reads      indexes of the tokens to read           [reads]
     changes    indexes of changed numbers of segments, then their values   [changes] together
     copies     out_device, out_host                    [out] each
                back_host, back_device                  [back] each
@@ -49,6 +50,7 @@ class _Header(NamedTuple):
     rows: int = 0
     tokens: int = 0
     samples: int = 0
+    reads: int = 0
     parts: int = 0
     members: int = 0
     changes: int = 0
@@ -64,7 +66,7 @@ _HEADER = len(_Header._fields)
 class Step:
     """A decoded step.
 
-    inputs: of the plan, but with `samples` empty: only rank 0 samples.
+    inputs: of the plan, but with `samples` and `readouts` empty: only rank 0 has the logits.
     copies: KV copies of the plan.
     may_abort: whether rank 0 may abort the step between layers.
     sources: int32 [tokens], as in PendingTokens; None if inputs.token_ids has all tokens.
@@ -118,6 +120,7 @@ class PlanEncoder:
             inputs.positions.numpy(),
             inputs.slots.numpy(),
             inputs.sample_rows.numpy(),
+            inputs.read_rows.numpy(),
             changes,
         ]
         out = back = num_pending = 0
@@ -132,7 +135,8 @@ class PlanEncoder:
             parts += [at, sources[at]]
         kind = _ABORTABLE_STEP if may_abort else _STEP
         rows, tokens, samples = len(plan.chunks), len(inputs.token_ids), len(inputs.sample_rows)
-        sizes = (rows, tokens, samples, num_parts, members, len(changes))
+        reads = len(inputs.read_rows)
+        sizes = (rows, tokens, samples, reads, num_parts, members, len(changes))
         return self._message(parts, kind, *sizes, out, back, num_pending)
 
     def stop(self) -> Message:
@@ -183,6 +187,7 @@ class PlanDecoder:
         members = read.tensor(header.members)
         token_ids, positions, slots = (read.tensor(header.tokens) for _ in range(3))
         sample_rows = read.tensor(header.samples)
+        read_rows = read.tensor(header.reads)
         changes = read.take(header.changes)
         numbers = changed_segments(self._starts, self._numbers, previous_rows, starts, changes)
         self._starts, self._numbers = starts, numbers
@@ -197,7 +202,7 @@ class PlanDecoder:
             segments[:own],
             shared,
         )
-        inputs = StepInputs(token_ids, positions, slots, attention, sample_rows, ())
+        inputs = StepInputs(token_ids, positions, slots, attention, sample_rows, (), read_rows)
         copies = None
         if header.out or header.back:
             counts = (header.out, header.out, header.back, header.back)

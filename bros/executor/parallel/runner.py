@@ -88,8 +88,8 @@ class ParallelRunner:
         checks = None
         if should_abort is not None:
             checks = _AbortChecks(self._ranks, self._runner.num_layers, should_abort)
-        logits = self._runner.compute(inputs, checks)
-        return None if logits is None else self._runner.sample(plan.step, logits, inputs)
+        outputs = self._runner.compute(inputs, checks)
+        return None if outputs is None else self._runner.result(plan.step, outputs, inputs)
 
     def close(self) -> None:
         """Stop the other ranks and release this rank's memory. May be called twice."""

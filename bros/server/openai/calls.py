@@ -13,6 +13,7 @@ from starlette.datastructures import Headers
 from bros.core.errors import InvalidRequestError, PromptTooLongError
 from bros.core.request import MIN_OBJECTIVE_MS, SamplingParams, ServiceClass, Slo
 from bros.server.http import offload, validate
+from bros.server.openai.prompt_logprobs import Echo, PromptLogprobsWriter, check_size
 from bros.server.openai.schema import (
     AllowedToolsChoice,
     AssistantMessage,
@@ -27,6 +28,7 @@ from bros.server.openai.schema import (
     CompletionRequest,
     FunctionCall,
     GenerationRequest,
+    PromptLogprobList,
     ReasoningEffort,
     SloFields,
     ToolChoice,
@@ -63,7 +65,6 @@ _COMMON: Mapping[str, tuple[Any, ...]] = {
     "guided_json": _NO_EFFECT,
     "guided_regex": _NO_EFFECT,
     "include_stop_str_in_output": _NO_EFFECT,
-    "prompt_logprobs": _NO_EFFECT,
     "response_format": (*_NO_EFFECT, {"type": "text"}),
     "skip_special_tokens": (None, True),
     "structured_outputs": _NO_EFFECT,
@@ -127,6 +128,7 @@ _SAME_NAME = (
     "frequency_penalty",
     "seed",
     "n",
+    "prompt_logprobs",
     "stop",
     "stop_token_ids",
     "min_tokens",
@@ -181,13 +183,12 @@ def _chat_sampling(request: ChatCompletionRequest) -> SamplingParams:
 
 def _completion_sampling(request: CompletionRequest) -> SamplingParams:
     """Raises InvalidRequestError naming the client's field."""
+    most = _COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    sampling = _sampling(request, most, request.logprobs)
     if request.echo and request.logprobs is not None:
-        raise InvalidRequestError(
-            "'echo' together with 'logprobs' is not supported.",
-            param="echo",
-            code="unsupported_parameter",
-        )
-    return _sampling(request, request.max_tokens or _COMPLETION_MAX_TOKENS, request.logprobs)
+        top = max(request.logprobs, request.prompt_logprobs or 0)
+        return sampling.with_changes(prompt_logprobs=top)
+    return sampling
 
 
 def slo_of(
@@ -569,6 +570,7 @@ class ChatCall:
         )
         if not prompt.token_ids:
             raise InvalidRequestError("The messages result in an empty prompt.", param="messages")
+        check_size([prompt.token_ids], self.sampling)
         self._opens_reasoning = prompt.opens_reasoning
         return [prompt.token_ids]
 
@@ -579,11 +581,16 @@ class ChatCall:
         self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer
     ) -> ChatCompletion:
         return ChatCompletion(
-            **header, choices=[self._choice(choice) for choice in choices], usage=answer.usage()
+            **header,
+            choices=[self._choice(choice) for choice in choices],
+            usage=answer.usage(),
+            prompt_logprobs=prompt_logprobs(self._state.tokenizer, self.body, choices[0]),
         )
 
     def writer(self, frame: ChunkFrame) -> ChatChunkWriter:
-        return ChatChunkWriter(frame, self._state.tokenizer, self._new_call_id)
+        return ChatChunkWriter(
+            frame, self._state.tokenizer, self._new_call_id, self.body.prompt_logprobs
+        )
 
     def _new_call_id(self) -> str:
         length = self._state.chat_format.call_id_chars
@@ -629,6 +636,7 @@ class CompletionCall:
         self._state = state
         self.body = _validated(state, CompletionRequest, fields, _COMPLETION_UNSUPPORTED)
         self.sampling = _completion_sampling(self.body)
+        self._prompt_ids: list[list[int]] = []
         most, prompts = min(_MAX_CHOICES, state.engine.info.max_queue), len(self.body.prompt)
         if prompts * self.sampling.n > most:
             raise InvalidRequestError(
@@ -640,12 +648,14 @@ class CompletionCall:
     async def prompts(self, tenant: str) -> list[list[int]]:
         # All in one job: 1,000 short ones would take a second of the event loop.
         size = sum(len(prompt) for prompt in self.body.prompt if isinstance(prompt, str))
-        return await offload(
+        self._prompt_ids = await offload(
             self._state,
             tenant,
             lambda: [self._token_ids(prompt) for prompt in self.body.prompt],
             size,
         )
+        check_size(self._prompt_ids, self.sampling)
+        return self._prompt_ids
 
     def parsing(self) -> None:
         return None
@@ -654,15 +664,16 @@ class CompletionCall:
         self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer
     ) -> Completion:
         echoes = self._echoes()
-        for choice in choices:
-            choice.text = echoes.get(choice.index, "") + choice.text
         return Completion(
-            **header, choices=[self._choice(choice) for choice in choices], usage=answer.usage()
+            **header,
+            choices=[self._choice(choice, echoes.get(choice.index)) for choice in choices],
+            usage=answer.usage(),
         )
 
     def writer(self, frame: ChunkFrame) -> CompletionChunkWriter:
+        body = self.body
         return CompletionChunkWriter(
-            frame, self._state.tokenizer, bool(self.sampling.logprobs), self._echoes()
+            frame, self._state.tokenizer, body.logprobs, self._echoes(), body.prompt_logprobs
         )
 
     def prompt_text(self) -> str:
@@ -684,32 +695,41 @@ class CompletionCall:
             allow_special_tokens=self.body.allow_special_tokens,
         )
 
-    def _echoes(self) -> dict[int, str]:
+    def _echoes(self) -> dict[int, Echo]:
         """Index of a choice -> its prompt, which comes before its text. Call it after the engine
         has accepted the prompts, so that none is longer than the context."""
         if not self.body.echo:
             return {}
-        texts = [
-            prompt if isinstance(prompt, str) else self._state.tokenizer.decode(prompt)
-            for prompt in self.body.prompt
+        echoes = [
+            Echo(prompt if isinstance(prompt, str) else self._state.tokenizer.decode(prompt), ids)
+            for prompt, ids in zip(self.body.prompt, self._prompt_ids, strict=True)
         ]
         n = self.sampling.n
-        return {i: texts[i // n] for i in range(len(texts) * n)}
+        return {i: echoes[i // n] for i in range(len(echoes) * n)}
 
-    def _choice(self, choice: FinishedChoice) -> CompletionChoice:
-        logprobs = None
+    def _choice(self, choice: FinishedChoice, echo: Echo | None) -> CompletionChoice:
+        tokenizer, logprobs = self._state.tokenizer, None
         if self.sampling.logprobs is not None:
-            writer = CompletionLogprobsWriter(
-                self._state.tokenizer, with_top=self.sampling.logprobs > 0
-            )
-            logprobs = writer.write(choice.logprobs)
+            writer = CompletionLogprobsWriter(tokenizer, self.sampling.logprobs, echo)
+            logprobs = writer.write(choice.logprobs, choice.prompt_logprobs)
         return CompletionChoice(
             index=choice.index,
-            text=choice.text,
+            text=choice.text if echo is None else echo.text + choice.text,
             logprobs=logprobs,
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
+            prompt_logprobs=prompt_logprobs(tokenizer, self.body, choice),
         )
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, body: GenerationRequest, choice: FinishedChoice
+) -> PromptLogprobList | None:
+    """vLLM's `prompt_logprobs` of a response; None if they were not asked for."""
+    top = body.prompt_logprobs
+    if top is None:
+        return None
+    return PromptLogprobsWriter(tokenizer, top).write(choice.prompt_logprobs)
 
 
 CALLS: Mapping[str, Callable[[ServerState, Mapping[str, Any]], Call]] = {

@@ -15,6 +15,7 @@ from bros.core.request import NO_HINTS, ServiceClass, Slo
 from bros.semantic.service.runner import PlainCall
 from bros.server.http import CancelOnDisconnect, offload
 from bros.server.openai.calls import Call, Tier, response_tier, slo_of, tier_of
+from bros.server.openai.prompt_logprobs import NUMBER_CHARS, num_numbers
 from bros.server.openai.stream import Answer, AnswerStream, ChunkFrame, Observer
 from bros.server.sessions.joining import SessionObserver
 from bros.server.state import ServerState
@@ -105,8 +106,9 @@ class Exchange:
         def render() -> str:
             return self._call.reply(self.header, choices, self.answer).model_dump_json()
 
-        # Rendering the logprobs of one token takes as long as about 100 characters of text.
-        size = 100 * sum(len(choice.logprobs) for choice in choices)
+        size = NUMBER_CHARS * sum(
+            len(choice.logprobs) + num_numbers(choice.prompt_logprobs) for choice in choices
+        )
         return await offload(self._state, self._tenant, render, size)
 
     async def aclose(self) -> None:
@@ -134,7 +136,8 @@ class Exchange:
         call, options = self._call, self._call.body.stream_options
         include_usage = bool(options and options.include_usage)
         frame = ChunkFrame(call.chunk_kind, self.header, include_usage=include_usage)
-        return AnswerStream(self.answer, call.writer(frame), self._state.stopping)
+        writer, offloaded = call.writer(frame), partial(offload, self._state, self._tenant)
+        return AnswerStream(self.answer, writer, self._state.stopping, offloaded)
 
 
 async def respond(

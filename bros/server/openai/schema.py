@@ -195,6 +195,10 @@ class GenerationRequest(BaseSamplingFields, ModelRequest):
 
     n: Int | None = None
     logit_bias: dict[str, float] | None = Field(None, description="token id -> added to its logit")
+    prompt_logprobs: Int | None = Field(
+        None,
+        description="Log-probabilities of the prompt's tokens and of so many most likely ones each",
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     service_tier: ServiceTier | None = Field(
@@ -340,7 +344,12 @@ class CompletionRequest(GenerationRequest):
         "these tokens. Set it to false for a prompt that others have written",
     )
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    echo: bool | None = None
+    echo: bool | None = Field(
+        None, description="Put the prompt before the text, and its tokens before those of logprobs"
+    )
+    max_tokens: Annotated[int, Field(ge=0, le=_INT32_MAX)] | None = Field(
+        None, description="0: only compute the prompt"
+    )
 
 
 class TokenizeRequest(ModelRequest):
@@ -433,6 +442,18 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
+class PromptLogprob(BaseModel):
+    """One token at a position of a prompt. rank: 1 for the most likely one."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobList = list[dict[str, PromptLogprob] | None]
+"""By position and token id; null at the first position."""
+
+
 class ChatLogprobs(BaseModel):
     content: list[TokenLogprob]
     refusal: None = None
@@ -480,12 +501,13 @@ class ChatCompletion(BaseModel):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobList | None = None
 
 
 class CompletionLogprobs(BaseModel):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -495,6 +517,7 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None
     finish_reason: str
     stop_reason: str | int | None
+    prompt_logprobs: PromptLogprobList | None = None
 
 
 class Completion(BaseModel):

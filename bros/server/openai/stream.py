@@ -6,7 +6,7 @@ import codecs
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,9 +15,17 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from bros.core.errors import BrosError, EngineDeadError, OverloadedError
-from bros.core.request import FinishReason, ServiceClass, TokenLogprobs
+from bros.core.request import FinishReason, PromptLogprobs, ServiceClass, TokenLogprobs
 from bros.server.errors import ApiError, GenerationFailedError, describe
 from bros.server.http import CancelOnDisconnect, ChunkedBody
+from bros.server.openai.prompt_logprobs import (
+    LOWEST_LOGPROB,
+    NUMBER_CHARS,
+    Echo,
+    PromptLogprobsWriter,
+    num_numbers,
+    token_offsets,
+)
 from bros.server.openai.schema import (
     CompletionLogprobs,
     CompletionTokensDetails,
@@ -66,12 +74,14 @@ class FinishedChoice:
 
     answer: its parts; empty if it is not parsed.
     logprobs: of the tokens of the text, without the stop token.
+    prompt_logprobs: of the prompt.
     """
 
     index: int
     text: str = ""
     answer: ParsedAnswer = field(default_factory=ParsedAnswer)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     finish_reason: str = ""
     stop_reason: str | int | None = None
 
@@ -146,6 +156,7 @@ class Answer:
                 choice.text += delta.text
                 choice.answer.add(delta.parts)
                 choice.logprobs += visible_logprobs(delta)
+                choice.prompt_logprobs += delta.prompt_logprobs
                 if delta.finish_reason is not None:
                     choice.finish_reason = delta.finish_reason.value
                     choice.stop_reason = delta.stop_reason
@@ -182,10 +193,6 @@ def visible_logprobs(delta: TextDelta) -> tuple[TokenLogprobs, ...]:
 # ---- Log-probabilities in OpenAI's two formats, for chat and for text completions.
 
 
-_LOWEST = -9999.0
-"""Replaces minus infinity, which JSON does not have, as in OpenAI's API."""
-
-
 def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs]) -> list[TokenLogprob]:
     """The `content` list of chat logprobs."""
     return [
@@ -212,30 +219,56 @@ class CompletionLogprobsWriter:
     text_offset: characters before a token. Tokens within one character have the same offset.
     """
 
-    def __init__(self, tokenizer: Tokenizer, with_top: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, top: int, echo: Echo | None = None) -> None:
+        """top: alternatives per token; 0: no list of them. echo: the lists begin with its tokens,
+        of which the first has null for its log-probabilities."""
         self._tokenizer = tokenizer
-        self._with_top = with_top
-        self._offset = 0
+        self._top = top
+        self._echo = echo
+        self._offsets = [] if echo is None else token_offsets(tokenizer, echo)
+        self._offset = 0 if echo is None else len(echo.text)
+        self._echo_begun = False
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def write(self, entries: Iterable[TokenLogprobs]) -> CompletionLogprobs:
-        """The lists for the next tokens."""
+    def write(
+        self, entries: Iterable[TokenLogprobs], prompt: Iterable[PromptLogprobs] = ()
+    ) -> CompletionLogprobs:
+        """The lists for the next tokens. prompt: of the next tokens of the echo, before them."""
         lists = CompletionLogprobs(
             tokens=[],
             token_logprobs=[],
-            top_logprobs=[] if self._with_top else None,
+            top_logprobs=[] if self._top else None,
             text_offset=[],
         )
+        if self._echo is not None:
+            self._write_echo(lists, self._echo, prompt)
         for entry in entries:
-            lists.tokens.append(self._name(entry.token_id))
-            lists.token_logprobs.append(_finite(entry.logprob))
-            lists.text_offset.append(self._offset)
-            if lists.top_logprobs is not None:
-                lists.top_logprobs.append(
-                    {self._name(token_id): _finite(logprob) for token_id, logprob in entry.top}
-                )
+            self._add(lists, entry.token_id, entry, self._offset)
             self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(entry.token_id)))
         return lists
+
+    def _write_echo(
+        self, lists: CompletionLogprobs, echo: Echo, prompt: Iterable[PromptLogprobs]
+    ) -> None:
+        if not self._echo_begun:
+            self._echo_begun = True
+            self._add(lists, echo.token_ids[0], None, self._offsets[0])
+        for piece in prompt:
+            for position, entry in enumerate(piece, start=piece.first):
+                self._add(lists, entry.token_id, entry, self._offsets[position])
+
+    def _add(
+        self, lists: CompletionLogprobs, token_id: int, entry: TokenLogprobs | None, offset: int
+    ) -> None:
+        """entry: None for the first token of a prompt."""
+        lists.tokens.append(self._name(token_id))
+        lists.token_logprobs.append(None if entry is None else _finite(entry.logprob))
+        lists.text_offset.append(offset)
+        if lists.top_logprobs is not None:
+            best = None
+            if entry is not None:
+                best = {self._name(i): _finite(logprob) for i, logprob in entry.top[: self._top]}
+            lists.top_logprobs.append(best)
 
     def _name(self, token_id: int) -> str:
         """The token's text; parts of characters as `bytes:\\xe2\\x80`, so that names differ."""
@@ -247,7 +280,7 @@ class CompletionLogprobsWriter:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _LOWEST)
+    return max(logprob, LOWEST_LOGPROB)
 
 
 # ---- Stream chunks as bytes. This runs once per token, so constant parts are built only once.
@@ -282,8 +315,15 @@ class ChunkFrame:
 class ChunkWriter(ABC):
     """Writes the deltas of one request as events."""
 
-    def __init__(self, frame: ChunkFrame) -> None:
+    def __init__(
+        self, frame: ChunkFrame, tokenizer: Tokenizer, prompt_top: int | None = None
+    ) -> None:
+        """prompt_top: alternatives per token of the prompt in `prompt_logprobs`; None: none asked
+        for."""
         self._frame = frame
+        self._tokenizer = tokenizer
+        self._prompt_top = prompt_top
+        self._prompt_writers: dict[int, PromptLogprobsWriter] = {}
         self._around: dict[int, list[str]] = {}
         """Index of a choice that has begun -> what surrounds the quoted text in its chunks."""
 
@@ -291,10 +331,14 @@ class ChunkWriter(ABC):
         """The events for a delta; empty if it has nothing to show."""
         index = delta.index
         begins = index not in self._around
+        if begins and self._prompt_top is not None:
+            self._prompt_writers[index] = PromptLogprobsWriter(self._tokenizer, self._prompt_top)
         if begins:
             # The mark cannot be in a chunk, because JSON escapes it.
             self._around[index] = self._frame.chunk(self._choice(index, "\0", "null")).split("\0")
-        elif delta.finish_reason is None and not delta.logprobs and not delta.parts:
+        elif delta.finish_reason is None and not (
+            delta.logprobs or delta.parts or delta.prompt_logprobs
+        ):
             return self.write_text(index, delta.text)
         return self._events(delta, begins).encode("ascii")
 
@@ -308,6 +352,19 @@ class ChunkWriter(ABC):
     def end(self, usage: Usage) -> bytes:
         """The events after the last delta, without [DONE]."""
         return self._frame.usage(usage).encode() if self._frame.include_usage else b""
+
+    def _prompt_events(self, delta: TextDelta, begins: bool) -> str:
+        """The event with `prompt_logprobs` of a delta; the lists of all events of a choice, joined,
+        are that of the whole response."""
+        writer = self._prompt_writers.get(delta.index)
+        if writer is None or not (begins or delta.prompt_logprobs):
+            return ""
+        elements = [
+            {name: entry.model_dump() for name, entry in element.items()} if element else None
+            for element in writer.write(delta.prompt_logprobs)
+        ]
+        head = self._choice(delta.index, '""', "null")[:-1]
+        return self._frame.chunk(f'{head},"prompt_logprobs":{_to_json(elements)}}}')
 
     @abstractmethod
     def _choice(self, index: int, text: str, logprobs: str) -> str:
@@ -325,9 +382,14 @@ class ChatChunkWriter(ChunkWriter):
     new_id: makes the id of a call.
     """
 
-    def __init__(self, frame: ChunkFrame, tokenizer: Tokenizer, new_id: Callable[[], str]) -> None:
-        super().__init__(frame)
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        frame: ChunkFrame,
+        tokenizer: Tokenizer,
+        new_id: Callable[[], str],
+        prompt_top: int | None = None,
+    ) -> None:
+        super().__init__(frame, tokenizer, prompt_top)
         self._new_id = new_id
         self._callers: set[int] = set()
         """Choices with calls."""
@@ -347,6 +409,7 @@ class ChatChunkWriter(ChunkWriter):
                 f'{{"index":{index},"delta":{{"role":"assistant","content":"","refusal":null}},'
                 '"logprobs":null,"finish_reason":null}'
             )
+        events += self._prompt_events(delta, begins)
         logprobs = self._logprobs(delta)
         shown = [fields for part in delta.parts if (fields := self._fields(index, part))]
         if not shown and (delta.text or logprobs != "null"):
@@ -393,7 +456,7 @@ class ChatChunkWriter(ChunkWriter):
 class CompletionChunkWriter(ChunkWriter):
     """text_completion chunks.
 
-    with_top: logprobs have alternatives.
+    top: alternatives per token of logprobs; None: no logprobs.
     echoes: index of a choice -> the echoed prompt, which comes before its text.
     """
 
@@ -401,12 +464,12 @@ class CompletionChunkWriter(ChunkWriter):
         self,
         frame: ChunkFrame,
         tokenizer: Tokenizer,
-        with_top: bool,
-        echoes: Mapping[int, str],
+        top: int | None,
+        echoes: Mapping[int, Echo],
+        prompt_top: int | None = None,
     ) -> None:
-        super().__init__(frame)
-        self._tokenizer = tokenizer
-        self._with_top = with_top
+        super().__init__(frame, tokenizer, prompt_top)
+        self._top = top
         self._echoes = echoes
         self._writers: dict[int, CompletionLogprobsWriter] = {}
 
@@ -415,24 +478,27 @@ class CompletionChunkWriter(ChunkWriter):
 
     def _events(self, delta: TextDelta, begins: bool) -> str:
         index, text, logprobs, ending = delta.index, delta.text, self._logprobs(delta), "null"
-        if begins:
-            text = self._echoes.get(index, "") + text
+        prompt_events = self._prompt_events(delta, begins)
+        if begins and index in self._echoes:
+            text = self._echoes[index].text + text
         if delta.finish_reason is not None:
             stop_reason = _to_json(delta.stop_reason)
             ending = f'"{delta.finish_reason.value}","stop_reason":{stop_reason}'
         elif not text and logprobs == "null":
-            return ""
-        return self._frame.chunk(self._choice(index, _quoted(text), logprobs, ending))
+            return prompt_events
+        chunk = self._frame.chunk(self._choice(index, _quoted(text), logprobs, ending))
+        return prompt_events + chunk
 
     def _logprobs(self, delta: TextDelta) -> str:
-        entries = visible_logprobs(delta)
-        if not entries:
+        if self._top is None:
             return "null"
         writer = self._writers.get(delta.index)
         if writer is None:
-            writer = CompletionLogprobsWriter(self._tokenizer, self._with_top)
+            echo = self._echoes.get(delta.index)
+            writer = CompletionLogprobsWriter(self._tokenizer, self._top, echo)
             self._writers[delta.index] = writer
-        return _to_json(writer.write(entries).model_dump())
+        lists = writer.write(visible_logprobs(delta), delta.prompt_logprobs)
+        return _to_json(lists.model_dump()) if lists.tokens else "null"
 
 
 # ---- Answers as server-sent events.
@@ -533,6 +599,10 @@ class _BodySink:
             self._body.write(events)
 
 
+Offload = Callable[[Callable[[], bytes], int], Awaitable[bytes]]
+"""Does work of so many characters, on a thread if it is much."""
+
+
 class AnswerStream(EventStream):
     """The deltas of an answer.
 
@@ -540,19 +610,38 @@ class AnswerStream(EventStream):
     enough. Otherwise it waits in its slots until `send` returns.
     """
 
-    def __init__(self, answer: Answer, writer: ChunkWriter, stopping: StopSignal) -> None:
+    def __init__(
+        self,
+        answer: Answer,
+        writer: ChunkWriter,
+        stopping: StopSignal,
+        offload: Offload | None = None,
+    ) -> None:
+        """offload: None does everything on the event loop."""
         super().__init__(stopping)
         self._answer = answer
         self._writer = writer
+        self._offload = offload
 
     async def send_all(self) -> None:
         answer, writer, body = self._answer, self._writer, ChunkedBody.behind(self._send_body)
         sink = None if body is None else _BodySink(answer.observer, writer, body)
         while deltas := await answer.deltas():
-            if events := b"".join(map(writer.write, deltas)):
+            if events := await self._written(deltas):
                 await self.send_events(events)
             if self._begun and sink is not None:
                 await answer.forward(sink)
+
+    async def _written(self, deltas: Sequence[TextDelta]) -> bytes:
+        """Their events; log-probabilities of long prompts are written on a thread."""
+        numbers = sum(num_numbers(delta.prompt_logprobs) for delta in deltas)
+
+        def write() -> bytes:
+            return b"".join(map(self._writer.write, deltas))
+
+        if self._offload is None or not numbers:
+            return write()
+        return await self._offload(write, NUMBER_CHARS * numbers)
 
     def ending(self) -> bytes:
         return self._writer.end(self._answer.usage())

@@ -17,6 +17,7 @@ from bros.core.plan import (
     SEGMENT_WIDTH,
     Chunk,
     KvCopies,
+    Readout,
     SampleSpec,
     SharedPrefix,
     StepPlan,
@@ -49,6 +50,8 @@ class Changing:
         for _ in range(rng.choice([0, 1, 1, 1, 2])):
             rng.choice(self._change)()
         size = rng.choice([1, 1, 1, rng.randint(2, 40)])
+        first = rng.randrange(size)
+        readout = Readout(first, size, range(first, size), 3)
         return Chunk(
             self.name,
             rng.randrange(5000),
@@ -56,6 +59,7 @@ class Changing:
             array("i", [number for segment in self._segments for number in segment]),
             array("i", [rng.randrange(10**6) for _ in range(size)]),
             rng.choice([GREEDY, GREEDY, None]),
+            rng.choice([None, None, readout]),
         )
 
     def _grow(self) -> None:
@@ -132,6 +136,7 @@ def tensors(inputs: StepInputs) -> dict[str, Tensor]:
         "positions": inputs.positions,
         "slots": inputs.slots,
         "sample_rows": inputs.sample_rows,
+        "read_rows": inputs.read_rows,
         "query_start": attention.query_start,
         "segment_start": attention.segment_start,
         "segments": attention.segments,

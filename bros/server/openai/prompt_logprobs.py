@@ -1,0 +1,105 @@
+"""Log-probabilities of prompts on the wire: vLLM's `prompt_logprobs`, and OpenAI's `echo`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from bros.core.errors import InvalidRequestError
+from bros.core.request import PromptLogprobs, SamplingParams
+from bros.server.openai.schema import PromptLogprob
+from bros.text.tokenizer import Tokenizer
+
+LOWEST_LOGPROB = -9999.0
+"""Replaces minus infinity, which JSON does not have, as in OpenAI's API."""
+
+MAX_NUMBERS = 1_000_000
+"""Most log-probabilities of all prompts of a request: they take 8 bytes each in the server, and
+about 80 in the response."""
+
+NUMBER_CHARS = 100
+"""Rendering a log-probability takes as long as so many characters of text."""
+
+
+def check_size(prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
+    """Raises InvalidRequestError if the log-probabilities of these prompts are too many."""
+    top = sampling.prompt_logprobs
+    if top is None:
+        return
+    numbers = sum(map(len, prompts)) * (1 + top) * sampling.n
+    if numbers > MAX_NUMBERS:
+        raise InvalidRequestError(
+            f"The prompts would have {numbers} log-probabilities, more than {MAX_NUMBERS}: send "
+            "fewer prompts, or ask for fewer per token.",
+            param="prompt_logprobs",
+            code="invalid_value",
+        )
+
+
+def num_numbers(pieces: Iterable[PromptLogprobs]) -> int:
+    """How many log-probabilities they have."""
+    return sum(len(piece) * (1 + piece.top) for piece in pieces)
+
+
+class PromptLogprobsWriter:
+    """vLLM's `prompt_logprobs` of one choice, written piece by piece.
+
+    A list with one element per prompt token: null for the first, for the others an object with the
+    token and the `top` most likely ones, by token id.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, top: int) -> None:
+        self._tokenizer = tokenizer
+        self._top = top
+        self._begun = False
+
+    def write(self, pieces: Iterable[PromptLogprobs]) -> list[dict[str, PromptLogprob] | None]:
+        """The elements for the next tokens."""
+        elements: list[dict[str, PromptLogprob] | None] = [] if self._begun else [None]
+        self._begun = True
+        for piece in pieces:
+            for entry in piece:
+                ranked = enumerate(entry.top[: self._top], start=1)
+                found = {
+                    str(token): self._of(token, value, rank) for rank, (token, value) in ranked
+                }
+                name = str(entry.token_id)
+                if name not in found:
+                    found = {name: self._of(entry.token_id, entry.logprob, entry.rank), **found}
+                elements.append(found)
+        return elements
+
+    def _of(self, token_id: int, logprob: float, rank: int) -> PromptLogprob:
+        return PromptLogprob(
+            logprob=max(logprob, LOWEST_LOGPROB),
+            rank=rank,
+            decoded_token=self._tokenizer.token_text(token_id),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that comes before the text of a choice.
+
+    text: as the client sent it, or the text of its tokens.
+    token_ids: all its tokens.
+    """
+
+    text: str
+    token_ids: Sequence[int]
+
+
+def token_offsets(tokenizer: Tokenizer, echo: Echo) -> list[int]:
+    """Where each token of the prompt begins in its text. Special tokens that the text does not
+    have, such as BOS before a string, take no room; tokens within one character have the same
+    offset."""
+    detokenizer, text, offset = tokenizer.detokenizer(), echo.text, 0
+    offsets = []
+    for token_id in echo.token_ids:
+        offsets.append(min(offset, len(text)))
+        if tokenizer.is_special(token_id):
+            name = tokenizer.token_text(token_id)
+            offset += len(name) if text.startswith(name, offset) else 0
+        else:
+            offset += len(detokenizer.push_token(token_id))
+    return offsets

@@ -1,0 +1,219 @@
+"""`prompt_logprobs`, `echo` with `logprobs` and `max_tokens: 0`, over HTTP and from a real model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from bros.core.request import SamplingParams
+from bros.llm import LLM
+from support.checkpoints import all_logits
+from support.model_server import ModelServer, model_server
+from support.scripted_server import assert_envelope
+from support.tiny_models import save_tiny_llama
+from support.tiny_tokenizer import save_tokenizer
+
+TOLERANCE = 1e-4
+TEXT = "The dog stops here, naïve 😀."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("tiny")
+    save_tiny_llama(made, vocab_size=512)
+    chat = "{% for m in messages %}<|start|>{{ m.content }}<|end|>{% endfor %}"
+    return save_tokenizer(made, chat_template=chat)
+
+
+@pytest.fixture
+async def server(folder: Path, tmp_path: Path) -> AsyncIterator[ModelServer]:
+    async with model_server(folder, tmp_path, max_batch_tokens=7) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> torch.nn.Module:
+    loaded: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder).eval()
+    return loaded
+
+
+def expected(model: torch.nn.Module, prompt: list[int]) -> Tensor:
+    """Log-probabilities [tokens, vocab] of what comes after each token."""
+    return torch.log_softmax(all_logits(model, prompt).double(), dim=1)
+
+
+def check_echo(
+    lists: dict[str, Any], prompt: list[int], text: str, table: Tensor, top: int
+) -> None:
+    """The first elements of the lists are those of the prompt. text: prompt and answer."""
+    count = len(prompt)
+    values = lists["token_logprobs"]
+    assert values[0] is None
+    wanted = [table[i, token].item() for i, token in enumerate(prompt[1:])]
+    assert values[1:count] == pytest.approx(wanted, abs=TOLERANCE)
+    offsets = lists["text_offset"]
+    assert offsets[0] == 0 and offsets == sorted(offsets)
+    for name, offset in zip(lists["tokens"], offsets, strict=True):
+        if not name.startswith("bytes:"):
+            assert text[offset:].startswith(name)
+    best = lists["top_logprobs"]
+    if not top:
+        assert best is None
+        return
+    assert best[0] is None and all(len(each) == top for each in best[1:])
+    for position, each in enumerate(best[1:count]):
+        largest = table[position].topk(top).values.tolist()
+        assert sorted(each.values(), reverse=True) == pytest.approx(largest, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("top", [0, 3])
+@pytest.mark.parametrize("max_tokens", [0, 4])
+async def test_echo_with_logprobs(
+    server: ModelServer, model: torch.nn.Module, top: int, max_tokens: int
+) -> None:
+    prompt = server.engine.tokenizer.encode(TEXT)
+    options = {"echo": True, "logprobs": top, "max_tokens": max_tokens, "temperature": 0}
+    for given in (TEXT, prompt):
+        answer = await server.post("/v1/completions", prompt=given, **options)
+        (choice,) = answer.json()["choices"]
+        assert choice["text"].startswith(TEXT)
+        assert len(choice["logprobs"]["tokens"]) == len(prompt) + max_tokens
+        assert choice["finish_reason"] == "length"
+        check_echo(choice["logprobs"], prompt, choice["text"], expected(model, prompt), top)
+        usage = answer.json()["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(prompt), max_tokens)
+
+
+async def test_the_lists_of_a_stream_joined_are_those_of_the_whole_answer(
+    server: ModelServer,
+) -> None:
+    body = {
+        "prompt": [TEXT, "x"], "echo": True, "logprobs": 2, "max_tokens": 3, "temperature": 0,
+        "prompt_logprobs": 1, "n": 2, "seed": 1,
+    }  # fmt: skip
+    whole = (await server.post("/v1/completions", **body)).json()["choices"]
+    reply = await server.post("/v1/completions", **body, stream=True)
+    joined: list[dict[str, Any]] = [{"text": "", "logprobs": {}, "prompt": []} for _ in whole]
+    pieces = 0
+    for line in reply.text.splitlines():
+        if not line.startswith("data: {"):
+            continue
+        for choice in json.loads(line[6:])["choices"]:
+            into = joined[choice["index"]]
+            into["text"] += choice["text"]
+            into["prompt"] += choice.get("prompt_logprobs") or []
+            pieces += bool(choice.get("prompt_logprobs"))
+            for name, values in (choice["logprobs"] or {}).items():
+                into["logprobs"].setdefault(name, []).extend(values)
+    assert pieces > len(whole)  # long prompts come in several
+    for choice, into in zip(whole, joined, strict=True):
+        assert into["text"] == choice["text"]
+        assert into["logprobs"].keys() == choice["logprobs"].keys()
+        for name in ("tokens", "text_offset"):
+            assert into["logprobs"][name] == choice["logprobs"][name]
+        values = choice["logprobs"]["token_logprobs"]
+        assert into["logprobs"]["token_logprobs"][1:] == pytest.approx(values[1:], abs=TOLERANCE)
+        assert [list(e or ()) for e in into["prompt"]] == [
+            list(e or ()) for e in choice["prompt_logprobs"]
+        ]
+
+
+async def test_a_chat_has_those_of_its_whole_prompt(
+    server: ModelServer, model: torch.nn.Module
+) -> None:
+    messages = [{"role": "user", "content": TEXT}]
+    options = {"messages": messages, "max_tokens": 2, "temperature": 0, "prompt_logprobs": 2}
+    body = (await server.post("/v1/chat/completions", **options)).json()
+    prompt = server.engine.tokenizer.apply_chat_template(messages)
+    elements, table = body["prompt_logprobs"], expected(model, prompt)
+    assert len(elements) == len(prompt) == body["usage"]["prompt_tokens"]
+    assert elements[0] is None
+    for position, (element, token) in enumerate(zip(elements[1:], prompt[1:], strict=True)):
+        entry = element[str(token)]
+        assert entry["logprob"] == pytest.approx(table[position, token].item(), abs=TOLERANCE)
+        assert entry["decoded_token"] == server.engine.tokenizer.token_text(token)
+        assert {e["rank"] for e in element.values()} >= {1, 2} and len(element) in (2, 3)
+    assert body["choices"][0]["message"]["content"] is not None
+    reply = await server.post("/v1/chat/completions", **options, stream=True)
+    chunks = [json.loads(line[6:]) for line in reply.text.splitlines() if "data: {" in line]
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    streamed = [
+        element for chunk in chunks for element in chunk["choices"][0].get("prompt_logprobs") or []
+    ]
+    assert [list(e or ()) for e in streamed] == [list(e or ()) for e in elements]
+
+
+async def test_zero_alternatives_leave_the_prompt_token(server: ModelServer) -> None:
+    answer = await server.post("/v1/completions", prompt="Stop", prompt_logprobs=0, max_tokens=0)
+    (choice,) = answer.json()["choices"]
+    prompt = server.engine.tokenizer.encode("Stop")
+    assert [list(e) for e in choice["prompt_logprobs"][1:]] == [[str(t)] for t in prompt[1:]]
+    assert choice["text"] == "" and choice["logprobs"] is None
+
+
+async def test_best_effort_and_cached_prompts_have_them_too(
+    server: ModelServer, model: torch.nn.Module
+) -> None:
+    prompt = server.engine.tokenizer.encode(TEXT * 3)
+    options = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 1}
+    await server.post("/v1/completions", prompt=prompt, max_tokens=1)
+    answer = await server.post("/v1/completions", **options, service_tier="flex")
+    body = answer.json()
+    assert body["service_tier"] == "flex"
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    (choice,) = body["choices"]
+    check_echo(choice["logprobs"], prompt, choice["text"], expected(model, prompt), 1)
+
+
+async def test_openai_s_client_reads_them(server: ModelServer) -> None:
+    answer = await server.client.completions.create(
+        model="tiny", prompt=TEXT, echo=True, logprobs=1, max_tokens=0
+    )
+    lists = answer.choices[0].logprobs
+    assert lists is not None and lists.token_logprobs is not None
+    assert lists.token_logprobs[0] is None and lists.token_logprobs[1] < 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": "1"}, "prompt_logprobs"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 0, "min_tokens": 1}, "min_tokens"),
+        ({"prompt": [[1] * 400] * 128, "prompt_logprobs": 20}, "prompt_logprobs"),
+    ],
+)
+async def test_what_cannot_be_scored_is_refused(
+    server: ModelServer, fields: dict[str, Any], param: str
+) -> None:
+    reply = await server.post("/v1/completions", **{"prompt": "a", **fields})
+    assert assert_envelope(reply, 400)["param"] == param
+
+
+async def test_a_chat_generates_at_least_one_token(server: ModelServer) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    reply = await server.post("/v1/chat/completions", messages=messages, max_tokens=0)
+    assert assert_envelope(reply, 400)["param"] == "max_tokens"
+
+
+def test_offline(folder: Path, model: torch.nn.Module) -> None:
+    options = {"weights": "fp32", "kv_blocks": 64, "threads": 1, "max_batch_tokens": 9}
+    with LLM(str(folder), **options) as llm:
+        params = SamplingParams(max_tokens=0, prompt_logprobs=1)
+        prompt = [7, 300, 21, 9] * 5
+        ((result,),) = llm.generate([prompt], params)
+    found = [entry for piece in result.prompt_logprobs for entry in piece]
+    table = expected(model, prompt)
+    assert result.token_ids == () and len(found) == len(prompt) - 1
+    for position, entry in enumerate(found):
+        assert entry.token_id == prompt[position + 1]
+        assert entry.logprob == pytest.approx(table[position, entry.token_id].item(), abs=TOLERANCE)
