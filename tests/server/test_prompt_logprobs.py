@@ -1,4 +1,4 @@
-"""`prompt_logprobs`, `echo` with `logprobs` and `max_tokens: 0`, over HTTP and from a real model."""
+"""`prompt_logprobs`, `echo` with `logprobs`, and `max_tokens: 0`, from a real model over HTTP."""
 
 from __future__ import annotations
 
