@@ -23,6 +23,7 @@ from bros.server.operations.metrics import ServerMetrics
 from bros.server.serve import HttpServer, bind
 from bros.server.state import ServerState
 from bros.server.tenants import load_tenants
+from bros.text.chat_format import ChatFormat
 from bros.text.generation import TextGenerator
 from bros.transport.local import LocalEngine, open_local
 
@@ -65,6 +66,9 @@ async def model_server(
             clock=clock,
             ids=ids,
             metrics=ServerMetrics(clock),
+            chat_format=ChatFormat(
+                local.tokenizer, settings.tool_format, settings.reasoning_format
+            ),
             accounts=accounts,
         )
         state = with_jobs(with_sessions(state), store)
