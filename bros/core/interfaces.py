@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from bros.core.errors import EngineDeadError
-from bros.core.plan import StepPlan, StepResult
+from bros.core.plan import StepPlan, StepResult, TokenConstraint
 from bros.core.request import (
     EngineRequest,
     FinishReason,
@@ -209,6 +209,10 @@ class EngineStats:
     kv_blocks_parked: pinned blocks (Hints.keep_s), whether in use, idle, or evicted since.
     host_kv_blocks_used: host blocks with copies of KV.
     host_kv_blocks_total: host blocks for copies of preempted KV.
+    forced_tokens: output tokens that a grammar forced, so that they were not sampled.
+    grammars_compiled: grammars that were compiled.
+    grammar_compile_s: time that this took, on threads.
+    mask_wait_s: time for which sampling waited for masks of grammars.
     """
 
     steps: int = 0
@@ -228,6 +232,10 @@ class EngineStats:
     kv_blocks_parked: int = 0
     host_kv_blocks_used: int = 0
     host_kv_blocks_total: int = 0
+    forced_tokens: int = 0
+    grammars_compiled: int = 0
+    grammar_compile_s: float = 0.0
+    mask_wait_s: float = 0.0
     by_class: Mapping[ServiceClass, ClassStats] = field(default_factory=dict)
 
 
@@ -259,6 +267,7 @@ class RequestTrace:
         "memory"    there were no KV blocks
         "turn"      the policy served other requests first
         "prefix"    another request (the producer) was computing its prefix
+        "grammar"   its grammar was being compiled, before it was queued
         "early"     it is an early prefill, which would have cost others more than it saves
         "yielded"   it ran, but the step was aborted for another request's first token
     ttft_s: None until there is a first token.
@@ -282,6 +291,44 @@ class RequestTrace:
     preemptions: int = 0
     finish_reason: FinishReason | None = None
     placement: Placement | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StopRule:
+    """Where an output with a grammar may end.
+
+    token_ids: tokens that end it. They are allowed only where the grammar is complete.
+    min_tokens: it has at least so many tokens, unless nothing can follow before.
+    end: the token that ends it where nothing can follow; one of the model's end-of-sequence tokens.
+    """
+
+    token_ids: frozenset[int]
+    min_tokens: int
+    end: int
+
+
+class GrammarState(Protocol):
+    """How far the output of one request has got in its grammar.
+
+        output   [ advanced over ........... ][ forced ... ]
+                                                            next: constraint()
+
+    Only the scheduler advances it; stop tokens are not part of what it advances over.
+    """
+
+    def advance(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
+        """Advance over new tokens of the output, and over those that the grammar forces after them.
+
+        Returns the forced tokens, at most `most`. If nothing can follow, the last of them is a stop
+        token, and the output ends. Raises ValueError if the grammar does not allow a token, or
+        cannot say because it has become too complex.
+        """
+        ...
+
+    def constraint(self, ahead: int = 0) -> TokenConstraint:
+        """What may come after the tokens so far, and `ahead` further ones that are not known yet.
+        It is asked once the state has advanced over these."""
+        ...
 
 
 class Executor(Protocol):

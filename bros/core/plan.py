@@ -22,6 +22,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from bros.core.request import PromptLogprobs, SamplingParams, TokenLogprobs
 
@@ -42,6 +43,24 @@ the device. If sampling failed (SampledToken.error), it may fill in any token.
 """
 
 
+class TokenConstraint(Protocol):
+    """Which tokens may come next in an output that has a grammar.
+
+    It speaks for one position of the output, and is asked when the token there is sampled; with
+    asynchronous scheduling that is later than it is made. Its methods raise ValueError if the
+    grammar cannot say, because it has become too complex.
+    """
+
+    def allows(self, token_id: int) -> bool:
+        """Whether this token may come next."""
+        ...
+
+    def mask(self) -> bytes | bytearray | memoryview:
+        """One bit per token of the vocabulary, the first token in the lowest bit of the first byte:
+        whether it may come next. Tokens beyond its end may not."""
+        ...
+
+
 @dataclass(slots=True)
 class SampleSpec:
     """How to sample the token after a chunk.
@@ -50,6 +69,7 @@ class SampleSpec:
     prompt_len: number of prompt tokens in `token_ids`.
     token_ids: prompt and output so far if params.needs_history, else empty.
     forbidden: tokens that must not be sampled (stop tokens before min_tokens).
+    constraint: what the request's grammar allows; None without a grammar.
     """
 
     params: SamplingParams
@@ -58,6 +78,7 @@ class SampleSpec:
     prompt_len: int = 0
     token_ids: Sequence[int] = ()
     forbidden: Sequence[int] = ()
+    constraint: TokenConstraint | None = None
 
 
 @dataclass(slots=True)

@@ -16,6 +16,10 @@ from bros.core.errors import InvalidRequestError
 MIN_OBJECTIVE_MS = 0.001
 """Shortest objective that a client can set. Shorter ones would be 0 where they are shown."""
 
+MAX_GRAMMAR_BYTES = 2**18
+"""Longest text of a grammar in UTF-8."""
+
+MAX_AFTER_CHARS = 256
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000
@@ -61,6 +65,40 @@ class Slo:
     deadline_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must match. Raises InvalidRequestError naming `param`.
+
+        output    [ free text ....... `after` ][ matches `text` ][ end of sequence ]
+
+    The constructors for JSON schemas, regular expressions, ... are in core/grammars.py.
+
+    text: a grammar in llguidance's dialect of Lark; `start` is its first rule. Requests with equal
+        texts share one compiled grammar.
+    after: the grammar applies once this has been generated, e.g. "</think>"; until then the output
+        is free, except that it cannot end. Empty: it applies from the beginning.
+    param: the field of the request that it comes from, for errors.
+    """
+
+    text: str
+    after: str = ""
+    param: str = field(default="grammar", compare=False)
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_GRAMMAR_BYTES or len(self.text.encode()) > MAX_GRAMMAR_BYTES:
+            raise InvalidRequestError(
+                f"The grammar has more than {MAX_GRAMMAR_BYTES} bytes.",
+                param=self.param,
+                code="string_above_max_length",
+            )
+        if len(self.after) > MAX_AFTER_CHARS:
+            raise InvalidRequestError(
+                f"The text before a grammar must have at most {MAX_AFTER_CHARS} characters.",
+                param=self.param,
+                code="string_above_max_length",
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to sample tokens and when to stop. Raises InvalidRequestError naming the wrong field.
@@ -83,6 +121,9 @@ class SamplingParams:
     max_tokens: None: up to the model's context length; 0: the prompt is computed and no token is
         sampled.
     ignore_eos: the model's end-of-sequence tokens do not end the output.
+    grammar: what the output must match. It may end, by a stop token, only where it is complete;
+        where nothing can follow it ends in any case, whatever min_tokens and ignore_eos say. Stop
+        strings end it anywhere. None: it is free.
     """
 
     temperature: float = 1.0
@@ -102,6 +143,7 @@ class SamplingParams:
     min_tokens: int = 0
     max_tokens: int | None = None
     ignore_eos: bool = False
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

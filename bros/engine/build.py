@@ -10,6 +10,7 @@ from bros.core.clock import Clock
 from bros.core.config import EngineConfig
 from bros.core.request import Slo
 from bros.engine.engine import Engine, find_launcher
+from bros.engine.grammars import Grammars
 from bros.engine.group import Group
 from bros.engine.profiling import step_time_model
 from bros.executor.model_store import ModelFiles
@@ -54,4 +55,5 @@ def build_engine(
     ahead = config.async_scheduling
     depth = 1 if find_launcher(executor, ahead) is None else 2
     scheduler = build_scheduler(config, info, model, depth=depth)
-    return Engine(scheduler, executor, clock, info, async_scheduling=ahead)
+    grammars = Grammars(files.folder, info, clock)
+    return Engine(scheduler, executor, clock, info, async_scheduling=ahead, grammars=grammars)

@@ -3,6 +3,7 @@ it, apply the one before."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
@@ -13,11 +14,14 @@ from bros.core.interfaces import (
     EngineReport,
     EngineStats,
     Executor,
+    GrammarState,
     LaunchingExecutor,
     RequestTrace,
     StepHandle,
+    StopRule,
 )
 from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
+from bros.engine.grammars import Grammars
 from bros.scheduler.scheduler import Scheduler
 from bros.scheduler.steps import ExpectedTime
 
@@ -28,6 +32,7 @@ class Engine:
     """A scheduler and an executor on one thread. They meet only in `step`.
 
     async_scheduling: as in EngineConfig. Raises ConfigError for "on" if the executor cannot launch.
+    grammars: None: requests with grammars are refused.
     """
 
     def __init__(
@@ -38,6 +43,7 @@ class Engine:
         info: EngineInfo,
         *,
         async_scheduling: str = "auto",
+        grammars: Grammars | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -45,20 +51,40 @@ class Engine:
         self.info = info
         self._launcher = find_launcher(executor, async_scheduling)
         self._running: StepHandle | None = None
+        self._grammars = grammars or Grammars(None, info, clock)
+        self._preparing: dict[str, float] = {}  # request id -> since when
 
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_work or self._running is not None
+
+    def prepare(self, request: EngineRequest, done: Callable[[], None]) -> bool:
+        """Whether a request can be submitted without waiting for its grammar. If not, `done` is
+        called on another thread as soon as it can; the time until then counts as its wait."""
+        grammar = request.sampling.grammar
+        if grammar is None or not request.samples or self._grammars.prepare(grammar, done):
+            return True
+        self._preparing[request.request_id] = self._clock.now()
+        return False
 
     def submit(self, request: EngineRequest) -> ServiceClass:
         """Queue a request; returns the class it is served as: BE for a relegated one.
 
         Raises InvalidRequestError, PromptTooLongError, QueueFullError or OverloadedError.
         """
-        return self._scheduler.submit(request, self._clock.now())
+        now = self._clock.now()
+        since_s = self._preparing.pop(request.request_id, now)
+        if request.sampling.grammar is None or not request.samples:
+            return self._scheduler.submit(request, now)
+        return self._scheduler.submit(request, now, self._grammar_state, now - since_s)
+
+    def _grammar_state(self, request: EngineRequest, stops: StopRule) -> GrammarState:
+        assert request.sampling.grammar is not None
+        return self._grammars.state(request.sampling.grammar, stops)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Abort a request and free its KV; returns its last output, or None if it is unknown."""
+        self._preparing.pop(request_id, None)
         return self._scheduler.abort(request_id, self._clock.now())
 
     def promote(self, request_id: str, slo: Slo) -> None:
@@ -137,7 +163,14 @@ class Engine:
         return self._scheduler.expected()
 
     def stats(self) -> EngineStats:
-        return self._scheduler.stats()
+        counters = self._grammars.counters
+        return dataclasses.replace(
+            self._scheduler.stats(),
+            forced_tokens=counters.forced_tokens,
+            grammars_compiled=counters.compiled,
+            grammar_compile_s=counters.compile_s,
+            mask_wait_s=counters.mask_wait_s,
+        )
 
     def trace(self, request_id: str) -> RequestTrace | None:
         """See EngineClient."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from bros.core.errors import BrosError
@@ -12,6 +12,7 @@ from bros.engine.messages import (
     Abort,
     Accepted,
     Command,
+    Compiled,
     GetStats,
     GetTrace,
     Outputs,
@@ -48,6 +49,49 @@ class Transport(Sender, Protocol):
         """All commands that have arrived; blocks for the first one if `wait`."""
         ...
 
+    def put(self, command: Command) -> None:
+        """Receive a command of the engine itself as if it had arrived. Any thread may call it."""
+        ...
+
+
+class _Compiling:
+    """Submitted requests whose grammar is being compiled. They are not queued yet, so that nothing
+    waits for them."""
+
+    def __init__(self, engine: Engine, put: Callable[[Command], None]) -> None:
+        """put: receives a Compiled command, on another thread, once a request can be queued."""
+        self._engine = engine
+        self._put = put
+        self._held: dict[str, Submit] = {}
+
+    def hold(self, command: Submit) -> bool:
+        """Whether the request has to wait for its grammar, and is held for that."""
+        request = command.request
+        if request.sampling.grammar is None or request.request_id in self._held:
+            return False
+        done = Compiled(request.request_id)
+        if self._engine.prepare(request, lambda: self._put(done)):
+            return False
+        self._held[request.request_id] = command
+        return True
+
+    def ready(self, commands: Iterable[Command]) -> Iterator[Command]:
+        """The commands to handle now: without requests that are held, and with those whose grammar
+        is compiled."""
+        for command in commands:
+            match command:
+                case Submit():
+                    pass
+                case Compiled(request_id):
+                    submit = self._held.pop(request_id, None)
+                    if submit is None:  # it was aborted
+                        continue
+                    command = submit
+                case Abort(request_id):
+                    self._held.pop(request_id, None)
+            if not (isinstance(command, Submit) and self.hold(command)):
+                yield command
+
 
 def run_engine(engine: Engine, transport: Transport, progress: Progress | None = None) -> None:
     """Serve one client until it sends Shutdown. Exceptions of a step pass through.
@@ -56,13 +100,18 @@ def run_engine(engine: Engine, transport: Transport, progress: Progress | None =
     """
     progress = progress or Progress()
     deferred: list[Command] = []  # received during the step, handled after it
+    compiling = _Compiling(engine, lambda command: transport.put(command))
     no_requests: list[EngineRequest] = []
 
     def arrivals() -> list[EngineRequest]:
         """Requests that have arrived during the step; the policy may abort the step for them."""
         if not transport.has_arrivals:
             return no_requests
-        new = list(transport.receive(wait=False))
+        new = [
+            command
+            for command in transport.receive(wait=False)
+            if not (isinstance(command, Submit) and compiling.hold(command))
+        ]
         deferred.extend(new)
         return [command.request for command in new if isinstance(command, Submit)]
 
@@ -73,7 +122,7 @@ def run_engine(engine: Engine, transport: Transport, progress: Progress | None =
         progress.turns += 1
         progress.idle = False
         deferred.clear()
-        for command in commands:
+        for command in compiling.ready(commands):
             if isinstance(command, Shutdown):
                 progress.idle = True
                 return

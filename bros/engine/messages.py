@@ -77,6 +77,13 @@ class Subscribe:
 
 
 @dataclass(frozen=True, slots=True)
+class Compiled:
+    """The grammar of a submitted request is compiled. The engine sends it to itself."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """The model is loaded. The first message of every engine."""
 
@@ -185,7 +192,7 @@ class Heartbeat:
     host: bool = False
 
 
-Command = Submit | Abort | GetStats | GetTrace | Shutdown | Promote | Release | Subscribe
+Command = Submit | Abort | GetStats | GetTrace | Shutdown | Promote | Release | Subscribe | Compiled
 Reply = (
     Ready | Accepted | Refused | Outputs | StatsReply | TraceReply | Failed | Heartbeat | Reported
 )

@@ -62,7 +62,7 @@ class _ThreadTransport:
     def __init__(self, inbox: Inbox, reply: Callable[[Reply], None]) -> None:
         self._inbox = inbox
         self._reply = reply
-        self.receive = inbox.receive
+        self.receive, self.put = inbox.receive, inbox.put
 
     @property
     def has_arrivals(self) -> bool:

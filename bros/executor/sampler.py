@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bros.core.plan import SampledToken, SampleSpec
+from bros.core.plan import SampledToken, SampleSpec, TokenConstraint
 from bros.core.request import SamplingParams, TokenLogprobs
 from bros.kernels.staging import CopyEvent, copy_to_host, to_device
 
@@ -33,6 +33,7 @@ _BUCKETS = 2048
 SMALLEST_TEMPERATURE = 1e-20  # below it, dividing by the temperature could overflow
 _UINT64 = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
+_SECOND_DRAW = 0x5DEECE66D5DEECE6  # changes the seed where the grammar refused the first draw
 BLOCK_NOISE = 2**32  # noise numbers from here on are for blocks, those below for tokens
 
 
@@ -48,7 +49,12 @@ class Sampler:
         Order: logit_bias, forbidden tokens, repetition, presence and frequency penalty,
         temperature, min_p, top_k, top_p. Log-probabilities are those of the model, before any of
         these. Raises ValueError if a row's largest logit is not finite or if the row has a NaN (a
-        defect of the model or a kernel), or if every token is forbidden.
+        defect of the model or a kernel), if every token is forbidden, or if its grammar fails.
+
+        A row with a grammar gets the token that it would get without one if that is allowed, so
+        that where the grammar does not bind, the output is the same; else a new one, drawn among
+        the allowed tokens with other noise. So a token is drawn with its probability among the
+        allowed ones (p + (1 - a) * p / a = p / a, if these have the probability a together).
         """
         assert logits.dtype == torch.float32 and logits.dim() == 2
         rows: _Floats32 = logits.numpy(force=True)
@@ -91,16 +97,38 @@ def _splitmix64(state: int) -> int:
 def _sample_row(raw: _Floats32, spec: SampleSpec) -> tuple[int, TokenLogprobs | None]:
     params = spec.params
     logits = _adjusted(raw, spec)
+    token = _choose(logits, spec, spec.seed)
+    constraint = spec.constraint
+    if constraint is not None and not constraint.allows(token):
+        allowed = _allowed(constraint, len(logits))
+        logits = np.where(allowed, logits, np.float32(-np.inf))
+        token = _choose(logits, spec, spec.seed ^ _SECOND_DRAW)
+    return token, None if params.logprobs is None else _logprobs(raw, token, params.logprobs)
+
+
+def _choose(logits: _Floats32, spec: SampleSpec, seed: int) -> int:
+    params = spec.params
     token = int(logits.argmax())  # the first of equal logits; the first NaN if there is one
     peak = float(logits[token])
     if not math.isfinite(peak):
         raise ValueError(no_token_error(peak))
-    if not params.greedy:
-        scaled = logits - np.float32(peak)
-        with np.errstate(over="ignore"):  # logits far below the peak become -inf, as intended
-            scaled /= np.float32(max(params.temperature, SMALLEST_TEMPERATURE))
-        token = _draw(scaled, spec)
-    return token, None if params.logprobs is None else _logprobs(raw, token, params.logprobs)
+    if params.greedy:
+        return token
+    scaled = logits - np.float32(peak)
+    with np.errstate(over="ignore"):  # logits far below the peak become -inf, as intended
+        scaled /= np.float32(max(params.temperature, SMALLEST_TEMPERATURE))
+    return _draw(scaled, spec, seed)
+
+
+def _allowed(constraint: TokenConstraint, vocab: int) -> NDArray[np.bool_]:
+    """Which tokens a grammar allows. Raises ValueError if that is none, or if it cannot say."""
+    mask = np.frombuffer(constraint.mask(), np.uint8)
+    bits = np.unpackbits(mask, count=min(vocab, 8 * len(mask)), bitorder="little")
+    allowed = np.zeros(vocab, np.bool_)
+    allowed[: len(bits)] = bits
+    if not allowed.any():
+        raise ValueError("the grammar allows no token here")
+    return allowed
 
 
 def _adjusted(raw: _Floats32, spec: SampleSpec) -> _Floats32:
@@ -134,7 +162,7 @@ def _penalize(
         logits[tokens] -= penalty.astype(np.float32)
 
 
-def _draw(scaled: _Floats32, spec: SampleSpec) -> int:
+def _draw(scaled: _Floats32, spec: SampleSpec, seed: int) -> int:
     """Draw a token with probability softmax(scaled) under the filters.
 
     scaled: logits / temperature, shifted so that the largest is 0.
@@ -152,10 +180,10 @@ def _draw(scaled: _Floats32, spec: SampleSpec) -> int:
     if params.top_p < 1.0:
         weights *= weights >= _nucleus_bound(weights, params.top_p)
     blocks = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK), dtype=np.float64)
-    block = _race(blocks, noise(spec.seed, spec.output_index, BLOCK_NOISE, len(blocks)))
+    block = _race(blocks, noise(seed, spec.output_index, BLOCK_NOISE, len(blocks)))
     start = block * BLOCK
     inner = weights[start : start + BLOCK].astype(np.float64)
-    return start + _race(inner, noise(spec.seed, spec.output_index, start, len(inner)))
+    return start + _race(inner, noise(seed, spec.output_index, start, len(inner)))
 
 
 def _kth_largest(values: _Floats32, k: int) -> np.float32:
@@ -280,7 +308,7 @@ class DeviceStepSampler:
     """Samples greedy rows, and rows with temperature, top_k, top_p and min_p, on the device.
 
     The token ids of these rows come to the host in one copy. The host samples rows with biases,
-    penalties, forbidden tokens or log-probabilities; their logits come in one copy too.
+    penalties, forbidden tokens, grammars or log-probabilities; their logits come in one copy too.
     """
 
     def __init__(self, sampler: Sampler, draw: Draw | None = None) -> None:
@@ -342,6 +370,7 @@ class DeviceStepSampler:
             or params.logit_bias
             or params.needs_history
             or len(spec.forbidden)
+            or spec.constraint is not None
         )
 
 

@@ -240,6 +240,8 @@ class Prefixes:
         keep_s = state.request.hints.keep_s
         if keep_s > 0.0 and self._kv.finds_prefixes:
             num_computed = len(state.token_ids) - state.samples  # the last sample never was
+            if state.grammar is not None:  # nor were the tokens that it forced behind the sample
+                num_computed = min(num_computed, state.num_computed_tokens)
             keys = state.keys(self._kv.block_size, num_computed)
             self.pins.pin(state.request_id, keys, now + keep_s)
 

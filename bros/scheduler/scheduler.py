@@ -13,12 +13,27 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from bros.core.errors import InvalidRequestError
 from bros.core.fair import FairMemory
-from bros.core.interfaces import EngineReport, EngineStats, Grouping, RequestTrace
-from bros.core.plan import PENDING, Chunk, ReadPositions, SharedPrefix, StepPlan, StepResult
+from bros.core.interfaces import (
+    EngineReport,
+    EngineStats,
+    GrammarState,
+    Grouping,
+    RequestTrace,
+    StopRule,
+)
+from bros.core.plan import (
+    PENDING,
+    Chunk,
+    ReadPositions,
+    SampledToken,
+    SharedPrefix,
+    StepPlan,
+    StepResult,
+)
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
 from bros.kvcache.manager import KvCacheManager
 from bros.scheduler.admission import Admission, Limits, objectives, promoted_objectives
@@ -149,6 +164,29 @@ class Reporter:
 _MAX_TRACES = 1000
 
 
+StartGrammar = Callable[[EngineRequest, StopRule], GrammarState]
+"""The state of a new output in the grammar of its request. Raises InvalidRequestError."""
+
+
+def _start_grammar(state: RequestState, start: StartGrammar) -> None:
+    """Raises InvalidRequestError if the model or the resumed tokens do not allow the grammar."""
+    request = state.request
+    grammar = request.sampling.grammar
+    assert grammar is not None
+    if state.stop_rule is None:
+        raise InvalidRequestError(
+            "The model has no end-of-sequence token, which grammars need.", grammar.param
+        )
+    try:
+        state.follow(start(request, state.stop_rule))
+    except InvalidRequestError:
+        raise
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"The output cannot follow the grammar: {error}.", grammar.param, "invalid_grammar"
+        ) from error
+
+
 class Scheduler:
     """Owns every request from `submit` until its last output or `abort`.
 
@@ -193,8 +231,17 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._states or self._ended)
 
-    def submit(self, request: EngineRequest, now: float) -> ServiceClass:
+    def submit(
+        self,
+        request: EngineRequest,
+        now: float,
+        start_grammar: StartGrammar | None = None,
+        compiled_s: float = 0.0,
+    ) -> ServiceClass:
         """Enqueue a request; returns the class that it is served as.
+
+        start_grammar: only if its output has to match a grammar.
+        compiled_s: for how long it has waited for that grammar.
 
         Raises InvalidRequestError, PromptTooLongError, QueueFullError or OverloadedError.
         """
@@ -219,6 +266,10 @@ class Scheduler:
         if request.prefill_only and self._prefixes.has_cached(state):
             self._ended[state.request_id] = self._finish_without_token(state, now)
             return asked
+        if start_grammar is not None:
+            _start_grammar(state, start_grammar)
+            if compiled_s:
+                state.record.wait("grammar", compiled_s)
         look_up(self._kv, state)
         self._admission.classify(state, self._steps.ends_s(now), now)
         self._policy.place(state, now)
@@ -330,6 +381,9 @@ class Scheduler:
             state = states.get(sample.request_id)
             if state is None or state.arrival_index >= step.new_request:
                 continue  # it ended while the step ran; a new request may have its id
+            if state.grammar is not None:
+                outputs += self._take_constrained(state, sample, step.number, now)
+                continue
             if sample.error is not None:
                 self._finish(state, FinishReason.ERROR, now)
                 outputs.append(_error_output(state, sample.error))
@@ -535,15 +589,69 @@ class Scheduler:
         state.record.event(now, "scheduled")
 
     def _take_token(self, state: RequestState, token_id: int, now: float) -> FinishReason | None:
+        reason = self._add_token(state, token_id, now)
+        if reason is not None:
+            self._complete(state, reason, now)
+        return reason
+
+    def _add_token(
+        self, state: RequestState, token_id: int, now: float, num_before: int = 0
+    ) -> FinishReason | None:
+        """Add and count a token, and `num_before` tokens that are counted with it."""
         counters, record = self._counters[state.service_class], state.record
         if record.last_token_s is None:
             counters.prompt_tokens += state.prompt_len
+        if num_before:
+            self._count_tokens(state, num_before, now)
         counters.note_token(record.token(now, state.slo))
-        reason = state.add_output(token_id, now)
+        return state.add_output(token_id, now)
+
+    def _count_tokens(self, state: RequestState, count: int, now: float) -> None:
+        counters, record = self._counters[state.service_class], state.record
+        for _ in range(count):
+            counters.note_token(record.token(now, state.slo))
+
+    def _complete(self, state: RequestState, reason: FinishReason, now: float) -> None:
+        """End a request that has got its last token."""
+        self._counters[state.service_class].note_finish(state.record, state.slo)
+        self._finish(state, reason, now)
+
+    def _take_constrained(
+        self, state: RequestState, sample: SampledToken, step: int, now: float
+    ) -> list[RequestOutput]:
+        """Take a token of an output with a grammar, and the tokens that the grammar forces around
+        it. Returns no output if it forced another token in the place of this one."""
+        if step == state.ignored_step:
+            return []
+        reason, error = None, sample.error
+        first, unsent = state.record.last_token_s is None, state.unsent
+        forced: Sequence[int] = ()
+        if error is None:
+            state.unsent = ()
+            reason = self._add_token(state, sample.token_id, now, len(unsent))
+            if reason is None:
+                latest = self._steps.latest
+                try:
+                    forced, reason = state.advance(
+                        sample.token_id, 0 if latest is None else latest.number
+                    )
+                except ValueError as failure:
+                    error = str(failure)
+                self._count_tokens(state, len(forced), now)
+        if error is not None:
+            self._finish(state, FinishReason.ERROR, now)
+            return [_error_output(state, error)]
         if reason is not None:
-            counters.note_finish(record, state.slo)
-            self._finish(state, reason, now)
-        return reason
+            self._complete(state, reason, now)
+        return [
+            RequestOutput(
+                request_id=sample.request_id,
+                token_ids=(*unsent, sample.token_id, *forced),
+                logprobs=(sample.logprobs,) if sample.logprobs else (),
+                finish_reason=reason,
+                cached_tokens=state.num_reused or 0 if first else 0,
+            )
+        ]
 
     def _finish_without_token(self, state: RequestState, now: float) -> RequestOutput:
         """End a request that generates no token, and whose prompt is computed."""

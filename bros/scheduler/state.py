@@ -5,10 +5,10 @@ from __future__ import annotations
 import bisect
 import itertools
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from bros.core.interfaces import RequestTrace
+from bros.core.interfaces import GrammarState, RequestTrace, StopRule
 from bros.core.plan import PENDING, Readout, SampleSpec
 from bros.core.request import EngineRequest, FinishReason, ServiceClass, Slo
 from bros.kvcache.blocks import Side
@@ -65,13 +65,21 @@ class RequestState:
     samples: False if it generates no token: it ends when no token is `remaining`.
     num_read: the first position that is still to be read, see plan.Readout.
     read_end: one more than the last position to read; 0 if none is.
+    stop_rule: where its output may end, for its grammar; None without a grammar or an EOS token.
     early: it is an early prefill, see Hints.
+    grammar: how far its output has got in its grammar; None without one, see `follow`.
+    unsent: the first tokens of the output, which the grammar forced before any was sampled. They
+        are computed with the prompt, and sent with the first sampled token.
+    ignored_step: number of a running step whose sample is ignored, because the grammar has forced
+        another token in its place; 0: there is none.
     """
 
     __slots__ = (
         "arrival_index",
         "deadline_s",
         "early",
+        "grammar",
+        "ignored_step",
         "late",
         "match",
         "max_length",
@@ -95,7 +103,9 @@ class RequestState:
         "side",
         "slo",
         "stop_ids",
+        "stop_rule",
         "token_ids",
+        "unsent",
     )
 
     def __init__(
@@ -139,8 +149,16 @@ class RequestState:
         self.deadline_s = self.record.due_s
         most = (params.max_tokens or max_length) if self.samples else 0
         self.max_length = min(self.prompt_len + most, max_length)
-        eos = frozenset() if params.ignore_eos else eos_token_ids
+        # With a grammar, these are sampled only where it is complete, or where nothing can follow.
+        eos = frozenset() if params.ignore_eos and not params.grammar else eos_token_ids
         self.stop_ids = eos.union(params.stop_token_ids)
+        self.stop_rule: StopRule | None = None
+        if params.grammar is not None and eos_token_ids:
+            stops = frozenset(params.stop_token_ids) if params.ignore_eos else self.stop_ids
+            self.stop_rule = StopRule(stops, params.min_tokens, min(eos_token_ids))
+        self.grammar: GrammarState | None = None
+        self.unsent: Sequence[int] = ()
+        self.ignored_step = 0
 
     @property
     def remaining(self) -> int:
@@ -220,9 +238,57 @@ class RequestState:
             finish_reason=finish_reason,
         )
 
+    def follow(self, grammar: GrammarState) -> None:
+        """Let the output, which may have resumed tokens, match a grammar from now on.
+
+        The tokens that it forces first need not be sampled. One place is left, so that the request
+        ends with a sampled token like any other.
+        """
+        assert self.stop_rule is not None
+        self.grammar = grammar
+        tokens = self.token_ids
+        forced = grammar.advance(tokens[self.prompt_len :], self._most_forced(1))
+        ends = bool(forced) and forced[-1] == self.stop_rule.end
+        self.unsent = forced[:-1] if ends else forced
+        tokens.extend(self.unsent)
+
+    def _most_forced(self, kept: int) -> int:
+        """Most tokens that the grammar may force now; `kept` places are left free."""
+        if self.request.sampling.logprobs is not None:
+            return 0  # those of each token are asked for
+        return max(0, self.max_length - len(self.token_ids) - kept)
+
+    def advance(self, token_id: int, step: int) -> tuple[Sequence[int], FinishReason | None]:
+        """Let the grammar advance over the token that was added last. Returns the tokens that it
+        forces after it, which are added too, and why the request is finished by them.
+
+        step: number of the latest step. Raises ValueError if the grammar cannot go on.
+        """
+        assert self.grammar is not None and self.stop_rule is not None
+        forced = self.grammar.advance((token_id,), self._most_forced(0))
+        if not forced:
+            return (), None
+        if self.remaining == 0:  # the latest step runs, and samples the first of them
+            self.ignored_step = step
+        self.token_ids.extend(forced)
+        if self.running:
+            self.deadline_s = self.paced_deadline_s(_MAX_GAP)
+        if forced[-1] == self.stop_rule.end:
+            return forced, FinishReason.STOP
+        return forced, FinishReason.LENGTH if len(self.token_ids) >= self.max_length else None
+
     def sample_spec(self) -> SampleSpec:
         """How to sample the token after all computed tokens."""
         params, num_outputs = self.request.sampling, len(self.token_ids) - self.prompt_len
+        if self.grammar is not None:
+            return SampleSpec(
+                params,
+                self.seed,
+                num_outputs,
+                self.prompt_len,
+                self.token_ids[:] if self.needs_history else (),
+                constraint=self.grammar.constraint(int(self.is_pending)),
+            )
         return SampleSpec(
             params,
             self.seed,

@@ -22,7 +22,7 @@ from bros.batch.store import Store, default_data_dir, open_store
 from bros.core.clock import SystemClock
 from bros.core.config import Config, EngineConfig, ServerConfig
 from bros.core.errors import ConfigError
-from bros.core.interfaces import EngineClient
+from bros.core.interfaces import EngineClient, EngineInfo
 from bros.core.request import CHAT_SAMPLING, IdGenerator
 from bros.core.tenants import TenantAccounts
 from bros.executor.model_store import ModelFiles, cache_dir_of, resolve_model
@@ -52,6 +52,7 @@ from bros.server.state import Jobs, ServerState
 from bros.server.tenants import Tenants, load_tenants
 from bros.text.chat_format import ChatFormat
 from bros.text.generation import TextGenerator
+from bros.text.grammar_check import GrammarChecker
 from bros.text.tokenizer import Tokenizer
 from bros.transport.process_client import ProcessEngineClient
 
@@ -190,8 +191,14 @@ def _state(
         metrics=ServerMetrics(clock),
         replicas=engine if isinstance(engine, RouterClient) else None,
         accounts=accounts,
+        grammars=grammar_checker(files, engine.info) if os.name == "posix" else None,
     )
     return with_sessions(with_jobs(state, store))
+
+
+def grammar_checker(files: ModelFiles, info: EngineInfo) -> GrammarChecker:
+    """For the grammars of requests to an engine that has loaded `files`."""
+    return GrammarChecker(files.folder, info.vocab_size, info.eos_token_ids)
 
 
 def with_sessions(state: ServerState) -> ServerState:
@@ -258,6 +265,8 @@ async def _running(state: ServerState) -> AsyncIterator[None]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if state.grammars is not None:
+            state.grammars.close()
 
 
 def _banner(url: str, state: ServerState, config: EngineConfig) -> str:

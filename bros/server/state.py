@@ -19,7 +19,7 @@ from bros.core.config import ServerConfig
 from bros.core.errors import NotFoundError
 from bros.core.fair import FairMemory, FairThreads
 from bros.core.interfaces import EngineClient
-from bros.core.request import IdGenerator
+from bros.core.request import IdGenerator, SamplingParams
 from bros.core.tenants import TenantAccounts
 from bros.router.client import RouterClient
 from bros.semantic.service.service import SessionService
@@ -27,6 +27,7 @@ from bros.server.operations.metrics import ServerMetrics
 from bros.server.tenants import TENANT
 from bros.text.chat_format import ChatFormat
 from bros.text.generation import TextGenerator, choice_ids
+from bros.text.grammar_check import GrammarChecker
 from bros.text.tokenizer import Tokenizer
 
 # ---- The engine's ids of the latest requests, for traces.
@@ -138,6 +139,7 @@ class ServerState:
     recent: for request traces.
     threads: where `offload` runs long work.
     accounts: what is held for each tenant, and its limits.
+    grammars: checks grammars of requests; None: only the engine does.
     """
 
     engine: EngineClient
@@ -158,6 +160,7 @@ class ServerState:
     recent: RecentRequests = field(default_factory=RecentRequests)
     threads: FairThreads = field(default_factory=FairThreads)
     accounts: TenantAccounts = field(default_factory=TenantAccounts)
+    grammars: GrammarChecker | None = None
 
     @classmethod
     def of(cls, request: Request) -> ServerState:
@@ -172,6 +175,13 @@ class ServerState:
         sessions, traces and cached KV."""
         tenant: str = request.scope.get(TENANT, "")
         return tenant
+
+    async def checked(self, tenant: str, sampling: SamplingParams) -> SamplingParams:
+        """The parameters with a grammar that the engine can compile. Raises InvalidRequestError."""
+        if sampling.grammar is None or self.grammars is None:
+            return sampling
+        grammar = await self.grammars.check(tenant, sampling.grammar)
+        return sampling.with_changes(grammar=grammar)
 
     def check_model(self, name: str | None) -> None:
         """Raises NotFoundError unless `name` is the served model or None."""

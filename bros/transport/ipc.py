@@ -173,7 +173,7 @@ class ZmqTransport:
                 _exit_on_disconnect(socket, folder)
         self._decoder, self._encoder = command_codec(), reply_codec()
         self._inbox = Inbox()
-        self.receive = self._inbox.receive
+        self.receive, self.put = self._inbox.receive, self._inbox.put
         self._stop, self._stopped = (self._context.socket(zmq.PAIR) for _ in range(2))
         self._stop.bind(_STOP)
         self._stopped.connect(_STOP)

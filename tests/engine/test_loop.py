@@ -9,7 +9,15 @@ import pytest
 
 from bros.core.errors import BrosError, OverloadedError, QueueFullError
 from bros.core.interfaces import EngineReport, EngineStats, RequestTrace
-from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
+from bros.core.request import (
+    EngineRequest,
+    FinishReason,
+    Grammar,
+    RequestOutput,
+    SamplingParams,
+    ServiceClass,
+    Slo,
+)
 from bros.engine.loop import run_engine
 from bros.engine.messages import (
     Abort,
@@ -193,3 +201,63 @@ def test_nothing_is_received_during_a_step_while_nothing_has_arrived() -> None:
     transport.has_arrivals = False
     run_engine(engine, transport)  # type: ignore[arg-type]
     assert seen == [] and transport.waited == [True, True]
+
+
+class CompilingEngine(FullEngine):
+    """Accepts requests; those with a grammar when `compiled` is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[Callable[[], None]] = []
+        self.ready = False
+
+    def prepare(self, request: EngineRequest, done: Callable[[], None]) -> bool:
+        if not self.ready:
+            self.waiting.append(done)
+        return self.ready
+
+    def abort(self, request_id: str) -> None:
+        return None
+
+    def compiled(self) -> None:
+        self.ready = True
+        for done in self.waiting:
+            done()
+
+
+class Line:
+    """A transport that gives one command per call, and after the last one those that were put."""
+
+    has_arrivals = False
+
+    def __init__(self, *commands: Command | Callable[[], None]) -> None:
+        self._commands = list(commands)
+        self._put: list[Command] = []
+        self.replies: list[Reply] = []
+
+    def put(self, command: Command) -> None:
+        self._put.append(command)
+
+    def receive(self, *, wait: bool) -> Iterable[Command]:
+        if self._put:
+            return [self._put.pop(0)]
+        command = self._commands.pop(0)
+        if callable(command):
+            command()
+            return []
+        return [command]
+
+    def send(self, reply: Reply) -> None:
+        self.replies.append(reply)
+
+
+def test_requests_wait_for_their_grammar_and_others_do_not_wait_for_them() -> None:
+    sampling = SamplingParams(grammar=Grammar("start: x"))
+    slow, gone = (
+        dataclasses.replace(ASK, request_id=name, sampling=sampling) for name in ("slow", "gone")
+    )
+    engine = CompilingEngine()
+    line = Line(Submit(slow), Submit(gone), Submit(ASK), Abort("gone"), engine.compiled, Shutdown())
+    run_engine(engine, line)  # type: ignore[arg-type]
+    accepted = [reply.request_id for reply in line.replies if isinstance(reply, Accepted)]
+    assert accepted == [ASK.request_id, "slow"]

@@ -480,3 +480,70 @@ def test_number_of_logprobs() -> None:
     assert zero is not None and zero.top == ()
     assert two is not None and [i for i, _ in two.top] == [1, 2]
     assert many is not None and [i for i, _ in many.top] == [1, 2, 3, 0]
+
+
+# ---- Grammars.
+
+
+class Allowing:
+    """A constraint that allows some tokens; `asked` counts the masks."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = frozenset(tokens)
+        self.asked = 0
+
+    def allows(self, token_id: int) -> bool:
+        return token_id in self._tokens
+
+    def mask(self) -> bytes:
+        self.asked += 1
+        mask = bytearray(max(self._tokens, default=0) // 8 + 1)
+        for token_id in self._tokens:
+            mask[token_id // 8] |= 1 << token_id % 8
+        return bytes(mask)
+
+
+def constrained(spec: SampleSpec, tokens: Sequence[int]) -> tuple[SampleSpec, Allowing]:
+    constraint = Allowing(tokens)
+    return dataclasses.replace(spec, constraint=constraint), constraint
+
+
+@given(st.integers(0, 2**32), st.sampled_from([0.0, 0.7, 1.5]), st.sampled_from([0, 3]))
+def test_a_grammar_changes_nothing_where_it_allows_the_token(
+    seed: int, temperature: float, top_k: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    logits = torch.from_numpy(rng.normal(0, 2, (1, 700)).astype(np.float32))
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=0.9, logprobs=2)
+    spec = SampleSpec(params, seed, output_index=5)
+    ((free, logprobs),) = Sampler().sample(logits, [spec])
+    others = rng.choice(700, 40, replace=False).tolist()
+    same, asked = constrained(spec, [*others, free])
+    assert Sampler().sample(logits, [same]) == [(free, logprobs)] and asked.asked == 0
+    other, asked = constrained(spec, [t for t in others if t != free])
+    ((token, _),) = Sampler().sample(logits, [other])
+    assert token in others and token != free and asked.asked == 1
+    if temperature == 0.0:
+        assert token == max((t for t in others if t != free), key=lambda t: float(logits[0, t]))
+
+
+def test_tokens_under_a_grammar_have_their_probability_among_the_allowed_ones() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.5, 0.0, -0.5, 1.5, 0.2, 0.9]])
+    allowed, draws = [1, 3, 5], by_tier(fast=4000, long=100_000)
+    counts: Counter[int] = Counter()
+    for seed in range(draws):
+        spec, _ = constrained(SampleSpec(SamplingParams(), seed, output_index=0), allowed)
+        ((token, _),) = Sampler().sample(logits, [spec])
+        counts[token] += 1
+    weights = {token: math.exp(float(logits[0, token])) for token in allowed}
+    for token, weight in weights.items():
+        share = weight / sum(weights.values())
+        error = math.sqrt(share * (1 - share) / draws)
+        assert abs(counts[token] / draws - share) < 4 * error
+    assert set(counts) == set(allowed)
+
+
+def test_a_grammar_that_allows_nothing_is_an_error_of_its_row() -> None:
+    spec, _ = constrained(SampleSpec(SamplingParams(), 0, 0), [])
+    with pytest.raises(ValueError, match="allows no token"):
+        Sampler().sample(torch.zeros(1, 10), [spec])

@@ -87,12 +87,9 @@ async def test_missing_field_is_named(server: Server) -> None:
     ("fields", "param"),
     [
         ({"functions": [{"name": "f"}]}, "functions"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         ({"audio": {"voice": "alloy"}}, "audio"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"web_search_options": {}}, "web_search_options"),
-        ({"guided_json": {"type": "object"}}, "guided_json"),
         ({"skip_special_tokens": False}, "skip_special_tokens"),
         ({"continue_final_message": True}, "continue_final_message"),
     ],

@@ -24,6 +24,10 @@ FIGURES = EngineStats(
     be_tax_s=0.75,
     abandoned_steps=4,
     abandoned_s=0.375,
+    forced_tokens=41,
+    grammars_compiled=3,
+    grammar_compile_s=0.125,
+    mask_wait_s=0.0625,
     safety_factor=1.125,
     batch_size=24,
     batch_resets=3,
@@ -92,6 +96,10 @@ async def test_the_engine_is_shown(server: Server) -> None:
         "bros_be_tax_seconds_total": 0.75,
         "bros_engine_steps_abandoned_total": 4,
         "bros_engine_steps_abandoned_seconds_total": 0.375,
+        "bros_forced_tokens_total": 41,
+        "bros_grammars_compiled_total": 3,
+        "bros_grammar_compile_seconds_total": 0.125,
+        "bros_mask_wait_seconds_total": 0.0625,
     }
 
 

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 from multiprocessing.connection import Connection
 from typing import Protocol
 
 from bros.core.fair import FairGate, FairThreads
+from bros.core.worker_process import WorkerClosedError, WorkerEndedError, WorkerProcess
 from bros.semantic.transforms.pipeline import PIPELINE_S, Transforms, parse_transforms
 from bros.semantic.transforms.steps import TransformError
 
@@ -90,19 +89,15 @@ class TransformProcess:
     """One process. `apply` may be called from any thread, by one at a time."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
-        self._closed = False
+        self._worker = WorkerProcess("bros.semantic.transforms.process")
 
     def apply(self, source: str, text: str) -> str:
         """The text transformed by the pipeline `source`. Raises TransformError."""
-        connection = self._connect()
         try:
-            connection.send_bytes(_encoded(source))
-            connection.send_bytes(_encoded(text))
-            reply = connection.recv_bytes()
-        except (EOFError, OSError) as error:
-            self._end()
+            reply = self._worker.ask(_encoded(source), _encoded(text))
+        except WorkerClosedError as error:
+            raise TransformError(str(error)) from error
+        except WorkerEndedError as error:
             raise TransformError(f"{source}: took too long or too much memory") from error
         result = reply[1:].decode("utf-8", "surrogatepass")
         if reply[:1] == _FAILED:
@@ -111,34 +106,7 @@ class TransformProcess:
 
     def close(self) -> None:
         """End the process, and with it a running `apply`."""
-        self._closed = True
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-    def _connect(self) -> Connection:
-        """The connection to the process, which is started if it does not run."""
-        if self._closed:
-            raise TransformError("the server stops")
-        if self._process is not None and self._process.poll() is not None:
-            self._end()
-        if self._connection is None:
-            ours, theirs = multiprocessing.Pipe()
-            with theirs:
-                number = theirs.fileno()
-                command = [sys.executable, "-m", "bros.semantic.transforms.process", str(number)]
-                self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, pass_fds=(number,)
-                )
-            self._connection = ours
-        return self._connection
-
-    def _end(self) -> None:
-        assert self._process is not None and self._connection is not None
-        self._connection.close()
-        self._process.kill()
-        self._process.wait()
-        self._process = self._connection = None
+        self._worker.close()
 
 
 _DONE, _FAILED = b"+", b"-"

@@ -39,6 +39,8 @@ class EngineRowHandler:
 
     def check(self, endpoint: str, body: dict[str, Any]) -> RowFacts:
         call = CALLS[endpoint](self._state, body)
+        if call.sampling.grammar is not None and self._state.grammars is not None:
+            self._state.grammars.check_blocking(call.sampling.grammar)
         model = call.body.model or self._state.model_name
         return RowFacts(model, call.prompt_text(), call.num_chars())
 

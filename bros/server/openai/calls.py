@@ -13,6 +13,7 @@ from starlette.datastructures import Headers
 from bros.core.errors import InvalidRequestError, PromptTooLongError
 from bros.core.request import MIN_OBJECTIVE_MS, SamplingParams, ServiceClass, Slo
 from bros.server.http import offload, validate
+from bros.server.openai.grammars import grammar_of
 from bros.server.openai.prompt_logprobs import Echo, PromptLogprobsWriter, check_size
 from bros.server.openai.schema import (
     AllowedToolsChoice,
@@ -60,14 +61,8 @@ from bros.text.tokenizer import Tokenizer
 _NO_EFFECT: tuple[Any, ...] = (None, False, [], {}, "")
 
 _COMMON: Mapping[str, tuple[Any, ...]] = {
-    "guided_choice": _NO_EFFECT,
-    "guided_grammar": _NO_EFFECT,
-    "guided_json": _NO_EFFECT,
-    "guided_regex": _NO_EFFECT,
     "include_stop_str_in_output": _NO_EFFECT,
-    "response_format": (*_NO_EFFECT, {"type": "text"}),
     "skip_special_tokens": (None, True),
-    "structured_outputs": _NO_EFFECT,
     "use_beam_search": _NO_EFFECT,
 }
 
@@ -232,7 +227,9 @@ def _sampling(
     if request.logit_bias:
         given["logit_bias"] = _token_keys(request.logit_bias)
     given = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs)
+    return SamplingParams(
+        **given, max_tokens=max_tokens, logprobs=logprobs, grammar=grammar_of(request)
+    )
 
 
 def _token_keys(biases: Mapping[str, float]) -> dict[int, float]:

@@ -77,13 +77,15 @@ class Exchange:
         }
 
     async def start(self) -> None:
-        """Submit all prompts. Raises what `Call.prompts` and TextGenerator.start raise."""
+        """Submit all prompts. Raises what `Call.prompts`, ServerState.checked and
+        TextGenerator.start raise."""
         state, call = self._state, self._call
+        sampling = await state.checked(self._tenant, call.sampling)
         prompts = await call.prompts(self._tenant)
         hints = NO_HINTS if self._session_call is None else self._session_call.hints
         generation = await state.generator.start(
             prompts,
-            call.sampling,
+            sampling,
             request_id=self._id,
             service_class=self._tier.service_class,
             slo=self._slo,

@@ -190,7 +190,53 @@ class BaseSamplingFields(WireModel):
     ignore_eos: bool | None = None
 
 
-class GenerationRequest(BaseSamplingFields, ModelRequest):
+class JsonSchemaFormat(WireModel):
+    """The schema of `response_format`; it is enforced whether or not it is strict."""
+
+    name: str | None = Field(None, max_length=256)
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(WireModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(WireModel):
+    """One of these says what the output must match. Unknown fields are refused, because ignoring
+    one would give another output."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    json_: str | bool | dict[str, Any] | None = Field(
+        None, alias="json", description="A JSON schema, or its text"
+    )
+    regex: str | None = Field(None, description="In Rust's syntax; for the whole output")
+    choice: list[str] | None = None
+    grammar: str | None = Field(None, description="In llguidance's dialect of Lark, or in GBNF")
+    json_object: bool | None = None
+    whitespace_pattern: str | None = Field(
+        None, description="Of JSON: a regular expression of what may be between its tokens"
+    )
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+
+
+class GrammarFields(WireModel):
+    """What the output must match, see grammars.py. At most one of these fields asks for it."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | bool | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+
+
+class GenerationRequest(BaseSamplingFields, GrammarFields, ModelRequest):
     """Common fields of chat and text completions."""
 
     n: Int | None = None

@@ -116,6 +116,24 @@ _ENGINE_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Time spent in aborted iterations. Divided by bros_engine_step_seconds: their cost. "
             "To reduce it, lower --rt-wait",
         ),
+        "forced_tokens": (
+            "forced_tokens",
+            "Output tokens that a grammar forced, so that they were not sampled",
+        ),
+        "grammars_compiled": (
+            "grammars_compiled",
+            "Grammars of outputs that were compiled. A steady rise means that clients send a new "
+            "schema with each request",
+        ),
+        "grammar_compile_s": (
+            "grammar_compile_seconds",
+            "Time that compiling grammars took, beside the iterations",
+        ),
+        "mask_wait_s": (
+            "mask_wait_seconds",
+            "Time that iterations waited for what a grammar allows. Divided by "
+            "bros_engine_step_seconds: the cost of grammars",
+        ),
         "batch_resets": (
             "batch_resets",
             "How often the batch size was reduced because tokens would have been late. A steady "

@@ -1,0 +1,307 @@
+"""Grammars for what clients ask for: JSON, JSON schemas, regular expressions, choices, grammars.
+
+Everything becomes a text in llguidance's dialect of Lark (Grammar in core/request.py), and parts
+of such texts can be put together:
+
+    start: "<tool_call>" call "</tool_call>"
+    call: %json {"type": "object", ...}             json_rule(schema)
+
+JSON is written in one form, so that nearly all of it but the values is forced: `{"a": 1, "b": [2]}`
+with these spaces and no others, as Python writes it. A `whitespace` pattern allows more.
+
+What is checked here is cheap: sizes, depth, names of keywords. Whether a text compiles, and in what
+time, is checked by text/grammar_check.py in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bros.core.errors import InvalidRequestError
+from bros.core.request import Grammar
+
+MAX_CHOICES = 10_000
+MAX_SCHEMA_DEPTH = 60
+"""Deepest nesting of objects and lists in a schema: the compiler takes about twice as many."""
+
+_FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)
+"""Formats of strings that are enforced."""
+
+_STANDARD_FORMATS = frozenset(
+    {"idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template"}
+    | {"json-pointer", "relative-json-pointer", "regex"}
+)
+"""Formats of the standard that cannot be enforced. All others, such as OpenAPI's int32, are remarks
+to the reader of a schema."""
+
+_UNSUPPORTED = frozenset(
+    {"not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames"}
+    | {"dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties"}
+    | {"unevaluatedItems", "$dynamicRef", "$recursiveRef"}
+)
+
+_IN_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_IN_LISTS = frozenset({"anyOf", "allOf", "oneOf", "prefixItems"})
+_ALONE = frozenset({"items", "additionalProperties", "additionalItems"})
+"""Keywords whose value has schemas: a map of them, a list of them, one (`items` also a list)."""
+
+Schema = Mapping[str, Any] | bool
+
+
+def json_object(*, param: str = "grammar", after: str = "") -> Grammar:
+    """Any JSON object."""
+    return json_schema({"type": "object"}, param=param, after=after)
+
+
+def json_schema(
+    schema: Schema, *, param: str = "grammar", whitespace: str | None = None, after: str = ""
+) -> Grammar:
+    """JSON that is valid by a schema.
+
+    whitespace: a regular expression of what may be between the tokens of JSON; None: see above.
+    Raises InvalidRequestError naming `param`, and the keyword that cannot be honoured and its path.
+    """
+    rule = json_rule(schema, param=param, whitespace=whitespace)
+    return Grammar(f"start: {rule}", after, param)
+
+
+def regex(pattern: str, *, param: str = "grammar", after: str = "") -> Grammar:
+    """A text that matches a regular expression of Rust's syntax as a whole."""
+    if not pattern:
+        raise InvalidRequestError(f"'{param}' must not be empty.", param, "invalid_value")
+    return Grammar(f"start: /{_escaped_regex(pattern)}/", after, param)
+
+
+def choice(options: Sequence[str], *, param: str = "grammar", after: str = "") -> Grammar:
+    """One of some texts."""
+    if not options or not all(isinstance(option, str) and option for option in options):
+        raise InvalidRequestError(
+            f"'{param}' must be a list of strings that are not empty.", param, "invalid_value"
+        )
+    if len(options) > MAX_CHOICES:
+        raise InvalidRequestError(
+            f"'{param}' takes at most {MAX_CHOICES} choices, got {len(options)}.",
+            param,
+            "array_above_max_length",
+        )
+    # One regular expression: thousands of alternatives of a rule would be parsed one by one.
+    either = "|".join(_escaped_regex(_literal(option)) for option in dict.fromkeys(options))
+    return Grammar(f"start: /{either}/", after, param)
+
+
+def lark(text: str, *, param: str = "grammar", after: str = "") -> Grammar:
+    """A grammar in llguidance's dialect of Lark, or in GBNF (with `::=`), which is converted when
+    it is checked."""
+    if not text.strip():
+        raise InvalidRequestError(f"'{param}' must not be empty.", param, "invalid_value")
+    return Grammar(text, after, param)
+
+
+def is_gbnf(text: str) -> bool:
+    """Whether the text of a grammar is GBNF, and not Lark."""
+    return re.search(r"^\s*[\w-]+\s*::=", text, re.MULTILINE) is not None
+
+
+def json_rule(schema: Schema, *, param: str = "grammar", whitespace: str | None = None) -> str:
+    """The right side of a Lark rule for JSON that is valid by a schema: `%json {...}`. Raises what
+    json_schema raises."""
+    if not isinstance(schema, Mapping | bool):
+        raise InvalidRequestError(
+            f"'{param}' must be a JSON schema: an object, or true.", param, "invalid_type"
+        )
+    _check_size(schema, param)
+    checked: Any = {} if schema is True else _Schema(schema, param).checked()
+    style: dict[str, Any] = {"item_separator": ", ", "key_separator": ": "}
+    if whitespace is None:
+        style["whitespace_flexible"] = False
+    else:
+        style = {"whitespace_flexible": True, "whitespace_pattern": whitespace}
+    return f"%json {json.dumps({**checked, 'x-guidance': style}, ensure_ascii=False)}"
+
+
+def _check_size(schema: Schema, param: str) -> None:
+    """Raises InvalidRequestError for a schema that is too deep, without recursion."""
+    level: list[object] = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        level = [
+            inner
+            for value in level
+            if isinstance(value, Mapping | list)
+            for inner in (value.values() if isinstance(value, Mapping) else value)
+        ]
+        if not level:
+            return
+    raise InvalidRequestError(
+        f"The schema in '{param}' is nested more than {MAX_SCHEMA_DEPTH} levels deep.",
+        param,
+        "invalid_json_schema",
+    )
+
+
+# ---- Schemas: what cannot be honoured is refused, what has no meaning is removed.
+
+
+class _Schema:
+    """A schema that is being checked. param: the request's field."""
+
+    def __init__(self, root: Schema, param: str) -> None:
+        self._root = root
+        self._param = param
+
+    def checked(self) -> dict[str, Any]:
+        """The schema for the compiler."""
+        if self._root is False:
+            raise self._error("no value is valid by it", ())
+        if not isinstance(self._root, Mapping):
+            return {}
+        checked: dict[str, Any] = self._check(self._root, ())
+        return checked
+
+    def _check(self, schema: object, path: tuple[str, ...]) -> Any:
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, Mapping):
+            raise self._error("must be an object, or true or false", path)
+        for name in schema:
+            if name in _UNSUPPORTED:
+                raise self._error(f"the keyword {name!r} is not supported", (*path, name))
+        if schema.get("uniqueItems"):
+            raise self._error("the keyword 'uniqueItems' is not supported", (*path, "uniqueItems"))
+        self._check_ref(schema, path)
+        checked: dict[str, Any] = {}
+        for name, value in schema.items():
+            if self._has_meaning(name, value, path):
+                checked[name] = self._check_keyword(name, value, (*path, name))
+        if "oneOf" in checked and "anyOf" not in checked and self._excludes(schema["oneOf"]):
+            checked["anyOf"] = checked.pop("oneOf")
+        return checked
+
+    def _check_keyword(self, name: str, value: object, path: tuple[str, ...]) -> Any:
+        if name in _IN_MAPS:
+            if not isinstance(value, Mapping):
+                raise self._error("must be an object of schemas", path)
+            return {key: self._check(inner, (*path, key)) for key, inner in value.items()}
+        if name in _IN_LISTS or (name == "items" and isinstance(value, list)):
+            if not isinstance(value, list):
+                raise self._error("must be a list of schemas", path)
+            return [self._check(inner, (*path, str(i))) for i, inner in enumerate(value)]
+        if name in _ALONE:
+            return self._check(value, path)
+        return value
+
+    def _has_meaning(self, name: str, value: object, path: tuple[str, ...]) -> bool:
+        """Whether the compiler has to see a keyword."""
+        if name in ("x-guidance", "uniqueItems", "discriminator"):
+            return False
+        if name != "format":
+            return True
+        if value in _STANDARD_FORMATS:
+            raise self._error(f"the format {value!r} is not supported", (*path, name))
+        return value in _FORMATS
+
+    def _check_ref(self, schema: Mapping[str, Any], path: tuple[str, ...]) -> None:
+        ref = schema.get("$ref")
+        if ref is not None and not (isinstance(ref, str) and ref.startswith("#")):
+            raise self._error(
+                "'$ref' must name a part of the same schema, such as '#/$defs/name'",
+                (*path, "$ref"),
+            )
+
+    # oneOf means "exactly one", which is "any" if no two of them can hold together.
+
+    def _excludes(self, options: object) -> bool:
+        """Whether each of the schemas excludes all others: by their types, or by a property that
+        each requires to have another value."""
+        if not isinstance(options, list):
+            return False
+        resolved = [self._resolved(option) for option in options]
+        if any(option is None for option in resolved):
+            return False
+        schemas = [option for option in resolved if option is not None]
+        kinds = [_types(schema) for schema in schemas]
+        if all(kinds) and sum(map(len, kinds)) == len(frozenset[str]().union(*kinds)):
+            return True
+        others = [schema for schema in schemas if _types(schema) != {"null"}]
+        if len(others) < len(schemas) - 1:
+            return False
+        tags = [_tags(schema) for schema in others]
+        names = set(tags[0]).intersection(*tags[1:]) if tags else set()
+        return any(len({tag[name] for tag in tags}) == len(tags) for name in names)
+
+    def _resolved(self, schema: object) -> Mapping[str, Any] | None:
+        """The schema, or the one that it refers to; None if that is not known."""
+        for _ in range(8):
+            if not isinstance(schema, Mapping):
+                return None
+            ref = schema.get("$ref")
+            if not isinstance(ref, str):
+                return schema
+            schema = self._root
+            for step in filter(None, ref.removeprefix("#").split("/")):
+                step = step.replace("~1", "/").replace("~0", "~")
+                schema = schema.get(step) if isinstance(schema, Mapping) else None
+        return None
+
+    def _error(self, reason: str, path: tuple[str, ...]) -> InvalidRequestError:
+        place = f" at {shown_path(path)}" if path else ""
+        return InvalidRequestError(
+            f"Invalid schema in '{self._param}'{place}: {reason}.",
+            self._param,
+            "invalid_json_schema",
+        )
+
+
+def _types(schema: Mapping[str, Any]) -> frozenset[str]:
+    """The types of the valid values, with integers as numbers; empty if any may be valid."""
+    named = schema.get("type")
+    names = [named] if isinstance(named, str) else named
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return frozenset()
+    return frozenset("number" if name == "integer" else name for name in names)
+
+
+def _tags(schema: Mapping[str, Any]) -> dict[str, str]:
+    """Required properties of an object that have only one valid value, as JSON."""
+    properties, required = schema.get("properties"), schema.get("required")
+    if _types(schema) != {"object"} or not isinstance(properties, Mapping):
+        return {}
+    found = {}
+    for name in required if isinstance(required, list) else ():
+        inner = properties.get(name) if isinstance(name, str) else None
+        if isinstance(inner, Mapping):
+            values = [inner["const"]] if "const" in inner else inner.get("enum")
+            if isinstance(values, list) and len(values) == 1:
+                found[name] = json.dumps(values[0], sort_keys=True)
+    return found
+
+
+def shown_path(path: Sequence[str]) -> str:
+    """("properties", "a", "items") -> properties.a.items, shortened."""
+    return ".".join(path)[:200]
+
+
+# ---- Regular expressions, for a place between slashes.
+
+
+def _literal(text: str) -> str:
+    """A regular expression for exactly this text. re.escape also escapes what Rust refuses."""
+    return re.sub(r"[\\.^$*+?()\[\]{}|\-&~#/]", lambda found: "\\" + found[0], text)
+
+
+def _escaped_regex(pattern: str) -> str:
+    """The pattern without anchors at its ends, which mean nothing as the whole text has to match,
+    and with slashes and line breaks escaped."""
+    return _REGEX_PART.sub(_escape_part, pattern)
+
+
+_REGEX_PART = re.compile(r"\\.|/|\n|\r", re.DOTALL)
+
+
+def _escape_part(found: re.Match[str]) -> str:
+    escapes = {"/": "\\/", "\n": "\\n", "\r": "\\r", "\\\n": "\\n", "\\\r": "\\r"}
+    return escapes.get(found[0], found[0])

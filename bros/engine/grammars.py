@@ -1,0 +1,512 @@
+"""Grammars of outputs, by llguidance: compiled on threads, shared by text, one matcher per request.
+
+    text ──▶ compiled (a thread, cached) ──▶ a copy per request: GrammarState
+                                                 │ advance: what a token allows next, forced tokens
+                                                 └ constraint: allows(token), mask()
+
+A sampled token is only checked, which takes microseconds. A mask of the vocabulary is computed when
+a token was refused, or ahead of time on a thread, while the model runs: always where the model runs
+on another device, else for outputs whose tokens are often refused (on a CPU the thread would take
+time from the model, and most outputs of a model that follows its instructions need few masks).
+
+The text of a grammar comes from a client. Its size is bounded by core/request.py and the time that
+it takes by text/grammar_check.py, before it gets here; the limits of the parser bound each step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bros.core.clock import Clock
+from bros.core.errors import InvalidRequestError
+from bros.core.interfaces import EngineInfo, GrammarState, StopRule
+from bros.core.plan import TokenConstraint
+from bros.core.request import Grammar
+
+if TYPE_CHECKING:  # optional: an engine without it serves requests without grammars
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+_MAX_COMPILED = 256
+_MAX_COMPILED_BYTES = 2**24
+"""Bounds on the compiled grammars that are kept: their number, and the bytes of their texts."""
+
+_MAX_COMPILING = 512
+"""Most different grammars that wait to be compiled."""
+
+_STACK_BYTES = 2**26
+"""Stack of the threads that compile: the parser recurses with the depth of a grammar."""
+
+_OFTEN_REFUSED = 0.5
+_REFUSAL_WEIGHT = 0.25
+"""A mask is computed ahead if more than this share of the latest tokens was refused; the weight of
+the latest token in that share."""
+
+
+def parser_limits() -> LLParserLimits:
+    """Bounds of one matcher: of its memory (some 2 kB per state of the lexer), and of the time that
+    one mask takes, about 20 ms."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+
+
+def load_tokenizer(folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """The tokenizer of a model folder, for llguidance. It takes some tenths of a second.
+
+    Raises ImportError without llguidance, and ValueError if it does not support the tokenizer.
+    """
+    from llguidance import LLTokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError("the model folder has no tokenizer.json")
+    if not eos_token_ids:
+        raise ValueError("the model has no end-of-sequence token")
+    return LLTokenizer(
+        path.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=list(eos_token_ids)
+    )
+
+
+@dataclass(slots=True)
+class GrammarCounters:
+    """See EngineStats. Written by one thread each."""
+
+    forced_tokens: int = 0
+    compiled: int = 0
+    compile_s: float = 0.0
+    mask_wait_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Compiled:
+    """A grammar that is or was compiled. error: why it cannot be used."""
+
+    grammar: Grammar
+    matcher: LLMatcher | None = None
+    free_text: _FreeText | None = None
+    error: str | None = None
+    ready: threading.Event = field(default_factory=threading.Event)
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+
+
+class Grammars:
+    """The grammars of one engine. Its thread calls all methods.
+
+    folder: of the model; None: no grammar can be used.
+    ahead: whether masks are always computed ahead of time: not where the model runs on the CPU.
+    """
+
+    def __init__(
+        self, folder: Path | None, info: EngineInfo, clock: Clock, *, ahead: bool | None = None
+    ) -> None:
+        self._folder = folder
+        self._info = info
+        self._clock = clock
+        self._ahead = info.device != "cpu" if ahead is None else ahead
+        self._compiled: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()  # of _compiled, and of `waiting` of each
+        self._vocabulary: _Vocabulary | str | None = None  # str: why there is none
+        self._compiler = _Worker("grammars", _STACK_BYTES)
+        self._masks = _Worker("token-masks")
+        self.counters = GrammarCounters()
+
+    def prepare(self, grammar: Grammar, done: Callable[[], None]) -> bool:
+        """Compile a grammar unless it is compiled; whether `state` would not wait for it. If it
+        would, `done` is called on another thread as soon as it does not."""
+        with self._lock:
+            found = self._find(grammar)
+            if found.ready.is_set():
+                return True
+            found.waiting.append(done)
+            return False
+
+    def state(self, grammar: Grammar, stops: StopRule) -> GrammarState:
+        """The state of a new output; waits until the grammar is compiled.
+
+        Raises InvalidRequestError if this engine cannot use it.
+        """
+        with self._lock:
+            found = self._find(grammar)
+        found.ready.wait()
+        if found.matcher is None:
+            raise InvalidRequestError(
+                f"The grammar cannot be used: {found.error}.", grammar.param, "invalid_grammar"
+            )
+        assert isinstance(self._vocabulary, _Vocabulary)
+        return _Output(
+            found.matcher.deep_copy(),
+            self._vocabulary,
+            found.free_text,
+            stops,
+            self._masks,
+            self._ahead,
+            self._clock,
+            self.counters,
+        )
+
+    def _find(self, grammar: Grammar) -> _Compiled:
+        """The grammar, which is compiled from now on if it was not known. With the lock held."""
+        key = grammar.text, grammar.after
+        found = self._compiled.get(key)
+        if found is not None:
+            self._compiled.move_to_end(key)
+            return found
+        found = _Compiled(grammar)
+        if sum(not other.ready.is_set() for other in self._compiled.values()) >= _MAX_COMPILING:
+            found.error = "too many other grammars are being compiled; try again later"
+            found.ready.set()
+            return found
+        self._compiled[key] = found
+        self._bytes += len(grammar.text)
+        self._forget_oldest()
+        self._compiler.put(lambda: self._compile(found))
+        return found
+
+    def _forget_oldest(self) -> None:
+        """Keep the bounds. A grammar that is being compiled stays; requests keep their copies."""
+        for key, other in list(self._compiled.items())[:-1]:
+            if len(self._compiled) <= _MAX_COMPILED and self._bytes <= _MAX_COMPILED_BYTES:
+                return
+            if other.ready.is_set():
+                del self._compiled[key]
+                self._bytes -= len(key[0])
+
+    def _compile(self, compiled: _Compiled) -> None:
+        """On the compiler's thread."""
+        began_s = self._clock.now()
+        try:
+            vocabulary = self._load_vocabulary()
+            if isinstance(vocabulary, str):
+                compiled.error = vocabulary
+            else:
+                self._compile_with(vocabulary, compiled)
+        except Exception as error:
+            compiled.error = f"{type(error).__name__}: {error}"
+        self.counters.compiled += 1
+        self.counters.compile_s += self._clock.now() - began_s
+        with self._lock:
+            compiled.ready.set()
+            waiting, compiled.waiting = compiled.waiting, []
+        for done in waiting:
+            done()
+
+    def _compile_with(self, vocabulary: _Vocabulary, compiled: _Compiled) -> None:
+        from llguidance import LLMatcher
+
+        grammar = compiled.grammar
+        matcher = LLMatcher(vocabulary.tokenizer, grammar.text, log_level=0, limits=parser_limits())
+        if matcher.is_error():
+            compiled.error = first_line(matcher.get_error())
+            return
+        if grammar.after:
+            compiled.free_text = _FreeText(grammar.after.encode(), vocabulary)
+        compiled.matcher = matcher
+
+    def _load_vocabulary(self) -> _Vocabulary | str:
+        if self._vocabulary is None:
+            try:
+                if self._folder is None:
+                    raise ValueError("this engine has no tokenizer")
+                eos = self._info.eos_token_ids
+                tokenizer = load_tokenizer(self._folder, self._info.vocab_size, eos)
+                self._vocabulary = _Vocabulary(tokenizer, self._info.vocab_size, frozenset(eos))
+            except ImportError:
+                self._vocabulary = "the package llguidance is not installed where the model runs"
+            except Exception as error:  # llguidance raises various ones
+                self._vocabulary = f"the model's tokenizer is not supported: {error}"
+        return self._vocabulary
+
+
+def first_line(message: str) -> str:
+    """What an error message of llguidance says, without the text around the place."""
+    lines = message.strip().split("\n")
+    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    first = re.sub(r"^at \d+\(\d+\): ", "", lines[0])
+    return " ".join([first, *reasons[:1]]).rstrip(".:")[:500]
+
+
+class _Worker:
+    """A thread that does one job after another; it starts with the first one."""
+
+    def __init__(self, name: str, stack_bytes: int = 0) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._name = name
+        self._stack_bytes = stack_bytes
+        self._started = False
+
+    def put(self, job: Callable[[], None]) -> None:
+        """The job must not raise."""
+        self._jobs.put(job)
+        if not self._started:
+            self._started = True
+            before = threading.stack_size(self._stack_bytes)
+            # A daemon, so that a program can end while it works.
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+            threading.stack_size(before)
+
+    def _run(self) -> None:
+        while True:
+            self._jobs.get()()
+
+
+class _Vocabulary:
+    """The tokens of a model.
+
+    size: of the model's logits; larger than the tokenizer's vocabulary in some models.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer, size: int, eos_token_ids: frozenset[int]) -> None:
+        self.tokenizer = tokenizer
+        self.size = size
+        self.eos_token_ids = eos_token_ids
+        self.mask_bytes = -(-tokenizer.vocab_size // 32) * 4
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of a token; of a special token its name."""
+        return self.tokenizer.decode_bytes([token_id])
+
+
+class _FreeText:
+    """The free text before a grammar, which ends with `after`.
+
+    A token must not go on behind it, because the matcher takes whole tokens only. So where `after`
+    is complete but for its last bytes, the tokens that would complete it and go on are refused.
+    """
+
+    def __init__(self, after: bytes, vocabulary: _Vocabulary) -> None:
+        self._after = after
+        self._vocabulary = vocabulary
+        last = after[-1:]
+        tokens = range(vocabulary.tokenizer.vocab_size)
+        texts = [(token_id, vocabulary.bytes_of(token_id)) for token_id in tokens]
+        closing = [(token_id, text) for token_id, text in texts if last in text]
+        self._overrun = [
+            frozenset(token_id for token_id, text in closing if self._overruns(known, text))
+            for known in range(len(after))
+        ]
+
+    def refused(self, known: int) -> frozenset[int]:
+        """Tokens that go on behind `after`, where its first `known` bytes are there."""
+        return self._overrun[known]
+
+    def follow(self, known: int, token_id: int) -> int | None:
+        """How many of its first bytes are there after one more token; None: all of them."""
+        after = self._after
+        text = after[:known] + self._vocabulary.bytes_of(token_id)
+        if text.endswith(after):
+            return None
+        sizes = range(min(len(after) - 1, len(text)), 0, -1)
+        return next((size for size in sizes if text.endswith(after[:size])), 0)
+
+    def _overruns(self, known: int, text: bytes) -> bool:
+        text = self._after[:known] + text
+        at = text.find(self._after)
+        return 0 <= at < len(text) - len(self._after)
+
+
+class _Output:
+    """Implements GrammarState.
+
+    _count: tokens that it has advanced over; the constraint speaks for the token after these.
+    _known: bytes of the end of the free text that are there; None: the grammar applies.
+    _mask: computed mask; holds if _has_mask.
+    _computing: held by the thread that computes the mask ahead of time; None: none does.
+    """
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocabulary: _Vocabulary,
+        free_text: _FreeText | None,
+        stops: StopRule,
+        worker: _Worker,
+        ahead: bool,
+        clock: Clock,
+        counters: GrammarCounters,
+    ) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._free_text = free_text
+        self._known: int | None = None if free_text is None else 0
+        self._stops = stops
+        self._never = vocabulary.eos_token_ids - stops.token_ids  # unless nothing else can follow
+        self._worker = worker
+        self._ahead = ahead
+        self._clock = clock
+        self._counters = counters
+        self._count = 0
+        self._refused_share = 0.0
+        self._mask: NDArray[np.uint8] | None = None
+        self._has_mask = False
+        self._computing: threading.Lock | None = None
+
+    # ---- GrammarState.
+
+    def advance(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
+        """See GrammarState."""
+        self._join()
+        self._has_mask = False
+        for token_id in token_ids:
+            self._accept(token_id)
+        forced = self._forced(most) if self._known is None and most > 0 else []
+        if not self._ends(forced) and (self._ahead or self._refused_share > _OFTEN_REFUSED):
+            self._compute_ahead()
+        return forced
+
+    def constraint(self, ahead: int = 0) -> TokenConstraint:
+        """See GrammarState."""
+        return _Constraint(self, self._count + ahead)
+
+    def _accept(self, token_id: int) -> None:
+        self._count += 1
+        if self._known is not None:
+            assert self._free_text is not None
+            self._known = self._free_text.follow(self._known, token_id)
+        elif not self._matcher.consume_token(token_id):
+            raise ValueError(f"the grammar does not allow token {token_id}: {self._error()}")
+
+    def _forced(self, most: int) -> list[int]:
+        matcher = self._matcher
+        forced = matcher.compute_ff_tokens()[:most]
+        if forced:
+            # A text that reads like a special token is not that token, as the tokenizer thinks.
+            forced = forced[: matcher.validate_tokens(forced)]
+            if not matcher.consume_tokens(forced):
+                raise ValueError(f"the grammar does not allow its own tokens: {self._error()}")
+        self._count += len(forced)
+        self._counters.forced_tokens += len(forced)
+        if len(forced) < most and matcher.is_stopped():
+            if matcher.is_error():
+                raise ValueError(self._error())
+            forced.append(self._stops.end)
+        return forced
+
+    def _ends(self, forced: Sequence[int]) -> bool:
+        return bool(forced) and forced[-1] == self._stops.end
+
+    def _error(self) -> str:
+        return first_line(self._matcher.get_error()) or "it ends here"
+
+    # ---- Constraints, which the sampler asks.
+
+    def allows(self, index: int, token_id: int) -> bool:
+        """Whether the token may be the output's token number `index`."""
+        if index != self._count:
+            # The sample will be ignored: the token is forced and has been given already, or the
+            # output has ended with the token before it.
+            return True
+        allowed = self._allows(token_id)
+        self._refused_share += _REFUSAL_WEIGHT * ((not allowed) - self._refused_share)
+        return allowed
+
+    def _allows(self, token_id: int) -> bool:
+        if self._known is not None:
+            return token_id not in self._refused()
+        if self._has_mask or self._computing is not None:
+            mask = self._wait_for_mask()
+            byte = token_id >> 3
+            return byte < len(mask) and bool(mask[byte] >> (token_id & 7) & 1)
+        if token_id in self._stops.token_ids:
+            return self._count >= self._stops.min_tokens and self._matcher.is_accepting()
+        if token_id in self._never or token_id >= self._vocabulary.tokenizer.vocab_size:
+            return False
+        return self._matcher.validate_tokens([token_id]) == 1
+
+    def mask(self, index: int) -> memoryview:
+        """See TokenConstraint."""
+        if index != self._count:
+            return self._filled(0xFF).data
+        if self._known is not None:
+            mask = self._filled(0xFF)
+            for token_id in self._refused():
+                mask[token_id >> 3] &= ~(1 << (token_id & 7)) & 0xFF
+            return mask.data
+        return self._wait_for_mask().data
+
+    def _filled(self, byte: int) -> NDArray[np.uint8]:
+        return np.full(-(-self._vocabulary.size // 8), byte, np.uint8)
+
+    def _refused(self) -> frozenset[int]:
+        assert self._free_text is not None and self._known is not None
+        stops = self._stops.token_ids | self._vocabulary.eos_token_ids
+        return stops | self._free_text.refused(self._known)
+
+    # ---- Masks.
+
+    def _compute_ahead(self) -> None:
+        if self._known is not None or self._matcher.is_stopped():
+            return
+        self._computing = lock = threading.Lock()
+        lock.acquire()
+
+        def compute() -> None:
+            try:
+                with contextlib.suppress(ValueError):  # raised again where the mask is needed
+                    self._compute_mask()
+            finally:
+                lock.release()
+
+        self._worker.put(compute)
+
+    def _join(self) -> None:
+        """Wait until no other thread uses the matcher."""
+        if self._computing is not None:
+            self._computing.acquire()
+            self._computing = None
+
+    def _wait_for_mask(self) -> NDArray[np.uint8]:
+        began_s = self._clock.now()
+        self._join()
+        if not self._has_mask:
+            self._compute_mask()
+        self._counters.mask_wait_s += self._clock.now() - began_s
+        assert self._mask is not None
+        return self._mask
+
+    def _compute_mask(self) -> None:
+        """Set the mask. Raises ValueError if the grammar has become too complex."""
+        if self._mask is None:
+            self._mask = np.zeros(self._vocabulary.mask_bytes, np.uint8)
+        mask, matcher, stops = self._mask, self._matcher, self._stops
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if matcher.is_error():
+            raise ValueError(f"the grammar cannot be followed: {self._error()}")
+        for token_id in stops.token_ids | self._vocabulary.eos_token_ids:
+            mask[token_id >> 3] &= ~(1 << (token_id & 7)) & 0xFF
+        ends: frozenset[int] = frozenset()
+        if matcher.is_accepting():
+            if not mask.any():
+                ends = stops.token_ids or frozenset({stops.end})
+            elif self._count >= stops.min_tokens:
+                ends = stops.token_ids
+        for token_id in ends:
+            mask[token_id >> 3] |= 1 << (token_id & 7)
+        self._has_mask = True
+
+
+class _Constraint:
+    """Implements TokenConstraint for one position of an output."""
+
+    __slots__ = ("_index", "_output")
+
+    def __init__(self, output: _Output, index: int) -> None:
+        self._output = output
+        self._index = index
+
+    def allows(self, token_id: int) -> bool:
+        return self._output.allows(self._index, token_id)
+
+    def mask(self) -> memoryview:
+        return self._output.mask(self._index)

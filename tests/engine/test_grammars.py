@@ -1,0 +1,270 @@
+"""Grammars by llguidance, with a small byte-level tokenizer: what they allow, force and refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bros.core import grammars
+from bros.core.clock import ManualClock
+from bros.core.errors import InvalidRequestError
+from bros.core.interfaces import GrammarState, StopRule
+from bros.core.request import Grammar
+from bros.engine.grammars import Grammars
+from support.scheduling import engine_info
+from support.tier import by_tier, seed
+from support.tiny_tokenizer import byte_level_backend, save_tokenizer
+
+END = 1  # <|end|>
+VOCAB = 440  # more than the tokenizer has, as in many models
+BACKEND = byte_level_backend()
+STOPS = StopRule(frozenset({END}), 0, END)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def made(folder: Path | None, *, ahead: bool = False, **info: Any) -> Grammars:
+    about = dataclasses.replace(
+        engine_info(), **{"vocab_size": VOCAB, "eos_token_ids": (END,), **info}
+    )
+    return Grammars(folder, about, ManualClock(), ahead=ahead)
+
+
+@pytest.fixture(params=[False, True], ids=["on demand", "ahead"])
+def compiler(folder: Path, request: pytest.FixtureRequest) -> Grammars:
+    return made(folder, ahead=request.param)
+
+
+def ids(text: str) -> list[int]:
+    found: list[int] = BACKEND.encode(text, add_special_tokens=False).ids
+    return found
+
+
+def text_of(tokens: list[int]) -> str:
+    return str(BACKEND.decode(tokens, skip_special_tokens=False))
+
+
+def allowed(state: GrammarState) -> set[int]:
+    mask = np.frombuffer(state.constraint().mask(), np.uint8)
+    return set(np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist())
+
+
+def follow(state: GrammarState, text: str) -> None:
+    for token_id in ids(text):
+        assert state.constraint().allows(token_id)
+        state.advance([token_id], 0)
+
+
+def test_choice_is_forced_where_its_options_agree(compiler: Grammars) -> None:
+    state = compiler.state(grammars.choice(["stop here", "stop there"]), STOPS)
+    forced = list(state.advance((), 99))
+    assert "stop ".startswith(text_of(forced).rstrip()) and forced
+    rest = "stop here"[len(text_of(forced)) :]
+    follow(state, rest)
+    assert list(state.advance((), 99)) == [END]
+
+
+def test_at_most_so_many_tokens_are_forced(compiler: Grammars) -> None:
+    grammar = grammars.choice(["The quick brown fox"])
+    whole = list(compiler.state(grammar, STOPS).advance((), 99))
+    assert text_of(whole) == "The quick brown fox<|end|>" and len(whole) > 3
+    for most in range(len(whole)):
+        state = compiler.state(grammar, STOPS)
+        assert list(state.advance((), most)) == whole[:most]
+        assert allowed(state) >= {whole[most]}
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        grammars.json_object(),
+        grammars.json_schema({"type": "array", "items": {"enum": ["stop", 1, None]}}),
+        grammars.regex(r"[a-z]+ (dog|fox)/?\d*"),
+        grammars.lark('start: "<" start ">" | "x"+'),
+    ],
+    ids=["object", "array", "regex", "lark"],
+)
+def test_checks_and_masks_agree_and_every_walk_ends_in_a_match(
+    folder: Path, grammar: Grammar
+) -> None:
+    """A check of a token, a mask computed when it is asked for, and one computed ahead."""
+    checking, masking, ahead = made(folder), made(folder), made(folder, ahead=True)
+    for number in range(by_tier(fast=4, long=100)):
+        rng = random.Random(seed(number))
+        states = [each.state(grammar, STOPS) for each in (checking, masking, ahead)]
+        for state in states:
+            state.advance((), 0)
+        tokens: list[int] = []
+        for _ in range(40):
+            by_check = {t for t in range(VOCAB) if states[0].constraint().allows(t)}
+            assert by_check == allowed(states[1]) == allowed(states[2]) != set()
+            if END in by_check and (len(tokens) > 25 or by_check == {END}):
+                break
+            token_id = rng.choice(sorted(by_check - {END}))
+            tokens.append(token_id)
+            assert len({tuple(state.advance([token_id], 0)) for state in states}) == 1
+        assert 0 not in tokens, "the text of a special token is not a special token"
+        if END in by_check and grammar.text.startswith("start: %json"):
+            json.loads(BACKEND.decode(tokens, skip_special_tokens=False))
+
+
+def test_forced_tokens_are_those_that_are_allowed_alone_or_spell_what_is(
+    compiler: Grammars,
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"over": {"type": "integer"}, "dog": {"enum": ["lazy", "quick"]}},
+        "required": ["over", "dog"],
+        "additionalProperties": False,
+    }
+    forcing = compiler.state(grammars.json_schema(schema), STOPS)
+    text = text_of(list(forcing.advance((), 99)))
+    assert text.startswith('{"over":')
+    follow(forcing, '{"over": 3,'[len(text) :])
+    text += text_of(list(forcing.advance((), 99)))
+    assert ' "dog"' in text
+
+
+def test_output_may_end_only_where_it_is_complete(compiler: Grammars) -> None:
+    stop_word = ids("z")[0]
+    stops = StopRule(frozenset({END, stop_word}), 0, END)
+    state = compiler.state(grammars.regex("[a-z]{2,3}"), stops)
+    state.advance((), 0)
+    for complete in (False, False, True):
+        assert ({END, stop_word} <= allowed(state)) is complete
+        assert state.constraint().allows(stop_word) is complete
+        assert state.constraint().allows(END) is complete
+        state.advance(ids("a"), 0)
+    assert allowed(state) == {END, stop_word}
+
+
+def test_min_tokens_keep_it_from_ending_unless_nothing_can_follow(compiler: Grammars) -> None:
+    state = compiler.state(grammars.regex("a{1,3}"), StopRule(frozenset({END}), 9, END))
+    state.advance(ids("a")[:1], 0)
+    assert END not in allowed(state) and not state.constraint().allows(END)
+    state.advance(ids("a")[:1], 0)
+    state.advance(ids("a")[:1], 0)
+    assert allowed(state) == {END}
+
+
+def test_without_stop_tokens_it_ends_where_nothing_can_follow(compiler: Grammars) -> None:
+    """As with ignore_eos."""
+    state = compiler.state(grammars.regex("a{1,2}"), StopRule(frozenset(), 0, END))
+    assert list(state.advance(ids("a")[:1], 99)) == []
+    assert END not in allowed(state) and not state.constraint().allows(END)
+    assert list(state.advance(ids("a")[:1], 99)) == [END]
+    assert allowed(state) == {END}
+
+
+def test_grammar_begins_behind_the_text_it_comes_after(compiler: Grammars) -> None:
+    grammar = dataclasses.replace(grammars.choice(["dog", "fox"]), after="</t>")
+    state = compiler.state(grammar, STOPS)
+    assert list(state.advance((), 99)) == []
+    assert END not in allowed(state) and len(allowed(state)) > 400
+    follow(state, "some </ text </t")
+    closing = [t for t in range(VOCAB) if ">" in text_of([t]) and t > END]
+    for token_id in closing:  # one that goes on behind it would have to be cut
+        goes_on = text_of([token_id]).startswith(">") and text_of([token_id]) != ">"
+        assert state.constraint().allows(token_id) is not goes_on
+    forced = state.advance(ids(">"), 99)
+    assert not forced
+    firsts = {text_of([t])[0] for t in allowed(state)}
+    assert firsts == {"d", "f"}
+
+
+def test_unknown_end_of_free_text_is_found_where_it_overlaps_itself(compiler: Grammars) -> None:
+    grammar = dataclasses.replace(grammars.choice(["x"]), after="aab")
+    state = compiler.state(grammar, STOPS)
+    for char in "aaa":
+        state.advance(ids(char), 0)
+    assert list(state.advance(ids("b"), 99))[:1] == ids("x")
+
+
+def test_special_tokens_are_named_in_brackets_and_never_spelled(compiler: Grammars) -> None:
+    spelled = compiler.state(grammars.lark('start: "<|start|>"'), STOPS)
+    assert 0 not in spelled.advance((), 99)
+    named = compiler.state(grammars.lark('start: <|start|> "x"'), STOPS)
+    assert list(named.advance((), 99))[0] == 0
+
+
+def test_anchors_mean_nothing_where_the_whole_output_has_to_match(compiler: Grammars) -> None:
+    for pattern in ("^(a|b)c$", "(a|b)c"):
+        state = compiler.state(grammars.regex(pattern), STOPS)
+        follow(state, "bc")
+        assert list(state.advance((), 99)) == [END]
+
+
+def test_a_token_that_is_not_allowed_is_an_error(compiler: Grammars) -> None:
+    state = compiler.state(grammars.choice(["dog"]), STOPS)
+    with pytest.raises(ValueError, match="does not allow token"):
+        state.advance(ids("x"), 0)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "says"),
+    [
+        (Grammar("start: other", param="guided_grammar"), "unknown name"),
+        (Grammar("start: /(?=a)b/"), "look-around"),
+        (Grammar("start: <|none|>"), "unknown special token"),
+    ],
+)
+def test_what_does_not_compile_is_refused_with_its_field(
+    compiler: Grammars, grammar: Grammar, says: str
+) -> None:
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match=says) as caught:
+            compiler.state(grammar, STOPS)
+        assert caught.value.param == grammar.param
+    assert compiler.counters.compiled == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda folder: made(None), "this engine has no tokenizer"),
+        (lambda folder: made(folder.parent), r"no tokenizer\.json"),
+        (lambda folder: made(folder, eos_token_ids=()), "no end-of-sequence token"),
+    ],
+)
+def test_models_that_cannot_have_grammars_say_why(
+    folder: Path, make: Callable[[Path], Grammars], says: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        make(folder).state(grammars.json_object(), STOPS)
+
+
+def test_it_compiles_on_a_thread_and_once_for_equal_texts(folder: Path) -> None:
+    compiler, done = made(folder), threading.Semaphore(0)
+    one, two = grammars.json_object(), grammars.json_object(param="other")
+    assert not compiler.prepare(one, done.release)
+    first = compiler.prepare(two, done.release)
+    assert done.acquire(timeout=60) and (first or done.acquire(timeout=60))
+    assert compiler.prepare(one, done.release) and compiler.prepare(two, done.release)
+    assert compiler.counters.compiled == 1
+
+
+def test_the_compiled_grammars_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bros.engine.grammars._MAX_COMPILED", 3)
+    compiler = made(folder)
+    for number in (1, 2, 3, 1, 4, 1, 2):  # 4 takes the place of 2
+        compiler.state(grammars.choice([str(number)]), STOPS)
+    assert compiler.counters.compiled == 5
+
+
+def test_masks_refuse_tokens_that_only_the_model_has(compiler: Grammars) -> None:
+    state = compiler.state(grammars.regex("(.|\n)*"), STOPS)
+    state.advance((), 0)
+    size = BACKEND.get_vocab_size()
+    assert size < VOCAB and max(allowed(state)) < size
+    assert not state.constraint().allows(VOCAB - 1)

@@ -1,0 +1,107 @@
+"""Outputs that have to match generated schemas, from a random model: all valid, or cut by length.
+
+A tiny random Llama writes anything, so all that is valid is the grammar's work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from bros.core import grammars
+from bros.core.config import EngineConfig
+from bros.core.request import FinishReason, SamplingParams, ServiceClass
+from bros.text.generation import ChoiceResult, collect
+from bros.transport.local import LocalEngine, open_local
+from support.json_schemas import schemas
+from support.tier import by_tier, seed
+from support.tiny_models import save_tiny_llama
+from support.tiny_tokenizer import save_tokenizer
+
+SCHEMAS, ROWS = by_tier(fast=10, long=200), by_tier(fast=2, long=8)
+MAX_TOKENS = by_tier(fast=60, long=120)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_llama(folder, vocab_size=440)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 1}))
+    save_tokenizer(folder)
+    return folder
+
+
+def serve(folder: Path, work: Any, **options: Any) -> Any:
+    """`work` of a LocalEngine."""
+
+    async def run() -> Any:
+        config = EngineConfig(
+            model=str(folder), kernels="reference", threads=1, weights="fp32", **options
+        )
+        async with open_local(config, folder / "cache") as local:
+            return await work(local)
+
+    return asyncio.run(run())
+
+
+def check(schema: Any, choice: ChoiceResult) -> bool:
+    """Whether the output is whole; raises if it is whole and wrong."""
+    if choice.finish_reason is FinishReason.LENGTH:
+        return False
+    assert choice.finish_reason is FinishReason.STOP, choice
+    jsonschema.validate(json.loads(choice.text), schema)
+    return True
+
+
+@pytest.mark.parametrize(("kv_blocks", "logprobs"), [(9, None), (9, 0), (400, None)])
+def test_every_whole_output_is_valid_by_its_schema(
+    folder: Path, kv_blocks: int, logprobs: int | None
+) -> None:
+    """In both classes, greedy and drawn, with n = 3, and with memory for two or three of them."""
+    rng = random.Random(seed(3))
+    asked = schemas(SCHEMAS, seed(kv_blocks))
+
+    async def work(local: LocalEngine) -> list[tuple[Any, list[ChoiceResult]]]:
+        async def row(schema: Any, number: int) -> tuple[Any, list[ChoiceResult]]:
+            sampling = SamplingParams(
+                temperature=float(number % 2),
+                seed=number,
+                n=3 if number % 3 == 0 else 1,
+                max_tokens=MAX_TOKENS,
+                min_tokens=rng.choice([0, 5]),
+                ignore_eos=rng.random() < 0.2,
+                presence_penalty=rng.choice([0.0, 0.0, 0.5]),
+                logprobs=logprobs,
+                grammar=grammars.json_schema(schema),
+            )
+            generation = await local.generator.start(
+                [[rng.randrange(5, 300) for _ in range(rng.randint(1, 40))]],
+                sampling,
+                service_class=rng.choice(list(ServiceClass)),
+            )
+            return schema, await collect(generation)
+
+        rows = [row(schema, n * ROWS + k) for n, schema in enumerate(asked) for k in range(ROWS)]
+        found = await asyncio.gather(*rows)
+        stats = await local.client.stats()
+        preempted = sum(each.preemptions for each in stats.by_class.values())
+        assert (preempted > 0) == (kv_blocks == 9)
+        assert (stats.forced_tokens > 0) == (logprobs is None)
+        return found
+
+    whole = 0
+    for schema, choices in serve(
+        folder,
+        work,
+        kv_blocks=by_tier(fast=kv_blocks, long=kv_blocks + 4),
+        max_model_len=by_tier(fast=112, long=176),
+    ):
+        whole += sum(check(schema, choice) for choice in choices)
+    assert whole > SCHEMAS, "nearly all were cut"

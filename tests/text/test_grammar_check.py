@@ -1,0 +1,159 @@
+"""The check of grammars in a process of its own: hostile ones are refused within a second."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bros.core import grammars
+from bros.core.errors import InvalidRequestError
+from bros.core.request import Grammar
+from bros.text.grammar_check import GrammarChecker
+from support.tiny_tokenizer import save_tokenizer
+
+PATIENCE_S = 5.0
+"""A second, on a machine that does other things too. What is refused for its time takes less than
+that of the processor, and what is not refused would take minutes."""
+
+
+@pytest.fixture(scope="module")
+def checker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarChecker]:
+    made = GrammarChecker(save_tokenizer(tmp_path_factory.mktemp("tokenizer")), 440, [1])
+    yield made
+    made.close()
+
+
+def check(checker: GrammarChecker, grammar: Grammar, tenant: str = "") -> Grammar:
+    return asyncio.run(checker.check(tenant, grammar))
+
+
+def wide(count: int, **more: Any) -> Grammar:
+    properties = {f"p{number}": {"type": "string"} for number in range(count)}
+    return grammars.json_schema({"type": "object", "properties": properties, **more})
+
+
+def product_of_choices() -> Grammar:
+    def options(number: int) -> dict[str, Any]:
+        return {"anyOf": [{"properties": {f"a{number}_{i}": {}}} for i in range(4)]}
+
+    return grammars.json_schema({"type": "object", "allOf": [options(n) for n in range(12)]})
+
+
+def chain(length: int) -> Grammar:
+    rules = "\n".join(f'a{i}: "x" a{i + 1}' for i in range(length))
+    return grammars.lark(f'start: a0\n{rules}\na{length}: "y"')
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        product_of_choices,
+        lambda: wide(4000, additionalProperties=False),
+        lambda: chain(14_000),
+        lambda: grammars.lark("start: " + " | ".join(f'"w{i}"' for i in range(25_000))),
+        lambda: grammars.lark("start: " + "(" * 100_000 + '"a"' + ")" * 100_000),
+        lambda: grammars.regex("(" * 50_000 + "a" + ")" * 50_000),
+        lambda: grammars.lark("start: " + "x" * 1_000_000),
+        lambda: grammars.lark("root ::= " + "(" * 100_000 + '"a"'),
+    ],
+    ids=["product", "wide", "chain", "alternatives", "nested", "nested regex",
+         "megabyte", "gbnf"],
+)  # fmt: skip
+def test_hostile_grammars_are_refused_quickly_and_others_go_on(
+    checker: GrammarChecker, make: Callable[[], Grammar]
+) -> None:
+    check(checker, grammars.regex("warm"))
+    began = time.monotonic()
+    with pytest.raises(InvalidRequestError):
+        check(checker, make())
+    assert time.monotonic() - began < PATIENCE_S
+    assert check(checker, grammars.regex(f"on{began}".replace(".", "")))
+
+
+def test_answers_are_in_lark_and_kept(checker: GrammarChecker) -> None:
+    gbnf = grammars.lark('root ::= "a" b\nb ::= [a-z]+', param="guided_grammar")
+    lark = check(checker, gbnf)
+    assert "start:" in lark.text and lark.param == "guided_grammar"
+    assert check(checker, gbnf) == lark
+    assert checker.check_blocking(gbnf) == lark
+    assert check(checker, Grammar(gbnf.text, after="x")).after == "x"
+
+
+@pytest.mark.parametrize(
+    ("grammar", "says", "code"),
+    [
+        (grammars.regex("(?=a)b", param="p"), "'p' cannot be used: .*look-around", "grammar"),
+        (Grammar("start: %json {", param="p"), "'p' cannot be used", "grammar"),
+        (
+            grammars.json_schema({"type": "string", "minLength": 3, "maxLength": 1}, param="p"),
+            r"Invalid schema in 'p': Unsatisfiable schema: minLength \(3\)",
+            "json_schema",
+        ),
+        (grammars.lark('root ::= ("a"', param="p"), "'p' cannot be used", "grammar"),
+    ],
+)
+def test_what_is_wrong_is_said_without_the_text(
+    checker: GrammarChecker, grammar: Grammar, says: str, code: str
+) -> None:
+    for ask in (lambda: check(checker, grammar), lambda: checker.check_blocking(grammar)):
+        with pytest.raises(InvalidRequestError, match=says) as caught:
+            ask()
+        assert (caught.value.param, caught.value.code) == ("p", f"invalid_{code}")
+
+
+def test_the_slow_grammars_of_one_tenant_leave_a_process_to_others(
+    checker: GrammarChecker,
+) -> None:
+    async def race() -> list[str]:
+        done: list[str] = []
+
+        async def ask(tenant: str, grammar: Grammar) -> None:
+            try:
+                await checker.check(tenant, grammar)
+            except InvalidRequestError:
+                pass
+            done.append(tenant)
+
+        slow = [wide(3500 + n, additionalProperties=False) for n in range(3)]
+        await asyncio.gather(
+            *(ask("slow", grammar) for grammar in slow), ask("quick", grammars.regex("quick"))
+        )
+        return done
+
+    async def start_both() -> None:
+        first = grammars.regex("both"), grammars.regex("processes")
+        await asyncio.gather(*(checker.check(g.text, g) for g in first))
+
+    asyncio.run(start_both())
+    assert asyncio.run(race())[0] == "quick"
+
+
+def test_a_process_that_was_killed_is_started_again(tmp_path: Path) -> None:
+    made = GrammarChecker(save_tokenizer(tmp_path), 440, [1])
+    try:
+        check(made, grammars.regex("a"))
+        process = made._all[0]._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        check(made, grammars.regex("b"))
+    finally:
+        made.close()
+    with pytest.raises(InvalidRequestError, match="the server stops"):
+        check(made, grammars.regex("c"))
+
+
+def test_a_model_without_tokenizer_says_so(tmp_path: Path) -> None:
+    made = GrammarChecker(tmp_path, 440, [1])
+    try:
+        with pytest.raises(InvalidRequestError, match=r"no tokenizer\.json"):
+            check(made, grammars.regex("a"))
+    finally:
+        made.close()
