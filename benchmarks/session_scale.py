@@ -29,6 +29,7 @@ from pathlib import Path
 
 from quick import add_quick
 
+from bros.core.collector import Collector
 from bros.core.errors import BrosError
 from bros.core.interfaces import EngineInfo, EngineStats, RequestTrace
 from bros.core.request import EngineRequest, FinishReason, IdGenerator, RequestOutput, Slo
@@ -464,9 +465,6 @@ def measure(name: str, size: Size, profile: bool) -> Result:
         bench = Bench(size)
         run = await SCENARIOS[name](bench)
         await asyncio.sleep(0.2)
-        gc.collect()
-        gc.freeze()  # as a server after its start
-        await asyncio.sleep(0)  # the turn of the collection does not count
         profiler = cProfile.Profile()
         if profile:
             profiler.enable()
@@ -488,10 +486,10 @@ def measure(name: str, size: Size, profile: bool) -> Result:
             profiler.disable()
             pstats.Stats(profiler, stream=sys.stdout).sort_stats("cumtime").print_stats(25)
         await bench.close()
-        gc.unfreeze()
         return result
 
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+    # As in a server, and so that garbage of the scenario before does not count.
+    with Collector(), asyncio.Runner(loop_factory=lambda: loop) as runner:
         return runner.run(main())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
+from bros.core.collector import Collector
 from bros.core.errors import BrosError
 from bros.core.request import EngineRequest
 from bros.engine.engine import Engine
@@ -93,10 +94,16 @@ class _Compiling:
                 yield command
 
 
-def run_engine(engine: Engine, transport: Transport, progress: Progress | None = None) -> None:
+def run_engine(
+    engine: Engine,
+    transport: Transport,
+    progress: Progress | None = None,
+    collector: Collector | None = None,
+) -> None:
     """Serve one client until it sends Shutdown. Exceptions of a step pass through.
 
     progress: updated for a watchdog.
+    collector: makes its full collections while there are no requests.
     """
     progress = progress or Progress()
     deferred: list[Command] = []  # received during the step, handled after it
@@ -118,6 +125,8 @@ def run_engine(engine: Engine, transport: Transport, progress: Progress | None =
     transport.send(Ready(engine.info))
     while True:
         progress.idle = idle = not (deferred or engine.has_work)
+        if collector is not None:
+            collector.collect_if_due(idle=idle)
         commands = [*deferred, *transport.receive(wait=idle)]
         progress.turns += 1
         progress.idle = False

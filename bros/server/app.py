@@ -147,7 +147,11 @@ class App(Starlette):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[DIRECT_SEND] = send
-        await super().__call__(scope, receive, send)
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            # `send` belongs to an object that has the scope: a cycle for the garbage collector.
+            del scope[DIRECT_SEND]
 
 
 def create_app(state: ServerState, tenants: Tenants) -> Starlette:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import json
 import logging
 import os
@@ -20,10 +19,11 @@ from typing import Any
 from bros.batch.runner import BatchRunner, RunnerSettings
 from bros.batch.store import Store, default_data_dir, open_store
 from bros.core.clock import SystemClock
+from bros.core.collector import Collector
 from bros.core.config import Config, EngineConfig, ServerConfig
-from bros.core.errors import ConfigError
+from bros.core.errors import ConfigError, EngineDeadError
 from bros.core.interfaces import EngineClient, EngineInfo
-from bros.core.request import CHAT_SAMPLING, IdGenerator
+from bros.core.request import CHAT_SAMPLING, IdGenerator, ServiceClass
 from bros.core.tenants import TenantAccounts
 from bros.executor.model_store import ModelFiles, cache_dir_of, resolve_model
 from bros.router.client import RouterClient
@@ -127,13 +127,10 @@ async def _serve(
         servers.append(server)
         # Threads that validate batches must hand the GIL back to the streams quickly.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        # Excludes modules and tokenizer from garbage collection: a full collection that walks them
-        # would stall every stream.
-        gc.collect()
-        gc.freeze()
         if not deaths:
-            async with _running(state):
-                await server.run()
+            with Collector() as collector:
+                async with _running(state, collector):
+                    await server.run()
     finally:
         await engine.close()
     if deaths:
@@ -251,14 +248,28 @@ def with_jobs(state: ServerState, store: Store) -> ServerState:
 
 
 @contextlib.asynccontextmanager
-async def _running(state: ServerState) -> AsyncIterator[None]:
-    """Run the tasks of batches and sessions, and the watch of the loop, during the block."""
+async def _running(state: ServerState, collector: Collector | None = None) -> AsyncIterator[None]:
+    """Run the tasks of batches and sessions, and the watch of the loop, during the block.
+
+    collector: makes its full collections while no user waits.
+    """
     assert state.jobs is not None and state.sessions is not None
+
+    async def is_idle() -> bool:
+        try:
+            stats = await state.engine.stats()
+        except EngineDeadError:
+            return True
+        real_time = stats.by_class.get(ServiceClass.RT)
+        return real_time is None or not (real_time.running or real_time.waiting)
+
     tasks = [
         asyncio.create_task(state.jobs.runner.run(), name="batches"),
         asyncio.create_task(state.sessions.run(), name="sessions"),
         asyncio.create_task(LagWatch(state.clock, state.metrics.loop_lag).run(), name="loop lag"),
     ]
+    if collector is not None:
+        tasks.append(asyncio.create_task(collector.run(is_idle), name="garbage collector"))
     try:
         yield
     finally:

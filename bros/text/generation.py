@@ -386,8 +386,8 @@ class Generation:
             self._filled = []
             self.wake()
             unfinished = [choice for choice in self._choices if not choice.finished]
-            for choice in unfinished:
-                choice.finished = True  # ignores further outputs of the engine
+            for choice in self._choices:
+                choice.end()
             if not unfinished and not self._aborts:
                 return
             self._closing = asyncio.ensure_future(self._close(unfinished))
@@ -516,7 +516,7 @@ class _Choice:
         self.stop_reason: str | int | None = None
         self.error: str | None = None
         self.retry_after_s: float | None = None
-        self._generation = generation
+        self._generation: Generation | None = generation
         self._turn = turn
         self._sampling = sampling
         self._detokenizer = parsing.detokenizer()
@@ -532,9 +532,9 @@ class _Choice:
 
     def put(self, item: Output | EngineDeadError) -> None:
         """The OutputSink of the request."""
-        if self.finished:
+        generation, texts = self._generation, self._texts
+        if self.finished or generation is None:
             return
-        texts = self._texts
         try:
             if isinstance(item, tuple) and self._is_plain:  # nearly always
                 token_id = item[1]
@@ -546,14 +546,19 @@ class _Choice:
             else:
                 texts.append(self._full_output(expanded(item)))
         except Exception as error:  # raised in the reader, not in the engine's client
-            self._generation.on_failure(error)
+            generation.on_failure(error)
             return
         if len(texts) > 1:
             return
-        if self._generation.sink is None:
-            self._generation.on_filled(self)
+        if generation.sink is None:
+            generation.on_filled(self)
         else:
             self._turn.add(self)
+
+    def end(self) -> None:
+        """Ignore further outputs. It forgets the generation, so that both are freed without the
+        garbage collector."""
+        self.finished, self._generation = True, None
 
     def take(self) -> TextDelta:
         """Empty the slot, which must be filled."""
@@ -578,9 +583,12 @@ class _Choice:
 
     def forward(self) -> None:
         """Empty the slot, which must be filled, into the sink, or end Generation.forward."""
-        sink = self._generation.sink
+        generation = self._generation
+        if generation is None:
+            return
+        sink = generation.sink
         if sink is None or self.finished or self._prompt_logprobs or not sink.ready():
-            self._generation.on_filled(self)
+            generation.on_filled(self)
             return
         try:
             if self._logprobs or self._parts:
@@ -590,7 +598,7 @@ class _Choice:
                 self._texts, self._token_ids = [], []
                 sink.put_text(self.index, text, num_tokens)
         except Exception as error:  # other generations go on
-            self._generation.wake(error)
+            generation.wake(error)
 
     def _full_output(self, output: RequestOutput) -> str:
         """Add an output to the slot, all but its text, which is returned."""
@@ -614,6 +622,7 @@ class _Choice:
             self._prompt_logprobs += output.prompt_logprobs
         if stop is not None:
             if reason is None:
+                assert self._generation is not None, "put checks it"
                 self._generation.on_stop_string(self)
             self.finish_reason, self.stop_reason = FinishReason.STOP, stop
         else:

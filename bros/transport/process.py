@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
-import gc
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bros.core.clock import SystemClock
+from bros.core.collector import Collector
 from bros.core.config import EngineConfig
 from bros.core.errors import BrosError, RanksLostError
 from bros.core.rank_env import torchrun_rank_env
@@ -140,15 +140,14 @@ def _lead(launch: LaunchSpec, folder: Path, group: Group) -> None:
             report=logger.info,
             group=group,
         )
-        # The objects of torch and the model stay alive. A full collection that visits all of them
-        # would delay a step by as long as the step takes.
-        gc.collect()
-        gc.freeze()
+        # The objects of torch and the model stay alive. A collection that visits all of them would
+        # delay a step by as long as the step takes.
+        collector = stack.enter_context(Collector())
         progress = Progress()
         if launch.config.hang_timeout:
             timeout_s = launch.config.hang_timeout
             stack.enter_context(_watched(engine, progress, timeout_s, folder, group))
-        run_engine(engine, transport, progress)
+        run_engine(engine, transport, progress, collector)
         engine.close()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import weakref
 from collections.abc import Collection, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -544,6 +546,25 @@ async def test_closing_a_finished_generation_aborts_nothing() -> None:
     async with aclosing(generation):
         assert [delta.text async for delta in generation] == ["a"]
     assert engine.aborted == []
+
+
+@pytest.mark.parametrize("finished", [True, False])
+async def test_a_closed_generation_is_no_garbage_for_the_collector(finished: bool) -> None:
+    """Servers make full collections only while they are idle."""
+    engine = ScriptedEngine()
+    gc.disable()
+    try:
+        generation = await start(engine, n=2)
+        engine.say("a", FinishReason.LENGTH if finished else None, to="r-0")
+        await anext(generation)
+        await generation.aclose()
+        engine.say("b", to="r-1")  # an output that was on its way
+        await settled()
+        closed = weakref.ref(generation)
+        del generation
+        assert closed() is None
+    finally:
+        gc.enable()
 
 
 async def test_closing_wakes_a_waiting_reader() -> None:
