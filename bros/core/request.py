@@ -238,10 +238,13 @@ class RequestGroup:
 
     id: the same for all members, and for no other requests.
     size: number of members that were known when the request was submitted, ended ones included.
+    precedes: whether its best-effort requests go before others, because a client waits for what
+        follows; False before values that are requested for throughput.
     """
 
     id: str
     size: int
+    precedes: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,8 +254,8 @@ class Hints:
     program: id of the program, empty if there is none. Among best-effort requests those of the
         program that began first go first, deeper ones before others.
     depth: number of calls before it in the program.
-    group: the task group that it is a member of, or a prefill ahead of a member. Best-effort
-        requests of a group go before others; a router places the members as one.
+    group: the task group that it is a member of, or a prefill ahead of a member. A router places
+        the members as one.
     expected_tokens: expected number of output tokens; None: as many as usual.
     private_from: position of the first token whose KV only requests with the same private_salt
         share; the KV before it is shared by kv_salt alone. None: there is no such token.

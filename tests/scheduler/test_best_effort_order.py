@@ -48,8 +48,9 @@ arrivals = st.lists(
 )
 
 
-def state_of(index: int, arrival: Arrival, at_s: float) -> RequestState:
-    group = RequestGroup(f"{arrival.program}/{arrival.depth}", 2) if arrival.grouped else None
+def state_of(index: int, arrival: Arrival, at_s: float, *, precedes: bool = True) -> RequestState:
+    group_id = f"{arrival.program}/{arrival.depth}"
+    group = RequestGroup(group_id, 2, precedes) if arrival.grouped else None
     hints = Hints(program=arrival.program, depth=arrival.depth, group=group)
     prompt = range(1 + 100 * arrival.family, 80 + 100 * arrival.family)
     asked = request(f"r{index}", prompt, BE, arrival_s=at_s, hints=hints)
@@ -60,12 +61,12 @@ def state_of(index: int, arrival: Arrival, at_s: float) -> RequestState:
     )  # fmt: skip
 
 
-def placed(load: list[Arrival]) -> list[tuple[RequestState, Rank]]:
-    """Every request, with its key, in the order in which they came."""
+def placed(load: list[Arrival], *, precedes: bool = True) -> list[tuple[RequestState, Rank]]:
+    """Every request, with its key, in the order in which they came. precedes: of all groups."""
     order, now, found = BestEffortOrder(WAIT_S), 0.0, []
     for index, arrival in enumerate(load):
         now += arrival.after_s
-        state = state_of(index, arrival, now or 1e-9)
+        state = state_of(index, arrival, now or 1e-9, precedes=precedes)
         found.append((state, order.key(state, now + arrival.delay_s)))
     return found
 
@@ -104,8 +105,17 @@ def test_no_request_is_overtaken_by_one_without_program_group_or_cached_prefix(
     assert keys == sorted(keys)
 
 
+@given(load=arrivals)
+def test_groups_before_values_for_throughput_have_the_places_of_their_programs(
+    load: list[Arrival],
+) -> None:
+    alone = [dataclasses.replace(arrival, grouped=False) for arrival in load]
+    keys = [key for _, key in placed(load, precedes=False)]
+    assert keys == [key for _, key in placed(alone)]
+
+
 @given(load=arrivals, data=st.data())
-def test_who_has_lost_its_place_gets_it_back_or_a_better_one(
+def test_a_preempted_request_gets_its_place_back_or_a_better_one(
     load: list[Arrival], data: st.DataObject
 ) -> None:
     """It started and lost its memory: it still came when it came."""

@@ -235,6 +235,13 @@ CASES = {
     "beside a best-effort request": Case(
         2, (Maps(4, own=300),), (Other(1, 200, 100, BE),), perf=Perf.TTFT
     ),
+    "throughput": Case(3, (Maps(5, own=800),), perf=Perf.THROUGHPUT),
+    "throughput, two groups": Case(
+        2, (Maps(3, own=40), Maps(3, own=40)), perf=Perf.THROUGHPUT, device=FAST
+    ),
+    "throughput beside a best-effort request": Case(
+        2, (Maps(4, own=300),), (Other(1, 200, 100, BE),), perf=Perf.THROUGHPUT
+    ),
     "a cached prefix": Case(3, (Maps(3, own=40),), (Other(2, 800, 0),), device=A100),
     "a cached prefix at a busy replica": Case(
         2, (Maps(3, own=40),), (Other(0, 800, 0), Other(0, 1000, 100)), device=FAST

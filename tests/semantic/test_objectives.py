@@ -57,6 +57,10 @@ def groups(core: SessionStateMachine) -> dict[str, set[str]]:
     return found
 
 
+def group_levels(core: SessionStateMachine) -> dict[str, Level]:
+    return {group.id: group.level for t in llm_calls(core).values() for group in t.groups}
+
+
 def finish(core: SessionStateMachine, *calls: str, now: float = 1.0) -> None:
     for call in calls:
         core.finished(llm_calls(core)[call, 0], "done", None, now)
@@ -182,8 +186,21 @@ def test_throughput_raises_nothing_above_it() -> None:
     core = core_of(*map_reduce(3))
     core.want("out", THROUGHPUT, 0.0)
     assert {level for level, _ in levels(core).values()} == {BATCH}
-    assert groups(core) == {}
+    assert groups(core) == {"out:1": {"m0", "m1", "m2"}}, "a router places them as one"
+    assert group_levels(core) == {"out:1": BATCH}
     assert llm_calls(core)["m0", 0].label.objectives == {Perf.THROUGHPUT}
+
+
+def test_a_call_before_two_sinks_is_submitted_in_the_more_urgent_group() -> None:
+    core = core_of(
+        *(llm(name, ("x", f"v{name}")) for name in "ab"),
+        llm("p", ("va vb", "out1")),
+        llm("q", ("va vb", "out2")),
+    )
+    core.want("out1", THROUGHPUT, 0.0)
+    core.want("out2", STREAMED, 0.0)
+    group = llm_calls(core)["a", 0].group
+    assert group is not None and group.id == "out2:1"
 
 
 def test_two_sinks_share_what_both_need() -> None:
@@ -347,6 +364,7 @@ def same(core: SessionStateMachine, naive: NaiveObjectives) -> None:
             members.add(llm_call)
             assert {llm_call_id(member) for member in group.members} >= members
     assert made == naive.groups
+    assert group_levels(core) == {f"{sink}:{n}": level for (sink, n), level in naive.levels.items()}
 
 
 @settings(max_examples=examples(40))
@@ -384,6 +402,17 @@ def test_incremental_is_from_scratch_in_any_order(
             label.merged(now[llm_call]) == now[llm_call] for llm_call, label in before.items()
         )
         before = now
+
+
+def test_the_last_members_before_a_value_for_throughput_stay_best_effort() -> None:
+    core = core_of(*map_reduce(3))
+    core.want("out", THROUGHPUT, 0.0)
+    for i in range(3):
+        core.set(f"x{i}", "text", 0.0)
+    finish(core, "m0", "m1")
+    assert levels(core)["m2"] == (BATCH, 1) and not promoted(core)
+    core.want("out", STREAMED, 1.0)
+    assert promoted(core) == {"m2"}, "now a client waits for what follows"
 
 
 @pytest.mark.parametrize(

@@ -293,6 +293,19 @@ async def test_maps_that_a_user_waits_for_are_ordinary_real_time_requests() -> N
 
 
 @virtually
+async def test_maps_for_throughput_are_a_group_that_precedes_no_others() -> None:
+    desk = Desk()
+    maps = [call(f"Part {i} {{{{output:m{i}}}}}", name="map") for i in range(4)]
+    *_, reduce = desk.submit(*maps, call("{{m0}}{{m1}}{{m2}}{{m3}}{{output:r}}"))
+    await desk.value("r", Criteria(perf=Perf.THROUGHPUT))
+    *mapped, reduced = desk.engine.llm_calls()
+    assert {request.service_class for request in (*mapped, reduced)} == {ServiceClass.BE}
+    (group,) = {request.hints.group for request in mapped}
+    assert group is not None and group.size == 4 and not group.precedes
+    assert desk.view(reduce).level == "throughput"
+
+
+@virtually
 async def test_the_last_of_a_group_is_promoted() -> None:
     def answer(prompt: str) -> str:
         return "x" * (500 if prompt == "Part 3 " else 5)

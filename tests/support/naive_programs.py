@@ -128,6 +128,7 @@ class NaiveObjectives:
     """The algorithm of the specification, from scratch for each want that there ever was.
 
     labels: joined with those of before, because labels only rise. groups, stages: as of now.
+    levels: of groups.
     """
 
     estimates: Mapping[str, float]
@@ -137,13 +138,14 @@ class NaiveObjectives:
     groups: dict[tuple[str, int], tuple[frozenset[TurnId], float | None]] = field(
         default_factory=dict
     )
+    levels: dict[tuple[str, int], Level] = field(default_factory=dict)
     stages: dict[TurnId, dict[str, int]] = field(default_factory=dict)
 
     def update(self) -> None:
         graph = NaiveGraph(self.calls)
         self.labels = {llm_call: self.labels.get(llm_call, Label()) for llm_call in graph.llm_calls}
         self.stages = {llm_call: {} for llm_call in graph.llm_calls}
-        self.groups = {}
+        self.groups, self.levels = {}, {}
         for sink, criteria in self.wants:
             self._deduce(graph, sink, criteria)
 
@@ -156,17 +158,19 @@ class NaiveObjectives:
             llm_call.id: self._latest(graph, llm_call, sink, criteria, region)
             for llm_call in requests
         }
+        by_stage: dict[int, set[TurnId]] = {}
+        for llm_call in requests:
+            by_stage.setdefault(self.stages[llm_call.id][sink], set()).add(llm_call.id)
         if criteria.perf is Perf.THROUGHPUT:
+            for stage, at_stage in by_stage.items():
+                self._group(sink, stage, at_stage, None, Level.THROUGHPUT)
             for llm_call in requests:
                 objectives = frozenset({Perf.THROUGHPUT})
                 self._raise(
                     llm_call.id, Label(objectives=objectives, deadline_s=latest[llm_call.id])
                 )
             return
-        for stage in {self.stages[llm_call.id][sink] for llm_call in requests}:
-            at_stage = {
-                llm_call.id for llm_call in requests if self.stages[llm_call.id][sink] == stage
-            }
+        for stage, at_stage in by_stage.items():
             self._label(sink, stage, at_stage, latest, criteria)
 
     def _label(
@@ -187,7 +191,7 @@ class NaiveObjectives:
                     deadline_s=latest[llm_call],
                 )
                 self._raise(llm_call, asked)
-        elif len({call for call, _ in at_stage}) == 1:
+        elif not _several_calls(at_stage):
             for llm_call in at_stage:
                 objectives = frozenset({Perf.LATENCY})
                 between = Label(level=Level.RT, objectives=objectives, deadline_s=latest[llm_call])
@@ -195,15 +199,24 @@ class NaiveObjectives:
         else:
             times = [s for llm_call in at_stage if (s := latest[llm_call]) is not None]
             deadline_s = min(times, default=None)
-            before = self.groups.get((sink, stage), (None, None))[1]
-            known = [s for s in (before, deadline_s) if s is not None]
-            self.groups[sink, stage] = frozenset(at_stage), min(known, default=None)
             urgent = criteria.perf is Perf.LATENCY and criteria.deadline_s is None
+            level = Level.RT if urgent else Level.GROUP
+            self._group(sink, stage, at_stage, deadline_s, level)
             label = Label(level=Level.GROUP, deadline_s=deadline_s)
             if urgent:
                 label = Label(level=Level.RT, objectives=frozenset({Perf.LATENCY}))
             for llm_call in at_stage:
                 self._raise(llm_call, label)
+
+    def _group(
+        self, sink: str, stage: int, at_stage: set[TurnId], deadline_s: float | None, level: Level
+    ) -> None:
+        if stage and _several_calls(at_stage):
+            key = sink, stage
+            before = self.groups.get(key, (None, None))[1]
+            times = [s for s in (before, deadline_s) if s is not None]
+            self.groups[key] = frozenset(at_stage), min(times, default=None)
+            self.levels[key] = max(level, self.levels.get(key, level))
 
     def _raise(self, llm_call: TurnId, label: Label) -> None:
         self.labels[llm_call] = self.labels[llm_call].merged(label)
@@ -239,6 +252,10 @@ class NaiveObjectives:
                 assert then_s is not None
                 times.append(then_s - (0.0 if after.native else self.estimates[after.id[0]]))
         return min(times)
+
+
+def _several_calls(at_stage: set[TurnId]) -> bool:
+    return len({call for call, _ in at_stage}) > 1
 
 
 @st.composite

@@ -10,7 +10,8 @@ By arrival, where some requests count as if they had arrived earlier (times in u
 
     requests of one program     as the first of them, so that programs that have begun are finished
     requests with one prefix    as the first of them, if they are of no program: they may share KV
-    requests of a task group    as the first of the group, and half of max_wait_s before that
+    requests of a task group    as the first of the group, and half of max_wait_s before that, if a
+                                client waits for what follows (RequestGroup.precedes)
 
 A program keeps its place while its requests arrive at most max_wait_s apart, and a group likewise.
 No request counts as more than max_wait_s earlier than its arrival. So requests that arrive later
@@ -84,11 +85,12 @@ class BestEffortOrder:
         prefix = b"" if hints.program else prompt.tobytes()
         key = (request.tenant, request.user, hints.program, prefix, "")
         start = self._start(key, state, self._max_wait_s, lasts=bool(hints.program))
-        if hints.group is not None:
+        group = hints.group if hints.group is not None and hints.group.precedes else None
+        if group is not None:
             half_s = self._max_wait_s / 2
-            group_s, first = self._start((*key[:-1], hints.group.id), state, half_s, lasts=True)
+            group_s, first = self._start((*key[:-1], group.id), state, half_s, lasts=True)
             start = min(start, (group_s - half_s, first))
-        return (*start, hints.group is None, -hints.depth, state.arrival_index)
+        return (*start, group is None, -hints.depth, state.arrival_index)
 
     def first(
         self, waiting: Sequence[RequestState], start: int, count: int, now: float

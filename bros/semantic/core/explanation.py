@@ -63,10 +63,10 @@ def explain(llm_call: LlmCall, group_id: str | None = None) -> str:
         return f"promoted: one of the last of its task group before {_named(sink)}"
     if llm_call.promoted is Promotion.DEADLINE:
         return f"promoted: the deadline of {_named(sink)} is at risk"
-    group = max(llm_call.groups, key=lambda group: group.urgent, default=None)
+    group = llm_call.group
     if group is not None:
         unfinished = f"{len(group.members)} of {group.size} unfinished"
-        awaited = f"; a client waits for {_named(group.sink)}" if group.urgent else ""
+        awaited = f"; a client waits for {_named(group.sink)}" if group.level is Level.RT else ""
         return f"member of the task group {group.id}: {unfinished}{awaited}"
     if group_id is not None:
         return f"member of the task group {group_id}"

@@ -173,7 +173,8 @@ class Variable:
     want: the criteria that clients requested for it.
     depth: number of LLM calls on the longest path to it; native calls do not count.
     groups: task groups among its open ancestors by stage.
-    watched: likewise the stages that are no task groups, but have a deadline that is watched.
+    watched: likewise the stages before a value that is requested for THROUGHPUT with a deadline,
+        which is watched. They may have a single call, and no task group.
     num_labels: number of its open ancestors when they were last labeled.
     quotation: the prompt of the plain call that produced it contains the text, so finding it in a
         later prompt does not show where it came from; see matching.py.
@@ -246,7 +247,7 @@ class LlmCall:
     label: its scheduling objective.
     promoted: why it has become real-time although its place in the graph does not ask for it.
     stages: requested variable that depends on it -> number of calls between the two.
-    groups: task groups that it is a member of.
+    groups: task groups that it is a member of; `group` is the one that it is submitted in.
     num_known_pieces: leading prompt pieces whose values were set at the last check.
     num_prefilled_pieces: leading prompt pieces that a Prefill action was issued for.
     ready_s: time when its last input was set, on the session's clock; None before.
@@ -289,6 +290,11 @@ class LlmCall:
     @property
     def started(self) -> bool:
         return self.state in STARTED_STATES
+
+    @property
+    def group(self) -> TaskGroup | None:
+        """The most urgent one of its task groups: engines and routers know only one."""
+        return max(self.groups, key=lambda group: group.level, default=None)
 
     @property
     def stage(self) -> int | None:
@@ -342,7 +348,8 @@ class TaskGroup:
 
     sink: the requested variable.
     deadline_s: latest finish time of all members, from the deadline of the sink.
-    urgent: whether its members are real-time, because a client waits for the sink.
+    level: what the members are, by the criteria of the sink: RT if a client waits for it with
+        LATENCY, THROUGHPUT if it is requested only for that, else GROUP.
     members: the members that have not finished.
     num_finished: number of members that have finished.
     active: False once the group has ended.
@@ -353,7 +360,7 @@ class TaskGroup:
     sink: Variable
     stage: int
     deadline_s: float | None = None
-    urgent: bool = False
+    level: Level = Level.GROUP
     members: dict[LlmCall, None] = field(default_factory=dict)
     num_finished: int = 0
     active: bool = True

@@ -5,14 +5,15 @@
  map 1 ─┐
  map 2 ─┼─▶  merge (RT)  ─▶  answer (RT, requested criteria)  ─▶  requested variable (sink)
  map 3 ─┘
- task group (RT, one shared target)
+ task group (RT, one batch)
 ```
 
 The stage of an LLM call is its longest distance in calls to the producer of the sink. An LLM call
 that is alone at its stage delays everything after it, so it is real-time. Of several at one stage
 only the completion of the last one counts, so they form a task group and run as a large batch: as
-real-time requests with one target for all if a client waits for the sink with LATENCY, else as
-best-effort requests.
+real-time requests if a client waits for the sink with LATENCY, else as best-effort requests. Before
+a sink that is requested for THROUGHPUT all calls are best-effort, and task groups only say which of
+them a router places together.
 Native functions and further LLM calls of one call add no distance. The latest finish time of an
 LLM call is the latest start time of its consumers.
 
@@ -96,6 +97,9 @@ def deduce(sink: Variable, estimate: Estimate) -> Deduced:
         for stage, members in by_stage.items():
             _label_stage(sink, stage, members, latest, deduced)
     if want.batch:
+        if want.label is None:
+            for stage, members in by_stage.items():
+                _join_group(sink, stage, members, Level.THROUGHPUT)
         latest = _latest_finish(order, want.batch_deadline_s, estimate)
         for stage, members in by_stage.items():
             _label_batch(sink, stage, members, latest, deduced)
@@ -210,6 +214,20 @@ def _latest_finish(
     return latest
 
 
+def _join_group(
+    sink: Variable, stage: int, members: Sequence[LlmCall], level: Level
+) -> TaskGroup | None:
+    """The task group of a stage with these members; None if it has none."""
+    if not stage or (stage not in sink.groups and _alone(members)):
+        return None
+    group = sink.groups.setdefault(stage, TaskGroup(sink, stage))
+    group.set_members(members)
+    group.level = level
+    for llm_call in members:
+        llm_call.groups[group] = None
+    return group
+
+
 def _label_stage(
     sink: Variable,
     stage: int,
@@ -218,16 +236,14 @@ def _label_stage(
     deduced: Deduced,
 ) -> None:
     assert sink.want is not None and sink.want.label is not None
-    if stage and (stage in sink.groups or not _alone(members)):
-        group = sink.groups.setdefault(stage, TaskGroup(sink, stage))
-        group.set_members(members)
+    level = Level.RT if sink.want.urgent else Level.GROUP
+    group = _join_group(sink, stage, members, level)
+    if group is not None:
         group.deadline_s = min((latest[t] for t in members), default=None) if latest else None
-        group.urgent = sink.want.urgent
-        label = RT_INTERMEDIATE if group.urgent else Label(level=Level.GROUP)
-        if group.deadline_s is not None and not group.urgent:
+        label = RT_INTERMEDIATE if level is Level.RT else Label(level=Level.GROUP)
+        if group.deadline_s is not None and level is Level.GROUP:
             deduced.watched.append(group)
         for llm_call in members:
-            llm_call.groups[group] = None
             _raise_label(llm_call, label.merged(Label(deadline_s=group.deadline_s)), deduced)
         for llm_call in stragglers(group):  # others of them may be at another stage by now
             if llm_call.label.level < Level.RT:
@@ -246,7 +262,7 @@ def _label_batch(
     latest: Mapping[LlmCall, float],
     deduced: Deduced,
 ) -> None:
-    """Label a stage for THROUGHPUT. With a deadline it is watched, but is not a task group."""
+    """Label a stage for THROUGHPUT. With a deadline it is watched."""
     for llm_call in members:
         label = Label(objectives=frozenset({Perf.THROUGHPUT}), deadline_s=latest.get(llm_call))
         _raise_label(llm_call, label, deduced)
@@ -268,8 +284,11 @@ def stragglers(group: TaskGroup) -> Sequence[LlmCall]:
     """The open members of a group when at most a share of STRAGGLERS, or one, is unfinished.
 
     They are returned once, and again after others have joined; otherwise the result is empty.
-    Everything after the group waits for them, as for an LLM call that is alone at its stage.
+    Everything after the group waits for them, as for an LLM call that is alone at its stage. Before
+    a sink that is requested for THROUGHPUT nothing becomes real-time for that.
     """
+    if group.level is Level.THROUGHPUT:
+        return ()
     few = len(group.members) <= max(1, int(STRAGGLERS * group.size))
     if not few or not group.num_finished or group.stragglers_reported or not group.active:
         return ()

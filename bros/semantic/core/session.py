@@ -505,4 +505,4 @@ class SessionStateMachine:
             assert group.active and llm_call in group.members
             assert group.sink.groups[group.stage] is group
             assert not any(t.state is CallState.FINISHED for t in group.members)
-            assert llm_call.label.level >= Level.GROUP
+            assert llm_call.label.level >= group.level

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from bros.core.interfaces import Placement
 from bros.core.request import RequestGroup, ServiceClass
 from bros.core.tenants import Holding
-from bros.semantic.core.nodes import Call, LlmCall, Variable
+from bros.semantic.core.nodes import Call, Level, LlmCall, Variable
 from bros.semantic.core.prompt import Prompt, PromptSharing, RequestedPrefixes
 from bros.semantic.core.retention import SessionLimits
 from bros.semantic.core.session import Action, SessionStateMachine
@@ -385,9 +385,12 @@ def class_name(session: ServedSession, call: Call) -> str:
 
 
 def request_group(session: ServedSession, llm_call: LlmCall) -> RequestGroup | None:
-    """The task group of an LLM call as engines and routers know it; the first one of several."""
-    group = next(iter(llm_call.groups), None)
-    return None if group is None else RequestGroup(f"{session.uid}/{group.id}", group.size)
+    """The task group of an LLM call as engines and routers know it."""
+    group = llm_call.group
+    if group is None:
+        return None
+    precedes = group.level > Level.THROUGHPUT
+    return RequestGroup(f"{session.uid}/{group.id}", group.size, precedes)
 
 
 def call_state(call: Call) -> CallState:

@@ -531,8 +531,7 @@ def _group_starts(actions: Sequence[Action]) -> dict[LlmCall, GroupStart]:
     """The group starts of LLM calls that these actions start, by LLM call."""
     by_group: dict[TaskGroup, list[LlmCall]] = {}
     for action in actions:
-        if isinstance(action, Start) and action.llm_call.groups:
-            group = next(iter(action.llm_call.groups))
+        if isinstance(action, Start) and (group := action.llm_call.group) is not None:
             by_group.setdefault(group, []).append(action.llm_call)
     found: dict[LlmCall, GroupStart] = {}
     for members in by_group.values():
@@ -557,8 +556,8 @@ class _Watcher:
         self._submitted_class = ServiceClass.BE
 
     def terms(self) -> GenerationTerms:
-        if self._llm_call.groups:
-            self._record.group = next(iter(self._llm_call.groups)).id
+        if self._llm_call.group is not None:
+            self._record.group = self._llm_call.group.id
         terms = self._runner.terms(self._session, self._llm_call)
         self._submitted_class = terms.service_class
         return terms

@@ -204,7 +204,7 @@ class _Viewer:
     def _llm_call(self, llm_call: LlmCall, call_record: CallRecord) -> LlmCallView:
         record = call_record.llm_calls.get(llm_call.index) or LlmCallRecord()
         labeled = llm_call.wanted and llm_call.call.kind is CallKind.LLM
-        group = next(iter(llm_call.groups)).id if llm_call.groups else record.group
+        group = record.group if llm_call.group is None else llm_call.group.id
         spent = self._spent(llm_call, record)
         return LlmCallView(
             state=llm_call.state,
