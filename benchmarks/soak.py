@@ -72,9 +72,8 @@ FAILURES: Mapping[str, int] = {
 RETRY_AFTER = frozenset({429, 503})
 """Statuses that must come with Retry-After."""
 
-ANSWER_S = 300.0
-"""A request without an answer after this time hangs."""
-BATCH_S = 1800.0
+BATCH_FACTOR = 6.0
+"""A batch may take so many times as long as another request."""
 NOTICED_S = {"kill": 2.0, "stop": 15.0}
 """Kind of disturbance -> longest time until the server knows; --hang-timeout is 8 s."""
 REPLACED_S = 120.0
@@ -377,11 +376,11 @@ async def batch(client: Client) -> str:
 
 @dataclass(frozen=True)
 class Traffic:
-    """every_s: mean time between two requests at --load 1. limit_s: until one counts as hung."""
+    """every_s: mean time between two requests at --load 1. patience: factor on --answer-within."""
 
     work: Work
     every_s: float
-    limit_s: float = ANSWER_S
+    patience: float = 1.0
 
 
 TRAFFIC: Mapping[str, Traffic] = {
@@ -390,14 +389,17 @@ TRAFFIC: Mapping[str, Traffic] = {
     "flex": Traffic(flex, 8.0),
     "completion": Traffic(completion, 8.0),
     "program": Traffic(program, 12.0),
-    "batch": Traffic(batch, 90.0, BATCH_S),
+    "batch": Traffic(batch, 90.0, BATCH_FACTOR),
 }
 
 
 class Load:
     """Clients that come at random times until `end`."""
 
-    def __init__(self, url: str, ledger: Ledger, load: float, seed: int) -> None:
+    def __init__(
+        self, url: str, ledger: Ledger, load: float, seed: int, answer_within_s: float
+    ) -> None:
+        self._answer_within_s = answer_within_s
         self._http = aiohttp.ClientSession(
             url,
             timeout=aiohttp.ClientTimeout(total=None),
@@ -443,9 +445,10 @@ class Load:
         kind, traffic = self._ledger.kinds[name], TRAFFIC[name]
         kind.sent += 1
         begun_s = time.monotonic()
+        limit_s = self._answer_within_s * traffic.patience
         client = Client(self._http, random.Random(self._rng.random()), kind, self._ledger)
         try:
-            async with asyncio.timeout(traffic.limit_s):
+            async with asyncio.timeout(limit_s):
                 outcome = await traffic.work(client)
             if outcome == "complete":
                 kind.seconds.append(time.monotonic() - begun_s)
@@ -454,7 +457,7 @@ class Load:
         except Broken as broken:
             outcome = self._broken(name, str(broken))
         except TimeoutError:
-            outcome = self._broken(name, f"no answer after {traffic.limit_s:.0f} s")
+            outcome = self._broken(name, f"no answer after {limit_s:.0f} s")
         except (aiohttp.ClientError, OSError, ValueError, KeyError) as error:
             outcome = self._broken(name, f"{type(error).__name__}: {error}")
         kind.ended[outcome] += 1
@@ -539,6 +542,7 @@ class Watch:
         replicas = await self.replicas()
         sample: Json = {
             "at_s": round(time.monotonic() - self._began_s, 1),
+            "load_average": os.getloadavg()[0],
             "up": sum(replica["state"] == "up" for replica in replicas),
             "kv_blocks": metrics["bros_kv_blocks_used"] + metrics["bros_kv_blocks_shared"],
             "parked_blocks": metrics["bros_kv_blocks_parked"],
@@ -747,12 +751,13 @@ async def soak(server: ServerProcess, options: argparse.Namespace) -> Json:
     ledger = Ledger()
     watch = Watch(server, began_s)
     disturbance = Disturbance(server, watch, ledger)
-    load = Load(server.url, ledger, options.load, options.seed)
+    within_s = options.answer_within
+    load = Load(server.url, ledger, options.load, options.seed, within_s)
     tasks: list[asyncio.Task[None]] = []
     try:
         if await watch.wait_until_up(2, 240.0) is None:
             raise SystemExit("not both replicas are up")
-        warm = Load(server.url, ledger, options.load, options.seed + 1)
+        warm = Load(server.url, ledger, options.load, options.seed + 1, within_s)
         await warm.one_of_each()
         await warm.close()
         before = await settled(watch, None)
@@ -857,6 +862,7 @@ def results(
         if count := output.count(sign):
             reasons.append(f"{sign!r} stands {count} times in the log of the server")
     every = max(1, len(samples) // 120)
+    load_averages = [sample["load_average"] for sample in samples]
     lags = {
         name.removeprefix("lag_le_"): count
         for name, count in metrics.items()
@@ -867,6 +873,8 @@ def results(
         "server": list(SERVER) + list(options.options),
         "duration_s": round(loaded_s, 1),
         "load": options.load,
+        "answer_within_s": options.answer_within,
+        "load_average": statistics.fmean(load_averages) if load_averages else 0.0,
         "kill_every_s": options.kill_every,
         "stop_every_s": options.stop_every,
         "requests": {
@@ -912,8 +920,10 @@ def page(found: Json) -> str:
         f"`bros serve {' '.join(found['server'])}` under mixed load for "
         f"{found['duration_s'] / 60:.0f} minutes, while its engines are killed (every "
         f"{found['kill_every_s']:.0f} s) and stopped (every {found['stop_every_s']:.0f} s). "
-        f"Written by `benchmarks/soak.py`. {here['cpu']}, {here['cores']} cores, "
-        f"torch {here['packages']['torch']}, commit {here['commit']}.\n\n",
+        f"The load average of the machine was {found['load_average']:.1f} on average, "
+        "that of other programs included. Written by `benchmarks/soak.py`. "
+        f"{here['cpu']}, {here['cores']} cores, torch {here['packages']['torch']}, "
+        f"commit {here['commit']}.\n\n",
     ]
     if found["reasons"]:
         parts.append("**It did not hold:**\n\n")
@@ -1037,6 +1047,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--stop-every", type=float, default=600.0, help="seconds; 0: never")
     parser.add_argument("--sample-every", type=float, default=5.0, help="seconds")
     parser.add_argument("--load", type=float, default=1.0, help="factor on the rates of requests")
+    parser.add_argument(
+        "--answer-within", type=float, default=300.0, metavar="SECONDS",
+        help="a request without an answer after this time hangs; more if other programs load the "
+        "machine",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for soak_cpu.json, soak.md and the log")
     parser.add_argument("--page", type=Path, help="only write the page from this folder's results")

@@ -1,4 +1,4 @@
-"""`bros admin`: shows, drains and resumes the replicas of a running server, over HTTP."""
+"""`bros admin`: shows the tenants and replicas of a running server, drains and resumes replicas."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from bros.cli.remote import auth_headers, base_url, error_message
 from bros.core.config_sources import URL_VARIABLE, given_flags, load_config
 from bros.core.errors import BrosError, ConfigError
 
+_REPLICAS = "/replicas"
 _TIMEOUT_S = 30.0
 _POLL_S = 0.5
 _STYLES = {"up": "green", "down": "red", "gone": "red"}
+_OPERATOR = "(operator)"
 _WIDTH = 120
 """Of tables without a terminal."""
 
@@ -46,13 +48,18 @@ def run_admin(
     own = read_own(AdminFlags, args)
     url = own.url or environ.get(URL_VARIABLE) or DEFAULT_URL
     headers = auth_headers(config.server.api_key)
-    base = base_url(url) + "/admin/replicas"
+    base = base_url(url) + "/admin"
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console.width = _WIDTH
     with httpx.Client(headers=headers, timeout=_TIMEOUT_S, transport=transport) as http:
         command = _Command(own, http, base, pause or threading.Event().wait, console)
-        actions = {"replicas": command.show, "drain": command.drain, "resume": command.resume}
+        actions = {
+            "tenants": command.show_tenants,
+            "replicas": command.show_replicas,
+            "drain": command.drain,
+            "resume": command.resume,
+        }
         actions[args.admin_action]()
     return 0
 
@@ -67,8 +74,15 @@ class _Command:
     pause: Callable[[float], object]
     console: Console
 
-    def show(self) -> None:
-        found = self._ask("GET", "")
+    def show_tenants(self) -> None:
+        found = self._ask("GET", "/tenants")
+        if self.own.json:
+            print(json.dumps(found, indent=2), file=self.console.file)
+            return
+        self.console.print(tenant_table(found["data"]))
+
+    def show_replicas(self) -> None:
+        found = self._ask("GET", _REPLICAS)
         if self.own.json:
             print(json.dumps(found, indent=2), file=self.console.file)
             return
@@ -83,7 +97,7 @@ class _Command:
     def drain(self) -> None:
         own, number = self.own, whole("N", self.own.number, low=0)
         body = {"move": own.move, "restart": own.restart}
-        found = self._ask("POST", f"/{number}/drain", body)
+        found = self._ask("POST", f"{_REPLICAS}/{number}/drain", body)
         last = None
         while not own.no_wait:
             replica = _replica(found, number)
@@ -96,11 +110,11 @@ class _Command:
             if state in ("up", "gone") or (state == "drained" and not own.restart):
                 return
             self.pause(_POLL_S)
-            found = self._ask("GET", "")
+            found = self._ask("GET", _REPLICAS)
 
     def resume(self) -> None:
         number = whole("N", self.own.number, low=0)
-        replica = _replica(self._ask("POST", f"/{number}/resume"), number)
+        replica = _replica(self._ask("POST", f"{_REPLICAS}/{number}/resume"), number)
         self.console.print(f"{replica['name']} is {replica['state']}")
 
     def _ask(self, method: str, path: str, body: Fields | None = None) -> Any:
@@ -111,7 +125,7 @@ class _Command:
             raise BrosError(f"{self.url} does not answer: {reason}") from error
         except httpx.InvalidURL as error:
             raise ConfigError(f"--url: {error}") from error
-        if response.status_code == 404 and not path:
+        if response.status_code == 404 and path == _REPLICAS:
             raise BrosError(
                 "This server has only one engine; start it with --replicas N to have several."
             )
@@ -129,6 +143,45 @@ def _replica(found: Fields, number: int) -> Fields:
         if replica["number"] == number:
             return replica  # type: ignore[no-any-return]
     raise BrosError(f"There is no replica {number} any more.")
+
+
+def tenant_table(tenants: list[Fields]) -> Table:
+    """One row per tenant: used of limit for each resource, and the number of refusals."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("tenant", no_wrap=True)
+    for use in tenants[0]["uses"] if tenants else ():
+        table.add_column(use["resource"].replace("_", " "), justify="right", no_wrap=True)
+    table.add_column("refused", justify="right")
+    for tenant in tenants:
+        uses = tenant["uses"]
+        refused = [f"{use['refused']} {use['option']}" for use in uses if use["refused"]]
+        table.add_row(
+            tenant["name"] or _OPERATOR,
+            *(_use(use) for use in uses),
+            ", ".join(dict.fromkeys(refused)) or "0",
+        )
+    return table
+
+
+def _use(use: Fields) -> str:
+    limit = use["limit"]
+    shown = _size if use["resource"].endswith("_bytes") else _count
+    return shown(use["used"]) + ("" if limit is None else f"/{shown(limit)}")
+
+
+def _count(amount: int) -> str:
+    """Four characters at most for what limits usually are: 512, 10k, 100M."""
+    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**4)):
+        if amount >= size:
+            return f"{amount / (1000 if unit == 'k' else size):.3g}{unit}"
+    return str(amount)
+
+
+def _size(amount: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if amount >= size:
+            return f"{amount / size:.3g}{unit}"
+    return str(amount)
 
 
 def replica_table(replicas: list[Fields]) -> Table:

@@ -457,10 +457,11 @@ _COMMANDS = (
     ),
     _Command(
         "admin",
-        "show the replicas of a running server, drain and resume them",
-        "bros admin {replicas,drain,resume} ...",
-        "Show the replicas of a server that was started with --replicas, drain them and resume "
-        "them. A server with tenants (--api-keys) requires the key of --api-key.",
+        "show the tenants and replicas of a running server, drain and resume replicas",
+        "bros admin {tenants,replicas,drain,resume} ...",
+        "Show what a server holds for each tenant. Show the replicas of a server that was started "
+        "with --replicas, drain them and resume them. A server with tenants (--api-keys) requires "
+        "the key of --api-key.",
         "Each action has its own --help.",
     ),
     _Command(
@@ -633,6 +634,12 @@ def _add_admin_actions(parser: argparse.ArgumentParser) -> None:
         add_own(action, AdminFlags, *own, "url")
         _add_api_key(action)
 
+    add(
+        "tenants",
+        "show what is held for each tenant",
+        "Show what the server holds for each tenant, its limits, and how often they refused more.",
+        "json",
+    )
     add("replicas", "show the replicas", "Show the state and load of each replica.", "json")
     add(
         "drain",

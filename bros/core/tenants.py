@@ -126,6 +126,26 @@ def check_limit(limits: TenantLimits, resource: Resource, used: int, more: int =
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantFigure:
+    """What a tenant holds of one resource.
+
+    limit: None if there is none.
+    refused: how often it was refused more, since the server started.
+    """
+
+    tenant: str
+    resource: Resource
+    used: int
+    limit: int | None
+    refused: int
+
+    @property
+    def option(self) -> str:
+        """Name of the limit in the file of --api-keys."""
+        return f"max_{_LIMITS[self.resource]}"
+
+
 class TenantAccounts:
     """Counts what each tenant holds, and refuses more than its limits. Not thread-safe.
 
@@ -153,6 +173,25 @@ class TenantAccounts:
     def refused(self, tenant: str, resource: Resource) -> int:
         """How often more was refused."""
         return self._refused[tenant, resource]
+
+    def figures(self, stored: Mapping[tuple[str, Resource], int]) -> list[TenantFigure]:
+        """One for each resource of each tenant that the operator has named or that holds something.
+
+        stored: what the store holds, (tenant, resource) -> amount.
+        """
+        amounts = {**self._used, **stored}
+        others = sorted({tenant for (tenant, _), amount in amounts.items() if amount})
+        return [
+            TenantFigure(
+                tenant=tenant,
+                resource=resource,
+                used=amounts.get((tenant, resource), 0),
+                limit=self.limits(tenant).of(resource),
+                refused=self._refused[tenant, resource],
+            )
+            for tenant in dict.fromkeys((*self.names, *others))
+            for resource in Resource
+        ]
 
     @property
     def held(self) -> Mapping[tuple[str, Resource], int]:

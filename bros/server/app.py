@@ -156,7 +156,7 @@ class App(Starlette):
 
 def create_app(state: ServerState, tenants: Tenants) -> Starlette:
     """The app for one server. The caller closes the engine afterwards."""
-    api = [*openai.ROUTES, *operations.TRACE_ROUTES]
+    api = [*openai.ROUTES, *operations.TRACE_ROUTES, *operations.TENANT_ROUTES]
     if state.jobs is not None:
         api += batches.ROUTES
     if state.sessions is not None:

@@ -20,7 +20,7 @@ from bros.core.errors import NotFoundError
 from bros.core.fair import FairMemory, FairThreads
 from bros.core.interfaces import EngineClient
 from bros.core.request import IdGenerator, SamplingParams
-from bros.core.tenants import TenantAccounts
+from bros.core.tenants import Resource, TenantAccounts
 from bros.router.client import RouterClient
 from bros.semantic.service.service import SessionService
 from bros.server.operations.metrics import ServerMetrics
@@ -58,17 +58,31 @@ class RecentRequests:
 T = TypeVar("T")
 
 
-class BatchCounts:
-    """Numbers of batches by status. Concurrent callers share one query, so that at most one thread
-    waits for a database that hangs."""
+@dataclass(frozen=True, slots=True)
+class StoredFigures:
+    """by_status: numbers of batches by status. usage: see BatchStore.usage."""
+
+    by_status: Mapping[str, int]
+    usage: Mapping[tuple[str, Resource], int]
+
+    @classmethod
+    def read(cls, store: BatchStore) -> StoredFigures:
+        """Blocking. Raises StoreError."""
+        return cls(store.count_by_status(), store.usage())
+
+
+class StoreQuery:
+    """The figures of a store. Concurrent callers share one query, so that at most one thread waits
+    for a database that hangs."""
 
     def __init__(self) -> None:
-        self._asked: asyncio.Future[Mapping[str, int]] | None = None
+        self._asked: asyncio.Future[StoredFigures] | None = None
 
-    async def by_status(self, store: BatchStore) -> Mapping[str, int]:
+    async def figures(self, store: BatchStore) -> StoredFigures:
         """Raises StoreError."""
         if self._asked is None or self._asked.done():
-            self._asked = asyncio.ensure_future(anyio.to_thread.run_sync(store.count_by_status))
+            reading = anyio.to_thread.run_sync(StoredFigures.read, store)
+            self._asked = asyncio.ensure_future(reading)
         return await asyncio.shield(self._asked)
 
 
@@ -82,7 +96,7 @@ class Jobs:
     files: FileStore
     batches: BatchStore
     runner: BatchRunner
-    counts: BatchCounts = field(default_factory=BatchCounts)
+    query: StoreQuery = field(default_factory=StoreQuery)
     threads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))
 
     @classmethod

@@ -110,3 +110,20 @@ def test_a_full_memory_forgets_the_oldest_of_the_tenant_that_has_most(
         for name, values in expected.items():
             assert memory.count(name) == len(values)
             assert all(memory.get((name, key)) == value for key, value in values.items())
+
+
+def test_figures_are_of_all_who_are_named_or_hold_something() -> None:
+    accounts = TenantAccounts({"ann": LIMITS, "bob": LIMITS}, TenantLimits(files=7))
+    accounts.note_refusal("bob", Resource.RT_REQUESTS)
+    with accounts.hold("ann", Resource.SESSION_CHARS, 4):
+        figures = accounts.figures({("ann", Resource.FILES): 2, ("old", Resource.FILES): 5})
+    found = {(each.tenant, each.resource): each for each in figures}
+    assert found.keys() == {(name, each) for name in ("ann", "bob", "old") for each in Resource}
+    assert len(found) == len(figures)
+    assert found["ann", Resource.SESSION_CHARS].used == 4
+    assert found["ann", Resource.SESSION_CHARS].limit == 10
+    assert found["ann", Resource.FILES].used == 2 and found["ann", Resource.FILES].limit is None
+    assert found["bob", Resource.RT_REQUESTS].refused == 1
+    assert found["bob", Resource.RT_REQUESTS].option == "max_requests"
+    assert found["old", Resource.FILES].used == 5 and found["old", Resource.FILES].limit == 7
+    assert sum(each.used for each in figures) == 11 and sum(e.refused for e in figures) == 1

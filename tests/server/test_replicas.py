@@ -337,3 +337,20 @@ def test_flags_that_do_not_exist_have_near_ones(capsys: pytest.CaptureFixture[st
 def test_replicas_divide_the_cores(threads: int | None, tp: int, cores: int, expected: int) -> None:
     config = EngineConfig(threads=threads, tp=tp)
     assert with_share_of_cores(config, 4, cores).threads == expected
+
+
+def test_a_table_says_what_tenants_hold() -> None:
+    def use(resource: str, used: int, limit: int | None, refused: int = 0) -> dict[str, Any]:
+        return {
+            "resource": resource, "used": used, "limit": limit, "option": f"max_{resource}",
+            "refused": refused,
+        }  # fmt: skip
+
+    ann = [use("sessions", 3, 500, 2), use("file_bytes", 3 * 2**30, 16 * 2**30)]
+    operator = [use("sessions", 0, None), use("file_bytes", 700, 2**20)]
+    desk = Desk([{"name": "ann", "uses": ann}, {"name": "", "uses": operator}])
+    lines = desk.run("tenants").splitlines()
+    assert lines[0].split() == ["tenant", "sessions", "file", "bytes", "refused"]
+    assert lines[1].split() == ["ann", "3/500", "3GiB/16GiB", "2", "max_sessions"]
+    assert lines[2].split() == ["(operator)", "0", "700/1MiB", "0"]
+    assert desk.asked[0][:2] == ("GET", "http://127.0.0.1:8000/admin/tenants")

@@ -335,3 +335,63 @@ async def test_sessions_are_limited_by_tenant(limited: Server) -> None:
     gone = await limited.http.delete(f"/v1/sessions/{first.json()['id']}", headers=of("ann"))
     assert gone.status_code == 200
     assert (await open_one("ann")).status_code == 200
+
+
+# What the operator sees
+
+
+async def figures(
+    server: BatchServer | Server, headers: dict[str, str]
+) -> dict[str, dict[str, dict[str, object]]]:
+    """Tenant -> resource -> its figures."""
+    response = await server.http.get("/admin/tenants", headers=headers)
+    assert response.status_code == 200, response.text
+    return {
+        tenant["name"]: {use["resource"]: use for use in tenant["uses"]}
+        for tenant in response.json()["data"]
+    }
+
+
+async def test_the_operator_sees_what_tenants_hold(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(LIMITED)
+    operator = {"authorization": "Bearer one-key"}
+    options = {"key": "ann-key", "api_key": "one-key", "api_keys": str(keys)}
+    async with batch_server(tmp_path, idle=True, **options) as server:
+        for _ in range(2):
+            await server.http.post("/v1/sessions", json={}, headers=of("ann"))
+        await server.submit(row(1))
+        found = await figures(server, operator)
+        assert found.keys() == {"", "ann", "bob"}
+        ann = {name: (use["used"], use["limit"]) for name, use in found["ann"].items()}
+        assert ann["sessions"] == (1, 1) and ann["files"] == (1, 10_000)
+        assert ann["batches"] == (1, 100) and ann["rt_requests"] == (0, 2)
+        assert {name: use["refused"] for name, use in found["ann"].items() if use["refused"]} == {
+            "sessions": 1
+        }
+        assert not any(use["used"] or use["refused"] for use in found["bob"].values())
+        for name in ("ann", "bob"):
+            assert_envelope(await server.http.get("/admin/tenants", headers=of(name)), 403)
+
+
+@pytest.mark.parametrize("access", ["open", "key"])
+async def test_only_metrics_with_a_key_name_tenants(tmp_path: Path, access: str) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(LIMITED)
+    server = Server(api_keys=str(keys), api_key="one-key", metrics_access=access)
+    for _ in range(2):
+        await server.http.post("/v1/sessions", json={}, headers=of("ann"))
+    await server.http.post("/v1/sessions", json={}, headers=of("bob"))
+    text = (await server.http.get("/metrics", headers={"authorization": "Bearer one-key"})).text
+    found = [line for line in text.splitlines() if 'resource="sessions"' in line]
+    if access == "open":
+        assert found == [
+            'bros_tenant_held{resource="sessions",tenant="*"} 2.0',
+            'bros_tenant_refusals_total{resource="sessions",tenant="*"} 1.0',
+        ]
+        assert "ann" not in text
+    else:
+        assert 'bros_tenant_held{resource="sessions",tenant="ann"} 1.0' in found
+        assert 'bros_tenant_limit{resource="sessions",tenant="ann"} 1.0' in found
+        assert 'bros_tenant_refusals_total{resource="sessions",tenant="ann"} 1.0' in found
+        assert 'bros_tenant_held{resource="sessions",tenant="bob"} 1.0' in found

@@ -709,5 +709,25 @@ class ReplicaList(BaseModel):
     data: list[ReplicaReply]
 
 
+class TenantUse(BaseModel):
+    """What a tenant holds of one resource."""
+
+    resource: str
+    used: int
+    limit: int | None = Field(description="Most that it may hold; null: no limit")
+    option: str = Field(description="Name of the limit in the file of --api-keys")
+    refused: int = Field(description="Requests that the limit has refused since the server started")
+
+
+class TenantReply(BaseModel):
+    name: str = Field(description="Empty: the operator, or the only tenant of a server")
+    uses: list[TenantUse]
+
+
+class TenantList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[TenantReply]
+
+
 class Version(BaseModel):
     version: str

@@ -24,6 +24,7 @@ from bros.batch.pacing import RowCounts
 from bros.core.clock import Clock
 from bros.core.interfaces import Buckets, ClassStats, EngineStats
 from bros.core.request import FinishReason, ServiceClass
+from bros.core.tenants import Resource, TenantFigure
 from bros.router.balance import PlanReport
 from bros.router.client import RouterClient
 from bros.router.replica_set import RUNNING, ReplicaState, ReplicaStatus
@@ -483,6 +484,66 @@ class SessionCollector(Collector):
         )
 
 
+# ---- Tenants.
+
+
+_TENANT = "tenant"
+ALL_TENANTS = "*"
+"""Label of the sums over all tenants. No tenant has this name."""
+
+
+class TenantCollector(Collector):
+    """Metrics of the latest figures."""
+
+    def __init__(self) -> None:
+        self.figures: Sequence[TenantFigure] = ()
+
+    def collect(self) -> Iterator[Metric]:
+        labels = (_TENANT, "resource")
+        if not self.figures:
+            return
+        yield _family(
+            GaugeMetricFamily,
+            "tenant_held",
+            "What is held for a tenant, by resource. At bros_tenant_limit, more gets status 429",
+            labels,
+            [((each.tenant, each.resource), each.used) for each in self.figures],
+        )
+        yield _family(
+            GaugeMetricFamily,
+            "tenant_limit",
+            "Most that is held for a tenant; without a sample there is no limit",
+            labels,
+            [
+                ((each.tenant, each.resource), each.limit)
+                for each in self.figures
+                if each.limit is not None
+            ],
+        )
+        yield _family(
+            CounterMetricFamily,
+            "tenant_refusals",
+            "Requests answered with 429 because of a limit of their tenant. If it rises, raise the "
+            "limit in the file of --api-keys, or talk to the tenant",
+            labels,
+            [((each.tenant, each.resource), each.refused) for each in self.figures],
+        )
+
+
+def sum_of_tenants(figures: Sequence[TenantFigure]) -> list[TenantFigure]:
+    """One figure per resource, without a limit: of all tenants together."""
+    return [
+        TenantFigure(
+            tenant=ALL_TENANTS,
+            resource=resource,
+            used=sum(each.used for each in figures if each.resource is resource),
+            limit=None,
+            refused=sum(each.refused for each in figures if each.resource is resource),
+        )
+        for resource in Resource
+    ]
+
+
 _TTFT_BUCKETS_S = (
     *(0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
@@ -511,7 +572,10 @@ class ServerMetrics:
         self._batches = BatchCollector()
         self._sessions = SessionCollector()
         self._replicas = ReplicaCollector()
-        for collector in (self._engine, self._batches, self._sessions, self._replicas):
+        self._tenants = TenantCollector()
+        for collector in (
+            self._engine, self._batches, self._sessions, self._replicas, self._tenants,
+        ):  # fmt: skip
             self._registry.register(collector)
         self._http = Counter(
             "bros_http_requests",
@@ -587,6 +651,7 @@ class ServerMetrics:
         router: RouterClient | None = None,
         loop_tasks: int = 0,
         engines_lost: int = 0,
+        tenants: Sequence[TenantFigure] = (),
     ) -> bytes:
         """All metrics in Prometheus' text format.
 
@@ -595,12 +660,14 @@ class ServerMetrics:
         router: None with a single engine.
         loop_tasks: tasks of the event loop.
         engines_lost: how often an engine was lost.
+        tenants: what is held for them.
         """
         self._loop_tasks.set(loop_tasks)
         self._engine.stats, self._engine.num_lost = stats, engines_lost
         self._batches.figures = batches
         self._sessions.figures = sessions
         self._replicas.router = router
+        self._tenants.figures = tenants
         return generate_latest(self._registry)
 
     def _make_histograms(self) -> dict[ServiceClass, list[Histogram]]:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import importlib.resources
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
@@ -19,6 +19,7 @@ import bros
 from bros.core.errors import BrosError, EngineDeadError, NotFoundError
 from bros.core.interfaces import EngineStats, RequestTrace
 from bros.core.request import Slo
+from bros.core.tenants import TenantFigure
 from bros.router.client import RouterClient
 from bros.router.replica_set import RUNNING
 from bros.server.http import has_body, json_response, read_object, validate
@@ -31,13 +32,16 @@ from bros.server.openai.schema import (
     ReplicaList,
     ReplicaReply,
     RequestTraceReply,
+    TenantList,
+    TenantReply,
+    TenantUse,
     TraceEvent,
     TracePlacement,
     Version,
 )
-from bros.server.operations.metrics import BatchFigures
+from bros.server.operations.metrics import BatchFigures, sum_of_tenants
 from bros.server.operations.openapi import ApiRoute, describe_api
-from bros.server.state import ServerState
+from bros.server.state import ServerState, StoredFigures
 
 _STATS_TIMEOUT_S = 5.0
 """So that a scrape does not hang on a long step or a slow database."""
@@ -76,19 +80,26 @@ async def live(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Metrics in Prometheus' text format."""
     state = ServerState.of(request)
-    if ServerState.tenant(request):  # with --metrics-access key; otherwise there is none
-        raise HTTPException(403, "Metrics need the operator's key, that of --api-key.")
+    _check_operator(request, "Metrics need")  # without --metrics-access key there is no tenant
+    stored = await _stored(state)
     return Response(
         state.metrics.render(
             await _stats(state),
-            await _batches(state),
+            _batches(state, stored),
             None if state.sessions is None else state.sessions.figures(),
             state.replicas,
             len(asyncio.all_tasks()),
             state.engine.num_lost,
+            _shown_tenants(state, stored),
         ),
         headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4},
     )
+
+
+def _check_operator(request: Request, what: str) -> None:
+    """Raises HTTPException if the caller is a tenant."""
+    if ServerState.tenant(request):
+        raise HTTPException(403, f"{what} the operator's key, that of --api-key.")
 
 
 async def version(request: Request) -> Response:
@@ -103,16 +114,34 @@ async def _stats(state: ServerState) -> EngineStats | None:
         return None
 
 
-async def _batches(state: ServerState) -> BatchFigures | None:
+async def _stored(state: ServerState) -> StoredFigures | None:
+    """None if there is no store, or if it does not answer."""
     jobs = state.jobs
     if jobs is None:
         return None
     try:
-        asking = jobs.counts.by_status(jobs.batches)
-        by_status: Mapping[str, int] | None = await asyncio.wait_for(asking, _STATS_TIMEOUT_S)
+        return await asyncio.wait_for(jobs.query.figures(jobs.batches), _STATS_TIMEOUT_S)
     except (BrosError, TimeoutError):
-        by_status = None
+        return None
+
+
+def _batches(state: ServerState, stored: StoredFigures | None) -> BatchFigures | None:
+    jobs = state.jobs
+    if jobs is None:
+        return None
+    by_status = None if stored is None else stored.by_status
     return BatchFigures(by_status, jobs.runner.counts, jobs.runner.rows_in_flight)
+
+
+def _tenants(state: ServerState, stored: StoredFigures | None) -> list[TenantFigure]:
+    return state.accounts.figures({} if stored is None else stored.usage)
+
+
+def _shown_tenants(state: ServerState, stored: StoredFigures | None) -> Sequence[TenantFigure]:
+    """Where everybody may read the metrics, they do not say what a tenant does."""
+    figures = _tenants(state, stored)
+    only_one = len({figure.tenant for figure in figures}) == 1
+    return figures if only_one or state.config.metrics_access == "key" else sum_of_tenants(figures)
 
 
 def service_routes(others: Sequence[ApiRoute], *, with_metrics: bool) -> list[ApiRoute]:
@@ -177,8 +206,7 @@ async def resume_replica(request: Request) -> Response:
 
 def _replicas(request: Request) -> RouterClient:
     """Raises HTTPException if the caller is not the operator."""
-    if ServerState.tenant(request):
-        raise HTTPException(403, "Replicas need the operator's key, that of --api-key.")
+    _check_operator(request, "Replicas need")
     replicas = ServerState.of(request).replicas
     assert replicas is not None, "these routes exist only with a router"
     return replicas
@@ -203,6 +231,32 @@ ADMIN_ROUTES = (
     ),
     ApiRoute("POST", "/admin/replicas/{number:int}/resume", resume_replica, ReplicaList),
 )
+
+
+# ---- GET /admin/tenants
+
+
+async def list_tenants(request: Request) -> Response:
+    """List what the server holds for each tenant, its limits, and how often they refused more.
+    Figures of files and batches are 0 while the store does not answer."""
+    _check_operator(request, "Figures of tenants need")
+    state = ServerState.of(request)
+    uses: dict[str, list[TenantUse]] = {}
+    for figure in _tenants(state, await _stored(state)):
+        uses.setdefault(figure.tenant, []).append(
+            TenantUse(
+                resource=figure.resource.value,
+                used=figure.used,
+                limit=figure.limit,
+                option=figure.option,
+                refused=figure.refused,
+            )
+        )
+    data = [TenantReply(name=name, uses=found) for name, found in uses.items()]
+    return json_response(TenantList(data=data))
+
+
+TENANT_ROUTES = (ApiRoute("GET", "/admin/tenants", list_tenants, TenantList),)
 
 
 # ---- GET /v1/requests/{id}/trace
