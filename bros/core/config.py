@@ -334,6 +334,16 @@ class ServerConfig(_Checked):
         None,
         "file of NAME KEY [LIMIT=N ...] lines; each NAME is a tenant with its own data and limits",
     )
+    share_prefix: str = option(
+        "own",
+        "whose cached prefixes a prompt may use: those of its own tenant, or those of all tenants",
+        choices=("own", "all"),
+    )
+    public_prefix: str | None = option(
+        None,
+        "files with texts, with commas between them; prompts that begin with one of the texts, or "
+        "have it as system message, share its KV with all tenants",
+    )
     tenant_max_requests: int | None = option(
         None,
         "maximum open requests of a tenant by class; default: half of --max-queue if several exist",

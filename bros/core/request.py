@@ -289,7 +289,9 @@ class EngineRequest:
         stop strings on text.
     arrival_s: Clock.now() of the process that accepted it.
     tenant: name of the API key that sent it, empty without keys. It is a border: tenants share no
-        cached KV, and see only their own traces.
+        cached KV but that of public tokens, and see only their own traces.
+    public_tokens: so many first tokens of prompt and output are public: their KV is shared by all
+        tenants.
     user: whom it is for, as the client says. It is no border.
     cache_salt: requests of a tenant with different salts do not share cached KV.
     prefill_only: the engine computes and caches the prompt's full blocks and samples no token; the
@@ -311,6 +313,7 @@ class EngineRequest:
     arrival_s: float = 0.0
     tenant: str = ""
     user: str = ""
+    public_tokens: int = 0
     cache_salt: str = ""
     prefill_only: bool = False
     hints: Hints = NO_HINTS
@@ -324,7 +327,8 @@ class EngineRequest:
 
     @property
     def kv_salt(self) -> str:
-        """Salt of the request's KV: only requests with the same one share any of it.
+        """Salt of the request's KV: only requests with the same one share any of it, except that of
+        public tokens.
 
         It is derived here alone, for all kinds of requests, so that none can be submitted that
         reads another tenant's cache. No two pairs of tenant and cache_salt have the same one: the

@@ -107,7 +107,7 @@ class Origins:
 
 
 _KEY_BYTES = 16
-_PRIVATE = b"private"
+_PUBLIC, _OWN, _PRIVATE = b"public", b"own", b"private"
 _MANY_STALE = 64
 
 
@@ -119,19 +119,31 @@ def extend_keys(
     salt: str = "",
     private_from: int | None = None,
     private_salt: str = "",
+    public_tokens: int = 0,
 ) -> None:
     """Append the missing ones of the keys of the first `num_blocks` full blocks to `keys`.
 
-        tokens    [ 0 1 2 3 ][ 4 5 6 7 ][ 8 9 .. ]      block_size = 4, private_from = 6
-                  shared     [ shared only by requests with the same private_salt
+        tokens    [ 0 1 2 3 ][ 4 5 6 7 ][ 8 9 .. ]      block_size = 4
+                  public     [ same salt [ same salt and private_salt
+                  public_tokens = 6, private_from = 9
 
-    salt: requests with different salts share nothing, and cannot find out what others have cached.
+    salt: requests with different salts share only public blocks, and cannot find out what else
+        others have cached.
     private_from: first token that only requests with the same `private_salt` share, together with
-        its whole block. None: all tokens are shared.
+        its whole block. None: there is none.
+    public_tokens: the whole blocks among so many first tokens are shared whatever the salt.
     """
-    parent = keys[-1] if keys else _key(salt.encode())
     first_private = None if private_from is None else private_from // block_size
+    first_own = public_tokens // block_size
+    if first_private is not None:
+        first_own = min(first_own, first_private)
+    if keys:
+        parent = keys[-1]
+    else:
+        parent = _key(b"", kind=_PUBLIC) if first_own else _key(salt.encode())
     for index in range(len(keys), num_blocks):
+        if first_own and index == first_own:
+            parent = _key(salt.encode(), parent, _OWN)
         if index == first_private:
             parent = _key(private_salt.encode(), parent, _PRIVATE)
         tokens = token_ids[index * block_size : (index + 1) * block_size]

@@ -310,7 +310,7 @@ class Fleet:
     ) -> RoutingQuery:
         forest = self.state.forest
         pieces = forest.pieces(request)
-        path = forest.walk(request.kv_salt, pieces)
+        path = forest.walk(forest.root(request), pieces)
         parked = self._parked.get(request.hints.program) if request.hints.program else None
         return RoutingQuery(
             request=request,
@@ -352,7 +352,7 @@ class Fleet:
         """Count a routed request in the load of its replica, and its prompt in the cache there."""
         state, request, number = self.state, query.request, replica.number
         matched = query.matched.get(number, 0)
-        leaf = state.forest.insert(request.kv_salt, query.pieces, query.path)
+        leaf = state.forest.insert(state.forest.root(request), query.pieces, query.path)
         # After the insertion, which may split the node that the request shares with others.
         key = query.key(max(query.matched.values(), default=0))
         work = ReplicaWork(
@@ -396,8 +396,8 @@ class Fleet:
         if len(request.prompt_token_ids) + len(output_ids) - 1 >= leaf.end + self._block_size:
             after = leaf if leaf.alive and leaf.parent is not None else None
             pieces = forest.pieces(request, output_ids, after.end if after is not None else 0)
-            path = forest.walk(request.kv_salt, pieces, after)
-            leaf = forest.insert(request.kv_salt, pieces, path, after)
+            path = forest.walk(forest.root(request), pieces, after)
+            leaf = forest.insert(forest.root(request), pieces, path, after)
             origin = replica.origins.get(request.request_id)
             if origin is not None:
                 origin.leaf = leaf

@@ -6,8 +6,8 @@
 Nodes hold whole blocks, because replicas share nothing smaller. A node is split where a prompt
 diverges from it, so all tokens of a node belong to the same requests. The forest removes a node
 once no replica has it cached and no request of the window and no open request has it. Each
-EngineRequest.kv_salt has its own root. Tokens that are private from a position on start a new node
-there.
+EngineRequest.kv_salt has its own root, and public tokens have one. Where tokens of a tenant follow
+public ones, and where private ones begin, a new node starts.
 """
 
 from __future__ import annotations
@@ -23,14 +23,19 @@ from bros.core.request import EngineRequest
 _TOKEN_BYTES = 4
 """Size of a token id."""
 
-_PRIVATE = b"\0private:"
-"""Prefix of the key of a child that only requests with the same private salt share."""
+_PUBLIC = "public"
+"""Root of public tokens; no kv_salt is like this."""
+
+_OWN, _PRIVATE = b"\0own:", b"\0private:"
+"""Prefixes of the key of a child that only requests with the same kv_salt, or private salt, share.
+"""
 
 _MAX_SKIPPED = 64
 """Most nodes in use that one eviction skips."""
 
 Pieces = Sequence[tuple[bytes, bytes]]
-"""(key prefix of the first node, tokens): the public part of a prompt, then the private one."""
+"""(key prefix of the first node, tokens): what all requests with the root share, then what only
+those with the same kv_salt or private salt share."""
 
 
 class PrefixNode:
@@ -137,12 +142,35 @@ class Forest:
         data = _to_bytes(request.prompt_token_ids[start:] if start else request.prompt_token_ids)
         data += _to_bytes(output_ids)
         whole = (len(data) // _TOKEN_BYTES - (not request.prefill_only)) // self._size * self._block
-        private_from = request.hints.private_from
-        if private_from is None or private_from // self._size * self._size < start:
-            return ((b"", data[:whole]),)
-        border = min((private_from // self._size * self._size - start) * _TOKEN_BYTES, whole)
-        salt = _PRIVATE + request.hints.private_salt.encode()
-        return ((b"", data[:border]), (salt, data[border:whole]))
+        pieces, begin, salt = [], 0, b""
+        for block, next_salt in self._borders(request):
+            if block * self._size < start:
+                continue
+            end = min(block * self._block - start * _TOKEN_BYTES, whole)
+            pieces.append((salt, data[begin:end]))
+            begin, salt = end, next_salt
+        return (*pieces, (salt, data[begin:whole]))
+
+    def _borders(self, request: EngineRequest) -> Iterator[tuple[int, bytes]]:
+        """(block, key prefix of the node there) where others share less than before it."""
+        private_from, own = request.hints.private_from, self._first_own(request)
+        salt = request.kv_salt.encode()
+        own_salt = _OWN + len(salt).to_bytes(4, "big") + salt if own else b""
+        private = None if private_from is None else private_from // self._size
+        if own and own != private:
+            yield own, own_salt
+        if private is not None:
+            private_salt = _PRIVATE + request.hints.private_salt.encode()
+            yield private, (own_salt if own == private else b"") + private_salt
+
+    def _first_own(self, request: EngineRequest) -> int:
+        """The first block that not all tenants share."""
+        own, private_from = request.public_tokens, request.hints.private_from
+        return (own if private_from is None else min(own, private_from)) // self._size
+
+    def root(self, request: EngineRequest) -> str:
+        """The root of a request's tokens, for `walk` and `insert`."""
+        return _PUBLIC if self._first_own(request) else request.kv_salt
 
     def walk(self, salt: str, pieces: Pieces, after: PrefixNode | None = None) -> Path:
         """Find the longest known prefix of a prompt, or of the tokens that follow a node."""
@@ -165,8 +193,12 @@ class Forest:
         return path
 
     def common(self, prompts: Sequence[Pieces]) -> int:
-        """Length of the common prefix of prompts in tokens, without their private parts."""
-        first, last = min(p[0][1] for p in prompts), max(p[0][1] for p in prompts)
+        """Length of the common prefix of prompts of one tenant in tokens, without their private
+        parts."""
+        shared = [
+            b"".join(data for salt, data in prompt if _PRIVATE not in salt) for prompt in prompts
+        ]
+        first, last = min(shared), max(shared)
         return self._common(first, last, 0) // _TOKEN_BYTES
 
     def insert(

@@ -191,7 +191,7 @@ class Prefixes:
         keys: list[bytes] = []
         extend_keys(
             keys, prompt, size, most // size, request.kv_salt,
-            request.hints.private_from, request.hints.private_salt,
+            request.hints.private_from, request.hints.private_salt, request.public_tokens,
         )  # fmt: skip
         return self._kv.match(keys).num_tokens
 

@@ -199,7 +199,7 @@ class RequestState:
             request, hints = self.request, self.request.hints
             extend_keys(
                 known, self.token_ids, block_size, count, request.kv_salt,
-                hints.private_from, hints.private_salt,
+                hints.private_from, hints.private_salt, request.public_tokens,
             )  # fmt: skip
         return known if count == len(known) else known[:count]
 

@@ -49,7 +49,7 @@ from bros.server.replicas import (
 )
 from bros.server.serve import HttpServer, bind, load_tls, run
 from bros.server.state import Jobs, ServerState
-from bros.server.tenants import Tenants, load_tenants
+from bros.server.tenants import Tenants, load_tenants, public_prefixes
 from bros.text.chat_format import ChatFormat
 from bros.text.generation import TextGenerator
 from bros.text.grammar_check import GrammarChecker
@@ -115,7 +115,8 @@ async def _serve(
         )
         ids = IdGenerator(random.SystemRandom())
         accounts = tenants.accounts(config.server, max_queue=engine.info.max_queue)
-        generator = TextGenerator(engine, tokenizer, SystemClock(), ids, accounts)
+        public = public_prefixes(config.server, tokenizer)
+        generator = TextGenerator(engine, tokenizer, SystemClock(), ids, accounts, public)
         state = _state(config.server, files, engine, tokenizer, generator, ids, store, accounts)
         server = HttpServer(
             create_app(state, tenants),

@@ -18,6 +18,8 @@ from bros.core.config import ServerConfig, parse_bytes
 from bros.core.errors import ConfigError
 from bros.core.tenants import LIMIT_NAMES, TenantAccounts, TenantLimits
 from bros.semantic.service.live import SessionSettings
+from bros.text.public_prefixes import PublicPrefixes
+from bros.text.tokenizer import Tokenizer
 
 TENANT = "bros.tenant"
 """Key in the ASGI scope of the tenant's name, which is empty if there is only one tenant."""
@@ -128,6 +130,19 @@ def load_tenants(config: ServerConfig) -> Tenants:
     if not keys:
         raise ConfigError("--api-keys: the file has no keys; without the option none are needed")
     return Tenants(keys, limits)
+
+
+def public_prefixes(config: ServerConfig, tokenizer: Tokenizer) -> PublicPrefixes:
+    """What tenants share by --share-prefix and --public-prefix. Raises ConfigError."""
+    if config.share_prefix == "all":
+        return PublicPrefixes(all_tokens=True)
+    texts = []
+    for name in filter(None, map(str.strip, (config.public_prefix or "").split(","))):
+        try:
+            texts.append(Path(name).expanduser().read_text(encoding="utf-8").rstrip("\n"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--public-prefix: cannot read {name}: {error}") from error
+    return PublicPrefixes.of(tokenizer, texts)
 
 
 def _limits(options: Sequence[str], number: int) -> dict[str, int | None]:

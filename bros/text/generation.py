@@ -38,6 +38,7 @@ from bros.core.request import (
 from bros.core.tenants import REQUESTS, Holding, TenantAccounts
 from bros.text.answers import AnswerParser, AnswerParsing, AnswerPart, TextPart
 from bros.text.detokenizer import StopMatcher
+from bros.text.public_prefixes import NO_PUBLIC_PREFIXES, PublicPrefixes
 from bros.text.tokenizer import Tokenizer
 
 _NO_SLO = Slo()
@@ -144,8 +145,12 @@ class TextGenerator:
         clock: Clock,
         ids: IdGenerator,
         accounts: TenantAccounts | None = None,
+        public: PublicPrefixes = NO_PUBLIC_PREFIXES,
     ) -> None:
-        """accounts: count the open requests of each tenant; None: there are no limits."""
+        """accounts: count the open requests of each tenant; None: there are no limits.
+        public: what tenants share.
+        """
+        self.public = public
         self._engine = engine
         self._tokenizer = tokenizer
         self._clock = clock
@@ -155,7 +160,9 @@ class TextGenerator:
 
     def without_limits(self) -> TextGenerator:
         """The same without limits of tenants, for requests whose number is limited otherwise."""
-        return TextGenerator(self._engine, self._tokenizer, self._clock, self._ids)
+        return TextGenerator(
+            self._engine, self._tokenizer, self._clock, self._ids, public=self.public
+        )
 
     async def start(
         self,
@@ -199,6 +206,7 @@ class TextGenerator:
                 arrival_s=self._clock.now() if arrival_s is None else arrival_s,
                 tenant=tenant,
                 user=user,
+                public_tokens=self.public.count(prompt, cache_salt),
                 cache_salt=cache_salt,
                 hints=hints,
             )

@@ -43,6 +43,11 @@ HEARTBEATS_PER_TIMEOUT = 8
 """Heartbeats that a process sends within the time after which a missing heartbeat is a timeout. An
 engine process sends so many per config.hang_timeout, and none if that is 0."""
 
+_STEP_SHARE = 5 / 8
+"""A step may hang for this share of config.hang_timeout. Time in which it waits for a core does not
+count, so beside other processes more time passes: with the default, less than 10 s pass if it gets
+half of a core."""
+
 _FILE = "launch.json"
 
 
@@ -159,7 +164,7 @@ def _watched(
     watchdog = Watchdog(
         progress,
         engine.expected,
-        least_s=timeout_s,
+        least_s=_STEP_SHARE * timeout_s,
         every_s=every_s,
         held_up_s=HeldUp(),
         compiles=engine.info.device != "cpu",

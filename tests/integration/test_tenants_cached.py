@@ -19,6 +19,9 @@ BLOCK = 16
 CHAT = "/v1/chat/completions"
 
 
+PUBLIC = "Ice is what you know about. Be brief, be kind, never rude, and make nothing up, ever."
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Objectives are loose, so that nothing depends on how fast this machine is."""
@@ -27,7 +30,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     save_tokenizer(folder, chat_template=TEMPLATE)
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("ann ann-key\nbob bob-key\n")
+    public = keys.with_name("public.txt")
+    public.write_text(PUBLIC + "\n")
     options = ["--kernels", "reference", "--kv-blocks", "512", "--api-keys", str(keys)]
+    options += ["--public-prefix", str(public)]
     options += ["--slo-ttft", "60000", "--slo-tpot", "60000"]
     options += ["--data-dir", str(tmp_path_factory.mktemp("data"))]  # steps are measured anew
     with running_server(str(folder), *options) as server:
@@ -209,3 +215,20 @@ def test_traces_of_another_key_are_unknown(ann: httpx.Client, bob: httpx.Client)
         refused = bob.get(path)
         assert refused.status_code == 404
         assert refused.json()["error"]["code"] == "request_not_found"
+
+
+def test_a_public_prefix_is_shared_and_what_follows_is_not(
+    ann: httpx.Client, bob: httpx.Client
+) -> None:
+    messages = messages_of("")
+    messages[0]["content"] = PUBLIC
+    tokens, whole = tokens_of(ann, messages), whole_blocks(tokens_of(ann, messages))
+    other = tokens_of(ann, [messages[0], {"role": "user", "content": "a"}])
+    public = next(n for n, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b)
+    shared = public // BLOCK * BLOCK
+    assert BLOCK < shared < whole - BLOCK
+    found = [cached(chat(client, messages)) for client in (ann, bob, ann, bob)]
+    assert found == [0, shared, whole, whole]
+    # In sessions, too, and a salt turns it off.
+    assert call(bob, messages, {"sharing": "session"})["cached_tokens"] >= shared
+    assert cached(chat(bob, messages, cache_salt="mine")) == 0

@@ -129,6 +129,7 @@ class Asked:
     salt: str
     private_from: int | None
     private_salt: str
+    public_tokens: int = 0
 
     @property
     def keys(self) -> list[bytes]:
@@ -136,25 +137,26 @@ class Asked:
         count = len(self.tokens) // SIZE
         text, known = array("i", self.tokens), count // 2
         for blocks in (known, count):  # as requests do: what is known is extended
-            extend_keys(keys, text, SIZE, blocks, self.salt, self.private_from, self.private_salt)
+            extend_keys(
+                keys, text, SIZE, blocks, self.salt, self.private_from, self.private_salt,
+                self.public_tokens,
+            )  # fmt: skip
         return keys
+
+    def kind(self, tokens: range) -> tuple[str, ...]:
+        """What others need besides the same tokens, in order to share these."""
+        if self.private_from is not None and any(token >= self.private_from for token in tokens):
+            return ("private", self.salt, self.private_salt)
+        if self.public_tokens >= tokens.stop:
+            return ("public",)
+        return ("own", self.salt)
 
     def shares(self, other: Asked, block: int) -> bool:
         """Whether a block may be one for both, token by token."""
         tokens = range(block * SIZE, (block + 1) * SIZE)
-        own, others = (
-            request.private_from is not None
-            and any(token >= request.private_from for token in tokens)
-            for request in (self, other)
-        )
         same = self.tokens[: tokens.stop] == other.tokens[: tokens.stop]
         same = same and len(self.tokens) >= tokens.stop <= len(other.tokens)
-        return (
-            same
-            and self.salt == other.salt
-            and own == others
-            and (not own or self.private_salt == other.private_salt)
-        )
+        return same and self.kind(tokens) == other.kind(tokens)
 
 
 asked = st.builds(
@@ -164,6 +166,7 @@ asked = st.builds(
     salt=st.sampled_from(["", "s"]),
     private_from=st.none() | st.integers(0, 20),
     private_salt=st.sampled_from(["", "p", "q"]),
+    public_tokens=st.integers(0, 20),
 )
 
 

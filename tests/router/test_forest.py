@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.core.request import EngineRequest, Hints
+from bros.kvcache.prefix_cache import extend_keys
 from bros.router.forest import Forest, ReplicaCache
 from support.routing import BLOCK, ask
 from support.tier import examples
 
 
 def known(forest: Forest, request: EngineRequest) -> int:
-    return forest.walk(request.kv_salt, forest.pieces(request)).end
+    return forest.walk(forest.root(request), forest.pieces(request)).end
 
 
 def insert(forest: Forest, request: EngineRequest, replica: int = 0) -> None:
     pieces = forest.pieces(request)
-    path = forest.walk(request.kv_salt, pieces)
-    forest.mark_used(forest.insert(request.kv_salt, pieces, path), replica)
+    path = forest.walk(forest.root(request), pieces)
+    forest.mark_used(forest.insert(forest.root(request), pieces, path), replica)
 
 
 def new_forest(max_tokens: int = 10**6) -> Forest:
@@ -67,6 +71,46 @@ def test_what_is_private_is_shared_only_with_the_same_salt() -> None:
     insert(forest, request("yours", BLOCK))
     assert known(forest, request("", None)) == 4 * BLOCK
     assert known(forest, request("mine", 2 * BLOCK + 1)) == 4 * BLOCK
+    forest.check_integrity()
+
+
+def keys_of(request: EngineRequest) -> list[bytes]:
+    """As the cache of a replica names the blocks of its prompt."""
+    keys: list[bytes] = []
+    tokens, hints = array("i", request.prompt_token_ids), request.hints
+    extend_keys(
+        keys, tokens, BLOCK, (len(tokens) - 1) // BLOCK, request.kv_salt, hints.private_from,
+        hints.private_salt, request.public_tokens,
+    )  # fmt: skip
+    return keys
+
+
+scoped = st.builds(
+    lambda tokens, public, private_from, private_salt, tenant: replace(
+        ask("r", tokens, hints=Hints(private_from=private_from, private_salt=private_salt)),
+        tenant=tenant,
+        public_tokens=public,
+    ),
+    tokens=st.integers(1, 5 * BLOCK).map(range) | token_lists.filter(bool),
+    public=st.sampled_from([0, BLOCK, 2 * BLOCK + 1, 10**9]),
+    private_from=st.none() | st.integers(0, 5 * BLOCK),
+    private_salt=st.sampled_from(["", "p"]),
+    tenant=st.sampled_from(["ann", "bob"]),
+)
+
+
+@settings(max_examples=examples(200))
+@given(st.lists(scoped, max_size=6), scoped)
+def test_the_forest_shares_what_caches_share(
+    before: list[EngineRequest], request: EngineRequest
+) -> None:
+    forest, cached = new_forest(), set[bytes]()
+    for number, other in enumerate(before):
+        insert(forest, replace(other, request_id=f"{number}"))
+        cached.update(keys_of(other))
+    keys = keys_of(request)
+    common = next((n for n, key in enumerate(keys) if key not in cached), len(keys))
+    assert known(forest, request) == common * BLOCK
     forest.check_integrity()
 
 

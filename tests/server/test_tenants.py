@@ -16,9 +16,9 @@ from bros.core.errors import ConfigError
 from bros.core.interfaces import RequestTrace
 from bros.core.request import ServiceClass, Slo
 from bros.core.tenants import Resource
-from bros.server.tenants import Tenants, load_tenants
+from bros.server.tenants import Tenants, load_tenants, public_prefixes
 from support.batch_server import BatchServer, batch_server, jsonl, openai_client, row, until
-from support.scripted_server import Server, assert_envelope
+from support.scripted_server import Server, assert_envelope, make_tokenizer
 
 _UNKNOWN = (
     "The request 'unknown' is unknown; the server keeps traces of running and recent requests only."
@@ -335,6 +335,23 @@ async def test_sessions_are_limited_by_tenant(limited: Server) -> None:
     gone = await limited.http.delete(f"/v1/sessions/{first.json()['id']}", headers=of("ann"))
     assert gone.status_code == 200
     assert (await open_one("ann")).status_code == 200
+
+
+@pytest.mark.parametrize(("share", "expected"), [("own", 0), ("all", 2**31 - 1)])
+async def test_what_tenants_share_is_the_operators_choice(
+    tmp_path: Path, share: str, expected: int
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(LIMITED)
+    server = Server(api_keys=str(keys), share_prefix=share)
+    await server.http.post("/v1/completions", json={"prompt": "x"}, headers=of("ann"))
+    assert server.last().public_tokens == expected
+
+
+def test_a_public_prefix_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    config = ServerConfig(public_prefix=f" {tmp_path / 'none'}")
+    with pytest.raises(ConfigError, match="--public-prefix: cannot read .*none"):
+        public_prefixes(config, make_tokenizer())
 
 
 # What the operator sees

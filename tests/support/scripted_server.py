@@ -38,7 +38,7 @@ from bros.server.build import with_jobs, with_sessions
 from bros.server.operations.metrics import ServerMetrics
 from bros.server.serve import HttpServer, bind
 from bros.server.state import ServerState
-from bros.server.tenants import load_tenants
+from bros.server.tenants import load_tenants, public_prefixes
 from bros.text.chat_format import ChatFormat
 from bros.text.generation import TextGenerator
 from bros.text.tokenizer import ChatTemplates, Tokenizer
@@ -259,7 +259,14 @@ class Server:
             engine=self.engine,
             tokenizer=self.tokenizer,
             chat_format=ChatFormat(self.tokenizer, options.tool_format, options.reasoning_format),
-            generator=TextGenerator(self.engine, self.tokenizer, self.clock, ids, self.accounts),
+            generator=TextGenerator(
+                self.engine,
+                self.tokenizer,
+                self.clock,
+                ids,
+                self.accounts,
+                public_prefixes(options, self.tokenizer),
+            ),
             model_name="scripted",
             created=1_700_000_000,
             config=options,

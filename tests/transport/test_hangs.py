@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -105,6 +106,9 @@ async def test_a_step_that_hangs_is_noticed_and_the_engine_replaced(
     pid, num_lost = client.pid, client.num_lost
     error = await lost(client, prompting("hangs", token))
     assert reason in str(error)
+    if found := re.search(r"after (\S+) s; (\S+) s were expected", str(error)):
+        limit_s = max(1.25, 20 * float(found[2]))  # of time in which it has not waited for a core
+        assert 0.9 * limit_s <= float(found[1]) <= 1.2 * limit_s + 0.25
     await works(client, pid)
     assert client.num_lost == num_lost + 1
 
@@ -119,7 +123,7 @@ async def test_a_stopped_engine_is_noticed_and_replaced(client: HangingEngineCli
 
 
 async def test_steps_ten_times_slower_than_usual_go_on(client: HangingEngineClient) -> None:
-    """Half a second each; 20 times the expected time is a second, and the least limit 2."""
+    """Half a second each; 20 times the expected time is a second, and the least limit 1.25 s."""
     await warm(client)
     pid = client.pid
     slow = [prompting(f"slow{n}", SLOW) for n in range(4)]

@@ -31,6 +31,7 @@ from bros.semantic.service.live import (
 )
 from bros.semantic.transforms import TransformError, Transforms
 from bros.semantic.transforms.process import TransformRunner
+from bros.text.public_prefixes import PublicPrefixes
 
 T = TypeVar("T")
 
@@ -186,8 +187,10 @@ class Prefiller:
         clock: Clock,
         settings: SessionSettings,
         accounts: TenantAccounts,
+        public: PublicPrefixes,
     ) -> None:
         self._accounts = accounts
+        self._public = public
         self._prompter = prompter
         self._engine = engine
         self._clock = clock
@@ -244,6 +247,7 @@ class Prefiller:
                 service_class=ServiceClass.BE,
                 arrival_s=self._clock.now(),
                 tenant=session.tenant,
+                public_tokens=self._public.count(token_ids),
                 prefill_only=True,
                 hints=Hints(
                     program=session.uid,

@@ -99,7 +99,9 @@ class ProgramRunner:
         self._encoder = PieceEncoder(tokenizer)
         self._prompter = Prompter(self._encoder, threads, transforms, engine)
         self._llm_calls = LlmCallGenerator(generator, engine, clock, settings)
-        self._prefiller = Prefiller(self._prompter, engine, clock, settings, accounts)
+        self._prefiller = Prefiller(
+            self._prompter, engine, clock, settings, accounts, generator.public
+        )
         self._background_tasks: set[asyncio.Task[None]] = set()
         self.ended_calls: Counter[tuple[str, str]] = Counter()
 
