@@ -72,8 +72,9 @@ FAILURES: Mapping[str, int] = {
 RETRY_AFTER = frozenset({429, 503})
 """Statuses that must come with Retry-After."""
 
-BATCH_FACTOR = 6.0
-"""A batch may take so many times as long as another request."""
+BEST_EFFORT_FACTOR = 6.0
+"""Best-effort requests and batches may take so many times as long as others: they run in the time
+that real-time requests leave, which is none while the machine is overloaded."""
 NOTICED_S = {"kill": 2.0, "stop": 15.0}
 """Kind of disturbance -> longest time until the server knows; --hang-timeout is 8 s."""
 REPLACED_S = 120.0
@@ -386,10 +387,10 @@ class Traffic:
 TRAFFIC: Mapping[str, Traffic] = {
     "stream": Traffic(stream, 3.0),
     "disconnect": Traffic(disconnect, 8.0),
-    "flex": Traffic(flex, 8.0),
+    "flex": Traffic(flex, 8.0, BEST_EFFORT_FACTOR),
     "completion": Traffic(completion, 8.0),
     "program": Traffic(program, 12.0),
-    "batch": Traffic(batch, 90.0, BATCH_FACTOR),
+    "batch": Traffic(batch, 90.0, BEST_EFFORT_FACTOR),
 }
 
 

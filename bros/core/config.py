@@ -341,8 +341,7 @@ class ServerConfig(_Checked):
     )
     public_prefix: str | None = option(
         None,
-        "files with texts, with commas between them; prompts that begin with one of the texts, or "
-        "have it as system message, share its KV with all tenants",
+        "files with beginnings of prompts and system messages, whose cached KV all tenants may use",
     )
     tenant_max_requests: int | None = option(
         None,
