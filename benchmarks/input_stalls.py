@@ -1,10 +1,13 @@
 """What large or slow inputs of one client do to the others: the longest wait for an answer of
-/health and the memory of the server, meanwhile.
+/health, the longest gap of a stream, and the memory of the server, meanwhile.
 
-    python benchmarks/input_stalls.py [--only NAME,...] [--quick] [-- OPTIONS OF bros serve]
+    python benchmarks/input_stalls.py [--only NAME,...] [--out benchmarks/results] [--quick]
+        [-- OPTIONS OF bros serve]
 
-A server process is started; this process sends the attack and asks for /health every 5 ms. Wall
-times: run it on an idle machine. `idle` shows what the machine does by itself.
+A server process is started; one process sends the attack, and this one asks for /health every 5 ms
+and reads a stream. Wall times: run it on an idle machine. `idle` shows what the machine does by
+itself. The gaps of the stream are those of the engine's steps, in which the requests of the attack
+are computed, too.
 """
 
 from __future__ import annotations
@@ -12,13 +15,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import httpx
 from quick import add_quick
+
+from bros.bench.results import environment
+from bros.core.clock import SystemClock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -101,41 +110,96 @@ ATTACKS: dict[str, Attack] = {
 }  # fmt: skip
 
 
-async def measure(url: str, pid: int, name: str) -> None:
-    """Print the longest wait for /health and the peak memory during an attack."""
-    longest_s, peak_mib, ends = 0.0, 0.0, False
+def send(url: str, name: str) -> None:
+    """The attack, in a process of its own: what it computes must not delay who measures."""
 
-    async def others() -> None:
-        nonlocal longest_s, peak_mib
-        async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=300) as http:
+            await ATTACKS[name](http)
+
+    asyncio.run(run())
+
+
+class Watch:
+    """Measures what others see.
+
+    waits_s: of each request of /health. gap_s: longest time between two events of a stream.
+    peak_mib: memory of the server.
+    """
+
+    def __init__(self, url: str, pid: int) -> None:
+        self.waits_s: list[float] = []
+        self.gap_s = 0.0
+        self.peak_mib = 0.0
+        self._url = url
+        self._pid = pid
+        self._ends = False
+
+    async def run(self, work: Awaitable[object]) -> None:
+        """Watch while the work is done."""
+        tasks = [asyncio.create_task(self._ask()), asyncio.create_task(self._stream())]
+        await asyncio.sleep(0.5)
+        self.waits_s.clear()
+        self.gap_s = 0.0
+        await work
+        self._ends = True
+        await asyncio.gather(*tasks)
+
+    async def _ask(self) -> None:
+        async with httpx.AsyncClient(base_url=self._url, timeout=120) as http:
             await http.get("/health")
-            while not ends:
+            while not self._ends:
                 begun_s = time.perf_counter()
                 await http.get("/health")
-                longest_s = max(longest_s, time.perf_counter() - begun_s)
-                peak_mib = max(peak_mib, rss_mib(pid))
+                self.waits_s.append(time.perf_counter() - begun_s)
+                self.peak_mib = max(self.peak_mib, rss_mib(self._pid))
                 await asyncio.sleep(0.005)
 
-    def attack() -> None:
-        async def run() -> None:
-            async with httpx.AsyncClient(base_url=url, timeout=300) as http:
-                await ATTACKS[name](http)
+    async def _stream(self) -> None:
+        body = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
+        async with httpx.AsyncClient(base_url=self._url, timeout=120) as http:
+            while not self._ends:
+                async with http.stream("POST", "/v1/completions", json=body) as response:
+                    last_s = None
+                    async for line in response.aiter_lines():
+                        now_s = time.perf_counter()
+                        if last_s is not None:
+                            self.gap_s = max(self.gap_s, now_s - last_s)
+                        last_s = now_s if line else last_s
+                        if self._ends:
+                            break
 
-        asyncio.run(run())
 
+def measure(url: str, pid: int, name: str) -> dict[str, Any]:
+    """What others see of an attack; times in milliseconds."""
     before_mib = rss_mib(pid)
-    watching = asyncio.create_task(others())
-    await asyncio.sleep(0.2)
-    begun_s = time.perf_counter()
-    await asyncio.to_thread(attack)
-    took_s = time.perf_counter() - begun_s
-    ends = True
-    await watching
-    print(
-        f"{name:16} {took_s:7.1f} s   longest wait {1000 * longest_s:7.0f} ms   "
-        f"memory {before_mib:5.0f} -> {peak_mib:5.0f} MiB",
-        flush=True,
-    )
+    watch = Watch(url, pid)
+    attacker = multiprocessing.get_context("spawn").Process(target=send, args=(url, name))
+
+    async def attack() -> float:
+        attacker.start()
+        begun_s = time.perf_counter()
+        await asyncio.to_thread(attacker.join)
+        assert attacker.exitcode == 0
+        return time.perf_counter() - begun_s
+
+    async def run() -> float:
+        work = asyncio.ensure_future(attack())
+        await watch.run(work)
+        return work.result()
+
+    took_s = asyncio.run(run())
+    waits_ms = sorted(1000 * wait_s for wait_s in watch.waits_s)
+    found = {
+        "seconds": round(took_s, 1),
+        "longest_wait_ms": round(waits_ms[-1], 1),
+        "p99_wait_ms": round(waits_ms[len(waits_ms) * 99 // 100], 1),
+        "stream_gap_ms": round(1000 * watch.gap_s, 1),
+        "before_mib": round(before_mib),
+        "peak_mib": round(watch.peak_mib),
+    }
+    print(f"{name:16} {json.dumps(found)}", flush=True)
+    return found
 
 
 def main() -> None:
@@ -143,13 +207,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="names of attacks, with commas")
+    parser.add_argument("--out", type=Path, help="folder for input_stalls_cpu.json")
     parser.add_argument("options", nargs="*", help="options of bros serve")
     add_quick(parser, only="idle")
     given = parser.parse_args()
     names = given.only.split(",") if given.only else list(ATTACKS)
     with running_server(*given.options) as server:
-        for name in names:
-            asyncio.run(measure(server.url, server.pid, name))
+        found = {name: measure(server.url, server.pid, name) for name in names}
+    if given.out is not None:
+        record = {"environment": asdict(environment(SystemClock())), "attacks": found}
+        given.out.mkdir(parents=True, exist_ok=True)
+        path = given.out / "input_stalls_cpu.json"
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
