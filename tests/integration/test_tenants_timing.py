@@ -19,7 +19,7 @@ pytestmark = [
 ]  # fmt: skip
 
 PROMPTS = 200
-TOKENS = 320
+TOKENS = 128
 BLOCK = 16
 
 
