@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bros import LLM, SamplingParams
+from bros.core import grammars
 from bros.core.errors import (
     ConfigError,
     EngineDeadError,
@@ -50,6 +51,16 @@ def test_params_are_for_all_or_for_each(llm: LLM) -> None:
     assert [[len(choice.token_ids) for choice in answer] for answer in answers] == [[1], [2, 2]]
     with pytest.raises(InvalidRequestError, match="2 sampling params for 1 prompts"):
         llm.generate(["a"], each, progress=False)
+
+
+def test_outputs_match_a_grammar(folder: Path) -> None:
+    with LLM(str(folder), kernels="reference", kv_blocks=64, threads=1) as llm:
+        grammar = grammars.choice(["stop there", "go on"])
+        sampling = SamplingParams(grammar=grammar, n=4, seed=3, max_tokens=20)
+        (answer,) = llm.generate(["The fox"], sampling, progress=False)
+        assert {choice.text for choice in answer} <= {"stop there", "go on"}
+        with pytest.raises(InvalidRequestError, match="The grammar cannot be used: unknown name"):
+            llm.generate(["a"], SamplingParams(grammar=grammars.lark("start: x")), progress=False)
 
 
 def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:

@@ -15,13 +15,15 @@ time, is checked by text/grammar_check.py in a process of its own.
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
 from bros.core.errors import InvalidRequestError
-from bros.core.request import Grammar
+from bros.core.request import MAX_GRAMMAR_BYTES, Grammar
 
 MAX_CHOICES = 10_000
 MAX_SCHEMA_DEPTH = 60
@@ -102,9 +104,123 @@ def lark(text: str, *, param: str = "grammar", after: str = "") -> Grammar:
     return Grammar(text, after, param)
 
 
+def is_json(grammar: Grammar) -> bool:
+    """Whether an output that matches is JSON, as with `json_object` and `json_schema`."""
+    return grammar.text.startswith("start: %json ") and '"x-guidance": ' in grammar.text
+
+
 def is_gbnf(text: str) -> bool:
     """Whether the text of a grammar is GBNF, and not Lark."""
     return re.search(r"^\s*[\w-]+\s*::=", text, re.MULTILINE) is not None
+
+
+def from_fields(fields: Mapping[str, Any]) -> Grammar | None:
+    """What the fields of a request ask for: `response_format` as in OpenAI's API, and
+    `structured_outputs` and `guided_*` as in vLLM's. None if they leave the output free.
+
+    Raises InvalidRequestError naming the field, if there is more than one, or what is wrong with
+    it.
+    """
+    found = list(_asked(fields))
+    if len(found) > 1:
+        names = ", ".join(f"'{name}'" for name, _ in found)
+        raise InvalidRequestError(
+            f"The output can match one grammar only; this request has {names}.",
+            param=found[1][0],
+        )
+    return found[0][1]() if found else None
+
+
+FIELDS = frozenset(
+    {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"}
+    | {"guided_grammar", "guided_whitespace_pattern"}
+)
+"""The fields that `from_fields` reads."""
+
+
+def _asked(fields: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Grammar]]]:
+    """(field, how to make its grammar) for each field that asks for one."""
+    form = fields.get("response_format")
+    if form is not None:
+        kind = _mapping(form, "response_format").get("type")
+        if kind not in ("text", "json_object", "json_schema"):
+            raise InvalidRequestError(
+                "'response_format.type' must be text, json_object or json_schema.",
+                "response_format.type",
+                "invalid_value",
+            )
+        if kind != "text":
+            yield "response_format", lambda: _response_format(form)
+    own = fields.get("structured_outputs")
+    if own is not None:
+        yield from _structured("structured_outputs.", _mapping(own, "structured_outputs"))
+    older = {
+        name.removeprefix("guided_"): value
+        for name, value in fields.items()
+        if name.startswith("guided_")
+    }
+    yield from _structured("guided_", older)
+
+
+def _mapping(value: object, param: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(f"'{param}' must be an object.", param, "invalid_type")
+    return value
+
+
+def _response_format(form: Mapping[str, Any]) -> Grammar:
+    param = "response_format"
+    if form["type"] == "json_object":
+        return json_object(param=param)
+    inner = form.get("json_schema")
+    if inner is None:
+        raise InvalidRequestError(
+            "Missing required parameter: 'response_format.json_schema'.",
+            "response_format.json_schema",
+            "missing_required_parameter",
+        )
+    schema = _mapping(inner, "response_format.json_schema").get("schema")
+    # OpenAI's API takes a format without a schema, for any object.
+    return json_schema({"type": "object"} if schema is None else schema, param=param)
+
+
+def _structured(
+    prefix: str, fields: Mapping[str, Any]
+) -> Iterator[tuple[str, Callable[[], Grammar]]]:
+    def of_json(schema: Any, param: str) -> Grammar:
+        whitespace = fields.get("whitespace_pattern")
+        return json_schema(_parsed(schema, param), param=param, whitespace=whitespace)
+
+    makers: Mapping[str, Callable[[Any, str], Grammar]] = {
+        "json": of_json,
+        "json_object": lambda _, param: json_object(param=param),
+        "regex": lambda pattern, param: regex(pattern, param=param),
+        "choice": lambda options, param: choice(options, param=param),
+        "grammar": lambda text, param: lark(text, param=param),
+    }
+    for name, make in makers.items():
+        value = fields.get(name)
+        if value is not None and not (name == "json_object" and value is False):
+            yield prefix + name, functools.partial(make, value, prefix + name)
+
+
+def _parsed(schema: Any, param: str) -> Any:
+    """The schema; vLLM also takes it as a string."""
+    if not isinstance(schema, str):
+        return schema
+    if len(schema) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequestError(
+            f"The schema in '{param}' has more than {MAX_GRAMMAR_BYTES} bytes.",
+            param,
+            "string_above_max_length",
+        )
+    try:
+        return json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise InvalidRequestError(
+            f"The schema in '{param}' is not valid JSON: {reason}.", param, "invalid_json"
+        ) from None
 
 
 def json_rule(schema: Schema, *, param: str = "grammar", whitespace: str | None = None) -> str:
@@ -177,6 +293,8 @@ class _Schema:
         for name, value in schema.items():
             if self._has_meaning(name, value, path):
                 checked[name] = self._check_keyword(name, value, (*path, name))
+        if schema.get("type") != "integer":
+            _close_bounds(checked)
         if "oneOf" in checked and "anyOf" not in checked and self._excludes(schema["oneOf"]):
             checked["anyOf"] = checked.pop("oneOf")
         return checked
@@ -254,6 +372,27 @@ class _Schema:
             self._param,
             "invalid_json_schema",
         )
+
+
+def _close_bounds(schema: dict[str, Any]) -> None:
+    """Replace exclusive bounds of numbers by the next number of a program that reads them.
+
+    As text 2.00000000000000001 is above 2, but it is read as 2.0. Near 0 and far from it the next
+    number has no form that the compiler takes, and it would take hundreds of digits to be wrong.
+    """
+    for name, inclusive, towards, nearest in (
+        ("exclusiveMinimum", "minimum", math.inf, max),
+        ("exclusiveMaximum", "maximum", -math.inf, min),
+    ):
+        bound, other = schema.get(name), schema.get(inclusive)
+        if _is_number(bound) and 1e-4 <= abs(bound) < 1e15:
+            closed = math.nextafter(float(bound), towards)
+            schema[inclusive] = nearest(closed, float(other)) if _is_number(other) else closed
+            del schema[name]
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _types(schema: Mapping[str, Any]) -> frozenset[str]:

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from bros.core.clock import Clock
 from bros.core.errors import InvalidRequestError
+from bros.core.grammars import is_gbnf
 from bros.core.interfaces import EngineInfo, GrammarState, StopRule
 from bros.core.plan import TokenConstraint
 from bros.core.request import Grammar
@@ -192,8 +193,8 @@ class Grammars:
                 compiled.error = vocabulary
             else:
                 self._compile_with(vocabulary, compiled)
-        except Exception as error:
-            compiled.error = f"{type(error).__name__}: {error}"
+        except Exception as error:  # ValueError, or any from llguidance
+            compiled.error = str(error)
         self.counters.compiled += 1
         self.counters.compile_s += self._clock.now() - began_s
         with self._lock:
@@ -227,6 +228,23 @@ class Grammars:
             except Exception as error:  # llguidance raises various ones
                 self._vocabulary = f"the model's tokenizer is not supported: {error}"
         return self._vocabulary
+
+
+def compile_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
+    """A matcher for a grammar in Lark or GBNF. Raises ValueError that says what is wrong with it.
+    A hostile text takes minutes, or ends the process."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if is_gbnf(text):
+        try:
+            text = gbnf_to_lark(text)
+        except Exception as error:  # of its own class, or any from its parser
+            raise ValueError(first_line(str(error))) from error
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=parser_limits())
+    if matcher.is_error():
+        raise ValueError(first_line(matcher.get_error()))
+    return matcher
 
 
 def first_line(message: str) -> str:

@@ -19,7 +19,7 @@ from bros.core.config import ServerConfig
 from bros.core.errors import NotFoundError
 from bros.core.fair import FairMemory, FairThreads
 from bros.core.interfaces import EngineClient
-from bros.core.request import IdGenerator, SamplingParams
+from bros.core.request import Grammar, IdGenerator
 from bros.core.tenants import Resource, TenantAccounts
 from bros.router.client import RouterClient
 from bros.semantic.service.service import SessionService
@@ -190,12 +190,10 @@ class ServerState:
         tenant: str = request.scope.get(TENANT, "")
         return tenant
 
-    async def checked(self, tenant: str, sampling: SamplingParams) -> SamplingParams:
-        """The parameters with a grammar that the engine can compile. Raises InvalidRequestError."""
-        if sampling.grammar is None or self.grammars is None:
-            return sampling
-        grammar = await self.grammars.check(tenant, sampling.grammar)
-        return sampling.with_changes(grammar=grammar)
+    async def check_grammar(self, tenant: str, grammar: Grammar | None) -> None:
+        """Raises InvalidRequestError if an engine cannot compile the grammar of an output."""
+        if grammar is not None and self.grammars is not None:
+            await self.grammars.check(tenant, grammar)
 
     def check_model(self, name: str | None) -> None:
         """Raises NotFoundError unless `name` is the served model or None."""

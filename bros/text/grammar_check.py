@@ -29,11 +29,10 @@ from pathlib import Path
 
 from bros.core.errors import InvalidRequestError
 from bros.core.fair import FairGate
-from bros.core.grammars import is_gbnf
 from bros.core.request import Grammar
 from bros.core.worker_process import WorkerClosedError, WorkerEndedError, WorkerProcess
 
-_CPU_S, _WALL_S = 0.5, 0.8
+_CPU_S, _WALL_S = 0.5, 0.7
 """Most CPU time, and most time in all, that a grammar takes to compile."""
 
 _MEMORY_BYTES = 2**29
@@ -44,9 +43,8 @@ _NICE = 5
 
 _KEPT = 1024
 _KEPT_BYTES = 2**24
-"""Bounds on the texts whose answers are kept: their number, and their bytes."""
+"""Bounds on the good texts that are remembered: their number, and their bytes."""
 
-_GOOD, _BAD = b"+", b"-"
 _TOO_LONG = "it takes too much time or memory to compile; make it smaller or less ambiguous"
 
 
@@ -63,69 +61,63 @@ class GrammarChecker:
         self._all = [WorkerProcess(__name__, arguments) for _ in range(3)]
         self._free, self._blocking = self._all[:2], self._all[2]
         self._gate = FairGate(slots=2, per_tenant=1)
-        self._lock = threading.Lock()  # of _answers
+        self._lock = threading.Lock()  # of _good
         self._one_blocks = threading.Lock()  # uses _blocking
-        self._answers: OrderedDict[str, str] = OrderedDict()
+        self._good: OrderedDict[str, None] = OrderedDict()
         self._bytes = 0
 
-    async def check(self, tenant: str, grammar: Grammar) -> Grammar:
-        """The grammar for the engine: in Lark. tenant: whose it is.
+    async def check(self, tenant: str, grammar: Grammar) -> None:
+        """Raises InvalidRequestError, naming its `param`, if a grammar is wrong or takes too long.
 
-        Raises InvalidRequestError, naming its `param`, if it is wrong or takes too long.
+        tenant: whose it is.
         """
-        known = self._known(grammar)
-        if known is not None:
-            return known
+        if self._is_known(grammar.text):
+            return
 
-        def work() -> Grammar:
+        def work() -> None:
             process = self._free.pop(0)
             try:
-                return self._ask(process, grammar)
+                self._ask(process, grammar)
             finally:
                 self._free.insert(0, process)
 
-        return await self._gate.run(tenant, work)
+        await self._gate.run(tenant, work)
 
-    def check_blocking(self, grammar: Grammar) -> Grammar:
+    def check_blocking(self, grammar: Grammar) -> None:
         """Like `check`, for a thread of its own, such as one that validates the rows of a batch."""
-        known = self._known(grammar)
-        if known is not None:
-            return known
-        with self._one_blocks:
-            return self._ask(self._blocking, grammar)
+        if not self._is_known(grammar.text):
+            with self._one_blocks:
+                self._ask(self._blocking, grammar)
 
     def close(self) -> None:
         """End the processes. Callers that still wait get an InvalidRequestError."""
         for process in self._all:
             process.close()
 
-    def _known(self, grammar: Grammar) -> Grammar | None:
+    def _is_known(self, text: str) -> bool:
         with self._lock:
-            text = self._answers.get(grammar.text)
-            if text is None:
-                return None
-            self._answers.move_to_end(grammar.text)
-        return Grammar(text, grammar.after, grammar.param)
+            if text in self._good:
+                self._good.move_to_end(text)
+                return True
+            return False
 
-    def _ask(self, process: WorkerProcess, grammar: Grammar) -> Grammar:
+    def _ask(self, process: WorkerProcess, grammar: Grammar) -> None:
+        text = grammar.text
         try:
-            reply = process.ask(grammar.text.encode("utf-8", "surrogatepass"))
+            reply = process.ask(text.encode("utf-8", "surrogatepass"))
         except WorkerClosedError as error:
             raise _refusal(grammar, "the server stops") from error
         except WorkerEndedError as error:
             raise _refusal(grammar, _TOO_LONG) from error
-        text = reply[1:].decode()
-        if reply[:1] != _GOOD:
-            raise _refusal(grammar, text)
-        checked = Grammar(text, grammar.after, grammar.param)
+        if reply:
+            raise _refusal(grammar, reply.decode())
         with self._lock:
-            if grammar.text not in self._answers:
-                self._answers[grammar.text] = text
-                self._bytes += len(text) + len(grammar.text)
-            while len(self._answers) > _KEPT or self._bytes > _KEPT_BYTES:
-                oldest, answer = self._answers.popitem(last=False)
-                self._bytes -= len(oldest) + len(answer)
-        return checked
+            if text not in self._good:
+                self._good[text] = None
+                self._bytes += len(text)
+            while len(self._good) > _KEPT or self._bytes > _KEPT_BYTES:
+                oldest, _ = self._good.popitem(last=False)
+                self._bytes -= len(oldest)
 
 
 def _refusal(grammar: Grammar, reason: str) -> InvalidRequestError:
@@ -170,33 +162,27 @@ class _Compiler:
         except Exception as error:  # llguidance raises various ones
             self.error = f"the model's tokenizer is not supported: {error}"
 
-    def __call__(self, text: str) -> bytes:
-        """The answer for a text."""
-        from llguidance import LLMatcher
-        from llguidance.gbnf_to_lark import gbnf_to_lark
+    def __call__(self, text: str) -> str:
+        """What is wrong with a text; empty if it is good."""
+        from bros.engine.grammars import compile_grammar, first_line
 
-        from bros.engine.grammars import first_line, parser_limits
+        try:
+            matcher = compile_grammar(self._tokenizer, text)
+        except ValueError as error:
+            reason = str(error)
+            return "it is too large" if reason.startswith("panic") else reason
+        matcher.compute_bitmask()  # may find that it is too complex
+        return first_line(matcher.get_error()) if matcher.is_error() else ""
 
-        if is_gbnf(text):
-            try:
-                text = gbnf_to_lark(text)
-            except Exception as error:  # of its own class, or any from its parser
-                return _BAD + first_line(str(error)).encode()
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=parser_limits())
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        if matcher.is_error():
-            reason = first_line(matcher.get_error())
-            if reason.startswith("panic"):
-                reason = "it is too large"
-            return _BAD + reason.encode()
-        return _GOOD + text.encode()
+
+_GOOD = b"+"
+"""What a child answers if the text is good. No answer means that it was ended."""
 
 
 def _in_child(compiler: _Compiler, text: str) -> bytes:
-    """The answer of a child, which is ended when it takes too long."""
+    """What is wrong with a text, by a child, which is ended when it takes too long."""
     if compiler.error is not None:
-        return _BAD + compiler.error.encode()
+        return compiler.error.encode()
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -209,7 +195,7 @@ def _in_child(compiler: _Compiler, text: str) -> bytes:
             answer += part
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return bytes(answer) or _BAD + _TOO_LONG.encode()
+    return b"" if answer == _GOOD else bytes(answer) or _TOO_LONG.encode()
 
 
 def _answer_and_exit(compiler: _Compiler, text: str, write: int) -> None:
@@ -223,9 +209,9 @@ def _answer_and_exit(compiler: _Compiler, text: str, write: int) -> None:
     os.dup2(null, 2)  # of the library, when it panics or runs out of memory
     signal.setitimer(signal.ITIMER_PROF, _CPU_S)  # SIGPROF ends the process
     try:
-        answer = compiler(text)
+        answer = compiler(text).encode() or _GOOD
     except BaseException:  # llguidance's panics are BaseExceptions
-        answer = _BAD + _TOO_LONG.encode()
+        answer = _TOO_LONG.encode()
     while answer:
         answer = answer[os.write(write, answer) :]
     os._exit(0)

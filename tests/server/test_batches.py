@@ -13,6 +13,7 @@ import pytest
 
 from bros.batch import rows as validation
 from bros.batch.objects import DAY_S
+from bros.text.grammar_check import GrammarChecker
 from support.batch_server import (
     CHAT,
     COMPLETIONS,
@@ -24,6 +25,7 @@ from support.batch_server import (
     row,
 )
 from support.scripted_server import JSON, assert_envelope
+from support.tiny_tokenizer import save_tokenizer
 
 TIMESTAMPS = (
     "in_progress_at",
@@ -254,6 +256,7 @@ WRONG_LINES = [
     (row(1, stream=True), "unsupported_parameter", "body.stream"),
     (row(1, temperature=-1), "invalid_value", "body.temperature"),
     (row(1, prompt=5), "invalid_type", "body.prompt"),
+    (row(1, guided_json={"not": {}}), "invalid_json_schema", "body.guided_json"),
     (_bad(row(1), body={"model": "scripted"}), "missing_required_parameter", "body.prompt"),
     (row(1, model="gpt-4"), "model_not_found", "body.model"),
     (row(1, model="org/scripted"), "mismatched_model", "body.model"),
@@ -276,6 +279,24 @@ async def test_one_wrong_line_fails_the_batch(server: BatchServer) -> None:
         assert (failed.output_file_id, failed.error_file_id) == (None, None)
         assert failed.request_counts is not None and failed.request_counts.total == 0
     assert not server.engine.submitted
+
+
+async def test_a_grammar_that_does_not_compile_fails_its_line(tmp_path: Path) -> None:
+    checker = GrammarChecker(save_tokenizer(tmp_path), 440, [1])
+    try:
+        async with batch_server(tmp_path / "data", grammars=checker) as server:
+            lines = row(0, guided_regex="a+"), row(1, guided_regex="(?=a)b")
+            failed = await server.wait(await server.submit(*lines))
+            assert failed.errors is not None and failed.errors.data is not None
+            (error,) = failed.errors.data
+            assert (error.line, error.param) == (2, "body.guided_regex")
+            assert "look-ahead" in error.message and not server.engine.submitted
+            done = await server.wait(await server.submit(lines[0]))
+            assert done.status == "completed"
+            grammar = server.engine.submitted[0].sampling.grammar
+            assert grammar is not None and grammar.text == "start: /a+/"
+    finally:
+        checker.close()
 
 
 async def test_all_wrong_lines_are_listed(server: BatchServer) -> None:

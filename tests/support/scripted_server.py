@@ -41,6 +41,7 @@ from bros.server.state import ServerState
 from bros.server.tenants import load_tenants, public_prefixes
 from bros.text.chat_format import ChatFormat
 from bros.text.generation import TextGenerator
+from bros.text.grammar_check import GrammarChecker
 from bros.text.tokenizer import ChatTemplates, Tokenizer
 from support.played_stream import PlayedStream
 
@@ -244,6 +245,7 @@ class Server:
         template: str = CHATML,
         tokens: Mapping[str, bool] = NO_TOKENS,
         max_model_len: int | None = None,
+        grammars: GrammarChecker | None = None,
         **config: Any,
     ) -> None:
         self.clock = clock or ManualClock()
@@ -274,6 +276,7 @@ class Server:
             ids=ids,
             metrics=ServerMetrics(self.clock),
             accounts=self.accounts,
+            grammars=grammars,
         )
         state = with_sessions(state)
         self.state = state if jobs_in is None else with_jobs(state, jobs_in)

@@ -30,8 +30,8 @@ def checker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarChecker
     made.close()
 
 
-def check(checker: GrammarChecker, grammar: Grammar, tenant: str = "") -> Grammar:
-    return asyncio.run(checker.check(tenant, grammar))
+def check(checker: GrammarChecker, grammar: Grammar, tenant: str = "") -> None:
+    asyncio.run(checker.check(tenant, grammar))
 
 
 def wide(count: int, **more: Any) -> Grammar:
@@ -74,16 +74,17 @@ def test_hostile_grammars_are_refused_quickly_and_others_go_on(
     with pytest.raises(InvalidRequestError):
         check(checker, make())
     assert time.monotonic() - began < PATIENCE_S
-    assert check(checker, grammars.regex(f"on{began}".replace(".", "")))
+    check(checker, grammars.regex(f"on{began}".replace(".", "")))
 
 
-def test_answers_are_in_lark_and_kept(checker: GrammarChecker) -> None:
-    gbnf = grammars.lark('root ::= "a" b\nb ::= [a-z]+', param="guided_grammar")
-    lark = check(checker, gbnf)
-    assert "start:" in lark.text and lark.param == "guided_grammar"
-    assert check(checker, gbnf) == lark
-    assert checker.check_blocking(gbnf) == lark
-    assert check(checker, Grammar(gbnf.text, after="x")).after == "x"
+def test_good_texts_are_remembered(checker: GrammarChecker) -> None:
+    gbnf = grammars.lark('root ::= "a" b\nb ::= [a-z]+')
+    check(checker, gbnf)
+    before = time.process_time()
+    for _ in range(100):
+        check(checker, Grammar(gbnf.text, after="x", param="other"))
+        checker.check_blocking(gbnf)
+    assert time.process_time() - before < 1.0
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from bros.core.errors import InvalidRequestError
+from bros.core.grammars import FIELDS, from_fields
 from bros.core.request import SamplingParams
 from bros.semantic.core.graph import whole
 from bros.semantic.core.nodes import InputPiece, NewCall, OutputPiece
@@ -293,7 +294,8 @@ class _Sentinels:
         )
 
 
-_SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams)) | FIELDS
+_GRAMMAR = FIELDS | {"grammar"}
 _UNSUPPORTED = ("n", "logprobs")
 """Sampling parameters that are rejected: a variable has one value, without log probabilities."""
 
@@ -360,7 +362,7 @@ class SubmissionReader:
         pieces = _native_pieces(spec) if spec.native else cache.pieces(spec)
         defaults = {"max_tokens": self._max_tokens, **_without_none(sampling)}
         _check_names("sampling", spec.sampling)
-        defaults |= _without_none(spec.sampling)
+        defaults = _overridden(defaults, spec.sampling)
         values: dict[str, str] = {}
         names: dict[str, str] = {}
         wanted: dict[str, Criteria] = {}
@@ -465,8 +467,11 @@ class _ParameterReader:
         place = f"{self._place}.sampling"
         own = self.parameter.sampling or {}
         _check_names(place, own)
-        fields = {**defaults, **_without_none(own)}
+        fields = _overridden(defaults, own)
         try:
+            asked = {name: fields.pop(name) for name in FIELDS.intersection(fields)}
+            if asked:
+                fields["grammar"] = from_fields(asked)
             return make(**fields)
         except InvalidRequestError as error:
             where = place if error.param in own else "sampling"
@@ -486,6 +491,15 @@ def check_sampling(sampling: Mapping[str, Any]) -> None:
     """Raises InvalidRequestError (param "sampling.…") for invalid sampling parameters."""
     _check_names("sampling", sampling)
     _ParameterReader(None, Parameter(name="")).sampling(_without_none(sampling))
+
+
+def _overridden(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling parameters, those of `own` first. As an output has one grammar, one in `own`
+    replaces that in `defaults`, also if another field asks for it."""
+    own = _without_none(own)
+    if not own.keys().isdisjoint(_GRAMMAR):
+        defaults = {name: value for name, value in defaults.items() if name not in _GRAMMAR}
+    return {**defaults, **own}
 
 
 def _without_none(sampling: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,6 +25,7 @@ from bros.core.errors import (
     QueueFullError,
     TenantLimitError,
 )
+from bros.core.grammars import is_json
 from bros.core.interfaces import EngineClient
 from bros.core.request import FinishReason, Hints, SamplingParams, ServiceClass, Slo
 from bros.semantic.errors import FailedStage
@@ -218,9 +220,13 @@ class LlmCallGenerator:
         )
         async with generation:
             watcher.accepted(request_id, generation.service_classes[0])
-            return await self._collect(generation, progress)
+            answer, reason = await self._collect(generation, progress)
+        _check_complete(request.sampling, answer, reason)
+        return answer
 
-    async def _collect(self, generation: Generation, progress: Progress) -> LlmAnswer:
+    async def _collect(
+        self, generation: Generation, progress: Progress
+    ) -> tuple[LlmAnswer, FinishReason]:
         text = ""
         token_ids: list[int] = []
         last: TextDelta | None = None
@@ -239,11 +245,32 @@ class LlmCallGenerator:
         ended_by_token = last.finish_reason is FinishReason.STOP and not isinstance(
             last.stop_reason, str
         )
-        return LlmAnswer(
+        assert last.finish_reason is not None
+        answer = LlmAnswer(
             text=text,
             token_ids=tuple(token_ids[:-1] if ended_by_token else token_ids),
             output_tokens=len(token_ids),
         )
+        return answer, last.finish_reason
+
+
+def _check_complete(sampling: SamplingParams, answer: LlmAnswer, reason: FinishReason) -> None:
+    """Raises LlmCallFailedError for an answer that was cut before it matched its grammar: the calls
+    that read it rely on its form."""
+    grammar = sampling.grammar
+    if grammar is None:
+        return
+    failed: str | None = None
+    if reason is FinishReason.LENGTH:
+        failed = f"it was cut after {answer.output_tokens} tokens; give more max_tokens"
+    elif is_json(grammar) and not grammar.after:
+        try:
+            json.loads(answer.text)
+        except ValueError as error:  # a stop string has cut it
+            failed = str(error)
+    if failed is not None:
+        message = f"The answer does not match '{grammar.param}': {failed}."
+        raise LlmCallFailedError(FailedStage.GENERATE, message)
 
 
 def _is_reproducible(sampling: SamplingParams) -> bool:

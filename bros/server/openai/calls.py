@@ -13,7 +13,6 @@ from starlette.datastructures import Headers
 from bros.core.errors import InvalidRequestError, PromptTooLongError
 from bros.core.request import MIN_OBJECTIVE_MS, SamplingParams, ServiceClass, Slo
 from bros.server.http import offload, validate
-from bros.server.openai.grammars import grammar_of
 from bros.server.openai.prompt_logprobs import Echo, PromptLogprobsWriter, check_size
 from bros.server.openai.schema import (
     AllowedToolsChoice,
@@ -228,7 +227,7 @@ def _sampling(
         given["logit_bias"] = _token_keys(request.logit_bias)
     given = {name: value for name, value in given.items() if value is not None}
     return SamplingParams(
-        **given, max_tokens=max_tokens, logprobs=logprobs, grammar=grammar_of(request)
+        **given, max_tokens=max_tokens, logprobs=logprobs, grammar=request.grammar()
     )
 
 

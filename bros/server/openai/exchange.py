@@ -77,15 +77,15 @@ class Exchange:
         }
 
     async def start(self) -> None:
-        """Submit all prompts. Raises what `Call.prompts`, ServerState.checked and
+        """Submit all prompts. Raises what `Call.prompts`, ServerState.check_grammar and
         TextGenerator.start raise."""
         state, call = self._state, self._call
-        sampling = await state.checked(self._tenant, call.sampling)
+        await state.check_grammar(self._tenant, call.sampling.grammar)
         prompts = await call.prompts(self._tenant)
         hints = NO_HINTS if self._session_call is None else self._session_call.hints
         generation = await state.generator.start(
             prompts,
-            sampling,
+            call.sampling,
             request_id=self._id,
             service_class=self._tier.service_class,
             slo=self._slo,

@@ -23,7 +23,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from bros.core.request import MAX_LOGPROBS, MIN_OBJECTIVE_MS, FinishReason, ServiceClass
+from bros.core import grammars
+from bros.core.request import MAX_LOGPROBS, MIN_OBJECTIVE_MS, FinishReason, Grammar, ServiceClass
 
 _INT32_MAX = 2**31 - 1
 
@@ -225,7 +226,7 @@ class StructuredOutputs(WireModel):
 
 
 class GrammarFields(WireModel):
-    """What the output must match, see grammars.py. At most one of these fields asks for it."""
+    """What the output must match, see core/grammars.py. At most one of these fields asks for it."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -234,6 +235,15 @@ class GrammarFields(WireModel):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+
+    def grammar(self) -> Grammar | None:
+        """None if the output is free. Raises InvalidRequestError. Whether the grammar compiles is
+        checked later (ServerState.check_grammar)."""
+        given = grammars.FIELDS.intersection(self.model_fields_set)
+        if not given:
+            return None
+        fields = self.model_dump(include=set(given), by_alias=True, exclude_none=True)
+        return grammars.from_fields(fields)
 
 
 class GenerationRequest(BaseSamplingFields, GrammarFields, ModelRequest):

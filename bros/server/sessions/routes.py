@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -109,6 +109,7 @@ async def create_session(request: Request) -> Response:
     state = ServerState.of(request)
     wanted = read(CreateSession, await read_object(request, state.max_body_bytes))
     check_sampling(wanted.sampling or {}, "sampling")
+    await check_grammar(state, state.tenant(request), wanted.sampling or {}, "")
     view = _sessions_of(request).create(
         state.tenant(request),
         criteria=wanted.criteria,
@@ -302,6 +303,8 @@ async def submit(request: Request) -> Response:
         lambda: _program(fields) if is_program else _one_call(fields),
         _size_of(fields),
     )
+    for place, sampling in _samplings(program.calls):
+        await check_grammar(state, scope.tenant, sampling, place if is_program else "")
     try:
         submitted = await scope.service.accept(
             scope.tenant, scope.session_id, program.calls, program.key
@@ -323,6 +326,28 @@ async def submit(request: Request) -> Response:
     body = _program_of(submitted, values)
     size = _CHARS_PER_CALL * len(submitted)
     return await offload(state, scope.tenant, lambda: reply(body, defaults=False), size)
+
+
+def _samplings(calls: Sequence[CallSpec]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(place in the body, sampling parameters) of the calls and outputs that have any."""
+    for i, call in enumerate(calls):
+        if call.sampling:
+            yield f"requests[{i}].", call.sampling
+        for k, parameter in enumerate(call.parameters):
+            if parameter.sampling:
+                yield f"requests[{i}].parameters[{k}].", parameter.sampling
+
+
+async def check_grammar(
+    state: ServerState, tenant: str, sampling: Mapping[str, Any], place: str
+) -> None:
+    """Raises InvalidRequestError if the engine cannot compile the grammar of an output."""
+    try:
+        await state.check_grammar(tenant, sampling.get("grammar"))
+    except InvalidRequestError as error:
+        raise InvalidRequestError(
+            error.message, f"{place}sampling.{error.param}", error.code
+        ) from None
 
 
 def _size_of(fields: Mapping[str, Any]) -> int:

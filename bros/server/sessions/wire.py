@@ -31,12 +31,13 @@ from pydantic_core import CoreSchema, PydanticCustomError, to_json
 from starlette.responses import Response
 
 from bros.core.errors import InvalidRequestError
+from bros.core.grammars import FIELDS
 from bros.core.request import SamplingParams
 from bros.semantic import schema
 from bros.semantic.schema import CallSpec, Criteria, Perf, Sampling, ValueBounds, wire_form
 from bros.server.batches.schema import Metadata
 from bros.server.http import validate
-from bros.server.openai.schema import BaseSamplingFields, WireModel
+from bros.server.openai.schema import BaseSamplingFields, GrammarFields, WireModel
 
 T = TypeVar("T")
 
@@ -74,16 +75,23 @@ class _Strict(WireModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class SamplingFields(BaseSamplingFields, _Strict):
-    """Sampling parameters of an output; the fields of /v1/completions."""
+class SamplingFields(BaseSamplingFields, GrammarFields, _Strict):
+    """Sampling parameters of an output, and what it must match; the fields of /v1/completions."""
 
     logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], float] | None = Field(
         None, description="token id -> added to its logit"
     )
 
     def to_mapping(self) -> dict[str, Any]:
-        """The given fields as keyword arguments of SamplingParams."""
-        given = {name: getattr(self, name) for name in type(self).model_fields}
+        """The given fields as keyword arguments of SamplingParams. Raises InvalidRequestError."""
+        names = type(self).model_fields.keys() - FIELDS
+        given = {name: getattr(self, name) for name in names}
+        try:
+            given["grammar"] = self.grammar()
+        except InvalidRequestError as error:
+            raise InvalidRequestError(
+                error.message, f"sampling.{error.param}", error.code
+            ) from None
         if self.top_k == -1:
             given["top_k"] = 0
         if self.logit_bias is not None:

@@ -1,0 +1,318 @@
+"""What grammars cost and save, and whether outputs are valid, with the embedded model.
+
+    python benchmarks/structured_output.py [--only PARTS] [--rows N] [--schemas N] [--quick]
+                                           [--json FILE]
+
+    valid     rows over generated schemas, in both classes, greedy and drawn, some with n = 3, with
+              memory for a third of them: how many whole outputs are not valid by their schema
+              (jsonschema), how many were cut by max_tokens
+    step      32 rows with a grammar beside 32 without, and 64 without: median time of a step in
+              which each row decodes one token. Both run at once in turns of some steps, so that
+              what else the machine does is in both.
+    forced    32 rows of a schema with many properties, with and without forced tokens: seconds
+              until all are complete
+    hostile   seconds until a hostile schema, pattern or grammar is refused
+
+Wall times, except of `valid`: run it on an idle machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+from harness import benchmark_parser, save
+
+from bros.core import grammars
+from bros.core.clock import SystemClock
+from bros.core.config import EngineConfig
+from bros.core.errors import InvalidRequestError
+from bros.core.interfaces import GrammarState, StopRule, TokenConstraint
+from bros.core.request import EngineRequest, FinishReason, Grammar, SamplingParams, ServiceClass
+from bros.engine.engine import Engine
+from bros.engine.grammars import Grammars
+from bros.executor.loader import load_executor
+from bros.executor.model_store import default_cache_dir, resolve_model
+from bros.scheduler.build import build_scheduler
+from bros.text.generation import collect
+from bros.text.grammar_check import GrammarChecker
+from bros.text.tokenizer import Tokenizer
+from bros.transport.local import LocalEngine, open_local
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from support.json_schemas import schemas
+
+MAX_TOKENS = 96
+IN_FLIGHT = 96
+
+
+# ---- Whether outputs are valid.
+
+
+async def valid(rows: int, count: int) -> dict[str, Any]:
+    config = EngineConfig(kv_blocks=320, max_model_len=512, max_num_seqs=64)
+    found = {"rows": rows, "schemas": count, "outputs": 0, "whole": 0, "cut": 0, "invalid": 0}
+    wrong: list[str] = []
+    async with open_local(config, default_cache_dir()) as local:
+        asked = schemas(count, seed=18)
+        places = asyncio.Semaphore(IN_FLIGHT)
+        began_s = time.perf_counter()
+
+        async def row(number: int) -> None:
+            async with places:
+                schema = asked[number % count]
+                for choice in await _answer(local, schema, number):
+                    found["outputs"] += 1
+                    if choice.finish_reason is FinishReason.LENGTH:
+                        found["cut"] += 1
+                        continue
+                    found["whole"] += 1
+                    try:
+                        jsonschema.validate(json.loads(choice.text), schema)
+                    except (ValueError, jsonschema.ValidationError) as error:
+                        found["invalid"] += 1
+                        wrong.append(f"{choice.text!r} by {schema}: {error}"[:500])
+            if number % 500 == 499:
+                print(f"{number + 1} rows, {time.perf_counter() - began_s:.0f} s", flush=True)
+
+        await asyncio.gather(*(row(number) for number in range(rows)))
+        stats = await local.client.stats()
+    return {
+        **found,
+        "wrong": wrong[:10],
+        "seconds": time.perf_counter() - began_s,
+        "preemptions": sum(each.preemptions for each in stats.by_class.values()),
+        "output_tokens": sum(each.output_tokens for each in stats.by_class.values()),
+        "forced_tokens": stats.forced_tokens,
+        "grammars_compiled": stats.grammars_compiled,
+        "mask_wait_s": stats.mask_wait_s,
+        "step_s": stats.step_s,
+    }
+
+
+async def _answer(local: LocalEngine, schema: Any, number: int) -> Sequence[Any]:
+    sampling = SamplingParams(
+        temperature=float(number % 2),
+        seed=number,
+        n=3 if number % 10 == 0 else 1,
+        max_tokens=MAX_TOKENS,
+        grammar=grammars.json_schema(schema),
+    )
+    messages = [{"role": "user", "content": f"Write some JSON. Number {number}."}]
+    generation = await local.generator.start(
+        [local.tokenizer.apply_chat_template(messages)],
+        sampling,
+        service_class=ServiceClass.RT if number % 4 < 2 else ServiceClass.BE,
+    )
+    return await collect(generation)
+
+
+# ---- What a step costs, and what forced tokens save: an engine without transport.
+
+
+class WithoutForcing(Grammars):
+    """Grammars that leave forced tokens to the sampler."""
+
+    def state(self, grammar: Grammar, stops: StopRule) -> GrammarState:
+        return _Sampled(super().state(grammar, stops))
+
+
+class _Sampled:
+    def __init__(self, state: GrammarState) -> None:
+        self._state = state
+
+    def advance(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
+        return self._state.advance(token_ids, 0)
+
+    def constraint(self, ahead: int = 0) -> TokenConstraint:
+        return self._state.constraint(ahead)
+
+
+class Bench:
+    """Engines that share the weights and run in turns."""
+
+    def __init__(self) -> None:
+        self.config = EngineConfig(policy="fcfs", max_num_seqs=64, max_batch_tokens=2048)
+        self.files = resolve_model(None, default_cache_dir())
+        self.executor, self.info = load_executor(self.config, self.files)
+        self.tokenizer = Tokenizer.load(self.files.folder)
+
+    def engine(self, kind: type[Grammars] = Grammars) -> Engine:
+        """A new engine. Only one may have requests at a time: they share the KV memory."""
+        clock = SystemClock()
+        found = kind(self.files.folder, self.info, clock)
+        scheduler = build_scheduler(self.config, self.info, None)
+        return Engine(scheduler, self.executor, clock, self.info, grammars=found)
+
+    def request(self, number: int, grammar: Grammar | None, **params: Any) -> EngineRequest:
+        messages = [{"role": "user", "content": f"Write a list of long sentences. {number}"}]
+        sampling = SamplingParams(grammar=grammar, seed=number, **params)
+        prompt = self.tokenizer.apply_chat_template(messages)
+        return EngineRequest(request_id=str(number), prompt_token_ids=prompt, sampling=sampling)
+
+
+def step(bench: Bench, turns: int, steps: int) -> dict[str, Any]:
+    """Free text with and without a grammar: strings of a list, of which a model writes nearly every
+    token as it would anyway."""
+    text = grammars.json_schema(
+        {"type": "array", "items": {"type": "string"}, "minItems": 50}, whitespace="[ \\n]{0,3}"
+    )
+    times: dict[str, list[float]] = {"mixed": [], "free": []}
+    waits_s = 0.0
+    for turn in range(turns):
+        for kind in ("mixed", "free") if turn % 2 else ("free", "mixed"):
+            engine = bench.engine()
+            for number in range(64):
+                grammar = text if kind == "mixed" and number % 2 else None
+                engine.submit(
+                    bench.request(
+                        number, grammar, temperature=0.7, max_tokens=steps + 4, ignore_eos=True
+                    )
+                )
+            while engine.has_work:
+                began_s = time.perf_counter()
+                outputs = engine.step()
+                seconds = time.perf_counter() - began_s
+                tokens = sum(len(output.token_ids) for output in outputs)
+                if len(outputs) == tokens == 64:
+                    times[kind].append(seconds)
+            waits_s += engine.stats().mask_wait_s
+    mixed, free = (statistics.median(times[kind][2:]) for kind in ("mixed", "free"))
+    return {
+        "mixed_ms": 1e3 * mixed,
+        "free_ms": 1e3 * free,
+        "longer": mixed / free - 1,
+        "steps": {kind: len(found) for kind, found in times.items()},
+        "mask_wait_ms_per_step": 1e3 * waits_s / len(times["mixed"]),
+    }
+
+
+_PERSON = {
+    "type": "object",
+    "properties": {
+        name: {"enum": values} if isinstance(values, list) else values
+        for name, values in {
+            "customer_identifier": {"type": "integer", "minimum": 0, "maximum": 99999},
+            "subscription_status": ["active", "suspended", "cancelled"],
+            "preferred_language": ["English", "German", "French", "Spanish"],
+            "marketing_consent_given": {"type": "boolean"},
+            "number_of_open_tickets": {"type": "integer", "minimum": 0, "maximum": 20},
+            "account_manager_assigned": {"type": "boolean"},
+            "most_recent_payment_method": ["credit_card", "bank_transfer", "invoice"],
+            "sentiment_of_the_message": ["positive", "neutral", "negative"],
+        }.items()
+    },
+    "additionalProperties": False,
+}
+PERSON = {**_PERSON, "required": list(_PERSON["properties"])}
+
+
+def forced(bench: Bench, turns: int) -> dict[str, Any]:
+    grammar = grammars.json_schema(PERSON)
+    seconds: dict[str, list[float]] = {"with": [], "without": []}
+    tokens: dict[str, int] = {}
+    share = 0.0
+    for turn in range(turns):
+        kinds = {"with": Grammars, "without": WithoutForcing}
+        for kind in kinds if turn % 2 else reversed(kinds):
+            engine = bench.engine(kinds[kind])
+            for number in range(32):
+                engine.submit(bench.request(number, grammar, temperature=0.7, max_tokens=200))
+            began_s, count = time.perf_counter(), 0
+            while engine.has_work:
+                for output in engine.step():
+                    count += len(output.token_ids)
+                    assert output.finish_reason in (None, FinishReason.STOP)
+            seconds[kind].append(time.perf_counter() - began_s)
+            tokens[kind] = count
+            if kind == "with":
+                share = engine.stats().forced_tokens / count
+    fast, slow = (statistics.median(seconds[kind]) for kind in ("with", "without"))
+    return {
+        "with_s": fast,
+        "without_s": slow,
+        "times_faster": slow / fast,
+        "tokens": tokens,
+        "forced_share": share,
+    }
+
+
+# ---- Hostile grammars.
+
+
+def _wide() -> Grammar:
+    fields = {f"p{number}": {"type": "string"} for number in range(4000)}
+    return grammars.json_schema({"type": "object", "properties": fields})
+
+
+def _product() -> Grammar:
+    options = [{"anyOf": [{"properties": {f"a{n}_{i}": {}}} for i in range(4)]} for n in range(8)]
+    return grammars.json_schema({"type": "object", "allOf": options})
+
+
+def _chain() -> Grammar:
+    rules = "\n".join(f'a{i}: "x" a{i + 1}' for i in range(14_000))
+    return grammars.lark(f'start: a0\n{rules}\na14000: "y"')
+
+
+HOSTILE: dict[str, Callable[[], Grammar]] = {
+    "schema, product of choices": _product,
+    "schema, 4,000 optional properties": _wide,
+    "regex, 100,000 brackets": lambda: grammars.regex("(" * 50_000 + "a" + ")" * 50_000),
+    "grammar, 25,000 alternatives": lambda: grammars.lark(
+        "start: " + " | ".join(f'"w{i}"' for i in range(25_000))
+    ),
+    "grammar, chain of 14,000 rules": _chain,
+    "grammar, a megabyte": lambda: grammars.lark("start: " + "x" * 1_000_000),
+}
+
+
+async def hostile(bench: Bench) -> dict[str, float]:
+    checker = GrammarChecker(bench.files.folder, bench.info.vocab_size, bench.info.eos_token_ids)
+    found: dict[str, float] = {}
+    await checker.check("", grammars.regex("warm"))
+    for name, make in HOSTILE.items():
+        began_s = time.perf_counter()
+        try:
+            await checker.check("", make())
+        except InvalidRequestError:
+            found[name] = time.perf_counter() - began_s
+        else:
+            found[name] = float("inf")
+    checker.close()
+    return found
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__, only="hostile", rows=40, schemas=20)
+    parser.add_argument("--only", default="valid,step,forced,hostile")
+    parser.add_argument("--rows", type=int, default=10_000)
+    parser.add_argument("--schemas", type=int, default=500)
+    given = parser.parse_args()
+    parts, found = given.only.split(","), {}
+    bench = Bench() if set(parts) & {"step", "forced", "hostile"} else None
+    if "step" in parts and bench is not None:
+        found["step"] = step(bench, turns=6, steps=40)
+        print(json.dumps(found["step"], indent=1), flush=True)
+    if "forced" in parts and bench is not None:
+        found["forced"] = forced(bench, turns=4)
+        print(json.dumps(found["forced"], indent=1), flush=True)
+    if "hostile" in parts and bench is not None:
+        found["hostile"] = asyncio.run(hostile(bench))
+        print(json.dumps(found["hostile"], indent=1), flush=True)
+    if "valid" in parts:
+        found["valid"] = asyncio.run(valid(given.rows, given.schemas))
+        print(json.dumps(found["valid"], indent=1), flush=True)
+    save(given.json, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Outputs of sessions with a schema or grammar: what is asked of the engine, and what goes on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bros.core import grammars
+from bros.core.request import SamplingParams
+from bros.semantic.core.submission import check_sampling
+from bros.text.grammar_check import GrammarChecker
+from support.scripted_server import Server, assert_envelope
+from support.session_server import SessionClient, keeping, ok
+from support.tiny_tokenizer import save_tokenizer
+
+JSON = {"response_format": {"type": "json_object"}}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+CALL = "Say {{output:y}}"
+
+
+@pytest.fixture(scope="module")
+def checker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarChecker]:
+    made = GrammarChecker(save_tokenizer(tmp_path_factory.mktemp("tokenizer")), 440, [1])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def kept(checker: GrammarChecker) -> AsyncIterator[Server]:
+    server = Server(grammars=checker)
+    async with keeping(server):
+        yield server
+    await server.http.aclose()
+
+
+@pytest.fixture
+async def session(kept: Server) -> SessionClient:
+    return await SessionClient.open(kept.http)
+
+
+def grammar_of(server: Server) -> str | None:
+    grammar = server.last().sampling.grammar
+    return None if grammar is None else grammar.text
+
+
+async def test_outputs_have_the_grammar_of_the_parameter_the_call_or_the_session(
+    kept: Server,
+) -> None:
+    created = await kept.http.post("/v1/sessions", json={"sampling": {"guided_regex": "H.*"}})
+    session = SessionClient(kept.http, ok(created)["id"])
+    own = {"name": "y", "sampling": {"structured_outputs": {"json": SCHEMA}}}
+    kept.engine.texts = ("Hello", '{"a": 1}', '{"a": 2}')
+    found = []
+    for call in (
+        {"template": CALL},
+        {"template": CALL, "sampling": {"guided_regex": None, **JSON}},
+        {"template": CALL, "parameters": [own]},
+    ):
+        refused = await session.submit(requests=[call], wait=True)
+        if refused.status_code == 400:  # one grammar per output
+            found.append("one")
+            continue
+        found.append(grammar_of(kept))
+    assert found == [
+        grammars.regex("H.*").text, grammars.json_object().text, grammars.json_schema(SCHEMA).text
+    ]  # fmt: skip
+
+
+async def test_a_cut_answer_does_not_go_on(kept: Server, session: SessionClient) -> None:
+    kept.engine.text = '{"a": 1234567}'
+    first = {
+        "template": CALL,
+        "sampling": {**JSON, "max_tokens": 5},
+        "parameters": [{"name": "y", "variable": "v"}],
+    }
+    then = {
+        "template": "And {{input:y}} so {{output:z}}",
+        "parameters": [{"name": "y", "variable": "v"}],
+    }
+    reply = await session.submit(requests=[first, then], wait=True)
+    assert reply.status_code == 424
+    cause = reply.json()["error"]["cause"]
+    assert cause["stage"] == "generate"
+    assert "does not match 'response_format': it was cut after 5 tokens" in cause["message"]
+    assert len(kept.engine.submitted) == 1
+    whole = {**first, "parameters": [], "sampling": JSON}
+    values = ok(await session.submit(requests=[whole], wait=True))["requests"][0]["values"]
+    assert values == {"y": kept.engine.text}
+
+
+async def test_json_that_a_stop_string_cuts_does_not_go_on(
+    kept: Server, session: SessionClient
+) -> None:
+    kept.engine.text = '{"a": 1, "b": 2}'
+    call = {"template": CALL, "sampling": {**JSON, "stop": ", "}}
+    reply = await session.submit(requests=[call], wait=True)
+    assert reply.status_code == 424
+    assert "does not match 'response_format'" in reply.json()["error"]["cause"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "param"),
+    [
+        ({"guided_json": {"not": {}}}, "guided_json"),
+        ({"guided_regex": "(?=a)b"}, "guided_regex"),
+        ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar"),
+        ({**JSON, "guided_regex": "a"}, "guided_regex"),
+    ],
+)
+async def test_wrong_grammars_are_refused_when_they_are_submitted(
+    kept: Server, session: SessionClient, sampling: dict[str, Any], param: str
+) -> None:
+    call = {"template": CALL, "sampling": sampling}
+    own = {"template": CALL, "parameters": [{"name": "y", "sampling": sampling}]}
+    created = await kept.http.post("/v1/sessions", json={"sampling": sampling})
+    for reply in (created, await session.submit(requests=[call]), await session.submit(**own)):
+        error = assert_envelope(reply, 400)
+        assert error["param"].endswith(f"sampling.{param}"), error
+    assert not kept.engine.submitted
+
+
+def test_the_front_end_takes_the_same_fields(tmp_path: Path) -> None:
+    check_sampling({"structured_outputs": {"choice": ["a", "b"]}})
+    with pytest.raises(ValueError, match="one grammar only"):
+        check_sampling({**JSON, "guided_regex": "a"})
+    with pytest.raises(ValueError, match="'response_format.type' must be text"):
+        check_sampling({"response_format": {}})
+    assert SamplingParams(grammar=grammars.json_object()).grammar is not None
