@@ -6,8 +6,9 @@
 
 A sampled token is only checked, which takes microseconds. A mask of the vocabulary is computed when
 a token was refused, or ahead of time on a thread, while the model runs: always where the model runs
-on another device, else for outputs whose tokens are often refused (on a CPU the thread would take
-time from the model, and most outputs of a model that follows its instructions need few masks).
+on another device, else for outputs whose tokens are often refused or whose masks take long (on a
+CPU the thread takes time from the model, and most outputs of a model that follows its instructions
+need few masks).
 
 The text of a grammar comes from a client. Its size is bounded by core/request.py and the time that
 it takes by text/grammar_check.py, before it gets here; the limits of the parser bound each step.
@@ -48,6 +49,9 @@ _MAX_COMPILING = 512
 _STACK_BYTES = 2**26
 """Stack of the threads that compile: the parser recurses with the depth of a grammar."""
 
+_SLOW_S = 0.002
+"""From an output's first mask that takes longer on, its masks are computed ahead."""
+
 _OFTEN_REFUSED = 0.5
 _REFUSAL_WEIGHT = 0.25
 """A mask is computed ahead if more than this share of the latest tokens was refused; the weight of
@@ -56,10 +60,15 @@ the latest token in that share."""
 
 def parser_limits() -> LLParserLimits:
     """Bounds of one matcher: of its memory (some 2 kB per state of the lexer), and of the time that
-    one mask takes, about 20 ms."""
+    one mask takes: 5 ms for hostile grammars, where those of usual ones take at most 2 ms."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+    return LLParserLimits(
+        max_lexer_states=50_000,
+        step_lexer_fuel=50_000,
+        step_max_items=20_000,
+        verbose_errors=False,
+    )
 
 
 def load_tokenizer(folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
@@ -498,7 +507,9 @@ class _Output:
         if self._mask is None:
             self._mask = np.zeros(self._vocabulary.mask_bytes, np.uint8)
         mask, matcher, stops = self._mask, self._matcher, self._stops
+        began_s = self._clock.now()
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._ahead |= self._clock.now() - began_s > _SLOW_S
         if matcher.is_error():
             raise ValueError(f"the grammar cannot be followed: {self._error()}")
         for token_id in stops.token_ids | self._vocabulary.eos_token_ids:

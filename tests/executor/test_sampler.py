@@ -22,7 +22,7 @@ from transformers import (
 
 from bros.core.plan import SampleSpec
 from bros.core.request import SamplingParams
-from bros.executor.sampler import Sampler, noise
+from bros.executor.sampler import DeviceStepSampler, Sampler, noise
 from support.tier import by_tier
 
 NAMES = ("seed", "index", "number")
@@ -547,3 +547,12 @@ def test_a_grammar_that_allows_nothing_is_an_error_of_its_row() -> None:
     spec, _ = constrained(SampleSpec(SamplingParams(), 0, 0), [])
     with pytest.raises(ValueError, match="allows no token"):
         Sampler().sample(torch.zeros(1, 10), [spec])
+
+
+def test_rows_with_a_grammar_are_left_to_the_host_by_a_device_that_samples() -> None:
+    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0], [0.0, 3.0, 2.0, 1.0]])
+    greedy = SampleSpec(SamplingParams(temperature=0.0), 0, 0)
+    bound, _ = constrained(greedy, [2, 3])
+    pending = DeviceStepSampler(Sampler()).begin(logits, [("a", greedy), ("b", bound)])
+    assert list(pending.host_rows) == [1]
+    assert [sampled.token_id for sampled in pending.finish()] == [1, 2]
