@@ -74,14 +74,14 @@ def json_schema(
 
 def regex(pattern: str, *, param: str = "grammar", after: str = "") -> Grammar:
     """A text that matches a regular expression of Rust's syntax as a whole."""
-    if not pattern:
-        raise InvalidRequestError(f"'{param}' must not be empty.", param, "invalid_value")
+    _check_text(pattern, param)
     return Grammar(f"start: /{_escaped_regex(pattern)}/", after, param)
 
 
 def choice(options: Sequence[str], *, param: str = "grammar", after: str = "") -> Grammar:
     """One of some texts."""
-    if not options or not all(isinstance(option, str) and option for option in options):
+    is_list = isinstance(options, list | tuple) and len(options) > 0
+    if not is_list or not all(isinstance(option, str) and option for option in options):
         raise InvalidRequestError(
             f"'{param}' must be a list of strings that are not empty.", param, "invalid_value"
         )
@@ -99,9 +99,15 @@ def choice(options: Sequence[str], *, param: str = "grammar", after: str = "") -
 def lark(text: str, *, param: str = "grammar", after: str = "") -> Grammar:
     """A grammar in llguidance's dialect of Lark, or in GBNF (with `::=`), which is converted when
     it is checked."""
+    _check_text(text, param)
+    return Grammar(text, after, param)
+
+
+def _check_text(text: object, param: str) -> None:
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"'{param}' must be a string.", param, "invalid_type")
     if not text.strip():
         raise InvalidRequestError(f"'{param}' must not be empty.", param, "invalid_value")
-    return Grammar(text, after, param)
 
 
 def is_json(grammar: Grammar) -> bool:
@@ -235,6 +241,10 @@ def json_rule(schema: Schema, *, param: str = "grammar", whitespace: str | None 
     style: dict[str, Any] = {"item_separator": ", ", "key_separator": ": "}
     if whitespace is None:
         style["whitespace_flexible"] = False
+    elif not isinstance(whitespace, str):
+        raise InvalidRequestError(
+            f"The white space of '{param}' must be a regular expression.", param, "invalid_type"
+        )
     else:
         style = {"whitespace_flexible": True, "whitespace_pattern": whitespace}
     return f"%json {json.dumps({**checked, 'x-guidance': style}, ensure_ascii=False)}"
@@ -316,7 +326,7 @@ class _Schema:
         """Whether the compiler has to see a keyword."""
         if name in ("x-guidance", "uniqueItems", "discriminator"):
             return False
-        if name != "format":
+        if name != "format" or not isinstance(value, str):
             return True
         if value in _STANDARD_FORMATS:
             raise self._error(f"the format {value!r} is not supported", (*path, name))

@@ -85,7 +85,15 @@ class Grammar:
     param: str = field(default="grammar", compare=False)
 
     def __post_init__(self) -> None:
-        if len(self.text) > MAX_GRAMMAR_BYTES or len(self.text.encode()) > MAX_GRAMMAR_BYTES:
+        try:
+            size = len(f"{self.text[: MAX_GRAMMAR_BYTES + 1]}{self.after}".encode())
+        except UnicodeEncodeError:
+            raise InvalidRequestError(
+                "The grammar has half of a surrogate pair, which is no character.",
+                param=self.param,
+                code="invalid_value",
+            ) from None
+        if size > MAX_GRAMMAR_BYTES:
             raise InvalidRequestError(
                 f"The grammar has more than {MAX_GRAMMAR_BYTES} bytes.",
                 param=self.param,

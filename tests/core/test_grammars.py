@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.core import grammars
 from bros.core.errors import InvalidRequestError
 from bros.core.request import MAX_AFTER_CHARS, MAX_GRAMMAR_BYTES, Grammar, SamplingParams
+from support.tier import examples
 
 
 def compiled(schema: Any) -> dict[str, Any]:
@@ -146,6 +147,33 @@ def test_a_choice_is_a_pattern_of_its_texts_without_slashes_and_line_breaks(
     assert "\n" not in pattern and re.search(r"(?<!\\)(\\\\)*/", pattern) is None
     for option in options:
         assert re.fullmatch(pattern, option)
+
+
+KEYS = (
+    *("type", "properties", "items", "anyOf", "oneOf", "allOf", "$ref", "$defs", "required"),
+    *("format", "pattern", "enum", "const", "minLength", "exclusiveMinimum", "minimum", "not"),
+    *("json_schema", "schema", "json", "regex", "choice", "grammar", "x-guidance", "a"),
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats(allow_nan=False)
+    | st.sampled_from(["object", "string", "json_schema", "#/$defs/a", "\ud800", "{}", ""]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@settings(max_examples=examples(300))
+@given(st.dictionaries(st.sampled_from(sorted(grammars.FIELDS)), VALUES, max_size=2))
+def test_whatever_the_fields_hold_there_is_a_grammar_or_an_error_that_names_one(
+    fields: dict[str, Any],
+) -> None:
+    try:
+        grammar = grammars.from_fields(fields)
+    except InvalidRequestError as error:
+        assert error.param and error.param.split(".")[0] in grammars.FIELDS
+    else:
+        assert grammar is None or grammar.text.encode()
 
 
 def test_gbnf_is_told_from_lark() -> None:
