@@ -308,3 +308,34 @@ ROWS = sa.Table(
     sa.UniqueConstraint("batch_id", "custom_id", name="uq_rows_custom_id"),
     sa.Index("ix_rows_rank", "batch_id", "rank"),
 )
+
+# Responses of /v1/responses that are stored or run in the background.
+# previous_id: the response whose conversation it continues.
+# deadline_at: a background response that has not ended by then fails; a Unix time.
+# num_bytes: what it counts for in its tenant's limit.
+# input: its own input items; body: the response object; error: why it failed. All are JSON.
+# request: the body of the request, as JSON, until a background response has ended.
+# lease_*: as in BATCHES.
+RESPONSES = sa.Table(
+    "responses",
+    METADATA,
+    sa.Column("seq", _BIG, primary_key=True, autoincrement=True),
+    sa.Column("id", sa.Text, nullable=False, unique=True),
+    sa.Column("tenant", sa.Text, nullable=False),
+    sa.Column("served_model", sa.Text, nullable=False),
+    sa.Column("previous_id", sa.Text),
+    sa.Column("status", sa.Text, nullable=False, index=True),
+    sa.Column("background", sa.Boolean, nullable=False),
+    sa.Column("created_at", _BIG, nullable=False),
+    sa.Column("expires_at", _BIG, nullable=False, index=True),
+    sa.Column("deadline_at", sa.Float),
+    sa.Column("num_bytes", _BIG, nullable=False),
+    sa.Column("input", sa.Text, nullable=False),
+    sa.Column("body", sa.Text, nullable=False),
+    sa.Column("error", sa.Text),
+    sa.Column("request", sa.Text),
+    sa.Column("lease_owner", sa.Text),
+    sa.Column("lease_epoch", _BIG, nullable=False, server_default="0"),
+    sa.Column("lease_until", sa.Float, nullable=False, server_default="0"),
+    sa.Index("ix_responses_room", "tenant", "expires_at", "num_bytes"),
+)

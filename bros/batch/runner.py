@@ -269,6 +269,33 @@ class RunnerContext:
         raise AssertionError("pauses never end")
 
 
+async def run_row(context: RunnerContext, answer: Callable[[], Awaitable[T]]) -> T:
+    """The result of `answer`, which runs a row once: it is called again as long as the engine
+    postpones the row, and, beside fewer and fewer other rows, when the engine has failed.
+
+    Raises the RowInterruptedError of the last attempt.
+    """
+    for attempt, pause_s in enumerate(_pauses(), start=1):
+        try:
+            async with context.isolation.admitted(interruptions=attempt - 1):
+                return await _once_accepted(answer)
+        except RowInterruptedError:
+            context.counts.interrupted += 1
+            if attempt >= MAX_ATTEMPTS:
+                raise
+            await asyncio.sleep(pause_s)
+    raise AssertionError("pauses never end")
+
+
+async def _once_accepted(answer: Callable[[], Awaitable[T]]) -> T:
+    for pause_s in _pauses():
+        try:
+            return await answer()
+        except RowPostponedError as error:
+            await asyncio.sleep(min(error.retry_after_s, pause_s))
+    raise AssertionError("pauses never end")
+
+
 class Job:
     """One batch under a lease. `run` it once: it retries interrupted rows and nothing else."""
 
@@ -435,38 +462,26 @@ class Job:
         except (BadRowError, OSError):
             line = error_line(row_id, ref.custom_id, "damaged_file", "The input file is damaged.")
             return RowOutcome(ref.line, False, line)
-        for attempt, pause_s in enumerate(_pauses(), start=1):
-            try:
-                async with context.isolation.admitted(interruptions=attempt - 1):
-                    reply = await self._answer(row.body, request_id)
-            except RowInterruptedError as error:
-                context.counts.interrupted += 1
-                if attempt >= MAX_ATTEMPTS:
-                    line = error_line(row_id, ref.custom_id, "engine_error", str(error))
-                    return RowOutcome(ref.line, False, line)
-                await asyncio.sleep(pause_s)
-                continue
-            line = reply_line(row_id, ref.custom_id, request_id, reply)
-            return RowOutcome(ref.line, reply.status_code < 400, line, reply.usage)
-        raise AssertionError("pauses never end")
+        try:
+            reply = await run_row(context, lambda: self._answer(row.body, request_id))
+        except RowInterruptedError as error:
+            line = error_line(row_id, ref.custom_id, "engine_error", str(error))
+            return RowOutcome(ref.line, False, line)
+        line = reply_line(row_id, ref.custom_id, request_id, reply)
+        return RowOutcome(ref.line, reply.status_code < 400, line, reply.usage)
 
     async def _answer(self, body: dict[str, Any], request_id: str) -> RowReply:
-        """Run the row, again and again while the engine postpones it."""
+        """Run the row once."""
         context = self._context
-        for pause_s in _pauses():
-            due_in_s = self.pace.due_in_s(context.clock.now(), context.limiter.used)
-            try:
-                with self.pace.running():
-                    return await context.handler.answer(
-                        self.batch.endpoint,
-                        body,
-                        request_id=request_id,
-                        tenant=self.batch.tenant,
-                        due_in_s=due_in_s,
-                    )
-            except RowPostponedError as error:
-                await asyncio.sleep(min(error.retry_after_s, pause_s))
-        raise AssertionError("pauses never end")
+        due_in_s = self.pace.due_in_s(context.clock.now(), context.limiter.used)
+        with self.pace.running():
+            return await context.handler.answer(
+                self.batch.endpoint,
+                body,
+                request_id=request_id,
+                tenant=self.batch.tenant,
+                due_in_s=due_in_s,
+            )
 
     async def _store_outcomes(self) -> None:
         """Store outcomes as they arrive, all that are waiting in one transaction."""
@@ -584,7 +599,7 @@ async def _cancel_all(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-_RENEWALS = 4
+RENEWALS = 4
 """Renewals per lease duration, so that a lease survives late ones."""
 
 _EAGER_CLAIMS = 2
@@ -623,7 +638,7 @@ class BatchRunner:
         """load: the engine's statistics; may raise EngineDeadError. limits: of a tenant."""
         self._load = load
         self._settings = settings
-        self._poll_s = min(settings.poll_s, settings.lease_s / _RENEWALS)
+        self._poll_s = min(settings.poll_s, settings.lease_s / RENEWALS)
         self._owner = ids.new("runner")
         self._jobs: dict[str, tuple[Job, asyncio.Task[None]]] = {}
         self._store_trouble = ""  # why the store could not be used at the last poll
@@ -644,6 +659,11 @@ class BatchRunner:
             limits=limits,
             expected_at=self._expected_at,
         )
+
+    @property
+    def context(self) -> RunnerContext:
+        """For a BackgroundRunner, whose responses take turns with the rows."""
+        return self._context
 
     @property
     def rows_in_flight(self) -> int:

@@ -24,6 +24,7 @@ from bros.batch.objects import (
     StoredFile,
     TokenUsage,
 )
+from bros.batch.responses import ResponseStore
 from bros.core.errors import ConfigError, InvalidRequestError, NotFoundError
 from bros.core.tenants import NO_LIMITS, Resource, TenantLimits, check_limit
 
@@ -477,11 +478,12 @@ class BatchStore:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Files and batches. Made by `open_store`."""
+    """Files, batches and responses. Made by `open_store`."""
 
     database: Database
     files: FileStore
     batches: BatchStore
+    responses: ResponseStore
 
     def close(self) -> None:
         self.database.close()
@@ -509,7 +511,7 @@ def open_store(folder: Path, url: str | None = None) -> Store:
     except OSError as error:
         raise ConfigError(f"--data-dir: {folder} cannot be used: {error.strerror}") from error
     files = FileStore(database, bodies)
-    return Store(database, files, BatchStore(database, files))
+    return Store(database, files, BatchStore(database, files), ResponseStore(database))
 
 
 def _body_folder(database: Database, folder: Path) -> Path:

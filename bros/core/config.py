@@ -366,8 +366,21 @@ class ServerConfig(_Checked):
         "maximum bytes of files per tenant; default: 16GiB if there are several",
         size=True,
     )
+    tenant_max_responses: int = option(
+        10_000, "maximum stored responses per tenant; the oldest make room for new ones", low=1
+    )
+    tenant_max_response_bytes: str = option(
+        "1GiB", "maximum bytes of stored responses per tenant; as above", size=True
+    )
+    tenant_max_background: int = option(
+        1000, "maximum unfinished background responses per tenant", low=1
+    )
+    response_ttl: float = option(
+        30 * 86400.0, "seconds after which a stored response is deleted", low=1
+    )
     store: str | None = option(
-        None, "store of files and batches: a folder or postgresql://...; default: --data-dir"
+        None,
+        "store of files, batches and responses: a folder or postgresql://...; default: --data-dir",
     )
     batch_order: str = option(
         "prefix",

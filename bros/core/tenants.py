@@ -4,7 +4,8 @@
                        │
                        └── counts until then in `used` of its tenant and resource
 
-Files and batches outlive the process, so the store counts those; their limits are here, too.
+Files, batches and responses outlive the process, so the store counts those; their limits are here,
+too.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ class Resource(enum.StrEnum):
         of their own.
     SESSIONS: open sessions.
     SESSION_CHARS: characters of templates and values in open sessions.
-    WAITS: requests of clients that wait for values of sessions.
+    WAITS: requests of clients that wait for values of sessions or for the end of background
+        responses.
     FILES, FILE_BYTES: files in the store.
     BATCHES: unfinished batches.
     BATCH_TOKENS: prompt tokens of unfinished batches.
+    RESPONSES, RESPONSE_BYTES: stored responses. The oldest make room for new ones.
+    BACKGROUND: background responses that have not ended.
     """
 
     RT_REQUESTS = "rt_requests"
@@ -43,6 +47,9 @@ class Resource(enum.StrEnum):
     FILE_BYTES = "file_bytes"
     BATCHES = "batches"
     BATCH_TOKENS = "batch_tokens"
+    RESPONSES = "responses"
+    RESPONSE_BYTES = "response_bytes"
+    BACKGROUND = "background"
 
     __hash__ = str.__hash__
 
@@ -67,6 +74,9 @@ class TenantLimits:
     file_bytes: int | None = None
     batches: int | None = None
     batch_tokens: int | None = None
+    responses: int | None = None
+    response_bytes: int | None = None
+    background: int | None = None
 
     def of(self, resource: Resource) -> int | None:
         limit: int | None = getattr(self, _LIMITS[resource])
@@ -89,11 +99,14 @@ _NAMES: Mapping[Resource, str] = MappingProxyType(
         Resource.BE_REQUESTS: "open best-effort requests",
         Resource.SESSIONS: "open sessions",
         Resource.SESSION_CHARS: "characters in open sessions",
-        Resource.WAITS: "requests that wait for values",
+        Resource.WAITS: "requests that wait for values or responses",
         Resource.FILES: "files",
         Resource.FILE_BYTES: "bytes of files",
         Resource.BATCHES: "unfinished batches",
         Resource.BATCH_TOKENS: "prompt tokens in unfinished batches",
+        Resource.RESPONSES: "stored responses",
+        Resource.RESPONSE_BYTES: "bytes of stored responses",
+        Resource.BACKGROUND: "unfinished background responses",
     }
 )
 

@@ -22,6 +22,7 @@ from bros.server.errors import describe, handle_expected, handle_http
 from bros.server.openai import routes as openai
 from bros.server.openai.stream import DIRECT_SEND
 from bros.server.operations import routes as operations
+from bros.server.responses import routes as responses
 from bros.server.sessions import routes as sessions
 from bros.server.state import ServerState
 from bros.server.tenants import TENANT, Tenants
@@ -158,7 +159,7 @@ def create_app(state: ServerState, tenants: Tenants) -> Starlette:
     """The app for one server. The caller closes the engine afterwards."""
     api = [*openai.ROUTES, *operations.TRACE_ROUTES, *operations.TENANT_ROUTES]
     if state.jobs is not None:
-        api += batches.ROUTES
+        api += [*batches.ROUTES, *responses.ROUTES]
     if state.sessions is not None:
         api += sessions.ROUTES
     if state.replicas is not None:

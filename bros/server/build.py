@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bros.batch.background import BackgroundRunner
 from bros.batch.runner import BatchRunner, RunnerSettings
 from bros.batch.store import Store, default_data_dir, open_store
 from bros.core.clock import SystemClock
@@ -33,7 +34,7 @@ from bros.semantic.service.live import SessionSettings
 from bros.semantic.service.service import SessionService
 from bros.semantic.transforms.process import TransformProcesses
 from bros.server.app import create_app
-from bros.server.batches.rows import EngineRowHandler
+from bros.server.batches.rows import EngineRowHandler, RowRunner
 from bros.server.browsers import BrowserRules
 from bros.server.connections import raise_descriptor_limit
 from bros.server.operations.loop_lag import LagWatch
@@ -47,6 +48,7 @@ from bros.server.replicas import (
     local_elastic_replicas,
     replica_bounds,
 )
+from bros.server.responses.background import EngineResponseHandler
 from bros.server.serve import HttpServer, bind, load_tls, run
 from bros.server.state import Jobs, ServerState
 from bros.server.tenants import Tenants, load_tenants, public_prefixes
@@ -222,11 +224,12 @@ def with_sessions(state: ServerState) -> ServerState:
 
 
 def with_jobs(state: ServerState, store: Store) -> ServerState:
-    """The state with files, batches and a BatchRunner."""
+    """The state with files, batches and responses, and what runs them."""
+    rows = RowRunner(state)
     runner = BatchRunner(
         store.batches,
         store.files,
-        EngineRowHandler(state),
+        EngineRowHandler(rows),
         state.engine.stats,
         state.clock,
         state.ids,
@@ -243,7 +246,11 @@ def with_jobs(state: ServerState, store: Store) -> ServerState:
     jobs = Jobs(
         files=store.files,
         batches=store.batches,
+        responses=store.responses,
         runner=runner,
+        background=BackgroundRunner(
+            runner.context, store.responses, EngineResponseHandler(rows, store.responses)
+        ),
     )
     return dataclasses.replace(state, jobs=jobs)
 
@@ -265,7 +272,7 @@ async def _running(state: ServerState, collector: Collector | None = None) -> As
         return real_time is None or not (real_time.running or real_time.waiting)
 
     tasks = [
-        asyncio.create_task(state.jobs.runner.run(), name="batches"),
+        asyncio.create_task(state.jobs.run(), name="batches"),
         asyncio.create_task(state.sessions.run(), name="sessions"),
         asyncio.create_task(LagWatch(state.clock, state.metrics.loop_lag).run(), name="loop lag"),
     ]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
@@ -245,6 +247,26 @@ def _describe_server_error(error: Exception) -> ApiError:
     return ApiError(
         status=status, message=str(error), type=SERVER_ERROR, code=code, headers=headers
     )
+
+
+@contextlib.contextmanager
+def renaming_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """An InvalidRequestError of the block names the fields of another API.
+
+    names: name of a field of a chat completion -> its name in the API that the client has used.
+    """
+    try:
+        yield
+    except InvalidRequestError as error:
+        field, rest = _FIELD.fullmatch(error.param or "").groups()  # type: ignore[union-attr]
+        if field not in names:
+            raise
+        error.message = error.message.replace(f"'{field}", f"'{names[field]}")
+        error.param, error.args = names[field] + rest, (error.message,)
+        raise
+
+
+_FIELD = re.compile(r"(\w*)(.*)", re.DOTALL)
 
 
 async def handle_expected(request: Request, error: Exception) -> Response:

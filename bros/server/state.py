@@ -11,7 +11,9 @@ import anyio
 import anyio.to_thread
 from starlette.requests import Request
 
+from bros.batch.background import BackgroundRunner
 from bros.batch.files import FileStore
+from bros.batch.responses import ResponseStore
 from bros.batch.runner import BatchRunner
 from bros.batch.store import BatchStore
 from bros.core.clock import Clock
@@ -88,14 +90,16 @@ class StoreQuery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jobs:
-    """Files and batches of a server.
+    """Files, batches and responses of a server.
 
     threads: limits the threads of `io`.
     """
 
     files: FileStore
     batches: BatchStore
+    responses: ResponseStore
     runner: BatchRunner
+    background: BackgroundRunner
     query: StoreQuery = field(default_factory=StoreQuery)
     threads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))
 
@@ -109,6 +113,12 @@ class Jobs:
     async def io(self, work: Callable[..., T], *args: Any) -> T:
         """Do blocking work on a thread."""
         return await anyio.to_thread.run_sync(work, *args, limiter=self.threads)
+
+    async def run(self) -> None:
+        """Run batches and background responses until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.runner.run())
+            group.create_task(self.background.run())
 
 
 class StopSignal:

@@ -94,6 +94,9 @@ class Tenants:
             file_bytes=default(file_bytes, _FILE_BYTES),
             batches=config.batch_max_open,
             batch_tokens=config.batch_max_tokens,
+            responses=config.tenant_max_responses,
+            response_bytes=parse_bytes(config.tenant_max_response_bytes),
+            background=config.tenant_max_background,
         )
         return TenantAccounts(
             {

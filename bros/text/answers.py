@@ -98,6 +98,20 @@ class ParsedAnswer:
                 case CallArguments(number, text):
                     self.calls[number].arguments += text
 
+    def parts(self) -> tuple[AnswerPart, ...]:
+        """The parts again, in the order in which answers have them; none if all of it is text."""
+        parts: list[AnswerPart] = []
+        if not self.reasoning and not self.calls:
+            return ()
+        if self.reasoning:
+            parts.append(ReasoningPart(self.reasoning))
+        if self.text:
+            parts.append(TextPart(self.text))
+        for index, call in enumerate(self.calls):
+            parts += CallBegin(index, call.name), CallArguments(index, call.arguments)
+            parts.append(CallEnd(index))
+        return tuple(parts)
+
 
 class AnswerParser:
     """Parses one answer. Call `push` for each delta, then `finish`."""

@@ -19,7 +19,7 @@ from support.batch_store import PostgresServer
 from support.server_process import ServerProcess, running_server, wait_until
 from support.tier import by_tier, is_long, seed
 from support.tiny_models import save_tiny_llama
-from support.tiny_tokenizer import save_tokenizer
+from support.tiny_tokenizer import TEMPLATE, save_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(900)]
 
@@ -66,6 +66,21 @@ class Job:
         assert content.endswith(b"\n")
         return [json.loads(line) for line in content.splitlines()]
 
+    def respond(self, number: int) -> str:
+        """Begin a background response; returns its id."""
+        body = {"input": f"The number {number} is", "background": True, "ignore_eos": True}
+        limits = {"max_output_tokens": TOKENS, "seed": number, "temperature": 1.0}
+        return str(self._post("/v1/responses", json=body | limits)["id"])
+
+    def ended(self, response_ids: list[str]) -> dict[str, dict[str, Any]]:
+        """Those of the responses that have ended."""
+        found = {each: self._http.get(f"/v1/responses/{each}").json() for each in response_ids}
+        return {
+            each: response
+            for each, response in found.items()
+            if response["status"] not in ("queued", "in_progress")
+        }
+
     def kill_engine(self) -> None:
         """If it runs; it may be starting."""
         with contextlib.suppress(ProcessLookupError, ValueError):
@@ -103,7 +118,7 @@ def options(folder: Path) -> list[str]:
         return ["--data-dir", str(data_dir(folder / "data"))]
     model = folder / "tiny"
     save_tiny_llama(model, vocab_size=1000)
-    save_tokenizer(model)
+    save_tokenizer(model, chat_template=TEMPLATE)
     few = ("--threads", "1", "--max-num-seqs", "2")
     return [str(model), "--data-dir", str(folder / "data"), *few]
 
@@ -181,3 +196,27 @@ def test_a_server_that_is_told_to_stop_is_followed_at_once(tmp_path: Path) -> No
         names = [line["custom_id"] for line in job.lines(batch["output_file_id"])]
         assert names == [f"row-{number}" for number in range(100)]
         assert batch["error_file_id"] is None
+
+
+RESPONSES = by_tier(fast=8, long=100)
+
+
+def test_background_responses_outlive_their_server(tmp_path: Path) -> None:
+    """Killed while some run and others are queued. Each is answered once, and stays as it is."""
+    job = Job([*options(tmp_path), "--batch-lease", str(LEASE_S)])
+    with job.ends:
+        begun = [job.respond(number) for number in range(RESPONSES)]
+        wait_until(lambda: any(job.ended(begun)), 60, "some are done")
+        before = job.ended(begun)
+        assert len(before) < RESPONSES
+        job.kill_server()
+        job.start()
+        wait_until(lambda: len(job.ended(begun)) == RESPONSES, 120, "all are done")
+        after = job.ended(begun)
+        assert all(after[name] == found for name, found in before.items())
+        assert {found["status"] for found in after.values()} == {"incomplete"}
+        assert {found["usage"]["output_tokens"] for found in after.values()} == {TOKENS}
+        texts = {found["output"][0]["content"][0]["text"] for found in after.values()}
+        assert len(texts) == RESPONSES
+        wait(job.server, 2 * LEASE_S)
+        assert job.ended(begun) == after

@@ -18,8 +18,8 @@ from bros.batch.objects import DAY_S, StoreError
 from bros.core.errors import OverloadedError, QueueFullError
 from bros.core.interfaces import ClassStats, EngineStats
 from bros.core.request import ServiceClass
-from bros.server.batches.rows import EngineRowHandler
-from bros.server.openai.calls import CALLS, Call
+from bros.server.batches.rows import ROW_CALLS, EngineRowHandler
+from bros.server.openai.calls import Call
 from bros.server.openai.schema import ChatMessage
 from bros.server.state import ServerState
 from support.batch_server import (
@@ -311,14 +311,14 @@ async def test_the_event_loop_does_not_wait_for_the_check_of_a_row(
     server: BatchServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither for that of the input nor for that of each row"""
-    on_loop, make = [], CALLS[COMPLETIONS]
+    on_loop, make = [], ROW_CALLS[COMPLETIONS]
     loop_thread = threading.get_ident()
 
     def call(state: ServerState, fields: Mapping[str, Any]) -> Call:
         on_loop.append(threading.get_ident() == loop_thread)
         return make(state, fields)
 
-    monkeypatch.setitem(cast(dict[str, Any], CALLS), COMPLETIONS, call)
+    monkeypatch.setitem(cast(dict[str, Any], ROW_CALLS), COMPLETIONS, call)
     done = await server.wait(await server.submit(row(1)))
     assert done.request_counts == counts(1, 1, 0)
     assert on_loop == [False, False]

@@ -108,7 +108,7 @@ async def test_bodies_that_are_no_requests(idle: BatchServer) -> None:
         assert_envelope(await idle.http.post("/v1/batches", content=content, headers=JSON), 400)
 
 
-@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS, "/v1/responses"])
 async def test_served_endpoints(idle: BatchServer, endpoint: str) -> None:
     """endpoint: those that are served here"""
     assert (await idle.submit(row(1), endpoint=endpoint)).endpoint == endpoint
@@ -117,7 +117,7 @@ async def test_served_endpoints(idle: BatchServer, endpoint: str) -> None:
 async def test_other_endpoints_are_refused(idle: BatchServer) -> None:
     """Reject what we do not serve with a 400"""
     file = await idle.upload(jsonl(row(1)))
-    known = ("responses", "embeddings", "moderations", "images/generations", "images/edits")
+    known = ("embeddings", "moderations", "images/generations", "images/edits")
     for path in (*known, "videos"):
         with pytest.raises(openai.BadRequestError, match="not served here") as error:
             await idle.create(file.id, endpoint=f"/v1/{path}")

@@ -63,6 +63,8 @@ WORDS = (
 TEMPLATES = ("Say {{output:o}}", "{{input:x}} and {{output:o}}", "Say {{output:o}} {{output:y}}")
 NAMED: Mapping[str, tuple[Any, ...]] = {
     "input_file_id": ("@file",),
+    "previous_response_id": ("@response",),
+    "role": ("user", "assistant"),
     "endpoint": ("/v1/completions",),
     "completion_window": ("24h",),
     "template": TEMPLATES,

@@ -222,7 +222,7 @@ def openai_client(url: str, key: str) -> openai.AsyncOpenAI:
 async def working(live: LiveServer, *, idle: bool = False) -> AsyncIterator[None]:
     """Work on batches for as long as the block lasts, as a server does."""
     assert live.server.state.jobs is not None
-    running = None if idle else asyncio.create_task(live.server.state.jobs.runner.run())
+    running = None if idle else asyncio.create_task(live.server.state.jobs.run())
     try:
         yield
     finally:

@@ -77,7 +77,7 @@ async def model_server(
         http = HttpServer(
             create_app(state, tenants), bind("127.0.0.1", 0), on_listening=listening.set_result
         )
-        tasks = [asyncio.create_task(http.run()), asyncio.create_task(state.jobs.runner.run())]
+        tasks = [asyncio.create_task(http.run()), asyncio.create_task(state.jobs.run())]
         try:
             url = await listening
             async with (

@@ -18,6 +18,7 @@ from bros.batch.store import open_store
 from bros.core.clock import SystemClock
 from bros.core.interfaces import RequestTrace
 from bros.core.request import ServiceClass, Slo
+from bros.core.tenants import Resource
 from bros.router.client import RouterClient
 from bros.server.app import create_app
 from bros.server.tenants import load_tenants
@@ -27,7 +28,7 @@ from support.turn_fleet import TurnFleet
 
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
-LIVE = ("sid", "rid", "vid", "ready", "file", "batch", "trace", "number", "model")
+LIVE = ("sid", "rid", "vid", "ready", "file", "batch", "response", "trace", "number", "model")
 """What `populate` makes. @name in a path or body becomes its id."""
 
 ROWS = b'{"custom_id":"%d","method":"POST","url":"/v1/completions","body":{"prompt":"Hi"}}\n'
@@ -86,7 +87,7 @@ class WholeServer(Server):
 
     async def start(self) -> None:
         assert self.state.jobs is not None and self.state.sessions is not None
-        for work in (self.state.jobs.runner.run(), self.state.sessions.run()):
+        for work in (self.state.jobs.run(), self.state.sessions.run()):
             self._running.append(asyncio.create_task(work))
         await self.populate()
         await self.clear()
@@ -127,7 +128,9 @@ class WholeServer(Server):
         wanted = {"endpoint": "/v1/completions", "completion_window": "24h"}
         wanted["input_file_id"] = file["id"]
         batch = await self.ask("POST", "/v1/batches", json=wanted)
-        self.live |= {"file": file["id"], "batch": batch["id"]}
+        body = {"input": "Hi", "background": True}
+        response = await self.ask("POST", "/v1/responses", json=body)
+        self.live |= {"file": file["id"], "batch": batch["id"], "response": response["id"]}
 
     async def clear(self) -> None:
         """Delete the sessions, end the batches, and wait for what they ran."""
@@ -140,9 +143,13 @@ class WholeServer(Server):
             for batch in running:
                 with contextlib.suppress(AssertionError):  # it may just have ended
                     await self.ask("POST", f"/v1/batches/{batch['id']}/cancel")
-            if not running and not ending:
+            if not running and not ending and not self._has_background():
                 return
             await asyncio.sleep(0.001)
+
+    def _has_background(self) -> bool:
+        usage = self.store.responses.usage()
+        return any(usage.get((tenant, Resource.BACKGROUND)) for tenant, _ in usage)
 
     async def ask(self, method: str, path: str, **options: Any) -> Any:
         response = await self.http.request(method, path, **options)

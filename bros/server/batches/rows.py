@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
 
 from bros.batch.objects import RowInterruptedError, RowPostponedError, TokenUsage
 from bros.batch.rows import RowFacts, RowReply
-from bros.core.errors import BrosError, EngineDeadError, OverloadedError, QueueFullError
+from bros.core.errors import (
+    BrosError,
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    QueueFullError,
+)
 from bros.core.fair import FairThreads
 from bros.core.request import Slo
-from bros.server.errors import GenerationFailedError, describe
-from bros.server.openai.calls import BEST_EFFORT, CALLS
+from bros.server.errors import GenerationFailedError, describe, renaming_fields
+from bros.server.openai.calls import BEST_EFFORT, CALLS, Call
 from bros.server.openai.exchange import Exchange
+from bros.server.responses.call import ResponseCall
 from bros.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -24,36 +32,73 @@ logger = logging.getLogger(__name__)
 _ENGINE_DOWN_RETRY_S = 1.0
 
 
-class EngineRowHandler:
-    """A RowHandler."""
+T = TypeVar("T")
+
+
+class RowRunner:
+    """Runs what waits in the store, rows of batches and background responses, on the engine.
+
+    state: that of the server, but with threads of its own for prompts, so that HTTP requests never
+        wait for rows, and without limits for open requests: rows have limits of their own, and one
+        that is refused would keep its place in the runner until its tenant has fewer requests.
+    """
 
     def __init__(self, state: ServerState) -> None:
-        # Threads of their own for prompts and one for checks, so that HTTP requests never wait for
-        # rows: checking a row of some megabytes takes longer than a stream should wait.
-        # Rows count as rows of batches, not as open requests of their tenant: a row that is refused
-        # would keep its place in the runner until its tenant has fewer requests.
-        self._state = replace(
+        self.state = replace(
             state, threads=FairThreads(), generator=state.generator.without_limits()
         )
         self._checks = anyio.CapacityLimiter(1)
 
+    async def check(self, work: Callable[[], T]) -> T:
+        """Do `work`, which reads a row, on the one thread for that: a row of some megabytes takes
+        longer than a stream should wait. Raises RowPostponedError if no engine runs."""
+        if not self.state.engine.alive:
+            raise RowPostponedError("The engine is not running.", _ENGINE_DOWN_RETRY_S)
+        return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._checks)
+
+    async def run(self, exchange: Exchange) -> str:
+        """Run a row once; returns the response as JSON.
+
+        Raises RowPostponedError or RowInterruptedError for failures of the engine, after which the
+        row must be tried again, and what else Exchange raises.
+        """
+        try:
+            await exchange.start()
+        except (QueueFullError, OverloadedError) as error:
+            raise RowPostponedError(str(error), error.retry_after_s) from error
+        except EngineDeadError as error:
+            raise RowPostponedError(str(error), _ENGINE_DOWN_RETRY_S) from error
+        try:
+            return await exchange.complete()
+        except OverloadedError as error:
+            raise RowPostponedError(str(error), error.retry_after_s) from error
+        except (EngineDeadError, GenerationFailedError) as error:
+            raise RowInterruptedError(str(error)) from error
+        finally:
+            await exchange.aclose()
+
+
+class EngineRowHandler:
+    """A RowHandler."""
+
+    def __init__(self, runner: RowRunner) -> None:
+        self._runner = runner
+
     def check(self, endpoint: str, body: dict[str, Any]) -> RowFacts:
-        call = CALLS[endpoint](self._state, body)
-        if call.sampling.grammar is not None and self._state.grammars is not None:
-            self._state.grammars.check_blocking(call.sampling.grammar)
-        model = call.body.model or self._state.model_name
+        state = self._runner.state
+        call = ROW_CALLS[endpoint](state, body)
+        if call.sampling.grammar is not None and state.grammars is not None:
+            with renaming_fields(call.field_names):
+                state.grammars.check_blocking(call.sampling.grammar)
+        model = call.body.model or state.model_name
         return RowFacts(model, call.prompt_text(), call.num_chars())
 
     async def answer(
         self, endpoint: str, body: dict[str, Any], *, request_id: str, tenant: str, due_in_s: float
     ) -> RowReply:
-        state = self._state
-        if not state.engine.alive:
-            raise RowPostponedError("The engine is not running.", _ENGINE_DOWN_RETRY_S)
+        runner, state = self._runner, self._runner.state
         try:
-            call = await anyio.to_thread.run_sync(
-                CALLS[endpoint], state, body, abandon_on_cancel=True, limiter=self._checks
-            )
+            call = await runner.check(lambda: ROW_CALLS[endpoint](state, body))
             exchange = Exchange(
                 state,
                 call,
@@ -62,7 +107,7 @@ class EngineRowHandler:
                 tenant=tenant,
                 arrival_s=state.clock.now(),
             )
-            return await self._run(exchange)
+            reply = await runner.run(exchange)
         except (RowPostponedError, RowInterruptedError):
             raise
         except Exception as error:
@@ -70,25 +115,26 @@ class EngineRowHandler:
                 logger.exception("a row of a batch failed")
             described = describe(error)
             return RowReply(described.status, described.to_json())
-
-    async def _run(self, exchange: Exchange) -> RowReply:
-        """Run the row once. Failures of the engine mean that the row must be tried again."""
-        try:
-            await exchange.start()
-        except (QueueFullError, OverloadedError) as error:
-            raise RowPostponedError(str(error), error.retry_after_s) from error
-        except EngineDeadError as error:
-            raise RowPostponedError(str(error), _ENGINE_DOWN_RETRY_S) from error
-        try:
-            reply = await exchange.complete()
-        except OverloadedError as error:
-            raise RowPostponedError(str(error), error.retry_after_s) from error
-        except (EngineDeadError, GenerationFailedError) as error:
-            raise RowInterruptedError(str(error)) from error
-        finally:
-            await exchange.aclose()
         usage = exchange.answer.usage()
         cached = usage.prompt_tokens_details.cached_tokens
         return RowReply(
             200, reply, TokenUsage(usage.prompt_tokens, cached, usage.completion_tokens)
         )
+
+
+def _response_row(state: ServerState, fields: Mapping[str, Any]) -> ResponseCall:
+    """Rows are no part of conversations: their answers are in the output file. Raises
+    InvalidRequestError."""
+    for name in ("background", "previous_response_id", "store"):
+        if fields.get(name):
+            raise InvalidRequestError(
+                f"'{name}' cannot be used in a batch.", name, "unsupported_parameter"
+            )
+    return ResponseCall(state, fields, stored=False)
+
+
+ROW_CALLS: Mapping[str, Callable[[ServerState, Mapping[str, Any]], Call]] = {
+    **CALLS,
+    "/v1/responses": _response_row,
+}
+"""`url` of a row -> its Call."""

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
-from pydantic import BaseModel
 from starlette.datastructures import Headers
 
 from bros.core.errors import InvalidRequestError, PromptTooLongError
@@ -39,9 +38,9 @@ from bros.server.openai.stream import (
     Answer,
     ChatChunkWriter,
     ChunkFrame,
-    ChunkWriter,
     CompletionChunkWriter,
     CompletionLogprobsWriter,
+    DeltaWriter,
     FinishedChoice,
     chat_logprobs,
     finish_reason,
@@ -79,7 +78,7 @@ _CHAT_UNSUPPORTED = {
 _COMPLETION_UNSUPPORTED = {**_COMMON, "suffix": _NO_EFFECT}
 
 
-def _refuse_unsupported(body: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
+def refuse_unsupported(body: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
     """Raises InvalidRequestError naming the first unsupported field with an effect."""
     for name, harmless_values in fields.items():
         if name in body and not any(_same(body[name], harmless) for harmless in harmless_values):
@@ -286,13 +285,13 @@ def check_counts(fields: Mapping[str, Any]) -> None:
     messages = fields.get("messages")
     if not isinstance(messages, list):
         return
-    _check_count(len(messages), "messages")
+    check_count(len(messages), "messages")
     contents = (message.get("content") for message in messages if isinstance(message, dict))
     parts = sum(len(content) for content in contents if isinstance(content, list))
-    _check_count(parts, "content parts")
+    check_count(parts, "content parts")
 
 
-def _check_count(count: int, what: str) -> None:
+def check_count(count: int, what: str) -> None:
     if count > MAX_MESSAGES:
         raise InvalidRequestError(
             f"The chat has {count} {what}, more than {MAX_MESSAGES}.",
@@ -499,11 +498,13 @@ class Call(Protocol):
     id_prefix: prefix of the response's id.
     param: name of the field with the prompts.
     chunk_kind: `object` of the chunks of a stream.
+    field_names: field of a chat completion -> its name in this API, if it has another one.
     """
 
     id_prefix: str
     param: str
     chunk_kind: str
+    field_names: Mapping[str, str]
 
     @property
     def body(self) -> GenerationRequest: ...
@@ -524,9 +525,11 @@ class Call(Protocol):
 
     def reply(
         self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer
-    ) -> BaseModel: ...
+    ) -> str:
+        """The complete response, as JSON."""
+        ...
 
-    def writer(self, frame: ChunkFrame) -> ChunkWriter: ...
+    def writer(self, frame: ChunkFrame) -> DeltaWriter: ...
 
     def prompt_text(self) -> str:
         """The first prompt as text, for finding common prefixes."""
@@ -541,6 +544,7 @@ class ChatCall:
     """POST /v1/chat/completions"""
 
     id_prefix, param, chunk_kind = "chatcmpl", "messages", "chat.completion.chunk"
+    field_names: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, state: ServerState, fields: Mapping[str, Any]) -> None:
         """Raises InvalidRequestError or NotFoundError naming the wrong field."""
@@ -575,20 +579,20 @@ class ChatCall:
 
     def reply(
         self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer
-    ) -> ChatCompletion:
+    ) -> str:
         return ChatCompletion(
             **header,
             choices=[self._choice(choice) for choice in choices],
             usage=answer.usage(),
             prompt_logprobs=prompt_logprobs(self._state.tokenizer, self.body, choices[0]),
-        )
+        ).model_dump_json()
 
     def writer(self, frame: ChunkFrame) -> ChatChunkWriter:
         return ChatChunkWriter(
-            frame, self._state.tokenizer, self._new_call_id, self.body.prompt_logprobs
+            frame, self._state.tokenizer, self.new_call_id, self.body.prompt_logprobs
         )
 
-    def _new_call_id(self) -> str:
+    def new_call_id(self) -> str:
         length = self._state.chat_format.call_id_chars
         made = self._state.ids.new("call", "_")
         return made if length is None else made[-length:]
@@ -604,7 +608,7 @@ class ChatCall:
         if self.sampling.logprobs is not None:
             logprobs = ChatLogprobs(content=chat_logprobs(self._state.tokenizer, choice.logprobs))
         calls = [
-            ChatToolCall(id=self._new_call_id(), function=FunctionCall(**asdict(call)))
+            ChatToolCall(id=self.new_call_id(), function=FunctionCall(**asdict(call)))
             for call in choice.answer.calls
         ]
         reasoning = choice.answer.reasoning or None
@@ -626,6 +630,7 @@ class CompletionCall:
     """POST /v1/completions"""
 
     id_prefix, param, chunk_kind = "cmpl", "prompt", "text_completion"
+    field_names: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, state: ServerState, fields: Mapping[str, Any]) -> None:
         """Raises InvalidRequestError or NotFoundError naming the wrong field."""
@@ -658,13 +663,13 @@ class CompletionCall:
 
     def reply(
         self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer
-    ) -> Completion:
+    ) -> str:
         echoes = self._echoes()
         return Completion(
             **header,
             choices=[self._choice(choice, echoes.get(choice.index)) for choice in choices],
             usage=answer.usage(),
-        )
+        ).model_dump_json()
 
     def writer(self, frame: ChunkFrame) -> CompletionChunkWriter:
         body = self.body
@@ -744,5 +749,5 @@ def _validated(
     check_counts(fields)
     body = validate(model, fields)
     state.check_model(body.model)
-    _refuse_unsupported(fields, unsupported)
+    refuse_unsupported(fields, unsupported)
     return body

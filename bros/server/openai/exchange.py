@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,10 @@ from starlette.responses import Response
 
 import bros
 from bros.core.errors import BrosError
-from bros.core.request import NO_HINTS, ServiceClass, Slo
+from bros.core.interfaces import EngineInfo
+from bros.core.request import NO_HINTS, Hints, ServiceClass, Slo
 from bros.semantic.service.runner import PlainCall
+from bros.server.errors import renaming_fields
 from bros.server.http import CancelOnDisconnect, offload
 from bros.server.openai.calls import Call, Tier, response_tier, slo_of, tier_of
 from bros.server.openai.prompt_logprobs import NUMBER_CHARS, num_numbers
@@ -20,6 +22,11 @@ from bros.server.openai.stream import Answer, AnswerStream, ChunkFrame, Observer
 from bros.server.sessions.joining import SessionObserver
 from bros.server.state import ServerState
 from bros.text.generation import choice_ids
+
+
+def system_fingerprint(info: EngineInfo) -> str:
+    """What determines the output besides seed and parameters."""
+    return f"bros-{bros.__version__}-{info.weights}-{info.kernels}-{info.kv_dtype}"
 
 
 class Exchange:
@@ -35,10 +42,16 @@ class Exchange:
         tenant: str,
         arrival_s: float,
         session_call: PlainCall | None = None,
+        request_id: str | None = None,
+        created: int | None = None,
+        hints: Hints = NO_HINTS,
     ) -> None:
         """tenant: whose call it is, see EngineRequest. The body names the user.
         arrival_s: on the state's clock; deadlines count from it.
         session_call: the call's place in a session, if it belongs to one.
+        request_id: id of the response; None: a new one. A call of a session has that of its place.
+        created: Unix seconds; None: now.
+        hints: of a call that belongs to no session.
         """
         self._state = state
         self._call = call
@@ -48,10 +61,11 @@ class Exchange:
         self._arrival_s = arrival_s
         self._session_call = session_call
         # A call of a session has one id in the graph, in the response and in traces.
-        self._id = (
-            state.ids.new(call.id_prefix) if session_call is None else session_call.request_id
-        )
-        self._created = int(state.clock.unix_time())
+        if session_call is not None:
+            self._id, self._hints = session_call.request_id, session_call.hints
+        else:
+            self._id, self._hints = request_id or state.ids.new(call.id_prefix), hints
+        self._created = int(state.clock.unix_time()) if created is None else created
         self._answer: Answer | None = None
 
     @property
@@ -64,25 +78,21 @@ class Exchange:
     def header(self) -> dict[str, Any]:
         """Common fields of responses and chunks. Valid after `start`, when the service class that
         the engine has chosen is known."""
-        info = self._state.engine.info
         return {
             "id": self._id,
             "created": self._created,
             "model": self._state.model_name,
             "service_tier": response_tier(self._tier, best_effort=self.answer.best_effort),
-            # Besides seed and parameters, these determine the output.
-            "system_fingerprint": (
-                f"bros-{bros.__version__}-{info.weights}-{info.kernels}-{info.kv_dtype}"
-            ),
+            "system_fingerprint": system_fingerprint(self._state.engine.info),
         }
 
     async def start(self) -> None:
         """Submit all prompts. Raises what `Call.prompts`, ServerState.check_grammar and
         TextGenerator.start raise."""
         state, call = self._state, self._call
-        await state.check_grammar(self._tenant, call.sampling.grammar)
+        with renaming_fields(call.field_names):
+            await state.check_grammar(self._tenant, call.sampling.grammar)
         prompts = await call.prompts(self._tenant)
-        hints = NO_HINTS if self._session_call is None else self._session_call.hints
         generation = await state.generator.start(
             prompts,
             call.sampling,
@@ -94,7 +104,7 @@ class Exchange:
             cache_salt=call.body.cache_salt or "",
             param=call.param,
             arrival_s=self._arrival_s,
-            hints=hints,
+            hints=self._hints,
             parsing=call.parsing(),
         )
         self._answer = Answer(generation, partial(self._observer, prompts))
@@ -106,7 +116,7 @@ class Exchange:
         await self.answer.aclose()
 
         def render() -> str:
-            return self._call.reply(self.header, choices, self.answer).model_dump_json()
+            return self._call.reply(self.header, choices, self.answer)
 
         size = NUMBER_CHARS * sum(
             len(choice.logprobs) + num_numbers(choice.prompt_logprobs) for choice in choices
@@ -148,18 +158,20 @@ async def respond(
     arrival_s: float,
     session_call: PlainCall | None = None,
     deadline_ms: float | None = None,
+    make: Callable[..., Exchange] = Exchange,
 ) -> Response:
     """Respond to a call over HTTP.
 
     session_call: the call's place in a session, if it belongs to one.
     deadline_ms: applies if neither the body nor a header has a deadline.
+    make: makes the exchange; takes the arguments of Exchange.
 
     If the client disconnects or anything fails, the requests are aborted. Raises
     InvalidRequestError for wrong headers, EngineDeadError, and what Exchange raises.
     """
     state, body = ServerState.of(request), call.body
     try:
-        exchange = Exchange(
+        exchange = make(
             state,
             call,
             tier=tier_of(body),

@@ -72,7 +72,7 @@ def _objective(meaning: str, name: str) -> dict[str, Any]:
     return {"type": "number", "exclusiveMinimum": 0, "description": text}
 
 
-_HEADERS: Schemas = {
+REQUEST_HEADERS: Schemas = {
     "x-slo-ttft-ms": _objective("Arrival to first token", "ttft"),
     "x-slo-tpot-ms": _objective("Mean time between two tokens", "tpot"),
     "x-slo-deadline-ms": _objective("Arrival to last token", "deadline"),
@@ -100,7 +100,7 @@ _GENERATION = (
         create_chat_completion,
         ChatCompletion,
         ChatCompletionRequest,
-        headers=_HEADERS,
+        headers=REQUEST_HEADERS,
         streams=True,
     ),
     ApiRoute(
@@ -109,7 +109,7 @@ _GENERATION = (
         create_completion,
         Completion,
         CompletionRequest,
-        headers=_HEADERS,
+        headers=REQUEST_HEADERS,
         streams=True,
     ),
 )

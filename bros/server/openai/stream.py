@@ -298,6 +298,7 @@ class ChunkFrame:
 
     def __init__(self, kind: str, header: Mapping[str, object], *, include_usage: bool) -> None:
         """kind: the chunk's `object`. header: the fields shared with complete responses."""
+        self.header = header
         fields = {"id": header["id"], "object": kind, **header}
         self._head = f'data: {_to_json(fields)[:-1]},"choices":['
         self._tail = '],"usage":null}\n\n' if include_usage else "]}\n\n"
@@ -312,8 +313,24 @@ class ChunkFrame:
         return f'{self._head}],"usage":{usage.model_dump_json()}}}\n\n'
 
 
-class ChunkWriter(ABC):
+class DeltaWriter(Protocol):
     """Writes the deltas of one request as events."""
+
+    def write(self, delta: TextDelta) -> bytes:
+        """The events for a delta; empty if it has nothing to show."""
+        ...
+
+    def write_text(self, index: int, text: str) -> bytes:
+        """`write` of a delta that has nothing but text."""
+        ...
+
+    def end(self, usage: Usage) -> bytes:
+        """The events after the last delta."""
+        ...
+
+
+class ChunkWriter(ABC):
+    """A DeltaWriter of chunks."""
 
     def __init__(
         self, frame: ChunkFrame, tokenizer: Tokenizer, prompt_top: int | None = None
@@ -523,6 +540,8 @@ class EventStream(Response):
     """
 
     media_type = "text/event-stream"
+    done = DONE
+    """What follows after the last event."""
 
     def __init__(self, stopping: StopSignal) -> None:
         self.status_code = 200
@@ -536,8 +555,16 @@ class EventStream(Response):
         raise NotImplementedError
 
     def ending(self) -> bytes:
-        """The last events, before [DONE]."""
+        """The last events, before `done`."""
         return b""
+
+    def failed(self, failure: ApiError) -> bytes:
+        """The events of a failure after others have been sent."""
+        return failure.to_event()
+
+    def refused(self, failure: ApiError) -> Response:
+        """The response of a failure before anything was sent."""
+        return failure.to_response()
 
     async def close(self) -> None:
         """Release the source of the events. Always called, after `send_all` and before the last
@@ -559,11 +586,11 @@ class EventStream(Response):
         finally:
             await self.close()
         if failure is None:
-            await self.send_events(self.ending() + DONE, more=False)
+            await self.send_events(self.ending() + self.done, more=False)
         elif self._begun:
-            await self.send_events(failure.to_event(), more=False)
+            await self.send_events(self.failed(failure), more=False)
         else:
-            await failure.to_response()(scope, receive, send)
+            await self.refused(failure)(scope, receive, send)
 
     async def send_events(self, events: bytes, *, more: bool = True) -> None:
         """Send events, and the status line before the first ones. more: False for the last."""
@@ -582,7 +609,7 @@ class EventStream(Response):
 class _BodySink:
     """A DeltaSink that writes events to the connection."""
 
-    def __init__(self, observer: Observer, writer: ChunkWriter, body: ChunkedBody) -> None:
+    def __init__(self, observer: Observer, writer: DeltaWriter, body: ChunkedBody) -> None:
         self.ready = body.ready
         self._observer = observer
         self._writer = writer
@@ -613,7 +640,7 @@ class AnswerStream(EventStream):
     def __init__(
         self,
         answer: Answer,
-        writer: ChunkWriter,
+        writer: DeltaWriter,
         stopping: StopSignal,
         offload: Offload | None = None,
     ) -> None:

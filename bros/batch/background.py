@@ -1,0 +1,198 @@
+"""Runs background responses: claims them from the store, runs them, stores how they ended.
+
+They take turns with the rows of batches, those with the earliest deadline first, and they end as
+rows do when the engine fails. A response without an end is run, whichever process ran it before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from bros.batch.objects import (
+    RowInterruptedError,
+    StoreError,
+    StoreFullError,
+    StoreUnavailableError,
+)
+from bros.batch.responses import Claim, ResponseStatus, ResponseStore, StoredResponse
+from bros.batch.runner import RENEWALS, RunnerContext, run_row
+
+logger = logging.getLogger(__name__)
+
+_THREADS = 2
+_SWEEP_S = 600.0
+_LEAST_S = 0.001
+"""Shortest deadline that the engine accepts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseOutcome:
+    """How a response has ended.
+
+    body: the response object, as JSON; None: as it was stored.
+    error: code and message, as JSON, if it failed.
+    """
+
+    status: ResponseStatus
+    body: str | None = None
+    error: str | None = None
+
+
+class ResponseHandler(Protocol):
+    """Runs responses on the engine. Implemented by server/responses, and by tests."""
+
+    async def answer(self, response: StoredResponse, *, due_in_s: float) -> ResponseOutcome:
+        """Run a response as a best-effort request with a deadline of `due_in_s` seconds from now.
+
+        An error of the client is an outcome. Raises RowPostponedError or RowInterruptedError if it
+        must be tried again. Cancelling the call aborts it.
+        """
+        ...
+
+
+class BackgroundRunner:
+    """Runs the background responses of a store; one per process. `run` it in a task, `wake` it for
+    changes."""
+
+    def __init__(
+        self, context: RunnerContext, store: ResponseStore, handler: ResponseHandler
+    ) -> None:
+        """context: of the BatchRunner, whose rows the responses take turns with."""
+        threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="background")
+        self._context = dataclasses.replace(context, threads=threads)
+        self._threads = threads
+        self._store = store
+        self._handler = handler
+        settings = context.settings
+        self._poll_s = min(settings.poll_s, settings.lease_s / RENEWALS)
+        self._owner = context.ids.new("background")
+        self._running: dict[str, tuple[Claim, asyncio.Task[None]]] = {}
+        self._wakeup = asyncio.Event()
+        self._store_trouble = ""  # why the store could not be used at the last poll
+
+    @property
+    def in_flight(self) -> int:
+        """Responses that this process has claimed."""
+        return len(self._running)
+
+    def wake(self) -> None:
+        """Poll the store at once: a response was created, cancelled or deleted."""
+        self._wakeup.set()
+
+    async def run(self) -> None:
+        """Run responses until cancelled; then release them for other processes."""
+        sweeping = asyncio.create_task(self._sweep())
+        try:
+            while True:
+                self._wakeup.clear()
+                await self._poll()
+                with contextlib.suppress(TimeoutError):
+                    # Not wait_for: before Python 3.12 it loses a cancellation if the event is set.
+                    async with asyncio.timeout(self._poll_s):
+                        await self._wakeup.wait()
+        finally:
+            sweeping.cancel()
+            await asyncio.shield(asyncio.ensure_future(self._stop()))
+
+    async def _poll(self) -> None:
+        context, store, lease_s = self._context, self._store, self._context.settings.lease_s
+        try:
+            now = await context.io(context.store.time, context.clock.unix_time())
+            await context.io(store.fail_overdue, now)
+            if self._running:
+                ids = list(self._running)
+                held = await context.io(store.renew, self._owner, ids, now, lease_s)
+                for claim, task in self._running.values():
+                    if (claim.response_id, claim.epoch) not in held:
+                        task.cancel()  # it was cancelled or deleted, or has another owner
+            room = context.limiter.limit - len(self._running)
+            if room <= 0:
+                return
+            model = context.settings.model
+            claims = await context.io(store.claim, self._owner, now, lease_s, room, model)
+        except (StoreUnavailableError, StoreFullError) as error:
+            if str(error) != self._store_trouble:
+                self._store_trouble = str(error)
+                logger.warning("background responses pause: %s", error)
+            return
+        except Exception:
+            logger.exception("cannot renew or claim background responses")
+            return
+        self._store_trouble = ""
+        for claim in claims:
+            # Else the old task has to end first, and a later poll claims the response again.
+            if claim.response_id not in self._running:
+                task = asyncio.create_task(self._run(claim), name=claim.response_id)
+                self._running[claim.response_id] = claim, task
+                task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        del self._running[task.get_name()]
+
+    async def _run(self, claim: Claim) -> None:
+        context, limiter = self._context, self._context.limiter
+        try:
+            await limiter.acquire((claim.deadline_at, claim.deadline_at))
+            try:
+                outcome = await self._outcome(claim)
+            finally:
+                limiter.release()
+        except Exception:
+            logger.exception("the background response %s failed", claim.response_id)
+            outcome = ResponseOutcome(
+                ResponseStatus.FAILED,
+                error=_error("Internal server error; the server log has the details."),
+            )
+        if outcome is not None:
+            await context.persist(
+                self._store.finish, claim, outcome.status, outcome.body, outcome.error
+            )
+
+    async def _outcome(self, claim: Claim) -> ResponseOutcome | None:
+        """None if the response has ended, was deleted, or has another owner."""
+        context = self._context
+        response = await context.persist(self._store.load, claim)
+        if response is None:
+            return None
+
+        async def answer() -> ResponseOutcome:
+            left_s = max(claim.deadline_at - context.clock.unix_time(), _LEAST_S)
+            return await self._handler.answer(response, due_in_s=left_s)
+
+        try:
+            return await run_row(context, answer)
+        except RowInterruptedError as error:
+            return ResponseOutcome(ResponseStatus.FAILED, error=_error(str(error)))
+
+    async def _sweep(self) -> None:
+        """Delete expired responses."""
+        context = self._context
+        while True:
+            try:
+                await context.io(self._store.sweep, context.clock.unix_time())
+            except (StoreUnavailableError, StoreFullError) as error:
+                logger.warning("cannot delete expired responses: %s", error)
+            except Exception:
+                logger.exception("cannot delete expired responses")
+            await asyncio.sleep(_SWEEP_S)
+
+    async def _stop(self) -> None:
+        """Stop all responses and release their leases."""
+        tasks = [task for _, task in self._running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        with contextlib.suppress(StoreError, StoreFullError):
+            await self._context.io(self._store.release, self._owner)
+        self._threads.shutdown(wait=False)
+
+
+def _error(message: str) -> str:
+    return json.dumps({"code": "server_error", "message": message})

@@ -1,0 +1,446 @@
+"""The events of a response as it is generated, and the items that they add up to.
+
+```
+ created, queued (of a background response), in_progress
+   for each item of the output:      item_id, output_index
+     output_item.added
+       content_part.added            message and reasoning; content_index is always 0
+       output_text.delta ...         or reasoning_text.delta, function_call_arguments.delta
+       output_text.done              or ...
+       content_part.done
+     output_item.done
+ completed, incomplete or failed     with the whole response
+```
+
+Every event has a sequence_number, from 0. An item opens when its first text comes, and closes when
+the next one opens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import BaseModel
+
+from bros.core.clock import Clock
+from bros.core.request import FinishReason, IdGenerator
+from bros.server.errors import ApiError
+from bros.server.openai.schema import Usage
+from bros.server.openai.stream import chat_logprobs, visible_logprobs
+from bros.server.responses.items import Item, new_item_id, output_text
+from bros.server.responses.schema import (
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseError,
+    ResponseUsage,
+    Status,
+)
+from bros.text.answers import (
+    AnswerPart,
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    ReasoningPart,
+    TextPart,
+)
+from bros.text.generation import TextDelta
+from bros.text.tokenizer import Tokenizer
+
+# Non-ASCII stays escaped: some clients split lines at U+0085 and U+2028, which JSON allows.
+to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_quoted = json.encoder.encode_basestring_ascii
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveResponse:
+    """A response object that changes.
+
+    echo: the fields that repeat the request, as a JSON object. They may be large, and are written
+        often.
+    """
+
+    id: str
+    created_at: int
+    model: str
+    service_tier: str
+    background: bool
+    store: bool
+    echo: str
+    status: Status = "in_progress"
+    completed_at: int | None = None
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    output: list[Item] = field(default_factory=list)
+    usage: ResponseUsage | None = None
+    system_fingerprint: str | None = None
+
+    def to_json(self) -> str:
+        """A ResponseObject as JSON in ASCII."""
+        own: dict[str, object] = {"id": self.id, "object": "response"}
+        for name in _OWN:
+            value = getattr(self, name)
+            own[name] = value.model_dump() if isinstance(value, BaseModel) else value
+        return f"{to_json(own)[:-1]},{self.echo[1:]}"
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> LiveResponse:
+        """An ended one."""
+        own = {name: body[name] for name in ("id", *_OWN)}
+        echo = {name: value for name, value in body.items() if name not in (*own, "object")}
+        own["error"] = ResponseError(**body["error"]) if body["error"] else None
+        details = body["incomplete_details"]
+        own["incomplete_details"] = IncompleteDetails(**details) if details else None
+        own["usage"] = ResponseUsage(**body["usage"]) if body["usage"] else None
+        return cls(**own, echo=to_json(echo))
+
+
+_OWN = (
+    "created_at",
+    "model",
+    "service_tier",
+    "background",
+    "store",
+    "status",
+    "completed_at",
+    "error",
+    "incomplete_details",
+    "output",
+    "usage",
+    "system_fingerprint",
+)
+
+
+class EventLog:
+    """Writes events and numbers them."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._events: list[str] = []
+
+    def add(self, kind: str, **fields: object) -> None:
+        """kind: `type` of the event."""
+        self.add_json(kind, to_json({"type": kind, **fields})[:-1])
+
+    def add_json(self, kind: str, head: str) -> None:
+        """head: the event as JSON, without the sequence number and the brace at the end."""
+        self._events.append(f'event: {kind}\ndata: {head},"sequence_number":{self._number}}}\n\n')
+        self._number += 1
+
+    def take(self, start: int = 0, end: int | None = None) -> bytes:
+        """The events [start, end) of those since the last call."""
+        events = "".join(self._events[start:end]).encode("ascii")
+        self._events.clear()
+        return events
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How the items of a type are streamed.
+
+    part: `type` of their content part; empty if they have none.
+    text: name of the events with their text, and of its field in the last one.
+    """
+
+    part: str
+    text: str
+    field: str
+
+    def empty_part(self) -> Item:
+        return output_text("") if self.part == "output_text" else {"type": self.part, "text": ""}
+
+
+_KINDS: Mapping[str, _Kind] = MappingProxyType(
+    {
+        "message": _Kind("output_text", "output_text", "text"),
+        "reasoning": _Kind("reasoning_text", "reasoning_text", "text"),
+        "function_call": _Kind("", "function_call_arguments", "arguments"),
+    }
+)
+
+
+class OutputEvents:
+    """The events of one response, item by item. At most one item is open at a time.
+
+    response: the response object as it is now.
+    """
+
+    def __init__(self, response: LiveResponse) -> None:
+        """response: without output."""
+        self.response = response
+        self.log = EventLog()
+        self._begun = False
+        self._item: Item | None = None
+
+    @property
+    def open_type(self) -> str:
+        """`type` of the open item; empty if none is open."""
+        return "" if self._item is None else str(self._item["type"])
+
+    def begin(self) -> None:
+        """The first events; later calls have no effect."""
+        if self._begun:
+            return
+        self._begun = True
+        if self.response.background:
+            self.response.status = "queued"
+            self._add_response("response.created")
+            self._add_response("response.queued")
+            self.response.status = "in_progress"
+        else:
+            self._add_response("response.created")
+        self._add_response("response.in_progress")
+
+    def open(self, item: Item) -> None:
+        """Close the open item, and open this one, which has no text yet."""
+        self.close("completed")
+        self._item = item
+        self._texts: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+        kind = self._kind = _KINDS[item["type"]]
+        index = len(self.response.output)
+        self.log.add("response.output_item.added", output_index=index, item=item)
+        self._where: dict[str, object] = {"item_id": item["id"], "output_index": index}
+        if kind.part:
+            self._where["content_index"] = 0
+            part = kind.empty_part()
+            self.log.add("response.content_part.added", **self._where, part=part)
+        self._delta = f"response.{kind.text}.delta"
+        head = to_json({"type": self._delta, **self._where, "delta": ""})
+        self._delta_head = head.removesuffix('""}')
+        self._delta_tail = ',"logprobs":[]' if item["type"] == "message" else ""
+
+    def add(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> None:
+        """More text of the open item. logprobs: of a message."""
+        self._texts.append(text)
+        tail = self._delta_tail
+        if logprobs:
+            self._logprobs += logprobs
+            tail = f',"logprobs":{to_json(logprobs)}'
+        self.log.add_json(self._delta, f"{self._delta_head}{_quoted(text)}{tail}")
+
+    def close(self, status: str) -> None:
+        """Close the open item, if there is one. status: of the item from now on."""
+        item, self._item = self._item, None
+        if item is None:
+            return
+        kind, text, log = self._kind, "".join(self._texts), self.log
+        done: dict[str, object] = {**self._where, kind.field: text}
+        item = {**item, "status": status}
+        if item["type"] == "message":
+            done["logprobs"] = self._logprobs
+        log.add(f"response.{kind.text}.done", **done)
+        if kind.part:
+            part = {**kind.empty_part(), "text": text}
+            if self._logprobs:
+                part["logprobs"] = self._logprobs
+            log.add("response.content_part.done", **self._where, part=part)
+            item["content"] = [part]
+        else:
+            item["arguments"] = text
+        index = len(self.response.output)
+        self.response.output.append(item)
+        log.add("response.output_item.done", output_index=index, item=item)
+
+    def end(self) -> None:
+        """The last event, by the status of the response."""
+        status = self.response.status
+        # No event has the name of a cancelled response.
+        self._add_response(f"response.{'incomplete' if status == 'cancelled' else status}")
+
+    def _add_response(self, kind: str) -> None:
+        self.log.add_json(kind, f'{{"type":"{kind}","response":{self.response.to_json()}')
+
+
+class ResponseWriter:
+    """Writes the deltas of one response, which has one choice, as events.
+
+    response: the response object; complete after `end` or `fail`.
+    """
+
+    def __init__(
+        self,
+        response: LiveResponse,
+        tokenizer: Tokenizer,
+        ids: IdGenerator,
+        clock: Clock,
+        new_call_id: Callable[[], str],
+        *,
+        with_logprobs: bool,
+    ) -> None:
+        """response: without output, in progress. new_call_id: makes the call_id of a call."""
+        self.response = response
+        self._tokenizer = tokenizer
+        self._ids = ids
+        self._clock = clock
+        self._new_call_id = new_call_id
+        self._with_logprobs = with_logprobs
+        self._events = OutputEvents(response)
+        self._finish_reason: FinishReason | None = None
+        self._held_logprobs: list[dict[str, Any]] = []  # of tokens whose text is not there yet
+
+    def write(self, delta: TextDelta) -> bytes:
+        """The events for a delta; empty if it has nothing to show."""
+        self._events.begin()
+        if delta.finish_reason is not None:
+            self._finish_reason = delta.finish_reason
+        self._held_logprobs += self._logprobs(delta)
+        for part in delta.parts:
+            self._add_part(part)
+        if delta.text and not delta.parts:
+            self._add_text(delta.text)
+        return self._events.log.take()
+
+    def write_text(self, index: int, text: str) -> bytes:
+        """`write` of a delta that has nothing but text."""
+        self._events.begin()
+        if text:
+            self._add_text(text)
+        return self._events.log.take()
+
+    def end(self, usage: Usage) -> bytes:
+        """The events after the last delta: those of `close` and the last one."""
+        return self.close(usage) + self.last()
+
+    def close(self, usage: Usage) -> bytes:
+        """Complete the response; returns the events up to the last one."""
+        events, response = self._events, self.response
+        events.begin()
+        cut = self._finish_reason is FinishReason.LENGTH
+        if not response.output and not events.open_type:
+            self._open("message", role="assistant", content=[])
+        if self._held_logprobs and events.open_type == "message":
+            self._add_text("")
+        events.close("incomplete" if cut else "completed")
+        response.usage = _usage(usage)
+        if cut:
+            response.status = "incomplete"
+            response.incomplete_details = IncompleteDetails(reason="max_output_tokens")
+        else:
+            response.status = "completed"
+            response.completed_at = int(self._clock.unix_time())
+        return events.log.take()
+
+    def last(self) -> bytes:
+        """The last event, which has the whole response."""
+        self._events.end()
+        return self._events.log.take()
+
+    def fail(self, error: ApiError) -> bytes:
+        """The events after a failure."""
+        events, response = self._events, self.response
+        events.begin()
+        events.close("incomplete")
+        code = error.code or error.type
+        events.log.add("error", code=code, message=error.message, param=error.param)
+        response.status, response.error = "failed", failure(error)
+        events.end()
+        return events.log.take()
+
+    def _add_part(self, part: AnswerPart) -> None:
+        if isinstance(part, TextPart):
+            self._add_text(part.text)
+            return
+        self._held_logprobs.clear()
+        match part:
+            case ReasoningPart(text):
+                if self._events.open_type != "reasoning":
+                    self._open("reasoning", summary=[], content=[])
+                self._events.add(text)
+            case CallBegin(_, name):
+                call_id = self._new_call_id()
+                self._open("function_call", call_id=call_id, name=name, arguments="")
+            case CallArguments(_, text):
+                self._events.add(text)
+            case CallEnd():
+                if self._finish_reason is not FinishReason.LENGTH:  # else it may be cut off
+                    self._events.close("completed")
+
+    def _add_text(self, text: str) -> None:
+        if self._events.open_type != "message":
+            self._open("message", role="assistant", content=[])
+        logprobs, self._held_logprobs = self._held_logprobs, []
+        self._events.add(text, logprobs)
+
+    def _open(self, kind: str, **fields: object) -> None:
+        item_id = new_item_id(self._ids, kind)
+        self._events.open({"id": item_id, "type": kind, "status": "in_progress", **fields})
+
+    def _logprobs(self, delta: TextDelta) -> Sequence[dict[str, Any]]:
+        if not self._with_logprobs or not delta.logprobs:
+            return ()
+        entries = chat_logprobs(self._tokenizer, visible_logprobs(delta))
+        return [entry.model_dump() for entry in entries]
+
+
+def _usage(usage: Usage) -> ResponseUsage:
+    cached, details = usage.prompt_tokens_details.cached_tokens, usage.completion_tokens_details
+    reasoning_tokens = 0 if details is None else details.reasoning_tokens
+    return ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=InputTokensDetails(
+            cached_tokens=cached, cache_write_tokens=usage.prompt_tokens - cached
+        ),
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=reasoning_tokens),
+        total_tokens=usage.total_tokens,
+    )
+
+
+def failure(error: ApiError) -> ResponseError:
+    """`error` of a failed response, which has few codes."""
+    if error.status == 429:
+        code = "rate_limit_exceeded"
+    else:
+        code = "invalid_prompt" if error.status < 500 else "server_error"
+    return ResponseError(code=code, message=error.message)
+
+
+OPENING_EVENTS = 2
+"""Events of a background response that are known before it runs."""
+
+
+def opening(response: LiveResponse, after: int) -> bytes:
+    """The first events of a background response, from the one after the number `after` on."""
+    events = OutputEvents(_fresh(response))
+    events.begin()
+    return events.log.take(after + 1, OPENING_EVENTS)
+
+
+def replay(ended: LiveResponse, after: int) -> bytes:
+    """The events of a response that has ended, from the one after the number `after` on. Each item
+    has one delta."""
+    events = OutputEvents(_fresh(ended))
+    events.begin()
+    for item in ended.output:
+        hidden: dict[str, Any] = {"status": "in_progress"}
+        if item["type"] == "function_call":
+            hidden["arguments"], text, logprobs = "", item["arguments"], []
+        else:
+            hidden["content"], part = [], item["content"][0]
+            text, logprobs = part["text"], part.get("logprobs", [])
+        events.open(item | hidden)
+        if text:
+            events.add(text, logprobs)
+        events.close(item["status"])
+    events.response = ended
+    events.end()
+    return events.log.take(after + 1)
+
+
+def _fresh(response: LiveResponse) -> LiveResponse:
+    """As it was before it ran."""
+    return dataclasses.replace(
+        response,
+        status="in_progress",
+        completed_at=None,
+        error=None,
+        incomplete_details=None,
+        output=[],
+        usage=None,
+    )

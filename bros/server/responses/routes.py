@@ -1,0 +1,437 @@
+"""/v1/responses: create, retrieve, cancel and delete responses; their input items."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from bros.batch.responses import ResponseStatus, StoredResponse
+from bros.core.errors import InvalidRequestError, NotFoundError, PromptTooLongError
+from bros.core.request import NO_HINTS, Hints
+from bros.core.tenants import Resource
+from bros.server.errors import ApiError, renaming_fields
+from bros.server.http import (
+    check_query_names,
+    json_response,
+    query_choice,
+    query_flag,
+    query_int,
+    read_as,
+    validate,
+)
+from bros.server.openai.calls import BEST_EFFORT, slo_of
+from bros.server.openai.exchange import Exchange, respond, system_fingerprint
+from bros.server.openai.routes import REQUEST_HEADERS
+from bros.server.openai.stream import AnswerStream, ChunkFrame, EventStream
+from bros.server.operations.openapi import ApiRoute, Schemas
+from bros.server.responses.call import ResponseCall
+from bros.server.responses.events import (
+    OPENING_EVENTS,
+    LiveResponse,
+    ResponseWriter,
+    opening,
+    replay,
+)
+from bros.server.responses.schema import (
+    CountInputTokens,
+    CreateResponse,
+    DeletedResponse,
+    InputItemList,
+    InputTokens,
+    ResponseObject,
+)
+from bros.server.sessions.joining import deadline_ms, join
+from bros.server.state import Jobs, ServerState, StopSignal
+
+# ---- POST /v1/responses
+
+
+_PIN_S = 60.0
+"""How long the KV of a conversation that goes on stays pinned: a tool or a user answers by then."""
+
+_WINDOWS_S: Mapping[str | None, float] = {"2h": 7200.0, "8h": 28800.0}
+_WINDOW_S = 86400.0
+
+
+async def create_response(request: Request) -> Response:
+    """Generate a response; with stream, as server-sent events."""
+    state = ServerState.of(request)
+    arrival_s = state.clock.now()
+    fields, call = await read_as(
+        request, state.max_body_bytes, lambda fields: (fields, ResponseCall(state, fields))
+    )
+    await _continue(request, call)
+    if call.given.background:
+        await _check_prompt(state, call, state.tenant(request))
+        return await _begin(request, fields, call)
+    session_call = join(request, fields, call)
+    due_ms = None if session_call is None else deadline_ms(fields)
+    make = partial(ResponseExchange, jobs=Jobs.of(request))
+    return await respond(request, call, arrival_s, session_call, due_ms, make)
+
+
+async def _check_prompt(state: ServerState, call: ResponseCall, tenant: str) -> None:
+    """Raises what a background response would fail of when it runs, so that its client knows."""
+    with renaming_fields(call.field_names):
+        await state.check_grammar(tenant, call.sampling.grammar)
+    (prompt,) = await call.prompts(tenant)
+    limit = state.engine.info.max_model_len
+    if len(prompt) >= limit:
+        raise PromptTooLongError(len(prompt), limit, call.param)
+
+
+async def _continue(request: Request, call: ResponseCall) -> None:
+    """Put the conversation that it goes on from before the call's messages."""
+    previous_id = call.given.previous_response_id
+    if previous_id is None:
+        return
+    jobs, state = Jobs.of(request), ServerState.of(request)
+    tenant, now = state.tenant(request), state.clock.unix_time()
+
+    def load() -> None:
+        call.continue_from(jobs.responses.conversation(tenant, previous_id, now))
+
+    await jobs.io(load)
+
+
+class ResponseExchange(Exchange):
+    """One response, which is stored before its last event or the reply is sent."""
+
+    def __init__(
+        self, state: ServerState, call: ResponseCall, *, jobs: Jobs, **options: Any
+    ) -> None:
+        """options: of Exchange."""
+        self._keeps = call.given.store is not False
+        goes_on = call.given.previous_response_id is not None or bool(call.given.tools)
+        hints = Hints(keep_s=_PIN_S) if goes_on and self._keeps else NO_HINTS
+        options.setdefault("request_id", state.ids.new("resp", "_"))
+        super().__init__(state, call, hints=hints, **options)
+        self._response_call = call
+        self._jobs = jobs
+
+    async def complete(self) -> str:
+        reply = await super().complete()
+        assert self._response_call.ended is not None
+        await self.keep(self._response_call.ended, reply)
+        return reply
+
+    def stream(self) -> AnswerStream:
+        call = self._response_call
+        writer = call.writer(ChunkFrame(call.chunk_kind, self.header, include_usage=False))
+        return _ResponseStream(self, writer, self._state.stopping)
+
+    async def keep(self, response: LiveResponse, body: str) -> None:
+        """Store a response that has ended, unless the client does not want that. body: as JSON."""
+        if not self._keeps:
+            return
+        state, call, now = self._state, self._response_call, self._state.clock.unix_time()
+
+        def put() -> None:
+            stored = StoredResponse(
+                id=response.id,
+                tenant=self._tenant,
+                served_model=state.model_name,
+                previous_id=call.given.previous_response_id,
+                status=ResponseStatus(response.status),
+                background=False,
+                created_at=response.created_at,
+                expires_at=int(now + state.config.response_ttl),
+                input=json.dumps(call.items),
+                body=body,
+            )
+            self._jobs.responses.put(stored, state.accounts.limits(self._tenant))
+
+        await self._jobs.io(put)
+
+
+class _ResponseStream(AnswerStream):
+    done = b""
+
+    def __init__(
+        self, exchange: ResponseExchange, writer: ResponseWriter, stopping: StopSignal
+    ) -> None:
+        super().__init__(exchange.answer, writer, stopping)
+        self._exchange = exchange
+        self._response_writer = writer
+
+    async def send_all(self) -> None:
+        await super().send_all()
+        writer = self._response_writer
+        await self.send_events(writer.close(self._answer.usage()))
+        await self._exchange.keep(writer.response, writer.response.to_json())
+
+    def ending(self) -> bytes:
+        return self._response_writer.last()
+
+    def failed(self, failure: ApiError) -> bytes:
+        return self._response_writer.fail(failure)
+
+
+async def _begin(request: Request, fields: Mapping[str, Any], call: ResponseCall) -> Response:
+    """Store a background response, which a BackgroundRunner will run."""
+    state, jobs, given = ServerState.of(request), Jobs.of(request), call.given
+    tenant, now = state.tenant(request), state.clock.unix_time()
+    slo = slo_of(call.body, request.headers, state.engine.info.default_slo)
+    options = given.background_options
+    window = None if options is None else options.completion_window
+    window_s = _WINDOWS_S.get(window, _WINDOW_S)
+    deadline_at = now + min(window_s, slo.deadline_s or window_s)
+    response = call.response(
+        state.ids.new("resp", "_"),
+        created_at=int(now),
+        service_tier=BEST_EFFORT.name,
+        system_fingerprint=system_fingerprint(state.engine.info),
+        status="queued",
+    )
+
+    def put() -> str:
+        body = response.to_json()
+        stored = StoredResponse(
+            id=response.id,
+            tenant=tenant,
+            served_model=state.model_name,
+            previous_id=given.previous_response_id,
+            status=ResponseStatus.QUEUED,
+            background=True,
+            created_at=response.created_at,
+            expires_at=int(deadline_at + state.config.response_ttl),
+            deadline_at=deadline_at,
+            input=json.dumps(call.items),
+            body=body,
+            request=json.dumps({**fields, "input": []}),
+        )
+        jobs.responses.put(stored, state.accounts.limits(tenant))
+        return body
+
+    body = await jobs.io(put)
+    jobs.background.wake()
+    if given.stream:
+        return BackgroundStream(request, response.id, after=-1)
+    return Response(body, media_type="application/json")
+
+
+# ---- GET /v1/responses/{id}, its cancellation, and DELETE
+
+
+_LOOK_EVERY_S = 0.25
+
+
+class BackgroundStream(EventStream):
+    """The events of a background response. It goes on if the client leaves.
+
+    Each item comes as a whole when the response has ended, so the numbers of the events are the
+    same whenever it is streamed.
+    """
+
+    done = b""
+
+    def __init__(self, request: Request, response_id: str, *, after: int) -> None:
+        """after: number of the last event that the client has."""
+        state = ServerState.of(request)
+        super().__init__(state.stopping)
+        self._state = state
+        self._jobs = Jobs.of(request)
+        self._tenant = state.tenant(request)
+        self._id = response_id
+        self._after = after
+
+    async def send_all(self) -> None:
+        with self._state.accounts.hold(self._tenant, Resource.WAITS):
+            stored = await self._look()
+            if not stored.status.is_final:
+                await self._send_those(opening)
+                self._after = max(self._after, OPENING_EVENTS - 1)
+            while not stored.status.is_final:
+                await asyncio.sleep(_LOOK_EVERY_S)
+                stored = await self._look()
+        await self._send_those(replay)
+
+    async def close(self) -> None:
+        return
+
+    async def _look(self) -> StoredResponse:
+        now = self._state.clock.unix_time()
+        return await self._jobs.io(self._jobs.responses.get, self._tenant, self._id, now)
+
+    async def _send_those(self, events_of: Callable[[LiveResponse, int], bytes]) -> None:
+        def make() -> bytes:
+            now = self._state.clock.unix_time()
+            stored = self._jobs.responses.get(self._tenant, self._id, now)
+            return events_of(LiveResponse.of(stored.to_object()), self._after)
+
+        if events := await self._jobs.io(make):
+            await self.send_events(events)
+
+
+async def retrieve_response(request: Request) -> Response:
+    """A stored response. A background response can be streamed, from any of its events on."""
+    query = request.query_params
+    check_query_names(query, _RETRIEVE_NAMES)
+    streams = query_flag(query, "stream")
+    after = query_int(query, "starting_after", -1, low=0, high=_MAX_EVENT)
+    if not streams and "starting_after" in query:
+        raise InvalidRequestError(
+            "'starting_after' needs 'stream' to be true.", "starting_after", "invalid_value"
+        )
+    if query_flag(query, "include_obfuscation"):
+        raise InvalidRequestError(
+            "'include_obfuscation': only false is supported by this server.",
+            "include_obfuscation",
+            "unsupported_value",
+        )
+    stored = await _find(request)
+    if streams:
+        if not stored.background:
+            raise InvalidRequestError(
+                "Only a response that was created with background=true can be streamed.",
+                "stream",
+                "invalid_response_status",
+            )
+        return BackgroundStream(request, stored.id, after=after)
+    return await _reply(request, stored)
+
+
+async def cancel_response(request: Request) -> Response:
+    """Cancel a background response. One that has ended stays as it is."""
+    state, jobs = ServerState.of(request), Jobs.of(request)
+    now, tenant = state.clock.unix_time(), state.tenant(request)
+    response_id = request.path_params["id"]
+    stored = await jobs.io(jobs.responses.cancel, tenant, response_id, now)
+    jobs.background.wake()
+    return await _reply(request, stored)
+
+
+async def delete_response(request: Request) -> Response:
+    """Delete a stored response. A background response that has not ended is aborted."""
+    state, jobs = ServerState.of(request), Jobs.of(request)
+    now, tenant = state.clock.unix_time(), state.tenant(request)
+    response_id = request.path_params["id"]
+    await jobs.io(jobs.responses.delete, tenant, response_id, now)
+    jobs.background.wake()
+    return json_response(DeletedResponse(id=response_id))
+
+
+async def _find(request: Request) -> StoredResponse:
+    state, jobs = ServerState.of(request), Jobs.of(request)
+    now, tenant = state.clock.unix_time(), state.tenant(request)
+    return await jobs.io(jobs.responses.get, tenant, request.path_params["id"], now)
+
+
+async def _reply(request: Request, stored: StoredResponse) -> Response:
+    body = await Jobs.of(request).io(lambda: json.dumps(stored.to_object()))
+    return Response(body, media_type="application/json")
+
+
+# ---- GET /v1/responses/{id}/input_items, POST /v1/responses/input_tokens
+
+
+_ITEMS_PAGE, _MAX_ITEMS_PAGE = 20, 100
+
+
+async def list_input_items(request: Request) -> Response:
+    """What a response was generated from: the items of the conversation before it, and its own."""
+    state, jobs, query = ServerState.of(request), Jobs.of(request), request.query_params
+    limit = query_int(query, "limit", _ITEMS_PAGE, low=1, high=_MAX_ITEMS_PAGE)
+    newest_first = query_choice(query, "order", ("desc", "asc")) == "desc"
+    tenant, now = state.tenant(request), state.clock.unix_time()
+    response_id = request.path_params["id"]
+
+    def load() -> str:
+        turns = jobs.responses.turns(tenant, response_id, now)
+        items = [item for turn in turns[:-1] for item in (*turn.input, *turn.output)]
+        items += turns[-1].input
+        if newest_first:
+            items.reverse()
+        begin = 0
+        after = query.get("after")
+        if after is not None:
+            found = (i for i, item in enumerate(items, start=1) if item["id"] == after)
+            begin = next(found, 0)
+            if not begin:
+                message = f"'after': there is no item {after[:100]!r}."
+                raise NotFoundError(message, param="after", code="not_found")
+        page = items[begin : begin + limit]
+        return InputItemList(
+            data=page,
+            first_id=page[0]["id"] if page else None,
+            last_id=page[-1]["id"] if page else None,
+            has_more=begin + limit < len(items),
+        ).model_dump_json()
+
+    return Response(await jobs.io(load), media_type="application/json")
+
+
+async def count_input_tokens(request: Request) -> Response:
+    """The number of tokens of the prompt that a request to /v1/responses would have."""
+    state, tenant = ServerState.of(request), ServerState.tenant(request)
+    call = await read_as(
+        request, state.max_body_bytes, lambda fields: ResponseCall(state, _prompt_only(fields))
+    )
+    await _continue(request, call)
+    prompts = await call.prompts(tenant)
+    return json_response(InputTokens(input_tokens=len(prompts[0])))
+
+
+def _prompt_only(fields: Mapping[str, Any]) -> dict[str, Any]:
+    validate(CountInputTokens, fields)
+    return {name: fields[name] for name in CountInputTokens.model_fields if name in fields}
+
+
+_MAX_EVENT = 10**9 - 1
+_RETRIEVE_NAMES = ("stream", "starting_after", "include", "include[]", "include_obfuscation")
+_RETRIEVE_QUERY: Schemas = {
+    "stream": {"type": "boolean", "default": False, "description": "As server-sent events"},
+    "starting_after": {
+        "type": "integer",
+        "minimum": 0,
+        "description": "sequence_number of the last event that is not wanted",
+    },
+    "include": {"type": "string", "description": "No effect"},
+    "include_obfuscation": {"const": False, "description": "true is not supported"},
+}
+_ITEMS_QUERY: Schemas = {
+    "after": {"type": "string", "description": "The last id of the previous page"},
+    "limit": {
+        "type": "integer",
+        "minimum": 1,
+        "maximum": _MAX_ITEMS_PAGE,
+        "default": _ITEMS_PAGE,
+        "description": "Most items on the page",
+    },
+    "order": {"enum": ["desc", "asc"], "description": "The newest or the oldest first"},
+    "include": {"type": "string", "description": "No effect"},
+}
+
+ROUTES = (
+    ApiRoute(
+        "POST",
+        "/v1/responses",
+        create_response,
+        ResponseObject,
+        CreateResponse,
+        headers=REQUEST_HEADERS,
+        streams=True,
+    ),
+    ApiRoute(
+        "POST", "/v1/responses/input_tokens", count_input_tokens, InputTokens, CountInputTokens
+    ),
+    ApiRoute(
+        "GET",
+        "/v1/responses/{id}",
+        retrieve_response,
+        ResponseObject,
+        query=_RETRIEVE_QUERY,
+        streams=True,
+    ),
+    ApiRoute("DELETE", "/v1/responses/{id}", delete_response, DeletedResponse),
+    ApiRoute("POST", "/v1/responses/{id}/cancel", cancel_response, ResponseObject),
+    ApiRoute(
+        "GET", "/v1/responses/{id}/input_items", list_input_items, InputItemList, query=_ITEMS_QUERY
+    ),
+)
