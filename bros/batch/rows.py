@@ -21,7 +21,7 @@ from bros.batch.objects import (
 )
 from bros.core.errors import InvalidRequestError, NotFoundError
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 """Endpoints that rows can use."""
 
 KNOWN_ENDPOINTS = (

@@ -19,6 +19,7 @@ from bros.core.errors import AuthenticationError, BrosError
 from bros.server.batches import routes as batches
 from bros.server.browsers import BrowserGuard, BrowserRules
 from bros.server.errors import describe, handle_expected, handle_http
+from bros.server.messages import routes as messages
 from bros.server.openai import routes as openai
 from bros.server.openai.stream import DIRECT_SEND
 from bros.server.operations import routes as operations
@@ -116,11 +117,14 @@ class ErrorBarrier:
             if started or scope["type"] != "http":
                 raise  # uvicorn closes the connection and logs the error
             logger.exception("%s failed", scope["path"])
-            await describe(error).to_response()(scope, receive, send)
+            await describe(error).to_response(scope["path"])(scope, receive, send)
 
 
 class BearerAuth:
-    """Requires a key on all paths but `open_paths`, and puts its tenant into the scope."""
+    """Requires a key on all paths but `open_paths`, and puts its tenant into the scope.
+
+    Anthropic's clients send it in the header x-api-key.
+    """
 
     def __init__(self, app: ASGIApp, tenants: Tenants, open_paths: frozenset[str]) -> None:
         self._app = app
@@ -131,12 +135,14 @@ class BearerAuth:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
             headers = dict(scope["headers"])
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-            tenant = self._tenants.find(key.strip()) if scheme.lower() == b"bearer" else None
+            if scheme.lower() != b"bearer":
+                key = headers.get(b"x-api-key", b"")
+            tenant = self._tenants.find(key.strip())
             if tenant is None:
                 error = AuthenticationError(
                     "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'."
                 )
-                await describe(error).to_response()(scope, receive, send)
+                await describe(error).to_response(scope["path"])(scope, receive, send)
                 return
             scope[TENANT] = tenant
         await self._app(scope, receive, send)
@@ -157,7 +163,7 @@ class App(Starlette):
 
 def create_app(state: ServerState, tenants: Tenants) -> Starlette:
     """The app for one server. The caller closes the engine afterwards."""
-    api = [*openai.ROUTES, *operations.TRACE_ROUTES, *operations.TENANT_ROUTES]
+    api = [*openai.ROUTES, *messages.ROUTES, *operations.TRACE_ROUTES, *operations.TENANT_ROUTES]
     if state.jobs is not None:
         api += [*batches.ROUTES, *responses.ROUTES]
     if state.sessions is not None:

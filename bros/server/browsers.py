@@ -144,7 +144,7 @@ class BrowserGuard:
         host, origin = headers.get("host", ""), headers.get("origin")
         refusal = self._refusal(host, origin, scope.get("server"))
         if refusal is not None:
-            await refusal.to_response()(scope, receive, send)
+            await refusal.to_response(scope["path"])(scope, receive, send)
         elif origin is None or _is_same(origin, host):
             await self._app(scope, receive, send)
         elif scope["method"] == "OPTIONS" and "access-control-request-method" in headers:

@@ -49,6 +49,18 @@ _USUAL_RETRY_S = 5.0
 
 _MAX_MESSAGE_CHARS = 2000
 
+MESSAGES_PATH = "/v1/messages"
+"""Its errors have Anthropic's envelope: {"type": "error", "error": {type, message}}."""
+
+_ANTHROPIC_TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
 
 class BodyTooLargeError(BrosError):
     """The request body exceeds the size limit (HTTP 413)."""
@@ -81,7 +93,8 @@ class ApiError:
     headers: Mapping[str, str] = field(default_factory=dict)
     more: Mapping[str, object] = field(default_factory=dict)
 
-    def to_json(self) -> str:
+    def to_json(self, path: str = "") -> str:
+        """path: of the request; its API may have another envelope than OpenAI's."""
         error: dict[str, object] = {
             "message": self.message[:_MAX_MESSAGE_CHARS],
             "type": self.type,
@@ -89,10 +102,15 @@ class ApiError:
             "code": self.code,
             **self.more,
         }
-        return json.dumps({"error": error}, separators=(",", ":"))
+        body: dict[str, object] = {"error": error}
+        if path.startswith(MESSAGES_PATH):
+            error["type"] = _ANTHROPIC_TYPES.get(self.status, "api_error")
+            body = {"type": "error", **body}
+        return json.dumps(body, separators=(",", ":"))
 
-    def to_response(self) -> Response:
-        return Response(self.to_json(), self.status, dict(self.headers), "application/json")
+    def to_response(self, path: str = "") -> Response:
+        """path: as in to_json."""
+        return Response(self.to_json(path), self.status, dict(self.headers), "application/json")
 
     def to_event(self) -> bytes:
         """The error inside an event stream whose status line has already been sent."""
@@ -274,7 +292,7 @@ async def handle_expected(request: Request, error: Exception) -> Response:
     if isinstance(error, TenantLimitError):
         state = request.app.state.server
         state.accounts.note_refusal(state.tenant(request), Resource(error.resource))
-    return describe(error).to_response()
+    return describe(error).to_response(request.url.path)
 
 
 async def handle_http(request: Request, error: Exception) -> Response:
@@ -285,4 +303,5 @@ async def handle_http(request: Request, error: Exception) -> Response:
         404: f"There is no route {path}.",
         405: f"{request.method} is not allowed on {path}.",
     }.get(error.status_code, error.detail)
-    return describe(HTTPException(error.status_code, detail, error.headers)).to_response()
+    described = describe(HTTPException(error.status_code, detail, error.headers))
+    return described.to_response(path)

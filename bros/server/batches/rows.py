@@ -22,6 +22,7 @@ from bros.core.errors import (
 from bros.core.fair import FairThreads
 from bros.core.request import Slo
 from bros.server.errors import GenerationFailedError, describe, renaming_fields
+from bros.server.messages.call import MessageCall
 from bros.server.openai.calls import BEST_EFFORT, CALLS, Call
 from bros.server.openai.exchange import Exchange
 from bros.server.responses.call import ResponseCall
@@ -114,7 +115,7 @@ class EngineRowHandler:
             if not isinstance(error, BrosError):  # a BrosError is an error of the client
                 logger.exception("a row of a batch failed")
             described = describe(error)
-            return RowReply(described.status, described.to_json())
+            return RowReply(described.status, described.to_json(endpoint))
         usage = exchange.answer.usage()
         cached = usage.prompt_tokens_details.cached_tokens
         return RowReply(
@@ -136,5 +137,6 @@ def _response_row(state: ServerState, fields: Mapping[str, Any]) -> ResponseCall
 ROW_CALLS: Mapping[str, Callable[[ServerState, Mapping[str, Any]], Call]] = {
     **CALLS,
     "/v1/responses": _response_row,
+    "/v1/messages": MessageCall,
 }
 """`url` of a row -> its Call."""

@@ -1,0 +1,90 @@
+"""/v1/messages and /v1/messages/count_tokens, as Anthropic's clients expect them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from bros.server.errors import MESSAGES_PATH, ApiError
+from bros.server.http import json_response, read_as, validate
+from bros.server.messages.call import MessageCall
+from bros.server.messages.events import MessageWriter
+from bros.server.messages.schema import CountTokens, CreateMessage, Message, TokenCount
+from bros.server.openai.exchange import Exchange, respond
+from bros.server.openai.routes import REQUEST_HEADERS
+from bros.server.openai.stream import AnswerStream, ChunkFrame
+from bros.server.operations.openapi import ApiRoute
+from bros.server.sessions.joining import deadline_ms, join
+from bros.server.state import ServerState
+
+
+async def create_message(request: Request) -> Response:
+    """Generate the next message of a conversation; with stream, as server-sent events."""
+    state = ServerState.of(request)
+    arrival_s = state.clock.now()
+    fields, call = await read_as(
+        request, state.max_body_bytes, lambda fields: (fields, MessageCall(state, fields))
+    )
+    session_call = join(request, fields, call)
+    due_ms = None if session_call is None else deadline_ms(fields)
+    return await respond(request, call, arrival_s, session_call, due_ms, MessageExchange)
+
+
+class MessageExchange(Exchange):
+    """One message."""
+
+    def __init__(self, state: ServerState, call: MessageCall, **options: Any) -> None:
+        """options: of Exchange."""
+        options.setdefault("request_id", state.ids.new("msg", "_"))
+        super().__init__(state, call, **options)
+        self._message_call = call
+
+    def stream(self) -> AnswerStream:
+        call = self._message_call
+        writer = call.writer(ChunkFrame(call.chunk_kind, self.header, include_usage=False))
+        writer.usage = self.answer.usage
+        return _MessageStream(self.answer, writer, self._state.stopping)
+
+
+class _MessageStream(AnswerStream):
+    done = b""
+    _writer: MessageWriter
+
+    def failed(self, failure: ApiError) -> bytes:
+        return b"event: error\ndata: %b\n\n" % failure.to_json(MESSAGES_PATH).encode()
+
+    def refused(self, failure: ApiError) -> Response:
+        return failure.to_response(MESSAGES_PATH)
+
+
+async def count_tokens(request: Request) -> Response:
+    """The number of tokens of the prompt that a request to /v1/messages would have."""
+    state, tenant = ServerState.of(request), ServerState.tenant(request)
+    call = await read_as(
+        request, state.max_body_bytes, lambda fields: MessageCall(state, _prompt_only(fields))
+    )
+    (prompt,) = await call.prompts(tenant)
+    return json_response(TokenCount(input_tokens=len(prompt)))
+
+
+def _prompt_only(fields: Mapping[str, Any]) -> dict[str, Any]:
+    validate(CountTokens, fields)
+    given = {name: fields[name] for name in CountTokens.model_fields if name in fields}
+    return {**given, "max_tokens": 1}
+
+
+ROUTES = (
+    ApiRoute(
+        "POST",
+        MESSAGES_PATH,
+        create_message,
+        Message,
+        CreateMessage,
+        headers=REQUEST_HEADERS,
+        streams=True,
+    ),
+    ApiRoute("POST", f"{MESSAGES_PATH}/count_tokens", count_tokens, TokenCount, CountTokens),
+)
