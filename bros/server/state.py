@@ -62,15 +62,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StoredFigures:
-    """by_status: numbers of batches by status. usage: see BatchStore.usage."""
+    """by_status: numbers of batches by status. usage: what the store holds for each tenant."""
 
     by_status: Mapping[str, int]
     usage: Mapping[tuple[str, Resource], int]
 
     @classmethod
-    def read(cls, store: BatchStore) -> StoredFigures:
+    def read(cls, batches: BatchStore, responses: ResponseStore) -> StoredFigures:
         """Blocking. Raises StoreError."""
-        return cls(store.count_by_status(), store.usage())
+        return cls(batches.count_by_status(), {**batches.usage(), **responses.usage()})
 
 
 class StoreQuery:
@@ -80,10 +80,10 @@ class StoreQuery:
     def __init__(self) -> None:
         self._asked: asyncio.Future[StoredFigures] | None = None
 
-    async def figures(self, store: BatchStore) -> StoredFigures:
+    async def figures(self, batches: BatchStore, responses: ResponseStore) -> StoredFigures:
         """Raises StoreError."""
         if self._asked is None or self._asked.done():
-            reading = anyio.to_thread.run_sync(StoredFigures.read, store)
+            reading = anyio.to_thread.run_sync(StoredFigures.read, batches, responses)
             self._asked = asyncio.ensure_future(reading)
         return await asyncio.shield(self._asked)
 

@@ -94,6 +94,14 @@ RULES: Mapping[str, Use] = {
     "get /v1/batches": Use(Rule.LIST),
     "get /v1/batches/{id}": Use(Rule.OWN),
     "post /v1/batches/{id}/cancel": Use(Rule.OWN),
+    "post /v1/messages": Use(Rule.KEY, {**CHAT, "max_tokens": 5}),
+    "post /v1/messages/count_tokens": Use(Rule.KEY, CHAT),
+    "post /v1/responses": Use(Rule.KEY, {"input": "Hi"}),
+    "post /v1/responses/input_tokens": Use(Rule.KEY, {"input": "Hi"}),
+    "get /v1/responses/{id}": Use(Rule.OWN),
+    "delete /v1/responses/{id}": Use(Rule.OWN),
+    "post /v1/responses/{id}/cancel": Use(Rule.OWN),
+    "get /v1/responses/{id}/input_items": Use(Rule.OWN),
     "post /v1/sessions": Use(Rule.KEY, {}),
     "get /v1/sessions": Use(Rule.LIST),
     "get /v1/sessions/{sid}": Use(Rule.OWN),
@@ -187,7 +195,8 @@ async def check(server: WholeServer, name: str) -> None:
     secret = {"id": SECRET, "name": SECRET, "value": SECRET}
     await server.ask("POST", f"{session}/variables", json=secret)
     method, path = name.split(" ")
-    for word, live in {"files": "file", "batches": "batch", "requests": "trace"}.items():
+    words = {"files": "file", "batches": "batch", "requests": "trace", "responses": "response"}
+    for word, live in words.items():
         path = path.replace(f"/v1/{word}/{{id}}", f"/v1/{word}/@{live}")
     path = alive(path.replace("{", "@").replace("}", ""), server.live)
     options: dict[str, Any] = {}
@@ -214,7 +223,7 @@ async def check(server: WholeServer, name: str) -> None:
 
 def check_nothing_is_told(text: str, asked: str, live: Mapping[str, str]) -> None:
     """Errors may repeat what was asked for."""
-    hidden = {SECRET} | {live[name] for name in ("sid", "rid", "file", "batch")}
+    hidden = {SECRET} | {live[name] for name in ("sid", "rid", "file", "batch", "response")}
     assert not [each for each in hidden if each in text and each not in asked]
 
 

@@ -166,9 +166,13 @@ async def test_its_events_can_be_read_again_from_any_of_them(server: BatchServer
     numbers = [event["sequence_number"] for event in events]
     assert numbers == list(range(len(events)))
     response_id = events[0]["response"]["id"]
-    for after in (0, 1, 2, 5, len(events)):
+    for after in (0, 1, 2, 5):
         assert await stream(server, response_id, starting_after=after) == events[after + 1 :]
     assert await stream(server, response_id) == events
+    for after in (len(events) - 1, 999):
+        query = {"stream": "true", "starting_after": str(after)}
+        reply = await server.http.get(f"/v1/responses/{response_id}", params=query)
+        assert reply.text.startswith(":")  # a comment
     async with server.client.responses.stream(response_id=response_id) as helper:
         assert (await helper.get_final_response()).output_text == "Hello world"
 

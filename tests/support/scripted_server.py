@@ -348,6 +348,8 @@ def assert_envelope(response: httpx.Response, status: int) -> dict[str, Any]:
     """The error of a response that must have `status` and all four keys."""
     assert response.status_code == status, response.text
     body = response.json()
+    if response.url.path.startswith("/v1/messages"):  # Anthropic's
+        assert body.pop("type") == "error"
     assert body.keys() == {"error"}
     error: dict[str, Any] = body["error"]
     assert error.keys() == {"message", "type", "param", "code"}

@@ -16,7 +16,7 @@ from bros.core.request import FinishReason, SamplingParams
 from bros.server.errors import renaming_fields
 from bros.server.http import validate
 from bros.server.messages.events import MessageWriter
-from bros.server.messages.schema import CreateMessage, Tool, ToolChoice
+from bros.server.messages.schema import CreateMessage, MessageTool, MessageToolChoice
 from bros.server.openai.calls import ChatCall, refuse_unsupported
 from bros.server.openai.schema import ChatCompletionRequest
 from bros.server.openai.stream import Answer, ChunkFrame, FinishedChoice
@@ -142,7 +142,7 @@ class MessageCall:
         return {name: value for name, value in fields.items() if value is not None}
 
 
-def _tools(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> dict[str, Any]:
+def _tools(tools: Sequence[MessageTool] | None, choice: MessageToolChoice | None) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if tools:
         fields["tools"] = [

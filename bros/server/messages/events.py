@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic_core import from_json
 
 from bros.core.request import FinishReason
-from bros.server.messages.schema import Message, MessageUsage
+from bros.server.messages.schema import MessageObject, MessageUsage
 from bros.server.openai.schema import Usage
 from bros.text.answers import (
     AnswerPart,
@@ -78,9 +78,9 @@ class MessageWriter:
         self._stop_reason = None
         self._stop_sequence: str | None = None
 
-    def message(self, usage: Usage) -> Message:
+    def message(self, usage: Usage) -> MessageObject:
         """The message so far."""
-        return Message(
+        return MessageObject(
             id=self._id,
             model=self._model,
             content=self._content,

@@ -12,7 +12,7 @@ from bros.server.errors import MESSAGES_PATH, ApiError
 from bros.server.http import json_response, read_as, validate
 from bros.server.messages.call import MessageCall
 from bros.server.messages.events import MessageWriter
-from bros.server.messages.schema import CountTokens, CreateMessage, Message, TokenCount
+from bros.server.messages.schema import CountTokens, CreateMessage, MessageObject, TokenCount
 from bros.server.openai.exchange import Exchange, respond
 from bros.server.openai.routes import REQUEST_HEADERS
 from bros.server.openai.stream import AnswerStream, ChunkFrame
@@ -81,7 +81,7 @@ ROUTES = (
         "POST",
         MESSAGES_PATH,
         create_message,
-        Message,
+        MessageObject,
         CreateMessage,
         headers=REQUEST_HEADERS,
         streams=True,

@@ -50,11 +50,11 @@ _MESSAGE = {
     "required": ["role", "content"],
 }
 
-Messages = Annotated[Any, WithJsonSchema({"type": "array", "items": _MESSAGE})]
+Messages = Annotated[Any, WithJsonSchema({"type": "array", "items": _MESSAGE, "minItems": 1})]
 System = Annotated[Any, WithJsonSchema(_TEXTS)]
 
 
-class Tool(WireModel):
+class MessageTool(WireModel):
     """A tool that the client runs."""
 
     type: Literal["custom"] | None = None
@@ -64,7 +64,7 @@ class Tool(WireModel):
     strict: bool | None = None
 
 
-class ToolChoice(WireModel):
+class MessageToolChoice(WireModel):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = Field(None, description="With tool")
     disable_parallel_tool_use: bool | None = None
@@ -98,8 +98,8 @@ class CountTokens(ModelRequest):
 
     messages: Messages
     system: System = None
-    tools: list[Tool] | None = None
-    tool_choice: ToolChoice | None = None
+    tools: list[MessageTool] | None = None
+    tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
@@ -135,7 +135,7 @@ class MessageUsage(BaseModel):
     )
 
 
-class Message(BaseModel):
+class MessageObject(BaseModel):
     """The answer. `content` has blocks of the types thinking, text and tool_use."""
 
     id: str

@@ -120,7 +120,9 @@ async def _stored(state: ServerState) -> StoredFigures | None:
     if jobs is None:
         return None
     try:
-        return await asyncio.wait_for(jobs.query.figures(jobs.batches), _STATS_TIMEOUT_S)
+        return await asyncio.wait_for(
+            jobs.query.figures(jobs.batches, jobs.responses), _STATS_TIMEOUT_S
+        )
     except (BrosError, TimeoutError):
         return None
 

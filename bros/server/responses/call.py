@@ -33,8 +33,8 @@ from bros.server.responses.items import Item, read_input, to_messages
 from bros.server.responses.schema import (
     CreateResponse,
     FunctionTool,
+    ResponseToolChoice,
     TextFormat,
-    ToolChoice,
 )
 from bros.server.state import ServerState
 from bros.text.answers import AnswerParsing
@@ -358,9 +358,9 @@ def _tool(tool: FunctionTool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _tool_choice(choice: str | ToolChoice | None) -> str | dict[str, Any] | None:
+def _tool_choice(choice: str | ResponseToolChoice | None) -> str | dict[str, Any] | None:
     """`tool_choice` of a chat completion."""
-    if not isinstance(choice, ToolChoice):
+    if not isinstance(choice, ResponseToolChoice):
         return choice
     if choice.type == "function":
         return {"type": "function", "function": {"name": choice.name or ""}}

@@ -35,9 +35,9 @@ from bros.server.openai.stream import chat_logprobs, visible_logprobs
 from bros.server.responses.items import Item, new_item_id, output_text
 from bros.server.responses.schema import (
     IncompleteDetails,
-    InputTokensDetails,
-    OutputTokensDetails,
     ResponseError,
+    ResponseInputDetails,
+    ResponseOutputDetails,
     ResponseUsage,
     Status,
 )
@@ -383,11 +383,11 @@ def _usage(usage: Usage) -> ResponseUsage:
     reasoning_tokens = 0 if details is None else details.reasoning_tokens
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
-        input_tokens_details=InputTokensDetails(
+        input_tokens_details=ResponseInputDetails(
             cached_tokens=cached, cache_write_tokens=usage.prompt_tokens - cached
         ),
         output_tokens=usage.completion_tokens,
-        output_tokens_details=OutputTokensDetails(reasoning_tokens=reasoning_tokens),
+        output_tokens_details=ResponseOutputDetails(reasoning_tokens=reasoning_tokens),
         total_tokens=usage.total_tokens,
     )
 

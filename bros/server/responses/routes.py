@@ -220,6 +220,7 @@ async def _begin(request: Request, fields: Mapping[str, Any], call: ResponseCall
 
 
 _LOOK_EVERY_S = 0.25
+_NO_EVENT = b": no more events\n\n"
 
 
 class BackgroundStream(EventStream):
@@ -265,8 +266,7 @@ class BackgroundStream(EventStream):
             stored = self._jobs.responses.get(self._tenant, self._id, now)
             return events_of(LiveResponse.of(stored.to_object()), self._after)
 
-        if events := await self._jobs.io(make):
-            await self.send_events(events)
+        await self.send_events(await self._jobs.io(make) or _NO_EVENT)
 
 
 async def retrieve_response(request: Request) -> Response:

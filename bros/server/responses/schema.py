@@ -48,7 +48,7 @@ class AllowedTool(WireModel):
     name: str
 
 
-class ToolChoice(WireModel):
+class ResponseToolChoice(WireModel):
     """One function that the model has to call, or the functions that it may call."""
 
     type: Literal["function", "allowed_tools"]
@@ -210,7 +210,7 @@ class CreateResponse(ModelRequest):
     include: list[Includable] | None = None
     text: TextConfig | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Int | None = Field(
         None,
@@ -254,7 +254,7 @@ class CountInputTokens(ModelRequest):
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
@@ -264,7 +264,7 @@ class CountInputTokens(ModelRequest):
 # ---- Replies.
 
 
-class InputTokensDetails(BaseModel):
+class ResponseInputDetails(BaseModel):
     cached_tokens: int
     cache_write_tokens: int = Field(
         description="Prompt tokens that were computed and are in the prefix cache from now on, as "
@@ -272,15 +272,15 @@ class InputTokensDetails(BaseModel):
     )
 
 
-class OutputTokensDetails(BaseModel):
+class ResponseOutputDetails(BaseModel):
     reasoning_tokens: int
 
 
 class ResponseUsage(BaseModel):
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: ResponseInputDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: ResponseOutputDetails
     total_tokens: int
 
 
