@@ -1,6 +1,7 @@
 """What clients that send nothing, or too slowly, do to the requests of others.
 
-    python benchmarks/silent_clients.py [--descriptors 256] [--seconds 20] [-- OPTIONS]
+    python benchmarks/silent_clients.py [--descriptors 256] [--seconds 20]
+        [--out benchmarks/results] [-- OPTIONS]
 
 A server process is started that may have few descriptors. For each attack this process opens
 connections, repeats what the attack sends every 0.5 s, and meanwhile sends a request of one token
@@ -14,10 +15,14 @@ import asyncio
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import httpx
 from quick import add_quick
+
+from bros.bench.results import environment
+from bros.core.clock import SystemClock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -95,13 +100,24 @@ def main() -> None:
     parser.add_argument("--descriptors", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=20, help="of each attack")
     add_quick(parser, seconds=2)
+    parser.add_argument("--out", type=Path, help="folder for silent_clients_cpu.json")
     parser.add_argument("options", nargs="*", help="of bros serve, after --")
     args = parser.parse_args()
     launcher = ["-c", _LIMITED, str(args.descriptors)]
     with running_server("--log-level", "warning", *args.options, launcher=launcher) as server:
+        results = []
         for name in ATTACKS:
-            result = asyncio.run(measure(name, server, args.seconds))
-            print(json.dumps(result), flush=True)
+            results.append(asyncio.run(measure(name, server, args.seconds)))
+            print(json.dumps(results[-1]), flush=True)
+    if args.out is not None:
+        record = {
+            "environment": asdict(environment(SystemClock())),
+            "descriptors": args.descriptors,
+            "attacks": results,
+        }
+        args.out.mkdir(parents=True, exist_ok=True)
+        path = args.out / "silent_clients_cpu.json"
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 _LIMITED = """
