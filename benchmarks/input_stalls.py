@@ -170,6 +170,22 @@ class Watch:
                             break
 
 
+def lag_counts(url: str) -> dict[float, float]:
+    """Upper bound in ms -> lags of the event loop up to it so far, by the server itself."""
+    name, found = "bros_event_loop_lag_seconds_bucket", {}
+    for line in httpx.get(f"{url}/metrics").text.splitlines():
+        if line.startswith(name):
+            bound = line.partition('le="')[2].partition('"')[0]
+            found[1000 * float(bound)] = float(line.rpartition(" ")[2])
+    return found
+
+
+def longest_lag_ms(before: dict[float, float], after: dict[float, float]) -> float:
+    """A bound on the lags between two readings: one of the histogram's."""
+    new = {bound: count - before[bound] for bound, count in after.items()}
+    return min(bound for bound, count in new.items() if count == max(new.values()))
+
+
 def measure(url: str, pid: int, name: str) -> dict[str, Any]:
     """What others see of an attack; times in milliseconds."""
     before_mib = rss_mib(pid)
@@ -188,12 +204,15 @@ def measure(url: str, pid: int, name: str) -> dict[str, Any]:
         await watch.run(work)
         return work.result()
 
+    lags = lag_counts(url)
+
     took_s = asyncio.run(run())
     waits_ms = sorted(1000 * wait_s for wait_s in watch.waits_s)
     found = {
         "seconds": round(took_s, 1),
         "longest_wait_ms": round(waits_ms[-1], 1),
         "p99_wait_ms": round(waits_ms[len(waits_ms) * 99 // 100], 1),
+        "loop_lag_below_ms": longest_lag_ms(lags, lag_counts(url)),
         "stream_gap_ms": round(1000 * watch.gap_s, 1),
         "before_mib": round(before_mib),
         "peak_mib": round(watch.peak_mib),
