@@ -24,6 +24,13 @@ _TIMEOUT_S = 30.0
 _POLL_S = 0.5
 _STYLES = {"up": "green", "down": "red", "gone": "red"}
 _OPERATOR = "(operator)"
+_HEADINGS = {
+    "rt_requests": "RT",
+    "be_requests": "BE",
+    "session_chars": "chars",
+    "file_bytes": "bytes",
+    "batch_tokens": "tokens",
+}
 _WIDTH = 120
 """Of tables without a terminal."""
 
@@ -150,8 +157,9 @@ def tenant_table(tenants: list[Fields]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("tenant", no_wrap=True)
     for use in tenants[0]["uses"] if tenants else ():
-        table.add_column(use["resource"].replace("_", " "), justify="right", no_wrap=True)
-    table.add_column("refused", justify="right")
+        heading = _HEADINGS.get(use["resource"], use["resource"])
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("refused", no_wrap=True)
     for tenant in tenants:
         uses = tenant["uses"]
         refused = [f"{use['refused']} {use['option']}" for use in uses if use["refused"]]

@@ -350,7 +350,7 @@ def test_a_table_says_what_tenants_hold() -> None:
     operator = [use("sessions", 0, None), use("file_bytes", 700, 2**20)]
     desk = Desk([{"name": "ann", "uses": ann}, {"name": "", "uses": operator}])
     lines = desk.run("tenants").splitlines()
-    assert lines[0].split() == ["tenant", "sessions", "file", "bytes", "refused"]
+    assert lines[0].split() == ["tenant", "sessions", "bytes", "refused"]
     assert lines[1].split() == ["ann", "3/500", "3GiB/16GiB", "2", "max_sessions"]
     assert lines[2].split() == ["(operator)", "0", "700/1MiB", "0"]
     assert desk.asked[0][:2] == ("GET", "http://127.0.0.1:8000/admin/tenants")
