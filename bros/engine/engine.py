@@ -191,6 +191,7 @@ class Engine:
 
     def close(self) -> None:
         self._executor.close()
+        self._grammars.close()
 
     def _yields(self, arrivals: Iterable[EngineRequest]) -> bool:
         return any(self._scheduler.yields(new, self._clock.now()) for new in arrivals)

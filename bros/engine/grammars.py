@@ -4,11 +4,10 @@
                                                  │ advance: what a token allows next, forced tokens
                                                  └ constraint: allows(token), mask()
 
-A sampled token is only checked, which takes microseconds. A mask of the vocabulary is computed when
-a token was refused, or ahead of time on a thread, while the model runs: always where the model runs
-on another device, else for outputs whose tokens are often refused or whose masks take long (on a
-CPU the thread takes time from the model, and most outputs of a model that follows its instructions
-need few masks).
+A sampled token is only checked, which takes microseconds. A mask of the vocabulary is needed only
+when a token was refused. It is computed when it is asked for, in 20 to 100 microseconds; or ahead
+of time on a thread while the model runs, where that is on another device, or where masks of an
+output take long. (On a CPU the thread takes a core from the model.)
 
 The text of a grammar comes from a client. Its size is bounded by core/request.py and the time that
 it takes by text/grammar_check.py, before it gets here; the limits of the parser bound each step.
@@ -52,19 +51,15 @@ _STACK_BYTES = 2**26
 _SLOW_S = 0.002
 """From an output's first mask that takes longer on, its masks are computed ahead."""
 
-_OFTEN_REFUSED = 0.5
-_REFUSAL_WEIGHT = 0.25
-"""A mask is computed ahead if more than this share of the latest tokens was refused; the weight of
-the latest token in that share."""
-
 
 def parser_limits() -> LLParserLimits:
-    """Bounds of one matcher: of its memory (some 2 kB per state of the lexer), and of the time that
-    one mask takes: 5 ms for hostile grammars, where those of usual ones take at most 2 ms."""
+    """Bounds of one matcher: of its memory, some 50 bytes per state of the lexer (a string of
+    bounded length takes 3 states per character), and of the time that one mask takes: 5 ms for
+    hostile grammars, where those of usual ones take at most 2 ms."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
-        max_lexer_states=50_000,
+        max_lexer_states=250_000,
         step_lexer_fuel=50_000,
         step_max_items=20_000,
         verbose_errors=False,
@@ -131,6 +126,11 @@ class Grammars:
         self._compiler = _Worker("grammars", _STACK_BYTES)
         self._masks = _Worker("token-masks")
         self.counters = GrammarCounters()
+
+    def close(self) -> None:
+        """End the threads. Call it when no request is left."""
+        self._compiler.close()
+        self._masks.close()
 
     def prepare(self, grammar: Grammar, done: Callable[[], None]) -> bool:
         """Compile a grammar unless it is compiled; whether `state` would not wait for it. If it
@@ -268,7 +268,7 @@ class _Worker:
     """A thread that does one job after another; it starts with the first one."""
 
     def __init__(self, name: str, stack_bytes: int = 0) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._name = name
         self._stack_bytes = stack_bytes
         self._started = False
@@ -283,9 +283,13 @@ class _Worker:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
             threading.stack_size(before)
 
+    def close(self) -> None:
+        """End the thread after the jobs that it has."""
+        self._jobs.put(None)
+
     def _run(self) -> None:
-        while True:
-            self._jobs.get()()
+        while (job := self._jobs.get()) is not None:
+            job()
 
 
 class _Vocabulary:
@@ -374,7 +378,6 @@ class _Output:
         self._clock = clock
         self._counters = counters
         self._count = 0
-        self._refused_share = 0.0
         self._mask: NDArray[np.uint8] | None = None
         self._has_mask = False
         self._computing: threading.Lock | None = None
@@ -388,7 +391,7 @@ class _Output:
         for token_id in token_ids:
             self._accept(token_id)
         forced = self._forced(most) if self._known is None and most > 0 else []
-        if not self._ends(forced) and (self._ahead or self._refused_share > _OFTEN_REFUSED):
+        if self._ahead and not self._ends(forced):
             self._compute_ahead()
         return forced
 
@@ -434,11 +437,6 @@ class _Output:
             # The sample will be ignored: the token is forced and has been given already, or the
             # output has ended with the token before it.
             return True
-        allowed = self._allows(token_id)
-        self._refused_share += _REFUSAL_WEIGHT * ((not allowed) - self._refused_share)
-        return allowed
-
-    def _allows(self, token_id: int) -> bool:
         if self._known is not None:
             return token_id not in self._refused()
         if self._has_mask or self._computing is not None:
