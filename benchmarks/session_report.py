@@ -282,6 +282,8 @@ NOTES = {
     "computing prompts also takes half as long, and steps 12 ms longer; the paper does not state "
     "these times. By calls, latency: the paper's factors are between those of two requests at a "
     "time, as above, and one.",
+    "18b": "The paper's amounts are only in its plot, which ends at about 50 GB: without sharing "
+    "16 files reach that ceiling there as well.",
 }
 """Why factors differ from the paper's: figure -> what the variations show."""
 

@@ -313,7 +313,7 @@ class ServerConfig(_Checked):
     )
     metrics_access: str = option(
         "open",
-        "who may read /metrics: all, who has the key of --api-key, or nobody",
+        "which clients may read /metrics: all, those with the key of --api-key, or none",
         choices=("open", "key", "off"),
     )
     api_key: str | None = option(None, "key that clients must send as a bearer token", secret=True)

@@ -69,7 +69,7 @@ def test_what_is_not_placed_leaves_nothing(tmp_path: Path) -> None:
     assert files_under(tmp_path) == set()
 
 
-def test_a_sweep_removes_what_nobody_uses_and_nothing_else(tmp_path: Path) -> None:
+def test_a_sweep_removes_unused_content_and_nothing_else(tmp_path: Path) -> None:
     bodies = Bodies(tmp_path)
     used, unused = place(bodies, b"used"), place(bodies, b"unused")
     other = tmp_path / "README"

@@ -143,7 +143,7 @@ def test_a_crash_at_any_transaction(site: Site, when: str) -> None:
 
 @pytest.mark.parametrize("when", DEATHS)
 def test_a_crash_while_a_batch_is_cancelled(site: Site, when: str) -> None:
-    """Whoever winds it up: what was answered stays so, and nothing else is run any more."""
+    """Whichever process ends it: what was answered stays so, and nothing else is run any more."""
     store, number, has_died = site.store.batches, 0, True
     while has_died:
         number += 1
@@ -197,7 +197,7 @@ def test_a_server_that_is_told_to_stop_leaves_its_batches_to_the_next_at_once(si
 def test_connections_to_the_database_may_break_at_any_time(
     postgres: PostgresServer, tmp_path: Path
 ) -> None:
-    """Nobody dies, so no row is run twice."""
+    """No process dies, so no row is run twice."""
     rng = random.Random(seed(5))
     with (
         open_store(postgres.new_url(), tmp_path) as store,

@@ -476,7 +476,7 @@ def test_a_batch_without_results_has_no_files(store: Store) -> None:
 
 
 def test_a_batch_is_finished_once(store: Store) -> None:
-    """Whoever does not hear of it tries again, and finds no rows any more."""
+    """A process that does not hear of it tries again, and finds no rows any more."""
     lease = started(store)
     store.batches.commit(lease, [outcome(1)], None)
     store.batches.begin_finalizing(lease, BatchStatus.COMPLETED, NOW + 7)

@@ -93,7 +93,7 @@ def test_a_renewed_lease_lasts_longer(store: Store) -> None:
     assert held == {lease: BatchStatus.VALIDATING}
     assert claimed(store, "new", NOW + 18) == []
     store.batches.cancel("ann", "batch_1", NOW)
-    # Late, but nobody has come in between.
+    # Late, but no other process has claimed it in between.
     assert store.batches.renew("old", ["batch_1"], NOW + 50, LEASE_S) == {
         lease: BatchStatus.CANCELLING
     }
@@ -126,7 +126,7 @@ def test_what_is_released_is_free_at_once_and_lost_to_its_owner(store: Store) ->
 
 
 @pytest.mark.parametrize("outcome", [BatchStatus.COMPLETED, BatchStatus.CANCELLED, None])
-def test_a_batch_that_is_over_is_free_to_nobody(store: Store, outcome: BatchStatus | None) -> None:
+def test_a_batch_that_is_over_cannot_be_claimed(store: Store, outcome: BatchStatus | None) -> None:
     store.put_batch()
     lease = claim(store)
     if outcome is None:

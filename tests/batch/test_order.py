@@ -1,4 +1,4 @@
-"""The order of rows: common prefixes together, nobody overtaken too often."""
+"""The order of rows: common prefixes together, none overtaken too often."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def test_no_slot_is_lost_whenever_somebody_is_cancelled(
         inside = sum(guest.is_in for guest in guests)
         assert limiter.used == inside
         if any(guest.waits for guest in guests):
-            assert inside >= limiter.limit  # nobody waits before a free place
+            assert inside >= limiter.limit  # no row waits while there is a free place
         await close(guests, limiter)
 
     asyncio.run(run())

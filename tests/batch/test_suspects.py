@@ -1,4 +1,4 @@
-"""Whoever the engine dies of is found, and nobody else is taken for it."""
+"""The rows that kill the engine are found, and no others are taken for them."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def test_a_file_that_is_gone_is_not_run(folder: Folder) -> None:
     assert checked.rows == ()
 
 
-def test_reading_ends_soon_after_nobody_wants_it_any_more(folder: Folder) -> None:
+def test_reading_ends_soon_after_it_is_cancelled(folder: Folder) -> None:
     asked = []
 
     def should_continue() -> bool:

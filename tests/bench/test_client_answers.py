@@ -395,7 +395,7 @@ JSON_VALUES = st.recursive(
 )
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(50, long=1000))
 @given(
     bodies=st.lists(JSON_VALUES.map(event) | st.binary(max_size=40), max_size=4),
     status=st.sampled_from([200, 200, 200, 204, 400, 429, 500]),

@@ -32,7 +32,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(50, long=1000))
 @given(STEPS)
 def test_what_is_counted_is_what_is_held(steps: list[tuple[object, ...]]) -> None:
     accounts = TenantAccounts({"ann": LIMITS}, TenantLimits())
@@ -85,7 +85,7 @@ def test_a_refusal_names_the_limit_and_when_to_retry() -> None:
     assert not later.value.ends_soon and later.value.retry_after_s == 60.0
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(50, long=1000))
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9)), max_size=40))
 def test_a_full_memory_forgets_the_oldest_of_the_tenant_that_has_most(
     puts: list[tuple[str, int]],

@@ -92,7 +92,7 @@ class View:
         return end
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(20, long=400), deadline=None)
 @given(seed=st.integers(0, 2**32), blocks=st.integers(8, 30), host=st.sampled_from([0, 4]))
 def test_reports_say_what_requests_find_in_the_cache(seed: int, blocks: int, host: int) -> None:
     rng, view = random.Random(seed), View()

@@ -47,7 +47,7 @@ def checks_until_hung(watchdog: Watchdog, most: int = 100_000) -> int:
     return next(n for n in range(most) if watchdog.check() is not None)
 
 
-@settings(max_examples=examples(50))
+@settings(max_examples=examples(25, long=500))
 @given(st.floats(0, 20), st.booleans(), st.booleans(), st.booleans())
 def test_a_turn_hangs_once_it_has_taken_much_longer_than_expected(
     seconds: float, is_start: bool, has_new_size: bool, compiles: bool
@@ -72,7 +72,7 @@ def test_the_reason_says_what_was_expected() -> None:
     )
 
 
-@settings(max_examples=examples(50))
+@settings(max_examples=examples(25, long=500))
 @given(st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=50))
 def test_turns_that_end_and_idle_times_never_hang(turns: list[tuple[int, bool]]) -> None:
     """Each turn sees fewer checks than would be too many; while idle there may be any number."""
@@ -87,7 +87,7 @@ def test_turns_that_end_and_idle_times_never_hang(turns: list[tuple[int, bool]])
             assert all(watchdog.check() is None for _ in range(100))
 
 
-@settings(max_examples=examples(50))
+@settings(max_examples=examples(25, long=500))
 @given(st.lists(st.floats(0, 5), max_size=200))
 def test_time_in_which_the_process_could_not_run_does_not_count(held_up: list[float]) -> None:
     """As on a machine that is busy with other processes. Afterwards a hang is noticed as usual."""

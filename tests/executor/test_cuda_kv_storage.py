@@ -144,7 +144,7 @@ def differs(seed: int, buffers: CopyBuffers = SMALL, **mutation: object) -> bool
     seed=st.integers(0, 2**32),
     buffers=st.sampled_from([SMALL, CopyBuffers(), CopyBuffers(count=1)]),
 )
-@settings(max_examples=examples(50))
+@settings(max_examples=examples(25, long=500))
 def test_every_order_gives_the_same(seed: int, buffers: CopyBuffers) -> None:
     assert not differs(seed, buffers)
 

@@ -312,7 +312,7 @@ class Fickle:
 
 
 @pytest.mark.parametrize("kv_blocks", [None, 64])
-def test_steps_given_up_at_any_layer(
+def test_steps_aborted_at_any_layer(
     subject: Subject, expected: list[Expected], kv_blocks: int | None
 ) -> None:
     config = EngineConfig(
@@ -591,6 +591,6 @@ def check_it_happened(case: Switches, stats: EngineStats, watched: Watched) -> N
     assert (watched.grew_left > 0) == (case.layout == "bidirectional")
     if case.layout == "plain":
         assert watched.two_owners == 0
-    elif tight and case.copies:  # else who is robbed may be gone before both are in one step
+    elif tight and case.copies:  # else the victim may be gone before both are in one step
         assert watched.two_owners > 0
     assert watched.most_tokens == case.chunk

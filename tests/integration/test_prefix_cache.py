@@ -143,7 +143,7 @@ def test_best_effort_requests_find_it_too_and_say_so_in_the_metrics(client: http
     assert metric(client, name) == before + 32
 
 
-def test_what_is_cached_counts_as_free_and_is_given_up(client: httpx.Client) -> None:
+def test_cached_blocks_count_as_free_and_are_evicted(client: httpx.Client) -> None:
     complete(client, prompt_of(7, 40))
     assert metric(client, "bros_kv_blocks_cached") >= 2
     assert metric(client, "bros_kv_blocks_shared") == 0
@@ -156,7 +156,7 @@ def test_what_is_cached_counts_as_free_and_is_given_up(client: httpx.Client) -> 
     assert metric(client, "bros_kv_blocks_cached") <= BLOCKS
 
 
-def test_what_a_best_effort_request_gives_up_is_copied_and_comes_back(client: httpx.Client) -> None:
+def test_preempted_kv_of_a_best_effort_request_is_copied_and_restored(client: httpx.Client) -> None:
     """Each of the two needs most of the memory; the answer is the one of an idle server."""
     body = {"prompt": prompt_of(11, 200), "max_tokens": 200, "service_tier": "flex"}
     undisturbed = complete(client, **body, cache_salt="another")["choices"][0]["text"]

@@ -161,10 +161,10 @@ def executor(device: str, cuda_graphs: str = "off") -> ModelRunner:
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["off", "on"])
 @pytest.mark.parametrize("cuda_graphs", ["off", "on"])
-def test_on_a_gpu_nobody_notices_that_kv_made_way(
+def test_on_a_gpu_preempted_kv_changes_no_token(
     cuda_graphs: str, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Robbed and restored by the streams and kernels of the device, with the tokens of the CPU."""
+    """Preempted and restored by streams and kernels of the device, with the tokens of the CPU."""
     pytest.importorskip("cupy")
     with caplog.at_level(logging.WARNING):
         runner = executor("cuda", cuda_graphs)

@@ -178,7 +178,7 @@ def hazards(load: Load, *without: Rule) -> list[Hazard]:
 
 
 @given(load=loads())
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(20, long=400))
 def test_nothing_is_read_too_early_or_too_late(load: Load) -> None:
     device = Device(BLOCK_SIZE, random.Random(load.seed), lead=load.lead)
     served = Served(load, device)

@@ -51,7 +51,7 @@ def test_prefixes_move_until_no_replica_has_too_much() -> None:
     assert (decision.replica, decision.reason) == (1, "moved")
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30, long=600), deadline=None)
 @given(st.dictionaries(st.integers(1, 9), st.integers(1, 12), min_size=1), st.floats(1.1, 3.0))
 def test_moving_stops_at_the_bound_and_turns_nothing_round(
     per_prefix: dict[int, int], balance: float

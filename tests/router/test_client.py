@@ -530,7 +530,7 @@ LIVES = (
 )
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(50, long=1000))
 @given(*LIVES)
 def test_streams_end_once_with_the_right_tokens_whatever_happens(
     requests: list[tuple[int, EngineRequest]], happenings: list[tuple[str, int, int]]
@@ -545,7 +545,7 @@ def test_streams_end_once_with_the_right_tokens_whatever_happens(
 
 
 @pytest.mark.parametrize("policy", ["e2", "rr", "least"])
-@settings(max_examples=examples(50))
+@settings(max_examples=examples(25, long=500))
 @given(*LIVES)
 def test_streams_end_once_with_the_right_tokens_under_every_policy(
     policy: str,

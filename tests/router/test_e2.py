@@ -330,7 +330,7 @@ class NaiveLoads:
         return [replica for replica in cached if cached[replica] >= 0.95 * most]
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(50, long=1000), deadline=None)
 @given(st.data())
 def test_the_chosen_replica_costs_least(data: st.DataObject) -> None:
     """With the terms summed anew, of all requests that there were."""
@@ -371,7 +371,7 @@ def test_the_chosen_replica_costs_least(data: st.DataObject) -> None:
     fleet.forest.check_integrity()
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(50, long=1000), deadline=None)
 @given(st.data())
 def test_of_those_that_may_serve_it_the_cheapest_does(data: st.DataObject) -> None:
     """Where caches are full, prices differ and first tokens may be late; the terms are tested one

@@ -35,7 +35,7 @@ def new_forest(max_tokens: int = 10**6) -> Forest:
 token_lists = st.lists(st.integers(0, 1), min_size=1, max_size=30)
 
 
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(150, long=3000))
 @given(st.lists(st.tuples(token_lists, st.sampled_from(["", "a"])), max_size=12), token_lists)
 def test_a_prompt_is_known_as_far_as_one_before_it_began_alike(
     before: list[tuple[list[int], str]], tokens: list[int]

@@ -91,7 +91,7 @@ def agrees(fleet: Fleet, engines: list[NaiveEngine], seen: list[EngineRequest]) 
     fleet.forest.check_integrity()
 
 
-@settings(max_examples=examples(60, long=3000), deadline=None)
+@settings(max_examples=examples(30, long=3000), deadline=None)
 @given(st.data())
 def test_the_router_knows_what_is_cached_once_a_digest_is_in(data: st.DataObject) -> None:
     """Whatever it believed before: it forgets what no replica has and no request asked for."""
@@ -155,7 +155,7 @@ def test_a_digest_that_comes_late_changes_nothing() -> None:
         assert cached(fleet, request) == {0: 3 * BLOCK}
 
 
-@settings(max_examples=examples(50, long=2000), deadline=None)
+@settings(max_examples=examples(25, long=2000), deadline=None)
 @given(st.data())
 def test_notices_that_all_come_in_order_need_no_digest(data: st.DataObject) -> None:
     fleet, engines = fleet_of(2, "rr"), [NaiveEngine(), NaiveEngine()]

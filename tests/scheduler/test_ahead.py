@@ -324,7 +324,7 @@ def serve(load: Load, *, overlap: bool) -> tuple[Run, list[Answer]]:
 
 
 @given(load=loads())
-@settings(max_examples=examples(80))
+@settings(max_examples=examples(40, long=800))
 def test_any_load_gets_the_same_answers_as_without_overlap(load: Load) -> None:
     for overlap in (False, True):
         run, right = serve(load, overlap=overlap)
@@ -388,7 +388,7 @@ def test_the_first_call_does_not_wait_for_its_step() -> None:
     run.drain()
 
 
-def test_who_has_all_its_tokens_on_their_way_is_not_in_the_next_step() -> None:
+def test_a_request_whose_tokens_are_all_pending_is_not_in_the_next_step() -> None:
     run = Run()
     run.submit("a", 5, max_tokens=2)
     run.submit("b", [900, 901], max_tokens=9)
@@ -521,7 +521,7 @@ def test_a_request_preempted_while_its_step_runs_still_gets_its_token() -> None:
             assert answer == right_answer(asked, ())
 
 
-def test_who_has_to_start_over_may_turn_out_to_be_done() -> None:
+def test_a_request_that_has_to_start_over_may_turn_out_to_be_done() -> None:
     """Its stop token comes out of the step in which it ran before it lost everything."""
     stop = ToyModel.continuation(range(1, 25), 1)[0]
     run = Run(blocks=8, prefix_cache="off")
@@ -533,7 +533,7 @@ def test_who_has_to_start_over_may_turn_out_to_be_done() -> None:
     run.drain()
 
 
-def test_who_has_to_start_over_keeps_the_deadline_that_it_was_given_for_that() -> None:
+def test_a_request_that_has_to_start_over_keeps_its_deadline_for_that() -> None:
     state = RequestState(
         request("a", 5, slo=Slo(1.0, 0.1)), service_class=RT, slo=Slo(1.0, 0.1), now=0.0,
         arrival_index=0, seed=0, max_length=99, eos_token_ids=frozenset(),

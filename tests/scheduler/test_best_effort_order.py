@@ -84,7 +84,7 @@ same_program = st.builds(
 
 
 @given(load=arrivals | st.lists(same_program, min_size=4, max_size=8))
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(150, long=3000))
 def test_no_request_is_overtaken_by_one_that_comes_much_later(load: list[Arrival]) -> None:
     for (first, key), (later, later_key) in itertools.combinations(placed(load), 2):
         assert key != later_key

@@ -145,7 +145,7 @@ def test_real_time_newcomers_take_seats_of_best_effort_ones_too() -> None:
 def test_a_newcomer_must_fit_with_its_whole_prompt_and_keeps_the_others_out() -> None:
     _, memory = memory_with([state(0, RT, 4, cached=4)], 10)
     assert not memory.reserve(state(1, RT, 40), 4), "10 blocks in all, of 9 that are free"
-    assert not memory.reserve(state(2, RT, 4), 4), "nobody overtakes one that waits for memory"
+    assert not memory.reserve(state(2, RT, 4), 4), "no request overtakes one that waits for memory"
 
 
 def test_a_second_newcomer_does_not_get_what_the_first_one_still_needs() -> None:
@@ -237,12 +237,12 @@ def test_any_sequence_keeps_the_books(
     while untouched:
         if memory.granted and data.draw(st.integers(0, 3)) == 0:
             name = data.draw(st.sampled_from(sorted(memory.granted)))
-            robbed = copy.deepcopy(memory.losses)
+            losses = copy.deepcopy(memory.losses)
             if memory.may_cancel(by_name[name]):
                 memory.cancel(by_name[name])
                 assert name not in memory.granted
                 assert kv.num_tokens(name) == by_name[name].num_computed_tokens
-            assert memory.losses == robbed
+            assert memory.losses == losses
         asking = untouched.pop(data.draw(st.integers(0, len(untouched) - 1)))
         tokens = data.draw(st.integers(1, asking.remaining))
         before, granted = set(memory.losses), set(memory.granted)
@@ -254,7 +254,7 @@ def test_any_sequence_keeps_the_books(
                 assert name not in granted, "never from one in the step"
                 assert asking.num_computed_tokens or preempt
         else:
-            assert set(memory.losses) == before, "nobody is robbed in vain"
+            assert set(memory.losses) == before, "no victim is preempted in vain"
         assert not memory.granted.keys() & memory.losses.keys()
         kv.check_integrity()
     cuts = kv.take_cuts()
@@ -265,7 +265,7 @@ def test_any_sequence_keeps_the_books(
 
 
 @given(populations())
-def test_whoever_fits_beside_those_of_lower_rank_gets_memory(
+def test_a_request_that_fits_beside_those_of_lower_rank_gets_memory(
     population: tuple[list[RequestState], int],
 ) -> None:
     """First in the step: the free blocks, and all that those of higher rank hold, are its own."""

@@ -93,7 +93,7 @@ class PinsMachine(RuleBasedStateMachine):
 
 
 PinsMachine.TestCase.settings = settings(
-    max_examples=examples(60, long=2000), stateful_step_count=40, deadline=None
+    max_examples=examples(30, long=2000), stateful_step_count=40, deadline=None
 )
 TestPins: Any = PinsMachine.TestCase
 

@@ -77,7 +77,7 @@ arrivals = st.lists(
 )
 
 
-@settings(max_examples=examples(60, long=2000), deadline=None)
+@settings(max_examples=examples(30, long=2000), deadline=None)
 @given(arrivals=arrivals, steps=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5))))
 def test_it_is_what_the_naive_model_says(
     arrivals: list[tuple[int, float, bool]], steps: list[tuple[int, int]]

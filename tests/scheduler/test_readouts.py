@@ -92,7 +92,7 @@ def random_request(rng: random.Random, name: str) -> EngineRequest:
     )
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(30, long=600))
 @given(
     policy=st.sampled_from(POLICIES),
     overlap=st.booleans(),

@@ -56,7 +56,7 @@ def home(request: pytest.FixtureRequest) -> Iterator[Place]:
 
 @pytest.fixture
 def place(home: Place) -> Place:
-    """The same for all tests, but each begins with an engine that nobody has asked for anything."""
+    """The same for all tests, but each begins with an engine that has no requests yet."""
     home.do(home.engine.submitted.clear)
     return home
 
@@ -396,7 +396,7 @@ class TestLostConnections:
 
 
 class TestHttp:
-    def test_nobody_there(self) -> None:
+    def test_no_server_at_the_address(self) -> None:
         with pytest.raises(P.ServerUnreachableError, match="http://127.0.0.1:9 does not answer"):
             with P.Session("http://127.0.0.1:9"):
                 pass

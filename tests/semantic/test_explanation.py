@@ -129,7 +129,7 @@ def test_a_chain_of_requested_values_has_one_path() -> None:
 
 
 @given(programs(), st.data())
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30, long=600), deadline=None)
 def test_a_forecast_is_the_longest_path(calls: list[NewCall], data: st.DataObject) -> None:
     core = SessionStateMachine("s", estimate=lambda llm_call: 1.0)
     try:

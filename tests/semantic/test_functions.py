@@ -372,7 +372,7 @@ class TestVariables:
                 variable.set("c")
             assert raised.value.code == code
 
-    def test_who_has_no_timeout_asks_as_often_as_the_server_gives_up(self) -> None:
+    def test_a_get_without_timeout_asks_again_whenever_the_server_times_out(self) -> None:
         class ImpatientBackend(FakeBackend):
             gave_up = 0
 
@@ -600,7 +600,7 @@ class TestNative:
         roles = [(p.name, p.role) for p in program[1].parameters]
         assert roles == [("text", Role.INPUT), ("output", Role.OUTPUT)]
 
-    def test_nothing_runs_before_somebody_wants_it(self, desk: Desk) -> None:
+    def test_nothing_runs_before_a_client_requests_it(self, desk: Desk) -> None:
         ran: list[str] = []
 
         @P.native_function

@@ -171,7 +171,7 @@ async def test_who_joins_a_group_later_goes_where_its_prefix_is() -> None:
 
 
 @virtually
-async def test_members_that_fail_or_are_cancelled_hold_nobody() -> None:
+async def test_members_that_fail_or_are_cancelled_do_not_delay_the_others() -> None:
     """One input does not pass its transform; another call is cancelled before it is submitted."""
     router = Router()
     odd = call(

@@ -137,7 +137,7 @@ def test_the_work_is_bounded() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(30, long=600))
 def test_what_a_prompt_is_put_together_from_is_found(data: st.DataObject) -> None:
     """Answers that begin and end differently from all others, between texts of other characters."""
     body = st.text("abc \n", min_size=MIN_CHARS, max_size=MIN_CHARS + 10)

@@ -481,7 +481,7 @@ def test_a_deadline_that_is_at_risk_from_the_start_starts_real_time() -> None:
     assert levels(core)["m0"] == (RT, 1)
 
 
-def test_nobody_watches_the_deadline_of_what_is_settled() -> None:
+def test_the_deadline_of_a_settled_value_is_not_watched() -> None:
     core = core_of(*map_reduce(2))
     core.want("out", Criteria(deadline_s=50.0), 0.0)
     assert core.due() is not None

@@ -39,7 +39,7 @@ PERF = [Perf.THROUGHPUT, Perf.LATENCY, Perf.TTFT, Perf.TPOT]
 
 
 class Run:
-    """One program on its way, with whoever waits for it."""
+    """One running program, with the clients that wait for it."""
 
     def __init__(self, nodes: list[Node]) -> None:
         self.desk = Desk(recovery_s=5.0, patience_s=20.0)
@@ -160,7 +160,7 @@ class Run:
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(50, long=1000), deadline=None)
 @given(nodes=programs(), happenings=events)
 def test_every_get_ends_with_the_value_or_the_root_cause(
     nodes: list[Node], happenings: list[Event]
@@ -171,12 +171,12 @@ def test_every_get_ends_with_the_value_or_the_root_cause(
     run_virtual(main)
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(20, long=400), deadline=None)
 @given(nodes=programs(), happenings=events, after=st.integers(0, 150))
 def test_a_session_can_end_at_any_time(
     nodes: list[Node], happenings: list[Event], after: int
 ) -> None:
-    """Whoever waits is told, and nothing goes on."""
+    """Waiting clients are told, and nothing goes on."""
 
     async def main() -> None:
         run = Run(nodes)

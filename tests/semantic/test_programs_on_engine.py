@@ -199,7 +199,7 @@ happenings = st.lists(
 )
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30, long=600), deadline=None)
 @given(specs=specs, happenings=happenings, ends=st.booleans())
 def test_no_kv_is_left_when_a_session_ends(
     specs: list[tuple[list[int], int, str, str | None]],

@@ -141,7 +141,7 @@ def test_texts_begin_with_bos_if_the_model_wants_one() -> None:
     assert bos not in PieceEncoder(wanted).encode("dog", first=True)
 
 
-def test_remembered_texts_are_found_and_old_ones_make_way() -> None:
+def test_remembered_texts_are_found_and_old_ones_evicted() -> None:
     encoder = PieceEncoder(tiny_tokenizer())
     encoder.cache("ann", "dog", (1, 2), first=True)
     assert encoder.cached("ann", "dog", first=True) == (1, 2)

@@ -206,7 +206,7 @@ async def test_a_fill_that_comes_too_late_is_stopped() -> None:
 
 
 @virtually
-async def test_a_fill_for_nobody_is_stopped() -> None:
+async def test_a_prefill_that_no_call_needs_any_more_is_aborted() -> None:
     desk = Desk(ProgramEngine(lambda prompt: "x" * 100))
     _, second = desk.submit(call("S{{output:a}}"), call(20 * LONG + "{{a}}{{output:b}}"))
     desk.want("b")

@@ -45,7 +45,7 @@ async def test_what_would_come_out_differently_fails_with_the_engine() -> None:
 
 
 @virtually
-async def test_what_nobody_has_heard_of_yet_may_come_out_in_any_way() -> None:
+async def test_a_call_without_output_is_restarted_whatever_its_sampling() -> None:
     desk = Desk()
     desk.engine.die()
     desk.submit(call("Say {{output:a}}"))
@@ -56,7 +56,7 @@ async def test_what_nobody_has_heard_of_yet_may_come_out_in_any_way() -> None:
 
 
 @virtually
-async def test_an_engine_that_dies_too_often_is_given_up() -> None:
+async def test_a_call_fails_when_the_engine_dies_too_often() -> None:
     desk = Desk(retries=2)
     (request,) = desk.submit(call("Say {{output:a}}", sampling=GREEDY))
     desk.want("a")
@@ -69,7 +69,7 @@ async def test_an_engine_that_dies_too_often_is_given_up() -> None:
 
 
 @virtually
-async def test_an_engine_that_does_not_come_back_is_given_up() -> None:
+async def test_a_call_fails_when_the_engine_does_not_come_back() -> None:
     desk = Desk(recovery_s=30.0)
     (request,) = desk.submit(call("Say {{output:a}}", sampling=GREEDY))
     desk.want("a")
@@ -81,7 +81,7 @@ async def test_an_engine_that_does_not_come_back_is_given_up() -> None:
 
 
 class WatchedEngine(ProgramEngine):
-    """looks: how often somebody has asked whether it is alive."""
+    """looks: how often it was asked whether it is alive."""
 
     looks = 0
     _alive = True
@@ -140,7 +140,7 @@ async def test_an_engine_without_room_is_asked_again(refusal: Exception) -> None
 
 
 @virtually
-async def test_an_engine_that_never_has_room_is_given_up() -> None:
+async def test_a_call_fails_when_the_engine_never_has_room() -> None:
     desk = Desk(patience_s=60.0)
     desk.engine.refusals = [QueueFullError(9, 7.0)] * 100
     (request,) = desk.submit(call("Say {{output:a}}"))
@@ -150,7 +150,7 @@ async def test_an_engine_that_never_has_room_is_given_up() -> None:
 
 
 @virtually
-async def test_a_request_given_up_for_want_of_room_comes_back() -> None:
+async def test_a_request_dropped_for_lack_of_capacity_is_submitted_again() -> None:
     desk = Desk()
     desk.engine.errors = [
         RequestOutput(

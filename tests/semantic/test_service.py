@@ -113,7 +113,7 @@ async def test_waiting_and_running_work_keep_a_session_alive() -> None:
         view = service.declare(TENANT, session, "later")
         waiting = asyncio.create_task(service.get(TENANT, session, view.id))
         await asyncio.sleep(1000.0)
-        assert service.inspect(TENANT, session).expires_in_s is None  # somebody waits
+        assert service.inspect(TENANT, session).expires_in_s is None  # a client waits
         service.set(TENANT, session, view.id, "now")
         assert (await waiting).value == "now"
         await asyncio.sleep(99.0)
@@ -388,7 +388,7 @@ async def test_plain_requests_that_fail_or_leave() -> None:
 
 
 @virtually
-async def test_sessions_of_plain_clients_make_way_when_they_are_idle() -> None:
+async def test_idle_sessions_of_plain_clients_are_removed_for_new_ones() -> None:
     """Those of the same tenant first, of them the one that has been idle the longest."""
     engine = ProgramEngine()
     service = make_service(engine, max_sessions=5, pin_s=1e6)

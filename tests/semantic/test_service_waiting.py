@@ -25,7 +25,7 @@ async def test_a_value_that_is_there_is_given_at_once() -> None:
 
 
 @virtually
-async def test_a_get_that_gives_up_changes_nothing() -> None:
+async def test_a_get_that_times_out_changes_nothing() -> None:
     desk = Desk()
     desk.submit(call("A {{output:a}}"))
     with pytest.raises(GetTimeoutError):
@@ -37,7 +37,7 @@ async def test_a_get_that_gives_up_changes_nothing() -> None:
 
 
 @virtually
-async def test_whoever_gives_up_is_told_what_nobody_has_set() -> None:
+async def test_a_timeout_names_the_variables_that_are_not_set() -> None:
     desk = Desk()
     desk.submit(
         call("{{here}} and {{x}} make {{output:a}}"), call("{{a}}{{y}}{{x}} so {{output:b}}")
@@ -65,7 +65,7 @@ async def test_a_variable_whose_id_the_server_chose_is_named_as_in_its_template(
 
 
 @virtually
-async def test_a_value_that_nobody_makes_times_out() -> None:
+async def test_a_value_without_a_producer_times_out() -> None:
     desk = Desk(max_wait_s=70.0)
     variable = desk.service.declare(TENANT, desk.session, "never").id
     for timeout_s, after_s in ((None, 70.0), (1e9, 70.0), (5.0, 5.0)):
@@ -81,7 +81,7 @@ async def test_a_value_that_nobody_makes_times_out() -> None:
 
 @virtually
 async def test_a_client_that_leaves_does_not_wait_any_more() -> None:
-    """A session with somebody waiting does not expire, so it shows if one is left."""
+    """A session with a waiting client does not expire, so it shows if one is left."""
     desk = Desk(ttl_s=100.0, max_waiting=2)
     variable = desk.service.declare(TENANT, desk.session, "v").id
     waiting = asyncio.create_task(desk.value(variable))
@@ -104,7 +104,7 @@ async def test_a_client_that_leaves_does_not_wait_any_more() -> None:
 
 @pytest.mark.parametrize("how", ["delete", "cancel", "fail"])
 @virtually
-async def test_all_who_wait_are_told(how: str) -> None:
+async def test_all_waiting_clients_are_told(how: str) -> None:
     desk = Desk()
     request, *_ = desk.submit(
         native("", "a"), *(call(f"{{{{a}}}}{{{{output:b{i}}}}}") for i in range(3))

@@ -102,7 +102,7 @@ def test_a_call_with_two_outputs_goes_on_where_it_was() -> None:
     assert take(core) == ["ready question", "start talk/1"]
 
 
-def test_only_the_first_llm_call_runs_if_nobody_wants_the_second() -> None:
+def test_only_the_first_llm_call_runs_if_the_second_is_not_requested() -> None:
     core = core_of(llm("talk", ("", "a"), ("", "b")))
     core.want("a", LATENCY, 0.0)
     finish(core, "talk")
@@ -253,7 +253,7 @@ def test_known_beginnings_are_computed_while_the_rest_is_generated() -> None:
     assert take(core) == ["ready v", "start both"]
 
 
-def test_no_beginning_of_what_nobody_wants_or_of_a_llm_call_to_come() -> None:
+def test_no_early_prefill_of_unrequested_or_later_llm_calls() -> None:
     core = core_of(
         llm("a", ("", "u")), llm("idle", ("u", "w")), llm("talk", ("", "q"), ("u", "thanks"))
     )
@@ -434,7 +434,7 @@ def test_what_there_is_no_room_for_is_refused_and_changes_nothing() -> None:
     assert cause is not None and "characters" in cause.message
 
 
-def test_inputs_that_nobody_set_go_with_their_calls_unless_somebody_waits_for_them() -> None:
+def test_unset_inputs_are_forgotten_with_their_calls_unless_a_client_waits_for_them() -> None:
     core = core_of(limits=SessionLimits(kept_calls=0, max_variables=4, max_value_chars=10))
     core.submit([llm("asked", ("", "v"))], 0.0)
     core.submit([llm("a", ("waited", "u"))], 0.0)

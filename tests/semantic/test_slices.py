@@ -93,7 +93,7 @@ def events(draw: st.DrawFn, calls: Sequence[NewCall], names: Sequence[str]) -> l
 
 
 @given(programs(4), st.data())
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(200, long=4000), deadline=None)
 def test_a_program_in_slices_is_added_as_in_one(before: list[NewCall], data: st.DataObject) -> None:
     """As if all that came between its slices had come before it. It is refused if it would have
     been at some time, and then nothing of it is there."""
@@ -131,7 +131,7 @@ def test_a_program_in_slices_is_added_as_in_one(before: list[NewCall], data: st.
 
 
 @given(programs(), st.data())
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(50, long=1000), deadline=None)
 def test_a_session_that_closes_in_slices_ends_all_and_starts_nothing(
     calls: list[NewCall], data: st.DataObject
 ) -> None:

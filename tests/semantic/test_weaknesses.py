@@ -52,7 +52,7 @@ async def test_w01_who_waits_for_a_failed_variable_is_told() -> None:
     waits = [asyncio.create_task(desk.cause(name)) for name in "abcabc"]
     causes = await soon(asyncio.gather(*waits), 10.0)
     assert {(failed, stage) for failed, stage, _ in causes} == {(request, "transform")}
-    assert await soon(desk.cause("c"), 0.1) == causes[0]  # and whoever asks later
+    assert await soon(desk.cause("c"), 0.1) == causes[0]  # and clients that ask later
 
 
 @virtually

@@ -343,7 +343,7 @@ async def test_expiry_gives_partial_results(half_done: tuple[BatchServer, Batch]
 
 
 async def test_cancel_while_it_expires(half_done: tuple[BatchServer, Batch]) -> None:
-    """Who cancels just then learns how far it is, as whoever cancels twice"""
+    """A client that cancels just then learns how far it is, as one that cancels twice"""
     server, batch = half_done
     with server.full():  # so that it stays where it is
         server.clock.advance(DAY_S)
@@ -355,7 +355,7 @@ async def test_cancel_while_it_expires(half_done: tuple[BatchServer, Batch]) -> 
 
 
 async def test_window_that_ends_while_no_server_runs(tmp_path: Path) -> None:
-    """completion_window honoured as a deadline, also of a batch that nobody has begun"""
+    """completion_window honoured as a deadline, also of a batch that has not begun"""
     async with batch_server(tmp_path, idle=True) as server:
         batch = await server.submit(row(1), row(2), completion_window="5m")
         clock = server.clock

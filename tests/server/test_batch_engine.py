@@ -125,7 +125,7 @@ async def test_an_engine_that_is_not_there_is_waited_for(server: BatchServer) ->
     assert server.engine.prompts == {"row-1": 1, "row-2": 1}
 
 
-async def test_a_row_the_engine_dies_of_is_given_up(server: BatchServer) -> None:
+async def test_a_row_that_kills_the_engine_fails(server: BatchServer) -> None:
     """It ends in the error file, and everything else completes"""
     server.engine.poison = "poison"
     rows = [row(i, "poison" if i == 7 else f"fine-{i}") for i in range(30)]
@@ -141,7 +141,7 @@ async def test_a_row_the_engine_dies_of_is_given_up(server: BatchServer) -> None
 
 
 async def test_rows_beside_many_the_engine_dies_of_get_through(server: BatchServer) -> None:
-    """However often it dies, nobody is given up who was merely there"""
+    """However often it dies, no row fails that was merely running beside the cause"""
     server.engine.poison = "poison"
     poisoned = {3, 4, 5, 11, 12, 20, 29, 30}
     rows = [row(i, f"{'poison' if i in poisoned else 'fine'}-{i}") for i in range(40)]
@@ -177,7 +177,7 @@ async def test_rows_that_fail_alone_are_tried_again(server: BatchServer) -> None
     assert done.usage is not None and done.usage.total_tokens == 0
 
 
-async def test_rows_given_up_for_want_of_room_are_only_postponed(server: BatchServer) -> None:
+async def test_rows_dropped_for_lack_of_capacity_are_only_postponed(server: BatchServer) -> None:
     server.engine.fail_after, server.engine.retry_after_s = 3, 0.001
     batch = await server.submit(row(1))
     await until(lambda: len(server.engine.submitted) > 20)
@@ -224,7 +224,7 @@ def jobs_at_work() -> list[str]:
     return [name for name in names if name.startswith("batch_")]
 
 
-async def test_a_check_that_breaks_the_server_is_given_up(
+async def test_a_batch_whose_check_breaks_the_server_fails(
     server: BatchServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`failed` also means a system failure, with `errors` filled; our log says what it was"""
@@ -248,7 +248,7 @@ async def test_a_check_that_breaks_the_server_is_given_up(
     assert again.status == "completed"
 
 
-async def test_a_job_on_a_broken_store_is_given_up(
+async def test_a_job_on_a_broken_store_fails(
     server: BatchServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What was answered before is in the output file, the rest in the error file"""

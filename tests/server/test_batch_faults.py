@@ -1,4 +1,4 @@
-"""Batches on a disk that is full, and with input files that somebody has damaged."""
+"""Batches on a disk that is full, and with damaged input files."""
 
 from __future__ import annotations
 

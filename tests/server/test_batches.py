@@ -53,7 +53,7 @@ async def server(tmp_path: Path) -> AsyncIterator[BatchServer]:
 
 @pytest.fixture
 async def idle(tmp_path: Path) -> AsyncIterator[BatchServer]:
-    """Nobody works on its batches, so they stay as they are created."""
+    """No runner works on its batches, so they stay as they are created."""
     async with batch_server(tmp_path, idle=True) as made:
         yield made
 

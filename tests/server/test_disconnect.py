@@ -82,7 +82,7 @@ async def test_leaving_aborts_every_choice(
     assert set(server.engine.aborted) == submitted
 
 
-async def test_a_whole_answer_is_not_begun_for_somebody_who_left(server: Server) -> None:
+async def test_a_whole_answer_is_not_begun_for_a_disconnected_client(server: Server) -> None:
     server.engine.hold_after = 0
     visitor = Visitor(server, CHAT, chat())
     await asyncio.wait_for(server.engine.holding.wait(), SOON_S)

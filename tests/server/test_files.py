@@ -203,7 +203,7 @@ async def test_content_is_what_was_sent(server: BatchServer) -> None:
 
 
 async def test_content_in_parts(server: BatchServer) -> None:
-    """Whoever was cut off can go on from where he was"""
+    """A client that was disconnected can go on from where it was"""
     file = await server.upload(b"0123456789")
     path = f"/v1/files/{file.id}/content"
     part = await server.http.get(path, headers={"range": "bytes=4-6"})
@@ -233,7 +233,7 @@ async def test_unknown_files_are_not_found(server: BatchServer) -> None:
             assert error["code"] == "file_not_found"
 
 
-async def test_content_that_somebody_removed_is_not_found(server: BatchServer) -> None:
+async def test_removed_content_is_not_found(server: BatchServer) -> None:
     """Not a fault of the server's"""
     file = await server.upload(b"text")
     (digest,) = server.bodies()

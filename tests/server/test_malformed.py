@@ -125,9 +125,7 @@ async def test_the_requests_that_were_spoilt_are_good(server: Server, path: str)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-async def test_not_a_number_is_refused_even_in_fields_nobody_reads(
-    server: Server, value: float
-) -> None:
+async def test_not_a_number_is_refused_even_in_unread_fields(server: Server, value: float) -> None:
     body = json.dumps({**GOOD["/v1/completions"], "whatever": [value]}).encode()
     error = assert_envelope(
         await server.http.post("/v1/completions", content=body, headers=JSON), 400

@@ -45,7 +45,7 @@ async def test_refused_on_arrival(
 @WAITS
 @ROUTES
 @STREAM
-async def test_given_up_before_the_first_token(
+async def test_a_request_dropped_before_its_first_token(
     server: Server, route: str, stream: bool, retry_after_s: float, seconds: str, milliseconds: str
 ) -> None:
     server.engine.fail_after, server.engine.retry_after_s = 0, retry_after_s
@@ -58,7 +58,7 @@ async def test_given_up_before_the_first_token(
     assert response.headers["content-type"] == "application/json"
 
 
-async def test_a_whole_answer_given_up_on_the_way_is_429_too(server: Server) -> None:
+async def test_a_whole_answer_dropped_on_the_way_is_429_too(server: Server) -> None:
     server.engine.fail_after, server.engine.retry_after_s = 3, 5.0
     response = await server.chat()
     assert assert_envelope(response, 429)["code"] == "overloaded"
@@ -66,7 +66,7 @@ async def test_a_whole_answer_given_up_on_the_way_is_429_too(server: Server) -> 
 
 
 @ROUTES
-async def test_a_stream_given_up_on_the_way_ends_with_an_error_event(
+async def test_a_stream_dropped_on_the_way_ends_with_an_error_event(
     server: Server, route: str
 ) -> None:
     server.engine.fail_after, server.engine.retry_after_s = 2, 5.0
@@ -85,7 +85,7 @@ async def test_a_stream_given_up_on_the_way_ends_with_an_error_event(
 
 
 @STREAM
-async def test_one_choice_given_up_stops_the_others(server: Server, stream: bool) -> None:
+async def test_one_dropped_choice_aborts_the_others(server: Server, stream: bool) -> None:
     server.engine.text = "x" * 90
     server.engine.fail_after, server.engine.fails, server.engine.retry_after_s = 0, "-0", 2.0
     assert_envelope(await server.complete(prompt=["a", "b"], stream=stream), 429)

@@ -77,7 +77,7 @@ def places(value: Any) -> list[list[str | int]]:
 
 
 def spoilt(rng: random.Random, body: dict[str, Any]) -> bytes:
-    """With a wrong value somewhere, with a field nobody knows, or not JSON."""
+    """With a wrong value somewhere, with an unknown field, or not JSON."""
     kind = rng.random()
     changed = copy.deepcopy(body)
     if kind < 0.7:

@@ -113,13 +113,15 @@ async def test_leaving_ends_the_waiting_and_nothing_else(
 
 
 @pytest.mark.parametrize("query", [{"wait": "true"}, {"stream": "true"}])
-async def test_a_server_that_stops_tells_who_waits(live: LiveServer, query: dict[str, str]) -> None:
+async def test_a_server_that_stops_tells_waiting_clients(
+    live: LiveServer, query: dict[str, str]
+) -> None:
     async with keeping(live.server), httpx.AsyncClient(base_url=live.url) as http:
         session = await SessionClient.open(http)
         ok(await session.ask("POST", "/variables", json={"id": "never"}))
         waiting = asyncio.ensure_future(session.look("never", **query))
         shown: dict[str, Any] = {"perf": None}
-        while shown["perf"] is None:  # until somebody wants it
+        while shown["perf"] is None:  # until the client has requested it
             shown = ok(await session.look("never"))
         live.http.stop()
         error = assert_envelope(await asyncio.wait_for(waiting, SOON_S), 503)

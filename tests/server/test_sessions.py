@@ -218,7 +218,7 @@ async def test_messages_end_with_an_output(kept: Server, session: SessionClient)
     assert "user\nTell me of rivers" in prompt_of(kept, 0)
 
 
-async def test_a_failed_transform_is_told_to_all_who_need_the_value(
+async def test_a_failed_transform_is_told_to_all_clients_that_need_the_value(
     session: SessionClient,
 ) -> None:
     reply = ok(
@@ -336,7 +336,9 @@ async def test_patience_ends_with_504_and_may_be_tried_again(
     assert await asyncio.wait_for(waiting, SOON_S) == "now"
 
 
-async def test_deleting_ends_what_runs_and_who_waits(kept: Server, session: SessionClient) -> None:
+async def test_deleting_ends_running_calls_and_waiting_clients(
+    kept: Server, session: SessionClient
+) -> None:
     kept.engine.hold_after = 2
     variables = await session.call("Go {{output:y}}")
     waiting = asyncio.ensure_future(session.look(variables["y"], wait="true"))

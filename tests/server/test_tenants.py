@@ -1,4 +1,4 @@
-"""Keys and tenants: who may use the server, and that nobody sees what belongs to others."""
+"""Keys and tenants: which clients may use the server, and that none sees what belongs to others."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_wrong_files_are_explained(tmp_path: Path, content: str | bytes, message
     assert str(error.value).startswith("--api-keys: ")
 
 
-def test_the_one_key_is_nobody_elses(tmp_path: Path) -> None:
+def test_the_one_key_is_no_other_tenants(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="twice"):
         load(tmp_path, "ann key", api_key="key")
 

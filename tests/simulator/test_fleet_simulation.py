@@ -247,7 +247,7 @@ def loads(draw: st.DrawFn) -> GivenLoad:
     return GivenLoad(tuple(found))
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30, long=600), deadline=None)
 @given(
     load=loads(),
     router=st.sampled_from(ROUTERS),

@@ -188,7 +188,7 @@ def test_full_queue_refuses_and_the_closed_loop_comes_back() -> None:
     assert len(of(result, ServiceClass.BE)) < 200  # no storm of retries
 
 
-def test_given_up_requests_are_recorded_as_errors() -> None:
+def test_dropped_requests_are_recorded_as_errors() -> None:
     crowd = trace(*((0.0, 1000, 50) for _ in range(40)))
     what = scenario("bros", rt=crowd, be=BeLoad(0), late="shed", slo_ttft=50, max_num_seqs=4)
     result, _ = run(what)
@@ -315,7 +315,7 @@ def test_progress_is_reported_from_start_to_end() -> None:
     assert 100 < len(told) <= 201
 
 
-def test_steps_are_given_up_for_first_tokens_that_would_be_late() -> None:
+def test_steps_are_aborted_for_first_tokens_that_would_be_late() -> None:
     arrivals = trace(*((3.0 + 1.37 * i, 250, 5) for i in range(40)))
     what = scenario("bros", rt=arrivals, steps=SLOW, duration_s=60.0)
     result, observed = run(what)

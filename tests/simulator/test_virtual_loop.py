@@ -144,7 +144,7 @@ def test_rows_with_a_common_prefix_read_it_once() -> None:
         assert saved_s == pytest.approx((1 - reread) * reading_s, abs=1e-6)
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(20, long=400))
 @given(
     st.lists(
         st.tuples(

@@ -53,7 +53,7 @@ class Backend:
     @property
     def examples(self) -> int:
         """Of hypothesis. An interpreter takes about a second for one."""
-        return examples(3, long=20) if self.is_interpreted else examples(40, long=600)
+        return examples(3, long=20) if self.is_interpreted else examples(20, long=600)
 
     @property
     def phases(self) -> tuple[Phase, ...]:

@@ -103,7 +103,7 @@ def cut(text: str, borders: Sequence[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("reader", READERS)
-@settings(max_examples=examples(80, long=4000), deadline=None)
+@settings(max_examples=examples(40, long=4000), deadline=None)
 @given(
     text=TEXTS,
     borders=st.lists(st.integers(0, 200), max_size=30),
@@ -201,7 +201,7 @@ def scans(text: str) -> bool:
     return all(scanner.feed(char) for char in text) and scanner.state == "complete"
 
 
-@settings(max_examples=examples(60, long=10_000), deadline=None)
+@settings(max_examples=examples(30, long=10_000), deadline=None)
 @given(
     st.one_of(
         st.one_of(st.lists(JSON_VALUES), ARGUMENTS).map(json.dumps),

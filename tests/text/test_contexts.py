@@ -339,7 +339,7 @@ async def test_contexts_survive_their_engine() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=examples(40, long=150))
+@settings(max_examples=examples(20, long=150))
 def test_any_tree_of_contexts_is_what_it_would_be_without_an_engine(data: st.DataObject) -> None:
     """Contexts are lists of tokens, by an oracle that copies them; small memory, so that KV goes
     and has to be computed again."""

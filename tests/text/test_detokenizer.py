@@ -168,7 +168,7 @@ letters = st.sampled_from("ab")
 stop_lists = st.lists(st.text(letters, min_size=2, max_size=6), min_size=1, max_size=3)
 
 
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(150, long=3000))
 @given(pieces=st.lists(st.text(letters, max_size=6), max_size=12), stops=stop_lists)
 def test_matching_in_pieces_is_searching_the_whole(pieces: list[str], stops: list[str]) -> None:
     matcher = StopMatcher(stops)

@@ -372,7 +372,7 @@ async def test_a_failed_request_says_why() -> None:
 
 
 @pytest.mark.parametrize("retry_after_s", [None, 4.5])
-async def test_a_request_that_was_given_up_says_when_to_come_back(
+async def test_a_dropped_request_says_when_to_retry(
     retry_after_s: float | None,
 ) -> None:
     engine = ScriptedEngine()

@@ -152,7 +152,7 @@ async def test_what_is_killed_fails_open_requests_at_once_and_comes_back(
 
 @pytest.mark.long
 async def test_silence_is_taken_for_death(cluster: Cluster, files: ModelFiles) -> None:
-    """A node that is cut off: what runs there may go on, but nobody hears of it."""
+    """A node that is cut off: what runs there may go on, but its messages are lost."""
     client = make_client(cluster, files, heartbeat_timeout_s=1.0)
     await client.start()
     try:

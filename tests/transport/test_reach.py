@@ -1,4 +1,4 @@
-"""Nobody waits for a cluster that is not there."""
+"""No command waits for a cluster that is not there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bros.transport.ray import check_reachable, signal_handlers_restored
 
 @pytest.fixture
 def full() -> Iterator[str]:
-    """The address of a socket that lets nobody in, as a machine does that is not there."""
+    """The address of a socket that accepts no connection, like a machine that is not there."""
     with socket.socket() as bound, socket.socket() as first, socket.socket() as second:
         bound.bind(("127.0.0.1", 0))
         bound.listen(0)

@@ -50,7 +50,7 @@ async def test_it_closes_well_after_its_tasks_were_cancelled(tmp_path: Path) -> 
     task.cancel()
     await asyncio.wait([task])
     with pytest.raises(EngineDeadError):
-        await client.stats()  # nobody is left to answer
+        await client.stats()  # no engine is left to answer
     await client.close()
     assert not client.alive
 

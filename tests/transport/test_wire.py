@@ -1,4 +1,4 @@
-"""The connection of an engine on another machine: encrypted, and nobody goes on without it."""
+"""The connection of an engine on another machine: encrypted, and neither end goes on without it."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def begin_alike(chunks: Sequence[Chunk], rng: random.Random) -> tuple[SharedPref
     return SharedPrefix(outer, 0, first), SharedPrefix(inner, first, end)
 
 
-@settings(max_examples=examples(50, long=1500))
+@settings(max_examples=examples(25, long=1500))
 @given(steps=st.integers(1, 25), rng=st.randoms(use_true_random=False))
 def test_any_sequence_of_plans_comes_out_as_it_went_in(steps: int, rng: random.Random) -> None:
     encoder, decoder = PlanEncoder(), PlanDecoder()
