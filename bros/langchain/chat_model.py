@@ -6,21 +6,32 @@ import contextlib
 import json
 import re
 import ssl
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import httpx
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import LanguageModelInput
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import (
     AIMessage,
     AIMessageChunk,
     BaseMessage,
+    InvalidToolCall,
     convert_to_openai_messages,
 )
 from langchain_core.messages.ai import UsageMetadata
+from langchain_core.messages.tool import (
+    ToolCall,
+    invalid_tool_call,
+    tool_call,
+    tool_call_chunk,
+)
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import SecretStr
 
 from bros.core.errors import BrosError
@@ -35,6 +46,9 @@ _MAX_CALL_IDS = 64  # of x-bros-inputs
 
 class BrosChat(BaseChatModel):
     """A chat model behind /v1/chat/completions of a bros server.
+
+    `bind_tools` and `with_structured_output` work; reasoning is in
+    `additional_kwargs["reasoning_content"]` of the answers.
 
     url: URL of the server, with or without /v1.
     session: id of the session that records the requests; an id of your own opens a new session.
@@ -68,6 +82,27 @@ class BrosChat(BaseChatModel):
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
         return {"url": self.url, "model": self.model, "session": self.session}
+
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: str | bool | dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """The model with tools that it may call.
+
+        tool_choice: as in OpenAI's API; or "any" or True: it must call one; or the name of one.
+        """
+        definitions = [convert_to_openai_tool(tool) for tool in tools]
+        choice: str | dict[str, Any] | None
+        if tool_choice in ("any", True):
+            choice = "required"
+        elif isinstance(tool_choice, str) and tool_choice not in ("none", "auto", "required"):
+            choice = {"type": "function", "function": {"name": tool_choice}}
+        else:
+            choice = tool_choice or None  # type: ignore[assignment]
+        return self.bind(tools=definitions, tool_choice=choice, **kwargs)
 
     def _generate(
         self,
@@ -174,7 +209,7 @@ class BrosChat(BaseChatModel):
             "slo": self.slo,
             "stop": stop,
             **(self.extra_body or {}),
-            **kwargs,
+            **{name: value for name, value in kwargs.items() if not name.startswith("ls_")},
         }
         given = {name: value for name, value in own.items() if value is not None}
         return {"messages": convert_to_openai_messages(messages), **given}
@@ -186,8 +221,13 @@ def _result(answer: httpx.Response) -> ChatResult:
     body = answer.json()
     choice = body["choices"][0]
     usage = body.get("usage") or {}
+    reply = choice["message"]
+    calls = _calls(reply.get("tool_calls") or ())
     message = AIMessage(
-        choice["message"]["content"] or "",
+        reply["content"] or "",
+        tool_calls=[call for call in calls if call["type"] == "tool_call"],
+        invalid_tool_calls=[call for call in calls if call["type"] == "invalid_tool_call"],
+        additional_kwargs=_reasoning(reply),
         usage_metadata=_usage(usage) if usage else None,
         response_metadata={
             "id": body["id"],
@@ -196,6 +236,34 @@ def _result(answer: httpx.Response) -> ChatResult:
         },
     )
     return ChatResult(generations=[ChatGeneration(message=message)])
+
+
+def _calls(entries: Sequence[Mapping[str, Any]]) -> list[ToolCall | InvalidToolCall]:
+    """The calls of an answer; those whose arguments are no JSON object are invalid."""
+    calls: list[ToolCall | InvalidToolCall] = []
+    for entry in entries:
+        call_id, function = entry["id"], entry["function"]
+        try:
+            arguments = json.loads(function["arguments"])
+        except ValueError:
+            arguments = None
+        if isinstance(arguments, dict):
+            calls.append(tool_call(name=function["name"], args=arguments, id=call_id))
+        else:
+            calls.append(
+                invalid_tool_call(
+                    name=function["name"],
+                    args=function["arguments"],
+                    id=call_id,
+                    error="The arguments are not a JSON object.",
+                )
+            )
+    return calls
+
+
+def _reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    reasoning = message.get("reasoning_content")
+    return {"reasoning_content": reasoning} if reasoning else {}
 
 
 def _call_ids(messages: Sequence[BaseMessage]) -> list[str]:
@@ -220,19 +288,36 @@ class _ChunkReader:
         self._started = False
 
     def read(self, data: bytes) -> ChatGenerationChunk | None:
-        """The chunk of an event; None if it has no text. Raises the error that an event reports."""
+        """The chunk of an event; None if it has nothing. Raises the error that an event reports."""
         if data == b"[DONE]":
             return None
         event = json.loads(data)
         if "error" in event:
             raise read_error(None, event["error"], None)
-        text = event["choices"][0]["delta"].get("content") if event["choices"] else None
-        if not text:
+        delta = event["choices"][0]["delta"] if event["choices"] else {}
+        text, reasoning = delta.get("content") or "", _reasoning(delta)
+        calls = [
+            tool_call_chunk(
+                name=call["function"].get("name"),
+                args=call["function"].get("arguments"),
+                id=call.get("id"),
+                index=call["index"],
+            )
+            for call in delta.get("tool_calls") or ()
+        ]
+        if not (text or reasoning or calls):
             return None
         # Only once, because LangChain joins the strings of all chunks.
         metadata = {} if self._started else {"id": event["id"]}
         self._started = True
-        return ChatGenerationChunk(message=AIMessageChunk(content=text, response_metadata=metadata))
+        return ChatGenerationChunk(
+            message=AIMessageChunk(
+                content=text,
+                tool_call_chunks=calls,
+                additional_kwargs=reasoning,
+                response_metadata=metadata,
+            )
+        )
 
 
 @contextlib.contextmanager

@@ -10,15 +10,18 @@ the tools are described in a system message, and calls are written as Hermes doe
 
 from __future__ import annotations
 
+import enum
 import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from bros.core.errors import InvalidRequestError
+from bros.core.grammars import is_gbnf
+from bros.core.request import Grammar
 from bros.text.answers import (
     AnswerParser,
     AnswerParsing,
@@ -31,6 +34,18 @@ from bros.text.answers import (
 )
 from bros.text.detokenizer import CONTROL, IncrementalDetokenizer
 from bros.text.tokenizer import Tokenizer
+from bros.text.tools import (
+    HERMES_SYNTAX,
+    LLAMA3_SYNTAX,
+    MISTRAL_SYNTAX,
+    NAMED_SYNTAX,
+    PYTHONIC_SYNTAX,
+    CallGrammar,
+    CallSyntax,
+    Tool,
+    ToolUse,
+    literal,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +53,13 @@ class ToolFormat:
     """How calls are written.
 
     begin, end: markers around a call or a list of calls; end may be empty.
+    syntax: of calls in grammars.
     others: further texts with which a template marks tools and their results.
     """
 
     name: str
     reader: type[CallReader]
+    syntax: CallSyntax
     begin: str
     end: str = ""
     others: tuple[str, ...] = ()
@@ -68,6 +85,7 @@ class ReasoningFormat:
 HERMES = ToolFormat(
     "hermes",
     HermesCalls,
+    HERMES_SYNTAX,
     "<tool_call>",
     "</tool_call>",
     ("<tools>", "</tools>", "<tool_response>", "</tool_response>"),
@@ -75,14 +93,18 @@ HERMES = ToolFormat(
 MISTRAL = ToolFormat(
     "mistral",
     MistralCalls,
+    MISTRAL_SYNTAX,
     "[TOOL_CALLS]",
     others=(
         *("[CALL_ID]", "[ARGS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
         *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CONTENT]"),
     ),
 )
-LLAMA3 = ToolFormat("llama3", LlamaCalls, "<|python_tag|>")
-PYTHONIC = ToolFormat("pythonic", PythonicCalls, "<|python_start|>", "<|python_end|>")
+NEWER_MISTRAL = replace(MISTRAL, syntax=NAMED_SYNTAX)
+LLAMA3 = ToolFormat("llama3", LlamaCalls, LLAMA3_SYNTAX, "<|python_tag|>")
+PYTHONIC = ToolFormat(
+    "pythonic", PythonicCalls, PYTHONIC_SYNTAX, "<|python_start|>", "<|python_end|>"
+)
 
 _TOOL_FORMATS = MappingProxyType({f.name: f for f in (HERMES, MISTRAL, LLAMA3, PYTHONIC)})
 
@@ -99,7 +121,7 @@ def _tool_format_of(source: str) -> ToolFormat | None:
     if "<tool_call>" in source and "<function=" not in source and "<arg_key>" not in source:
         return HERMES
     if "[TOOL_CALLS]" in source:
-        return MISTRAL
+        return NEWER_MISTRAL if "[ARGS]" in source else MISTRAL
     if _PYTHONIC_EXAMPLE.search(source):
         return PYTHONIC
     if "<|python_tag|>" in source or ("ipython" in source and '"parameters"' in source):
@@ -113,47 +135,33 @@ def _reasoning_format_of(source: str) -> ReasoningFormat | None:
     return MISTRAL_THINK if any(marker in source for marker in MISTRAL_THINK.markers) else None
 
 
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """A function that the model may call.
+class ReasoningStart(enum.Enum):
+    """Where the reasoning of an answer begins.
 
-    description: empty if there is none.
-    parameters: JSON schema of its arguments, an object; empty: it has none.
-    strict: arguments always match the schema.
+    NONE: there is none: the model does not reason, or the prompt has ended it already.
+    POSSIBLE: the answer may begin with it.
+    OPENED: the prompt ends with its first marker.
     """
 
-    name: str
-    description: str = ""
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    strict: bool = False
-
-    @property
-    def definition(self) -> dict[str, Any]:
-        """As templates expect it, OpenAI's form."""
-        function: dict[str, Any] = {"name": self.name}
-        if self.description:
-            function["description"] = self.description
-        function["parameters"] = self.parameters or {"type": "object", "properties": {}}
-        return {"type": "function", "function": function}
+    NONE = enum.auto()
+    POSSIBLE = enum.auto()
+    OPENED = enum.auto()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolUse:
-    """The tools of one request, and what the model may do with them.
+_END_CHARS = 200
+"""More than a marker of reasoning and the whitespace after it."""
 
-    tools: that are described to the model.
-    allowed: names of those that it may call.
-    required: it must call one; else it may.
-    parallel: it may call several at once.
-    """
-
-    tools: tuple[Tool, ...] = ()
-    allowed: frozenset[str] = frozenset()
-    required: bool = False
-    parallel: bool = True
+_GAP = r"GAP: /[ \n]{0,4}/"
 
 
-NO_TOOLS = ToolUse()
+def _nested(answer: Grammar) -> str:
+    """A grammar as the right side of a rule. Raises InvalidRequestError."""
+    if is_gbnf(answer.text):
+        raise InvalidRequestError(
+            "A grammar in GBNF cannot be combined with tools or reasoning; write it in Lark.",
+            param=answer.param,
+        )
+    return f"%lark {{\n{answer.text}\n}}"
 
 
 class ChatFormat:
@@ -222,9 +230,13 @@ class ChatFormat:
             return adapted, {"tools": definitions} if definitions else {}
         return _described(adapted, definitions), {}
 
-    def opens_reasoning(self, prompt: str) -> bool:
-        """Whether a rendered prompt ends with the beginning of reasoning."""
-        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.begin)
+    def reasoning_start(self, prompt: str) -> ReasoningStart:
+        """Where reasoning begins after a rendered prompt."""
+        end = prompt[-_END_CHARS:].rstrip()
+        if self.reasoning is None or end.endswith(self.reasoning.end):
+            return ReasoningStart.NONE
+        opened = end.endswith(self.reasoning.begin)
+        return ReasoningStart.OPENED if opened else ReasoningStart.POSSIBLE
 
     def _escaped(self, message: dict[str, Any]) -> dict[str, Any]:
         escape = self._tokenizer.escape
@@ -260,23 +272,20 @@ class ChatFormat:
 
     def _call_id(self, call_id: str) -> str:
         """Mistral's templates refuse ids that are not nine letters and digits."""
-        if self.tools is not MISTRAL or (len(call_id) == 9 and call_id.isalnum()):
+        if self.call_id_chars is None or (len(call_id) == 9 and call_id.isalnum()):
             return call_id
         return "".join(filter(str.isalnum, call_id))[-9:].rjust(9, "0")
 
     @property
     def call_id_chars(self) -> int | None:
         """Length of the ids of calls, which have letters and digits only; None: any ids."""
-        return 9 if self.tools is MISTRAL else None
+        return 9 if self.tools is not None and self.tools.reader is MistralCalls else None
 
     # ---- Answers.
 
-    def parsing(self, use: ToolUse, *, opened: bool) -> AnswerParsing | None:
-        """How to read answers; None if they are nothing but text.
-
-        use: without tools that may be called, calls stay text.
-        opened: see `opens_reasoning`.
-        """
+    def parsing(self, use: ToolUse, start: ReasoningStart) -> AnswerParsing | None:
+        """How to read answers; None if they are nothing but text. Without tools that may be called,
+        calls stay text."""
         if not use.allowed and self.reasoning is None:
             return None
         tools = self.tools if use.allowed else None
@@ -286,6 +295,7 @@ class ChatFormat:
             reasoning = calls = None
             if self.reasoning is not None:
                 begin, end = map(self._as_shown, self.reasoning.markers)
+                opened = start is ReasoningStart.OPENED
                 reasoning = ReasoningReader(begin, end, opened=opened)
             if tools is not None:
                 begin, end = self._as_shown(tools.begin), self._as_shown(tools.end)
@@ -293,6 +303,68 @@ class ChatFormat:
             return AnswerParser(reasoning, calls)
 
         return AnswerParsing(parser, functools.partial(IncrementalDetokenizer, self._table))
+
+    def grammar(
+        self, rules: str | None, answer: Grammar | None, start: ReasoningStart
+    ) -> Grammar | None:
+        """What answers must match, from the first token on; None if they are free.
+
+        rules: of `answer_rules`.
+        answer: what the client asks for, the same as there.
+
+        Raises InvalidRequestError if they cannot be combined.
+        """
+        if rules is None and (answer is None or start is ReasoningStart.NONE):
+            return answer
+        after = ""
+        if start is ReasoningStart.OPENED and self.reasoning is not None:
+            after = self.reasoning.end
+        if rules is None:
+            assert answer is not None
+            if after:
+                return replace(answer, after=after)
+            rules = f"main: {_nested(answer)}"
+        if start is ReasoningStart.NONE:
+            head = "start: main"
+        elif after:
+            head = f"start: GAP main\n{_GAP}"
+        else:
+            head = f"start: (reasoning GAP)? main\n{_GAP}\n{self._reasoning_rules()}"
+        param = "tools" if answer is None else answer.param
+        return Grammar(f"{head}\n{rules}", after, param)
+
+    def answer_rules(self, use: ToolUse, answer: Grammar | None) -> str | None:
+        """The rules of answers with tool calls, without reasoning; None if they need none.
+
+        answer: what the client asks for; calls are then an alternative to it.
+
+        The work grows with the schemas of the tools. Raises InvalidRequestError naming the field
+        that cannot be enforced.
+        """
+        if self.tools is None or not (use.enforced or (use.allowed and answer is not None)):
+            return None
+        markers = {"BEGIN": self.tools.begin, "END": self.tools.end, "ARGS": "[ARGS]"}
+        grammar = CallGrammar(
+            self.tools.syntax, use, {name: self._in_rule(text) for name, text in markers.items()}
+        )
+        if use.required:
+            return grammar.required("main")
+        if answer is not None:
+            return f"main: calls | {_nested(answer)}\n{grammar.required('calls', marked=True)}"
+        return grammar.free("main")
+
+    def _reasoning_rules(self) -> str:
+        assert self.reasoning is not None
+        begin, end = map(self._in_rule, self.reasoning.markers)
+        if begin.startswith("<") and end.startswith("<"):
+            return f"reasoning: {begin} THOUGHTS {end}\nTHOUGHTS: /(.|\\n)*/"
+        return f"reasoning[lazy]: {begin} /(.|\\n)*/ {end}"
+
+    def _in_rule(self, marker: str) -> str:
+        """How a marker is written in a grammar; nothing if it is empty."""
+        if marker in self._controls:
+            return f"<[{self._tokenizer.added_token(marker)}]>"
+        return literal(marker) if marker else ""
 
     def _as_shown(self, marker: str) -> str:
         return CONTROL + marker if marker in self._controls else marker

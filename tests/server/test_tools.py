@@ -5,53 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bros.server.batches.rows import EngineRowHandler, RowRunner
 from support import chat_templates
 from support.scripted_server import CHATML, Server, assert_envelope, chunks
-
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather in a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-        },
-    },
-}
-TIME = {"type": "function", "function": {"name": "get_time"}}
-TOOLS = [WEATHER, TIME]
-PARIS = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-NOW = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
-HERMES_TOKENS = {"<tool_call>": False, "</tool_call>": False, "<think>": False, "</think>": False}
-
-CALLS_BY_FORMAT = {
-    "hermes": (chat_templates.HERMES, HERMES_TOKENS, PARIS),
-    "hermes, no tokens": (chat_templates.HERMES, {}, PARIS),
-    "hermes, special": (chat_templates.HERMES, dict.fromkeys(HERMES_TOKENS, True), PARIS),
-    "described": (CHATML, {}, PARIS),
-    "llama3": (
-        chat_templates.LLAMA3,
-        {"<|python_tag|>": True},
-        '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}',
-    ),
-    "mistral": (
-        chat_templates.MISTRAL,
-        {"[TOOL_CALLS]": True},
-        '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}}]',
-    ),
-    "mistral, newer": (
-        chat_templates.MISTRAL,
-        {"[TOOL_CALLS]": True, "[ARGS]": True, "[CALL_ID]": True},
-        '[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]{"city": "Paris"}',
-    ),
-    "pythonic": (chat_templates.PYTHONIC, {}, "[get_weather(city='Paris')]"),
-}
+from support.session_server import SessionClient, keeping
+from support.tool_cases import CALLS_BY_FORMAT, HERMES_TOKENS, NOW, PARIS, TIME, TOOLS, WEATHER
 
 
 @contextlib.asynccontextmanager
@@ -381,6 +344,43 @@ async def test_a_template_with_a_format_of_its_own_needs_the_flag() -> None:
     async with serving(PARIS, chat_templates.OTHER, {}, tool_format="hermes") as server:
         assert named((await choice_of(server))["message"])
         assert "<tools>" in await prompt_of(server, ASKED)
+
+
+# ---- Other ways to the same answers.
+
+
+async def test_best_effort_requests_and_rows_of_batches_call_tools(tmp_path: Path) -> None:
+    async with serving(PARIS) as server:
+        choice = await choice_of(server, service_tier="flex")
+        assert named(choice["message"])
+        handler = EngineRowHandler(RowRunner(server.state))
+        body = {"messages": ASKED, "tools": TOOLS}
+        handler.check("/v1/chat/completions", body)
+        reply = await handler.answer(
+            "/v1/chat/completions", body, request_id="r", tenant="", due_in_s=60.0
+        )
+    assert reply.status_code == 200
+    (choice,) = json.loads(reply.body)["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert named(choice["message"]) == [("get_weather", {"city": "Paris"})]
+
+
+async def test_sessions_connect_a_call_with_what_was_done_with_it() -> None:
+    async with serving("") as server, keeping(server):
+        server.engine.texts = [PARIS, "Sunny."]
+        headers = {"x-bros-session": "app"}
+        body: dict[str, Any] = {"messages": ASKED, "tools": TOOLS}
+        first = await server.http.post("/v1/chat/completions", json=body, headers=headers)
+        message = first.json()["choices"][0]["message"]
+        call_id = message["tool_calls"][0]["id"]
+        result = {"role": "tool", "tool_call_id": call_id, "content": "Sunny"}
+        body["messages"] = [*ASKED, message, result]
+        await server.http.post("/v1/chat/completions", json=body, headers=headers)
+        graph = await SessionClient(server.http, "app").graph()
+        values = (await server.http.get("/v1/sessions/app/variables")).json()["data"]
+    assert [call["state"] for call in graph["requests"]] == ["finished", "finished"]
+    assert [call["depth"] for call in graph["requests"]] == [0, 1]
+    assert values[0]["value"] == '\nget_weather({"city": "Paris"})'
 
 
 # ---- The fields of requests.

@@ -47,8 +47,9 @@ from bros.server.openai.stream import (
 )
 from bros.server.state import ServerState
 from bros.text.answers import AnswerParsing
-from bros.text.chat_format import NO_TOOLS, Tool, ToolUse
+from bros.text.chat_format import ReasoningStart
 from bros.text.tokenizer import Tokenizer
+from bros.text.tools import NO_TOOLS, Tool, ToolUse
 
 # ---- Unsupported fields that would change the answer.
 #
@@ -342,10 +343,10 @@ def _check_bytes(text: str, param: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """opens_reasoning: it ends with the marker of reasoning, so the answer begins with it."""
+    """reasoning: where that of the answer begins."""
 
     token_ids: list[int]
-    opens_reasoning: bool
+    reasoning: ReasoningStart
 
 
 async def encode_chat(
@@ -389,7 +390,7 @@ async def encode_chat(
                 limit=limit,
                 escaped=not allow_special_tokens,
             )
-            return ChatPrompt(token_ids, state.chat_format.opens_reasoning(text))
+            return ChatPrompt(token_ids, state.chat_format.reasoning_start(text))
         except PromptTooLongError as error:
             raise PromptTooLongError(
                 error.prompt_tokens, error.max_model_len, "messages", exact=False
@@ -449,27 +450,18 @@ def tool_use(definitions: Sequence[ToolDefinition] | None, choice: ToolChoice | 
         raise InvalidRequestError(message, param="tool_choice", code="invalid_value")
     return ToolUse(
         tools=tuple(
-            Tool(each.name, each.description or "", each.parameters or {}, each.strict is True)
-            for each in functions
+            Tool(
+                each.name,
+                each.description or "",
+                each.parameters or {},
+                each.strict is True,
+                param=f"tools[{i}].function.parameters",
+            )
+            for i, each in enumerate(functions)
         ),
         allowed=frozenset(allowed),
         required=required,
     )
-
-
-def _refuse_enforcement(use: ToolUse) -> None:
-    if use.required:
-        raise InvalidRequestError(
-            "'tool_choice' can be 'auto' or 'none'; calls cannot be enforced yet.",
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
-    if any(tool.strict for tool in use.tools):
-        raise InvalidRequestError(
-            "'strict' is not supported yet; leave it out.",
-            param="tools",
-            code="unsupported_parameter",
-        )
 
 
 def template_variables(
@@ -552,10 +544,12 @@ class ChatCall:
         self.body = _validated(state, ChatCompletionRequest, fields, _CHAT_UNSUPPORTED)
         self.sampling = _chat_sampling(self.body)
         self.tool_use = tool_use(self.body.tools, self.body.tool_choice)
-        _refuse_enforcement(self.tool_use)
         if self.body.parallel_tool_calls is False:
             self.tool_use = replace(self.tool_use, parallel=False)
-        self._opens_reasoning = False
+        self._reasoning = ReasoningStart.NONE
+        self._answer_grammar = self.sampling.grammar
+        self._rules = state.chat_format.answer_rules(self.tool_use, self._answer_grammar)
+        self._use_grammar(ReasoningStart.NONE)  # for those who check it without a prompt
 
     async def prompts(self, tenant: str) -> list[list[int]]:
         body, limit = self.body, self._state.engine.info.max_model_len
@@ -571,11 +565,17 @@ class ChatCall:
         if not prompt.token_ids:
             raise InvalidRequestError("The messages result in an empty prompt.", param="messages")
         check_size([prompt.token_ids], self.sampling)
-        self._opens_reasoning = prompt.opens_reasoning
+        self._reasoning = prompt.reasoning
+        self._use_grammar(prompt.reasoning)
         return [prompt.token_ids]
 
+    def _use_grammar(self, start: ReasoningStart) -> None:
+        grammar = self._state.chat_format.grammar(self._rules, self._answer_grammar, start)
+        if grammar is not self.sampling.grammar:
+            self.sampling = self.sampling.with_changes(grammar=grammar)
+
     def parsing(self) -> AnswerParsing | None:
-        return self._state.chat_format.parsing(self.tool_use, opened=self._opens_reasoning)
+        return self._state.chat_format.parsing(self.tool_use, self._reasoning)
 
     def reply(
         self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer

@@ -90,9 +90,9 @@ class Exchange:
         """Submit all prompts. Raises what `Call.prompts`, ServerState.check_grammar and
         TextGenerator.start raise."""
         state, call = self._state, self._call
+        prompts = await call.prompts(self._tenant)
         with renaming_fields(call.field_names):
             await state.check_grammar(self._tenant, call.sampling.grammar)
-        prompts = await call.prompts(self._tenant)
         generation = await state.generator.start(
             prompts,
             call.sampling,

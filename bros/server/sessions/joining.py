@@ -16,11 +16,13 @@ from bros.semantic.service.runner import PlainCall
 from bros.server.openai.calls import Call, to_milliseconds
 from bros.server.openai.schema import (
     ChatCompletionRequest,
+    ChatMessage,
     CompletionRequest,
     GenerationRequest,
 )
 from bros.server.operations.metrics import RequestObserver
 from bros.server.state import ServerState
+from bros.text.answers import ParsedAnswer
 from bros.text.generation import TextDelta
 
 _SESSION_HEADERS = ("x-bros-session", "x-dynamo-session-id")
@@ -74,7 +76,7 @@ def _inputs(request: Request, fields: Mapping[str, Any]) -> Sequence[str]:
 
 def _prompt(body: GenerationRequest, inputs: Sequence[str]) -> PlainPrompt:
     if isinstance(body, ChatCompletionRequest):
-        contents = [(message.role, message.content or "") for message in body.messages]
+        contents = [(message.role, _text(message)) for message in body.messages]
         return PlainPrompt(
             texts=[text for role, text in contents if role != "assistant"],
             replies=[text for role, text in contents if role == "assistant"],
@@ -83,6 +85,18 @@ def _prompt(body: GenerationRequest, inputs: Sequence[str]) -> PlainPrompt:
     prompts = body.prompt if isinstance(body, CompletionRequest) else ()
     texts = [prompts] if isinstance(prompts, str) else prompts
     return PlainPrompt(texts=[text for text in texts if isinstance(text, str)], inputs=inputs)
+
+
+def _text(message: ChatMessage) -> str:
+    """What the session knows of a message: its text, and its calls as in SessionObserver."""
+    calls = [
+        _call_text(call.function.name, call.function.arguments) for call in message.tool_calls or ()
+    ]
+    return (message.content or "") + "".join(calls)
+
+
+def _call_text(name: str, arguments: str) -> str:
+    return f"\n{name}({arguments})"
 
 
 def _find(
@@ -113,7 +127,7 @@ def deadline_ms(fields: Mapping[str, Any]) -> float | None:
 
 class SessionObserver:
     """Passes the deltas of a request to its session and to the metrics' observer. The session gets
-    the text of the first choice."""
+    the text of the first choice, and after it the tool calls."""
 
     def __init__(
         self,
@@ -129,6 +143,7 @@ class SessionObserver:
         self._open = num_choices
         self._begun = False
         self._texts: list[str] = []
+        self._answer = ParsedAnswer()
         self._output_tokens = 0
         self._cached_tokens = 0
 
@@ -137,13 +152,15 @@ class SessionObserver:
         self._add(delta.index, delta.text, len(delta.token_ids))
         if delta.index == 0:
             self._cached_tokens = delta.cached_tokens
+            self._answer.add(delta.parts)
         if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             self._session_call.failed(delta.error or "The engine ended the request.")
         elif delta.finish_reason is not None:
             self._open -= 1
             if not self._open:
+                calls = [_call_text(call.name, call.arguments) for call in self._answer.calls]
                 self._session_call.finished(
-                    "".join(self._texts),
+                    "".join([*self._texts, *calls]),
                     prompt_tokens=self._prompt_tokens,
                     cached_tokens=self._cached_tokens,
                     output_tokens=self._output_tokens,
