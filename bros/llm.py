@@ -8,6 +8,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.core.errors import EngineDeadError, InvalidRequestError
 from bros.core.loop_thread import LoopThread
@@ -16,6 +17,7 @@ from bros.executor.model_store import default_cache_dir
 from bros.terminal import progress_bar
 from bros.text.contexts import Contexts, GenerationJob, TokenContext
 from bros.text.generation import ChoiceResult, collect, shifted_seed
+from bros.text.pooling import PoolingInput, TextPooler, check_dimensions, embedding_of
 from bros.transport.local import LocalEngine, open_local
 
 Prompt = str | Sequence[int]
@@ -140,6 +142,34 @@ class LLM:
             for context, prompt, sampling in zip(contexts, many, each, strict=True)
         ]
         return self._run(self._contexts.generate(jobs))
+
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        service_class: ServiceClass = ServiceClass.RT,
+    ) -> list[list[float]]:
+        """The embedding of each text, or token ids, as in /v1/embeddings.
+
+        dimensions: cut embeddings to so many numbers; only for models that are trained for it.
+        Raises InvalidRequestError, PromptTooLongError, or BrosError if a request fails.
+        """
+        many = _several(texts)
+        client, tokenizer = self._engine.client, self._engine.tokenizer
+        info = client.info.embedding
+        if info is None or info.pooling not in client.info.poolings:
+            raise InvalidRequestError("This model computes no embeddings.", param="model")
+        check_dimensions(dimensions, info)
+        inputs = [
+            PoolingInput(tokenizer.encode(text) if isinstance(text, str) else list(text))
+            for text in many
+        ]
+        pooler = TextPooler(client, SystemClock(), self._engine.ids)
+        results = self._run(
+            pooler.run(inputs, info.pooling, service_class=service_class, param="texts")
+        )
+        return [embedding_of(each.values, info, dimensions).tolist() for each in results]
 
     def close(self) -> None:
         """Stop the engine and free its memory. May be called twice."""
@@ -291,6 +321,13 @@ class Context:
         if not isinstance(prompt, str):
             return list(prompt)
         return self._llm._engine.tokenizer.encode(prompt, add_special_tokens=not len(self))
+
+
+def _several(texts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One text, or its token ids, as a list of one."""
+    if isinstance(texts, str) or (texts and isinstance(texts[0], int)):
+        return [cast(Prompt, texts)]
+    return cast(Sequence[Prompt], texts)
 
 
 def _one_per_prompt(

@@ -21,12 +21,19 @@ from bros.batch.objects import (
 )
 from bros.core.errors import InvalidRequestError, NotFoundError
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
+)
 """Endpoints that rows can use."""
 
 KNOWN_ENDPOINTS = (
     *ENDPOINTS,
-    "/v1/embeddings",
     "/v1/moderations",
     "/v1/images/generations",
     "/v1/images/edits",

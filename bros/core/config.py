@@ -240,6 +240,11 @@ class EngineConfig(_Checked):
         512, "maximum waiting requests per class, which tenants share; more get HTTP 429", low=1
     )
     seed: int = option(0, "seed for requests that name none", low=0)
+    pooling: str = option(
+        "auto",
+        "hidden states that become an embedding: of the last or first token, or their mean",
+        choices=("auto", "last", "mean", "first"),
+    )
     threads: int | None = option(
         None,
         "CPU threads per rank; default: all cores, divided among the ranks",

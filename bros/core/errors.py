@@ -41,12 +41,17 @@ class PromptTooLongError(InvalidRequestError):
         param: str = "messages",
         *,
         exact: bool = True,
+        generates: bool = True,
     ) -> None:
-        """exact: False if counting stopped once the prompt was certainly too long."""
+        """exact: False if counting stopped once the prompt was certainly too long.
+        generates: False if it is not a prompt of a text to generate.
+        """
         count = str(prompt_tokens) if exact else f"more than {prompt_tokens - 1}"
         super().__init__(
             f"This model's maximum context length is {max_model_len} tokens, but the prompt has "
-            f"{count} tokens and at least one token must be generated.",
+            f"{count} tokens and at least one token must be generated."
+            if generates
+            else f"This model takes at most {max_model_len} tokens, but a text has {count} tokens.",
             param=param,
             code="context_length_exceeded",
         )

@@ -12,6 +12,7 @@ from bros.core.request import (
     EngineRequest,
     FinishReason,
     Output,
+    Pooling,
     RequestOutput,
     ServiceClass,
     Slo,
@@ -59,6 +60,24 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingInfo:
+    """What a model computes of texts beside generating.
+
+    pooling: which hidden states become the embedding.
+    normalized: embeddings have length 1.
+    size: numbers of an embedding.
+    dimensions: sizes to which embeddings may be cut; empty: any; None: none.
+    scores: it has a head that scores a text, or a pair of texts.
+    """
+
+    pooling: Pooling
+    normalized: bool
+    size: int
+    dimensions: tuple[int, ...] | None = None
+    scores: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """Facts about an engine that do not change while it runs.
 
@@ -66,6 +85,9 @@ class EngineInfo:
     grouping: which shared prefixes kernels read once; None if each row reads its own.
     tp: number of ranks.
     prices: None if the engine has no cost model.
+    generates: whether the model generates text.
+    embedding: None if the engine computes none, as in simulations.
+    whole_prompts: a prompt is computed in one step, and its KV is not kept (encoders).
     """
 
     model: str
@@ -85,6 +107,19 @@ class EngineInfo:
     grouping: Grouping | None = None
     tp: int = 1
     prices: Prices | None = None
+    generates: bool = True
+    embedding: EmbeddingInfo | None = None
+    whole_prompts: bool = False
+
+    @property
+    def poolings(self) -> frozenset[Pooling]:
+        """What it can compute of a text."""
+        found = self.embedding
+        if found is None:
+            return frozenset()
+        if self.generates:
+            return frozenset({Pooling.LAST, Pooling.MEAN})
+        return frozenset({Pooling.SCORE} if found.scores else set(Pooling) - {Pooling.SCORE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from bros.core.request import PromptLogprobs, SamplingParams, TokenLogprobs
+from bros.core.request import (
+    PooledTokens,
+    Pooling,
+    PromptLogprobs,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 # The records below that are made per row and step are not frozen, because that would triple the
 # time to make them. No code changes them afterwards.
@@ -95,12 +101,16 @@ class Readout:
     first, end: the tokens of the chunk whose hidden states are read.
     targets: one token per position: the prompt token after it, whose log-probability is asked for.
     top: how many of the most likely tokens are asked for as well.
+    pooling: the hidden states are summed for an embedding, or scored; there are no targets.
+    second_from: as in EngineRequest.
     """
 
     first: int
     end: int
-    targets: Sequence[int]
-    top: int
+    targets: Sequence[int] = ()
+    top: int = 0
+    pooling: Pooling | None = None
+    second_from: int | None = None
 
 
 @dataclass(slots=True)
@@ -211,15 +221,16 @@ class ReadPositions:
     request_id: str
     end: int
     prompt_logprobs: PromptLogprobs | None = None
+    pooled: PooledTokens | None = None
     error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step has produced, in plan order.
+    """What a step has produced.
 
-    samples: one for each chunk with a sample spec.
-    readouts: one for each chunk with a readout.
+    samples: one for each chunk with a sample spec, in plan order.
+    readouts: one for each chunk with a readout, in any order.
     """
 
     step: int

@@ -51,6 +51,16 @@ class FinishReason(enum.StrEnum):
         return self in (FinishReason.STOP, FinishReason.LENGTH)
 
 
+class Pooling(enum.StrEnum):
+    """Which hidden states of a text become its embedding: that of the last token, the mean of all,
+    or that of the first token. SCORE: the one number of a model's score head."""
+
+    LAST = "last"
+    MEAN = "mean"
+    FIRST = "first"
+    SCORE = "score"
+
+
 @dataclass(frozen=True, slots=True)
 class Slo:
     """Service-level objectives of one request in seconds; None takes the server's default.
@@ -311,6 +321,8 @@ class EngineRequest:
         next token's deadline counts from the submission to this engine.
     num_read: number of positions at the start of the prompt whose readouts (see plan.Readout)
         another engine has delivered.
+    pooling: it is for an embedding or a score of its prompt, and generates no token.
+    second_from: with `pooling`, where the second of two texts begins; None if there is only one.
     """
 
     request_id: str
@@ -327,11 +339,21 @@ class EngineRequest:
     hints: Hints = NO_HINTS
     resumed: int = 0
     num_read: int = 0
+    pooling: Pooling | None = None
+    second_from: int | None = None
 
     @property
     def samples(self) -> bool:
         """Whether it generates tokens."""
-        return not self.prefill_only and self.sampling.max_tokens != 0
+        has_none = self.prefill_only or self.pooling is not None
+        return not has_none and self.sampling.max_tokens != 0
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether results need hidden states of positions before the last."""
+        if self.pooling is None:
+            return self.sampling.prompt_logprobs is not None
+        return self.pooling is not Pooling.LAST
 
     @property
     def kv_salt(self) -> str:
@@ -394,6 +416,18 @@ class PromptLogprobs:
             yield PromptTokenLogprobs(ids[0], values[0], best, rank)
 
 
+@dataclass(frozen=True, slots=True)
+class PooledTokens:
+    """The sum of the hidden states of `count` positions up to `end`, or a score (Pooling.SCORE).
+
+    values: fp32, packed in the order of this machine.
+    """
+
+    end: int
+    count: int
+    values: bytes
+
+
 @dataclass(slots=True, kw_only=True)  # not frozen: see plan.py
 class RequestOutput:
     """One request's output of one step. The last output has a finish_reason.
@@ -404,6 +438,7 @@ class RequestOutput:
     cached_tokens: in the first output that has tokens or is the last: prompt tokens that were in
         the prefix cache.
     prompt_logprobs: of the next prompt tokens, if requested; those of one step in one piece.
+    pooled: of the next positions, for EngineRequest.pooling.
     error: with finish_reason ERROR: why the request failed.
     retry_after_s: with finish_reason ERROR: the request was dropped for lack of capacity; the
         client may retry after this many seconds.
@@ -415,6 +450,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    pooled: tuple[PooledTokens, ...] = ()
     error: str | None = None
     retry_after_s: float | None = None
 
@@ -426,6 +462,8 @@ class RequestOutput:
     @property
     def num_read(self) -> int:
         """One more than the last position of its readouts; 0 without readouts."""
+        if self.pooled:
+            return self.pooled[-1].end
         last = self.prompt_logprobs[-1] if self.prompt_logprobs else None
         return 0 if last is None else last.first - 1 + len(last)
 

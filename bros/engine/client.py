@@ -99,6 +99,7 @@ def merged(first: RequestOutput, then: RequestOutput) -> RequestOutput:
         finish_reason=then.finish_reason,
         cached_tokens=max(first.cached_tokens, then.cached_tokens),
         prompt_logprobs=first.prompt_logprobs + then.prompt_logprobs,
+        pooled=first.pooled + then.pooled,
         error=then.error,
         retry_after_s=then.retry_after_s,
     )

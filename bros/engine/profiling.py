@@ -17,6 +17,7 @@ from bros.core.interfaces import EngineInfo, Executor, Grouping
 from bros.core.plan import Chunk, KvCopies, SampleSpec, SharedPrefix, StepPlan
 from bros.core.request import SamplingParams
 from bros.executor.models.layers import token_padding
+from bros.scheduler.build import step_bounds
 from bros.scheduler.cost_model import CostModel
 from bros.scheduler.fitting import ChunkShape, CopySample, Fit, Sample, StepShape, fit, with_copies
 from bros.scheduler.profiles import (
@@ -60,7 +61,7 @@ class StepLimits:
 
     @classmethod
     def of(cls, config: EngineConfig, info: EngineInfo) -> StepLimits:
-        rows, tokens = config.step_bounds(info.device)
+        rows, tokens = step_bounds(config, info)
         return cls(
             tokens=tokens,
             rows=min(rows, tokens),

@@ -34,7 +34,8 @@ class StepInputs:
     sample_rows: [samples], the tokens whose hidden states become logits.
     samples: (request id, how to sample) of each of these tokens, in plan order.
     read_rows: [read], the tokens whose hidden states are read for readouts.
-    readouts: of the chunks that have one, in plan order.
+    num_scored: how many of these, the first ones, need logits; the others are pooled.
+    readouts: of the chunks that have one, in the order of read_rows; empty on ranks other than 0.
     """
 
     token_ids: Tensor
@@ -44,6 +45,7 @@ class StepInputs:
     sample_rows: Tensor
     samples: tuple[tuple[str, SampleSpec], ...]
     read_rows: Tensor = _NO_ROWS
+    num_scored: int = 0
     readouts: tuple[ReadRequest, ...] = ()
 
 
@@ -75,7 +77,7 @@ def build_inputs(plan: StepPlan) -> StepInputs:
             -1, SEGMENT_WIDTH
         ),
     )
-    readouts, read_rows = _readouts(plan, query_start)
+    readouts, read_rows, num_scored = read_inputs(plan, query_start)
     return StepInputs(
         token_ids=_tensor(token_ids),
         positions=torch.from_numpy(positions),
@@ -86,25 +88,30 @@ def build_inputs(plan: StepPlan) -> StepInputs:
             [(chunk.request_id, chunk.sample) for chunk in chunks if chunk.sample is not None]
         ),
         read_rows=read_rows,
+        num_scored=num_scored,
         readouts=readouts,
     )
 
 
-def _readouts(
+def read_inputs(
     plan: StepPlan, query_start: NDArray[np.int32]
-) -> tuple[tuple[ReadRequest, ...], Tensor]:
-    """The readouts of a plan, and the rows that they read."""
+) -> tuple[tuple[ReadRequest, ...], Tensor, int]:
+    """(readouts, read_rows, num_scored) of a plan. query_start: the first token of each chunk."""
     found = [(row, chunk) for row, chunk in enumerate(plan.chunks) if chunk.readout is not None]
     if not found:
-        return (), _NO_ROWS
-    requests, rows = [], []
+        return (), _NO_ROWS, 0
+    scored: list[tuple[ReadRequest, NDArray[np.int32]]] = []
+    pooled: list[tuple[ReadRequest, NDArray[np.int32]]] = []
     for row, chunk in found:
         readout = chunk.readout
         assert readout is not None
-        requests.append(ReadRequest(chunk.request_id, chunk.start, readout))
         at = query_start[row]
-        rows.append(np.arange(at + readout.first, at + readout.end, dtype=np.int32))
-    return tuple(requests), torch.from_numpy(np.concatenate(rows))
+        rows = np.arange(at + readout.first, at + readout.end, dtype=np.int32)
+        request = ReadRequest(chunk.request_id, chunk.start, readout)
+        (scored if readout.pooling is None else pooled).append((request, rows))
+    num_scored = sum(len(rows) for _, rows in scored)
+    requests, each = zip(*scored, *pooled, strict=True)
+    return requests, torch.from_numpy(np.concatenate(each)), num_scored
 
 
 def with_shared_parts(batch: AttentionBatch, shared: Sequence[SharedPrefix]) -> AttentionBatch:
@@ -207,6 +214,7 @@ class InputUploader:
             sample_rows,
             inputs.samples,
             read_rows,
+            inputs.num_scored,
             inputs.readouts,
         )
 

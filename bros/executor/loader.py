@@ -16,7 +16,7 @@ from bros.core.config import EngineConfig, parse_bytes
 from bros.core.errors import ConfigError, ModelError
 from bros.core.interfaces import EngineInfo
 from bros.core.plan import Chunk, SampleSpec, StepPlan
-from bros.core.request import SamplingParams
+from bros.core.request import Pooling, SamplingParams
 from bros.executor.cuda.graphs import CudaGraphCapture, GraphSizes, StepGraphs, capture_or_warn
 from bros.executor.cuda.kv_storage import CopyBuffers, cuda_kv_storage
 from bros.executor.inputs import InputUploader
@@ -31,6 +31,8 @@ from bros.executor.kv_storage import (
 from bros.executor.model_store import ModelFiles
 from bros.executor.models.build import build_decoder
 from bros.executor.models.decoder import Decoder
+from bros.executor.models.encoder import ENCODERS
+from bros.executor.models.pooling import embedding_info
 from bros.executor.models.spec import ModelSpec
 from bros.executor.parallel.ranks import SINGLE_RANK, Ranks
 from bros.executor.parallel.sharding import shards_of
@@ -195,11 +197,27 @@ def load_executor(
     Raises ModelError if the model cannot be read or is not supported, ConfigError if the machine,
     the model or the KV cache cannot satisfy an option, and RanksLostError.
     """
-    settings = _read_json(files.folder / "config.json")
+    settings = model_settings(files)
     spec = ModelSpec.from_config(settings)
     eos = _eos_token_ids(files.folder, settings, spec.vocab_size)
+    default = Pooling.LAST
+    embedding = embedding_info(config.pooling, files.folder, settings, spec.hidden_size, default)
+    if embedding.pooling is Pooling.FIRST:
+        raise ConfigError("--pooling first: the first token of a decoder knows no other token")
     with WeightSource(files.folder) as source:
-        return _Loader(config, spec, source, ranks).load(files.name, eos)
+        runner, info = _Loader(config, spec, source, ranks).load(files.name, eos)
+    return runner, replace(info, embedding=embedding)
+
+
+def is_encoder(files: ModelFiles) -> bool:
+    """Whether `encoder_runner.load_encoder` loads this model, and not `load_executor`."""
+    names = model_settings(files).get("architectures") or [""]
+    return names[0] in ENCODERS
+
+
+def model_settings(files: ModelFiles) -> dict[str, Any]:
+    """The model's config.json. Raises ModelError."""
+    return _read_json(files.folder / "config.json")
 
 
 def random_executor(

@@ -1,8 +1,9 @@
-"""Reads hidden states of prompts: log-probabilities of prompt tokens, slice by slice.
+"""Reads hidden states of prompts: log-probabilities of prompt tokens, and sums for embeddings.
 
-    hidden states of a step   [ sampled | read: slice | slice | ... ]
-                                  |           |
-                                logits   logits [rows, vocab] -> a few numbers per row
+    hidden states of a step   [ sampled | scored: slice | slice | ... | pooled ]
+                                  |             |                        |
+                                logits   logits [rows, vocab]          one vector per chunk
+                                         -> a few numbers per row
 
 The logits of a whole prompt would take gigabytes (2,000 tokens x 150,000 of a vocabulary), so only
 those of one slice exist at a time.
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bros.core.plan import Readout, ReadPositions
-from bros.core.request import PromptLogprobs
+from bros.core.request import PooledTokens, PromptLogprobs
 from bros.executor.models.layers import Linear
 from bros.kernels.staging import copy_to_host, to_device
 
@@ -41,8 +42,8 @@ class ReadRequest(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class PendingReads:
-    """Results of a step's readouts, being copied to the host.
+class PendingScores:
+    """Log-probabilities of a step, being copied to the host.
 
     logprobs: fp32 [rows, 1 + top], of the target and of the most likely tokens.
     tokens: int32 [rows, 1 + top], of the same tokens.
@@ -75,15 +76,16 @@ class PendingReads:
         return ReadPositions(name, end, PromptLogprobs(first, readout.top, tokens, values, ranks))
 
 
-def read_hidden(
+def score_hidden(
     hidden: Tensor,
     lm_head: Linear,
     requests: Sequence[ReadRequest],
     vocab_size: int,
     should_abort: Callable[[], bool] | None = None,
-) -> PendingReads | None:
-    """Start reading the hidden states [rows, hidden] of all readouts of a step.
+) -> PendingScores | None:
+    """Start computing the log-probabilities that a step's readouts ask for.
 
+    hidden: [rows, hidden].
     requests: their rows follow each other; empty on ranks other than 0, which only take part in
         computing logits.
     should_abort: called before each slice; if it returns True, the result is None.
@@ -101,13 +103,13 @@ def read_hidden(
             parts += _reduced(logits, targets[first : first + size], min(top, vocab_size))
     if not parts:
         nothing = torch.empty(0)
-        return PendingReads((), nothing, nothing, nothing)
+        return PendingScores((), nothing, nothing, nothing)
     logprobs, tokens, ranks = (copy_to_host(torch.cat(part)) for part in zip(*parts, strict=True))
-    return PendingReads(requests, logprobs, tokens, ranks)
+    return PendingScores(requests, logprobs, tokens, ranks)
 
 
 def _reduced(logits: Tensor, targets: Tensor, top: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(logprobs, tokens, ranks) as in PendingReads of rows of logits, in one or more parts."""
+    """(logprobs, tokens, ranks) as in PendingScores of rows of logits, in one or more parts."""
     rows = len(logits)
     if not logits.is_cuda:
         rows = max(1, _CACHED_BYTES // (4 * logits.shape[1]))
@@ -124,3 +126,40 @@ def _log_softmax(logits: Tensor, targets: Tensor, top: int) -> tuple[Tensor, Ten
     best, tokens = logits.topk(top, dim=1)
     logprobs = torch.cat((chosen, best), 1) - norm
     return logprobs, torch.cat((targets, tokens), 1).int(), ranks
+
+
+@dataclass(frozen=True, slots=True)
+class PendingPools:
+    """Sums of hidden states, or scores, being copied to the host.
+
+    values: fp32 [requests, numbers].
+    """
+
+    requests: Sequence[ReadRequest]
+    values: Tensor
+
+    def finish(self) -> tuple[ReadPositions, ...]:
+        """The results; the copy must be complete."""
+        return tuple(map(self._result, self.requests, self.values))
+
+    def _result(self, request: ReadRequest, values: Tensor) -> ReadPositions:
+        name, start, readout = request
+        end = start + readout.end
+        if not math.isfinite(values.sum().item()):
+            return ReadPositions(name, end, error="the hidden states of the text are not finite")
+        count = readout.end - readout.first
+        pooled = PooledTokens(end, count, values.numpy().tobytes())
+        return ReadPositions(name, end, pooled=pooled)
+
+
+def pool_hidden(hidden: Tensor, requests: Sequence[ReadRequest]) -> PendingPools:
+    """Sum the hidden states [rows, hidden] of each readout. requests: as in `score_hidden`."""
+    if not requests:
+        return PendingPools((), torch.empty(0))
+    counts = [request.readout.end - request.readout.first for request in requests]
+    if max(counts) == 1:
+        return PendingPools(requests, copy_to_host(hidden.float()))
+    owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    sums = torch.zeros(len(counts), hidden.shape[1], device=hidden.device)
+    sums.index_add_(0, to_device(owners, hidden.device), hidden.float())
+    return PendingPools(requests, copy_to_host(sums))

@@ -14,7 +14,7 @@ from bros.executor.cuda.graphs import StepGraphs
 from bros.executor.inputs import InputUploader, PendingTokens, StepInputs, build_inputs
 from bros.executor.kv_storage import KvMemory
 from bros.executor.models.decoder import Decoder
-from bros.executor.readout import PendingReads, read_hidden
+from bros.executor.readout import PendingPools, PendingScores, pool_hidden, score_hidden
 from bros.executor.sampler import DeviceStepSampler, PendingSamples, StepSampler
 
 
@@ -22,15 +22,18 @@ class StepOutputs(NamedTuple):
     """What a step computes on the device.
 
     logits: fp32 [samples, vocab]; [0, vocab] on ranks other than 0.
-    reads: None if the step has no readouts.
+    scores, pooled: of the step's readouts; None if it has none.
     """
 
     logits: Tensor
-    reads: PendingReads | None = None
+    scores: PendingScores | None = None
+    pooled: PendingPools | None = None
 
     def readouts(self) -> tuple[ReadPositions, ...]:
         """The results of the readouts; the device must have ended the step."""
-        return () if self.reads is None else self.reads.finish()
+        if self.scores is None or self.pooled is None:
+            return ()
+        return (*self.scores.finish(), *self.pooled.finish())
 
 
 class ModelRunner:
@@ -132,10 +135,18 @@ class ModelRunner:
         if len(hidden) == num_samples:
             return StepOutputs(decoder.lm_head(hidden))
         logits = decoder.lm_head(hidden[:num_samples])
-        reads = read_hidden(
-            hidden[num_samples:], decoder.lm_head, inputs.readouts, self._vocab_size, should_abort
+        first_pooled = num_samples + inputs.num_scored
+        reads = score_hidden(
+            hidden[num_samples:first_pooled],
+            decoder.lm_head,
+            [request for request in inputs.readouts if request.readout.pooling is None],
+            self._vocab_size,
+            should_abort,
         )
-        return None if reads is None else StepOutputs(logits, reads)
+        if reads is None:
+            return None
+        requests = [request for request in inputs.readouts if request.readout.pooling is not None]
+        return StepOutputs(logits, reads, pool_hidden(hidden[first_pooled:], requests))
 
     def result(self, step: int, outputs: StepOutputs, inputs: StepInputs) -> StepResult:
         """Sample the tokens of a step from its logits, and finish its readouts."""

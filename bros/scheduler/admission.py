@@ -12,7 +12,7 @@ from bros.core.errors import (
     PromptTooLongError,
     QueueFullError,
 )
-from bros.core.request import EngineRequest, ServiceClass, Slo
+from bros.core.request import EngineRequest, Pooling, ServiceClass, Slo
 from bros.scheduler.metrics import ClassCounters
 from bros.scheduler.policies import Policy
 from bros.scheduler.state import Queues, RequestState, arrival_s
@@ -62,6 +62,8 @@ class Limits:
     max_num_seqs: most requests that hold KV memory.
     max_queue: most waiting requests per class, see `Admission.check_queue`.
     eos_token_ids: end-of-sequence tokens of the model.
+    generates: whether the model can generate tokens; else it only computes embeddings or scores.
+    poolings: what it can compute of a text.
     """
 
     max_model_len: int
@@ -69,12 +71,15 @@ class Limits:
     max_num_seqs: int
     max_queue: int
     eos_token_ids: frozenset[int] = frozenset()
+    generates: bool = True
+    poolings: frozenset[Pooling] = frozenset({Pooling.LAST, Pooling.MEAN})
 
     def check(self, request: EngineRequest) -> None:
         """Raise InvalidRequestError or PromptTooLongError if a request can never be served."""
         prompt = request.prompt_token_ids
         if not prompt:
             raise InvalidRequestError("The prompt is empty.", param="prompt")
+        self._check_task(request)
         if len(prompt) + (request.samples or request.prefill_only) > self.max_model_len:
             raise PromptTooLongError(len(prompt), self.max_model_len)
         _check_resumed(request)
@@ -90,6 +95,22 @@ class Limits:
                 )
         if params.logit_bias:
             self._check_ids("logit_bias", min(params.logit_bias), max(params.logit_bias))
+
+    def _check_task(self, request: EngineRequest) -> None:
+        if request.pooling is None and not self.generates:
+            raise InvalidRequestError(
+                "This model generates no text: it only computes embeddings or scores of texts.",
+                param="model",
+                code="model_not_supported",
+            )
+        if request.pooling is not None and request.pooling not in self.poolings:
+            raise InvalidRequestError(
+                f"This model has no embeddings with the pooling {request.pooling.value!r}."
+                if request.pooling is not Pooling.SCORE
+                else "This model has no score head.",
+                param="model",
+                code="model_not_supported",
+            )
 
     def _check_ids(self, param: str, lowest: int, highest: int) -> None:
         if lowest < 0 or highest >= self.vocab_size:

@@ -59,6 +59,12 @@ def without_effect(flags: Sequence[str], policy: str) -> str:
     return f"{', '.join(flags)}: without effect with --policy {policy}"
 
 
+def step_bounds(config: EngineConfig, info: EngineInfo) -> StepBounds:
+    """The bounds of a step. Where prompts are computed whole, the longest one fits."""
+    rows, tokens = config.step_bounds(info.device)
+    return StepBounds(rows, max(tokens, info.max_model_len) if info.whole_prompts else tokens)
+
+
 def build_scheduler(
     config: EngineConfig, info: EngineInfo, model: CostModel | None, *, depth: int = 1
 ) -> Scheduler:
@@ -67,13 +73,15 @@ def build_scheduler(
     `model` may be None unless the policy `needs_cost_model`. Raises ConfigError if options
     contradict each other.
     """
-    bounds = config.step_bounds(info.device)
+    bounds = step_bounds(config, info)
     limits = Limits(
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
         max_num_seqs=bounds.rows,
         max_queue=config.max_queue,
         eos_token_ids=frozenset(info.eos_token_ids),
+        generates=info.generates,
+        poolings=info.poolings,
     )
     counters = {service_class: ClassCounters() for service_class in ServiceClass}
     kv = KvCacheManager(
@@ -112,7 +120,7 @@ def _copies_kv(config: EngineConfig, model: CostModel | None) -> bool:
 def _prefix_cache(
     config: EngineConfig, info: EngineInfo, model: CostModel | None
 ) -> PrefixCache | None:
-    if config.prefix_cache == "off":
+    if config.prefix_cache == "off" or info.whole_prompts:
         return None
     size, protected = info.block_size, int(config.rt_cache_share * info.num_kv_blocks)
     if model is None:
@@ -134,16 +142,17 @@ def _policy(
     counters: Mapping[ServiceClass, ClassCounters],
     depth: int,
 ) -> Policy:
-    bounds = config.step_bounds(info.device)
+    bounds = step_bounds(config, info)
     for kind in _ORDER_POLICIES:
         if kind.name == config.policy:
             if config.overload != "late":
                 raise ConfigError(f"--overload {config.overload} needs --policy bros")
-            return kind(Bounds(rows=bounds.rows, tokens=bounds.tokens))
+            rules = Rules(chunked=not info.whole_prompts)
+            return kind(Bounds(rows=bounds.rows, tokens=bounds.tokens, rules=rules))
     assert model is not None, "this policy predicts step times"
     grouping = info.grouping if model.unique_context_s else None
     predictor = StepTimePredictor(model, grouping=grouping)
-    settings = _settings(config, bounds, depth)
+    settings = _settings(config, bounds, depth, chunked=not info.whole_prompts)
 
     def expected_tokens(state: RequestState, least: float = 0.0) -> int:
         """Output tokens still to come, by the request's hint or the recent mean of its class.
@@ -169,7 +178,9 @@ def _policy(
     return BrosPolicy(settings, predictor, guard, expected_tokens, order)
 
 
-def _settings(config: EngineConfig, bounds: StepBounds, depth: int) -> BrosSettings:
+def _settings(
+    config: EngineConfig, bounds: StepBounds, depth: int, *, chunked: bool
+) -> BrosSettings:
     return BrosSettings(
         rows=bounds.rows,
         tokens=bounds.tokens,
@@ -181,7 +192,7 @@ def _settings(config: EngineConfig, bounds: StepBounds, depth: int) -> BrosSetti
         late=config.late,
         growth=config.batch_growth,
         depth=depth,
-        rules=Rules.paper() if config.packing == "paper" else Rules(),
+        rules=Rules.paper() if config.packing == "paper" else Rules(chunked=chunked),
     )
 
 

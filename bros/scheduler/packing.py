@@ -264,6 +264,9 @@ def _take_in_order(
             packing.passed_over.append((candidate, "prefix"))
             continue
         num_tokens = min(candidate.remaining, tokens_left)
+        if num_tokens < candidate.remaining and not bounds.rules.chunked:
+            packing.passed_over.append((candidate, "tokens"))
+            continue
         if memory.reserve(candidate, num_tokens):
             selected.append((candidate, num_tokens))
             tokens_left -= num_tokens

@@ -187,7 +187,7 @@ class Prefixes:
         if not self._kv.finds_prefixes:
             return 0
         prompt, size = array("i", request.prompt_token_ids), self._kv.block_size
-        most = len(prompt) - 1 if request.sampling.prompt_logprobs is None else request.num_read
+        most = request.num_read if request.reads_prompt else len(prompt) - 1
         keys: list[bytes] = []
         extend_keys(
             keys, prompt, size, most // size, request.kv_salt,
@@ -257,6 +257,5 @@ class Prefixes:
     def _expect(self, state: RequestState, waits: bool) -> None:
         if self._kv.finds_prefixes and state.service_class is ServiceClass.BE:
             # By what was asked, not by what is still to be read: that may change before `dequeue`.
-            looks_up = state.request.sampling.prompt_logprobs is None
-            size = self._kv.block_size
-            self._kv.expect(state.keys(size, state.prompt_len) if looks_up else [], waits)
+            known = 0 if state.request.reads_prompt else state.prompt_len
+            self._kv.expect(state.keys(self._kv.block_size, known), waits)

@@ -413,9 +413,13 @@ class Scheduler:
                 outputs.append(_error_output(state, read.error))
                 continue
             state.num_read = read.end
-            assert read.prompt_logprobs is not None
+            logprobs, pooled = read.prompt_logprobs, read.pooled
             outputs.append(
-                RequestOutput(request_id=read.request_id, prompt_logprobs=(read.prompt_logprobs,))
+                RequestOutput(
+                    request_id=read.request_id,
+                    prompt_logprobs=() if logprobs is None else (logprobs,),
+                    pooled=() if pooled is None else (pooled,),
+                )
             )
         return outputs
 

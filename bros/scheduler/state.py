@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from bros.core.interfaces import GrammarState, RequestTrace, StopRule
 from bros.core.plan import PENDING, Readout, SampleSpec
-from bros.core.request import EngineRequest, FinishReason, ServiceClass, Slo
+from bros.core.request import EngineRequest, FinishReason, Pooling, ServiceClass, Slo
 from bros.kvcache.blocks import Side
 from bros.kvcache.prefix_cache import extend_keys
 from bros.kvcache.sharing import NO_MATCH
@@ -136,8 +136,7 @@ class RequestState:
         self.prompt_len = len(self.token_ids) - request.resumed
         self.num_computed_tokens = 0
         self.num_missing = 0
-        self.num_read = request.num_read
-        self.read_end = 0 if params.prompt_logprobs is None else self.prompt_len - 1
+        self.num_read, self.read_end = _positions_to_read(request, self.prompt_len)
         self.num_reused: int | None = None
         self.running = False
         self.match = NO_MATCH
@@ -184,9 +183,12 @@ class RequestState:
         first, last = max(start, self.num_read), min(end, self.read_end)
         if first >= last:
             return None
-        top = self.request.sampling.prompt_logprobs
+        request, rows = self.request, (first - start, last - start)
+        if request.pooling is not None:
+            return Readout(*rows, pooling=request.pooling, second_from=request.second_from)
+        top = request.sampling.prompt_logprobs
         assert top is not None
-        return Readout(first - start, last - start, self.token_ids[first + 1 : last + 1], top)
+        return Readout(*rows, self.token_ids[first + 1 : last + 1], top)
 
     def keys(self, block_size: int, num_tokens: int) -> list[bytes]:
         """Keys of the full blocks among its first `num_tokens` tokens, see kvcache/prefix_cache.py.
@@ -337,6 +339,20 @@ class RequestState:
             return self.deadline_s  # of the first token or of a best-effort request, or infinite
         on_pace_s = first_s + (len(self.token_ids) - self.prompt_len) * interval_s
         return max(last_s + interval_s, min(on_pace_s, last_s + max_gap * interval_s))
+
+
+def _positions_to_read(request: EngineRequest, prompt_len: int) -> tuple[int, int]:
+    """(first, end) of the positions of a prompt that are still to be read; end 0 if none are."""
+    match request.pooling:
+        case Pooling.LAST:
+            return prompt_len - 1, prompt_len
+        case Pooling.MEAN:
+            return request.num_read, prompt_len
+        case Pooling.FIRST | Pooling.SCORE:
+            return 0, 1
+    if request.sampling.prompt_logprobs is None:
+        return 0, 0
+    return request.num_read, prompt_len - 1
 
 
 class Queues:

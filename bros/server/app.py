@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from bros.core.errors import AuthenticationError, BrosError
 from bros.server.batches import routes as batches
 from bros.server.browsers import BrowserGuard, BrowserRules
+from bros.server.embeddings import routes as embeddings
 from bros.server.errors import describe, handle_expected, handle_http
 from bros.server.messages import routes as messages
 from bros.server.openai import routes as openai
@@ -163,7 +164,13 @@ class App(Starlette):
 
 def create_app(state: ServerState, tenants: Tenants) -> Starlette:
     """The app for one server. The caller closes the engine afterwards."""
-    api = [*openai.ROUTES, *messages.ROUTES, *operations.TRACE_ROUTES, *operations.TENANT_ROUTES]
+    api = [
+        *openai.ROUTES,
+        *messages.ROUTES,
+        *embeddings.ROUTES,
+        *operations.TRACE_ROUTES,
+        *operations.TENANT_ROUTES,
+    ]
     if state.jobs is not None:
         api += [*batches.ROUTES, *responses.ROUTES]
     if state.sessions is not None:

@@ -293,19 +293,25 @@ def _banner(url: str, state: ServerState, config: EngineConfig) -> str:
     rows, tokens = config.step_bounds(info.device)
     shown_url = url.replace("//0.0.0.0:", "//localhost:").replace("//[::]:", "//localhost:")
     question = {"role": "user", "content": "What is the capital of France?"}
-    body = {"messages": [question], "temperature": 0}
+    path, body = "chat/completions", {"messages": [question], "temperature": 0}
+    if not info.generates:
+        scores = info.embedding is not None and info.embedding.scores
+        path, body = "embeddings", {"input": "Rivers of France"}
+        if scores:
+            path, body = "rerank", {"query": "Rivers", "documents": ["The Loire", "A cat"]}
     has_keys = state.config.api_key or state.config.api_keys
     key = " -H 'Authorization: Bearer YOUR_KEY'" if has_keys else ""
     kv_tokens = info.num_kv_blocks * info.block_size
+    kv = "" if info.whole_prompts else f"; KV cache {kv_tokens} tokens in {info.kv_dtype}"
     ranks = f", {info.tp} ranks" if info.tp > 1 else ""
     if state.replicas is not None:
         ranks += f"; {describe_replicas(state.config)}, router {state.config.router}"
     return (
         f"\n  bros is ready at {shown_url}\n"
         f"  model    {state.model_name} ({info.weights} weights, {info.kernels} kernels{ranks})\n"
-        f"  context  {info.max_model_len} tokens; KV cache {kv_tokens} tokens in {info.kv_dtype}\n"
+        f"  context  {info.max_model_len} tokens{kv}\n"
         f"  policy   {info.policy}; up to {rows} requests and {tokens} tokens in one iteration\n\n"
-        f"  curl {shown_url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
+        f"  curl {shown_url}/v1/{path} -H 'Content-Type: application/json'{key} \\\n"
         f"    -d '{json.dumps(body)}'\n"
     )
 

@@ -18,7 +18,7 @@ from bros.batch.runner import BatchRunner
 from bros.batch.store import BatchStore
 from bros.core.clock import Clock
 from bros.core.config import ServerConfig
-from bros.core.errors import NotFoundError
+from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.core.fair import FairMemory, FairThreads
 from bros.core.interfaces import EngineClient
 from bros.core.request import Grammar, IdGenerator
@@ -204,6 +204,16 @@ class ServerState:
         """Raises InvalidRequestError if an engine cannot compile the grammar of an output."""
         if grammar is not None and self.grammars is not None:
             await self.grammars.check(tenant, grammar)
+
+    def check_generates(self) -> None:
+        """Raises InvalidRequestError if the model generates no text."""
+        if not self.engine.info.generates:
+            raise InvalidRequestError(
+                f"The model {self.model_name!r} generates no text; it serves /v1/embeddings, "
+                "/v1/score and /v1/rerank.",
+                param="model",
+                code="model_not_supported",
+            )
 
     def check_model(self, name: str | None) -> None:
         """Raises NotFoundError unless `name` is the served model or None."""

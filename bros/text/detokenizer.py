@@ -43,6 +43,7 @@ class TokenTable:
         self._byte_fallback = False
         self._metaspace: str | None = None
         self._separator = b""
+        self._continuation: str | None = None
         self.strip_char, self.strip_count = "", 0
         self._read_decoder(tokenizer)
         # A cache without a lock: racing threads compute the same values.
@@ -72,11 +73,15 @@ class TokenTable:
         """The bytes of a token inside a text. Ids outside the vocabulary are empty."""
         found = self._bytes.get(token_id)
         if found is None:
-            piece = self._tokenizer.id_to_token(token_id)
+            piece, mark = self._tokenizer.id_to_token(token_id), self._continuation
             if token_id in self._controls:
                 found = (CONTROL + (piece or "")).encode()
+            elif piece is None:
+                found = b""
+            elif mark is not None and piece.startswith(mark):
+                found = self._encode(piece[len(mark) :])
             else:
-                found = b"" if piece is None else self._separator + self._encode(piece)
+                found = self._separator + self._encode(piece)
             self._bytes[token_id] = found
         return found
 
@@ -122,6 +127,10 @@ class TokenTable:
             case {"type": "Strip", "content": str(char), "start": int(count), "stop": 0}:
                 self.strip_char, self.strip_count = char, count
                 return fused
+            case {"type": "WordPiece", "prefix": str(prefix)}:
+                # Its cleanup, which drops spaces before punctuation, would change earlier text.
+                self._continuation, self._separator = prefix, b" "
+                return not fused
             case {"type": "ByteLevel"}:
                 self._alphabet = _byte_alphabet()
                 return not (fused or self._replacements or self._byte_fallback)

@@ -278,6 +278,44 @@ class Tokenizer:
         ids = self._ids(text, add_special_tokens)
         return [token for token in ids if token != self._break_id] if has_break else ids
 
+    def encode_texts(
+        self,
+        text: str,
+        second: str | None = None,
+        *,
+        cut: int | None = None,
+        limit: int | None = None,
+        escaped: bool = False,
+    ) -> tuple[list[int], int | None]:
+        """Token ids of a text, or of a pair of texts, with the model's special tokens; and the
+        position at which the second text begins.
+
+        cut: cut longer texts to so many tokens, special ones included; of a pair the longer one.
+        limit, escaped: as for `encode`; there is no limit for what is cut.
+        """
+        if second is None and cut is None:
+            return self.encode(text, limit=limit, escaped=escaped), None
+        backend, parts = self._tokenizer, []
+        for part in (text,) if second is None else (text, second):
+            if _BREAK in part and not escaped:
+                part = part.replace(_BREAK, "\ufffd")
+            if limit is not None and cut is None:
+                self._check_length(part, limit)
+            parts.append(backend.encode(part, add_special_tokens=False))
+        if cut is not None:
+            room = max(cut - backend.num_special_tokens_to_add(second is not None), 0)
+            lengths = _cut_lengths([len(encoded) for encoded in parts], room)
+            for encoded, length in zip(parts, lengths, strict=True):
+                encoded.truncate(length)
+        whole = backend.post_process(parts[0], parts[1] if second is not None else None)
+        kept = [
+            (token, kind)
+            for token, kind in zip(whole.ids, whole.type_ids, strict=True)
+            if token != self._break_id
+        ]
+        second_from = next((i for i, (_, kind) in enumerate(kept) if kind == 1), None)
+        return [token for token, _ in kept], second_from
+
     def escape(self, value: T, pattern: re.Pattern[str] | None = None) -> T:
         """A text that has the tokens of ordinary text throughout, also where it reads like a
         special token; or a JSON value with all its strings replaced by such texts. For
@@ -378,6 +416,18 @@ class Tokenizer:
     def _special_id(self, name: str) -> int | None:
         token = self._special_tokens.get(name)
         return None if token is None else self._tokenizer.token_to_id(token)
+
+
+def _cut_lengths(lengths: Sequence[int], room: int) -> list[int]:
+    """The lengths of one or two texts after tokens of the longer one were dropped until they fit
+    into `room`."""
+    if sum(lengths) <= room:
+        return list(lengths)
+    if len(lengths) == 1:
+        return [room]
+    first, second = lengths
+    shorter = min(first, second, room // 2)
+    return [shorter, room - shorter] if first <= second else [room - shorter, shorter]
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:

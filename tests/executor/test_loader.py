@@ -14,8 +14,9 @@ import torch
 
 from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError, ModelError
-from bros.core.interfaces import EngineInfo
+from bros.core.interfaces import EmbeddingInfo, EngineInfo
 from bros.core.plan import Chunk, StepPlan
+from bros.core.request import Pooling
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles
 from support.checkpoints import VOCAB, ScatteredRequest, all_logits, family_configs, save_checkpoint
@@ -60,6 +61,7 @@ def test_info_tells_what_was_resolved(folder: Path) -> None:
         policy="fcfs",
         max_queue=7,
         eos_token_ids=(2,),
+        embedding=EmbeddingInfo(pooling=Pooling.LAST, normalized=True, size=64),
     )
 
 

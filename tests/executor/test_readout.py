@@ -21,7 +21,7 @@ from bros.executor import readout as readout_module
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles
 from bros.executor.models.layers import PlainLinear
-from bros.executor.readout import ReadRequest, read_hidden
+from bros.executor.readout import ReadRequest, score_hidden
 from bros.executor.runner import LaunchingRunner
 from support.checkpoints import (
     VOCAB,
@@ -206,9 +206,9 @@ def test_a_step_is_aborted_between_two_slices(monkeypatch: pytest.MonkeyPatch) -
         asked.append(len(asked))
         return len(asked) == 2
 
-    assert read_hidden(hidden, head, [request], 6, second) is None
+    assert score_hidden(hidden, head, [request], 6, second) is None
     assert len(asked) == 2
-    whole = read_hidden(hidden, head, [request], 6, lambda: False)
+    whole = score_hidden(hidden, head, [request], 6, lambda: False)
     assert whole is not None and len(whole.ranks) == 10
 
 
@@ -220,7 +220,7 @@ def test_logits_that_are_not_finite_fail_their_request_alone() -> None:
         ReadRequest("broken", 0, Readout(0, 1, [0], 0)),
         ReadRequest("last", 7, Readout(0, 1, [1], 0)),
     ]
-    pending = read_hidden(hidden, head, requests, 4)
+    pending = score_hidden(hidden, head, requests, 4)
     assert pending is not None
     fine, broken, last = pending.finish()
     assert broken.error is not None and broken.prompt_logprobs is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from bros.core.request import PromptLogprobs, RequestOutput
+from bros.core.request import PooledTokens, PromptLogprobs, RequestOutput
 from bros.router.replica_set import RoutedRequest
 from support.router_group import ask
 
@@ -23,6 +23,12 @@ def test_the_next_engine_reads_the_rest() -> None:
     item.forward(("r", 9))
     again = item.next_request()
     assert (again.num_read, again.resumed) == (7, 1)
+
+
+def test_the_sums_of_an_embedding_go_on_too() -> None:
+    item = RoutedRequest(ask("r"))
+    item.forward(RequestOutput(request_id="r", pooled=(PooledTokens(16, 16, b""),)))
+    assert item.next_request().num_read == 16
 
 
 def test_cached_tokens_come_with_the_first_output_after_the_prompt() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from array import array
 from collections.abc import Sequence
 
 import pytest
@@ -12,10 +13,17 @@ from hypothesis import strategies as st
 
 from bros.core.clock import ManualClock
 from bros.core.config import POLICIES, PREFIX_CACHE
-from bros.core.errors import PromptTooLongError
+from bros.core.errors import InvalidRequestError, PromptTooLongError
 from bros.core.plan import Chunk, ReadPositions
-from bros.core.request import EngineRequest, FinishReason, RequestOutput
+from bros.core.request import (
+    EngineRequest,
+    FinishReason,
+    Pooling,
+    RequestOutput,
+    SamplingParams,
+)
 from bros.engine.engine import Engine
+from bros.scheduler.admission import Limits
 from support.late_executor import LateExecutor
 from support.prefix_run import SIZE, Run
 from support.scheduling import engine_info, make_scheduler, request
@@ -33,6 +41,19 @@ def right_entries(asked: EngineRequest) -> list[Entry]:
         (position, tokens[position], ToyModel.logprobs(tokens[:position], tokens[position]))
         for position in range(1, len(tokens))
     ]
+
+
+def right_sum(asked: EngineRequest) -> tuple[int, float]:
+    """(positions, sum of their states) of the pooling that it asks for."""
+    tokens = list(asked.prompt_token_ids)
+    first = 0 if asked.pooling is Pooling.MEAN else len(tokens) - 1
+    states = [ToyModel.next_token(tokens[: p + 1]) for p in range(first, len(tokens))]
+    return len(states), float(sum(states))
+
+
+def pooled_sum(outputs: Sequence[RequestOutput]) -> tuple[int, float]:
+    pieces = [piece for output in outputs for piece in output.pooled]
+    return sum(p.count for p in pieces), sum(array("f", p.values)[0] for p in pieces)
 
 
 def entries(outputs: Sequence[RequestOutput]) -> list[Entry]:
@@ -53,7 +74,10 @@ class Served:
             policy, blocks=blocks, block_size=SIZE, depth=2 if overlap else 1, **options
         )  # type: ignore[arg-type]
         self.scheduler = scheduler
-        executor = LateExecutor(model, clock, lambda plan: 0.02)
+        self.chunks: list[Chunk] = []
+        executor = LateExecutor(
+            model, clock, lambda plan: 0.02, lambda plan: self.chunks.extend(plan.chunks)
+        )
         self.engine = Engine(
             scheduler,
             executor,
@@ -83,13 +107,20 @@ class Served:
 def random_request(rng: random.Random, name: str) -> EngineRequest:
     family = rng.choice([0, 0, 100])
     prompt = [family + 1 + i for i in range(rng.randint(1, 40))]
-    return request(
+    asked = request(
         name,
         prompt,
         rng.choice([RT, BE]),
         max_tokens=rng.choice([0, 1, 6, 20]),
         prompt_logprobs=rng.choice([None, 0, 2]),
     )
+    if rng.random() < 0.4:
+        return embedding(asked, rng.choice([Pooling.MEAN, Pooling.LAST]))
+    return asked
+
+
+def embedding(asked: EngineRequest, pooling: Pooling) -> EngineRequest:
+    return dataclasses.replace(asked, sampling=SamplingParams(max_tokens=0), pooling=pooling)
 
 
 @settings(max_examples=examples(30, long=600))
@@ -117,6 +148,8 @@ def test_every_position_is_read_once_in_any_load(
     for asked in requests:
         outputs, most = served.outputs[asked.request_id], asked.sampling.max_tokens
         assert most is not None
+        if asked.pooling is not None:
+            assert pooled_sum(outputs) == right_sum(asked)
         tokens = [token for output in outputs for token in output.token_ids]
         right = ToyModel.continuation(asked.prompt_token_ids, most)
         assert tokens == right
@@ -126,6 +159,41 @@ def test_every_position_is_read_once_in_any_load(
         # All positions come before the first token.
         begun = [output.has_begun for output in outputs]
         assert begun == sorted(begun)
+
+
+@settings(max_examples=examples(30))
+@given(
+    policy=st.sampled_from(POLICIES),
+    blocks=st.sampled_from([22, 60]),
+    max_batch_tokens=st.sampled_from([3, 40, 64]),
+    seed=st.integers(0, 2**16),
+)
+def test_whole_texts_are_never_cut(policy: str, seed: int, **options: object) -> None:
+    """As an encoder needs it, with steps as long as the longest text at least."""
+    rng = random.Random(seed)
+    served = Served(policy=policy, overlap=False, whole_prompts=True, max_model_len=40, **options)  # type: ignore[arg-type]
+    requests = [
+        embedding(
+            request(f"r{n}", rng.randint(1, 40), rng.choice([RT, BE])),
+            rng.choice([Pooling.MEAN, Pooling.LAST]),
+        )
+        for n in range(rng.randint(1, 12))
+    ]
+    for asked in requests:
+        served.submit(asked)
+        if rng.random() < 0.5 and served.engine.has_work:
+            served.step()
+    served.drain()
+    for asked in requests:
+        outputs = served.outputs[asked.request_id]
+        assert pooled_sum(outputs) == right_sum(asked)
+        assert sum(len(output.pooled) for output in outputs) == 1
+    assert {(chunk.start, len(chunk.token_ids)) for chunk in served.chunks} == {
+        (0, len(asked.prompt_token_ids)) for asked in requests
+    }
+    counted = served.engine.stats().by_class.values()
+    assert sum(each.finished for each in counted) == len(requests)
+    assert sum(each.output_tokens for each in counted) == 0
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -165,6 +233,30 @@ def test_cached_kv_serves_no_position_that_is_read() -> None:
     run.submit("after", 80)  # its own blocks are cached for others
     run.drain()
     assert run.cached["after"] == 76
+
+
+def test_the_last_token_needs_no_other_hidden_state() -> None:
+    run = Run()
+    run.submit("before", 41)
+    run.drain()
+    asked = embedding(request("embeds", 41), Pooling.LAST)
+    run.requests["embeds"], run.answers["embeds"] = asked, []
+    run.cached["embeds"] = run.computed["embeds"] = 0
+    run.scheduler.submit(asked, run.now)
+    run.drain()
+    assert (run.cached["embeds"], run.computed["embeds"]) == (40, 1)
+
+
+def test_a_model_that_cannot_do_it_refuses() -> None:
+    run = Run()
+    with pytest.raises(InvalidRequestError, match="score head"):
+        run.scheduler.submit(embedding(request("a", 5), Pooling.SCORE), 0.0)
+    with pytest.raises(InvalidRequestError, match="'first'"):
+        run.scheduler.submit(embedding(request("a", 5), Pooling.FIRST), 0.0)
+    limits = Limits(max_model_len=9, vocab_size=9, max_num_seqs=1, max_queue=1, generates=False)
+    with pytest.raises(InvalidRequestError, match="generates no text"):
+        limits.check(request("a", 5))
+    limits.check(embedding(request("a", 5), Pooling.MEAN))
 
 
 def test_positions_that_were_read_may_come_from_the_cache() -> None:

@@ -117,7 +117,7 @@ async def test_served_endpoints(idle: BatchServer, endpoint: str) -> None:
 async def test_other_endpoints_are_refused(idle: BatchServer) -> None:
     """Reject what we do not serve with a 400"""
     file = await idle.upload(jsonl(row(1)))
-    known = ("embeddings", "moderations", "images/generations", "images/edits")
+    known = ("moderations", "images/generations", "images/edits")
     for path in (*known, "videos"):
         with pytest.raises(openai.BadRequestError, match="not served here") as error:
             await idle.create(file.id, endpoint=f"/v1/{path}")

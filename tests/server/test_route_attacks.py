@@ -70,6 +70,8 @@ NAMED: Mapping[str, tuple[Any, ...]] = {
     "template": TEMPLATES,
     "prompt": TEMPLATES,
     "model": ("scripted",),
+    "text_1": ("a river",),
+    "text_2": ("the loire", ["the loire", "a cat"]),
     "session_id": ("@sid",),
     "semantic_var_id": ("@ready", "@vid", "new"),
     "variable": ("@ready", "@vid", "new"),

@@ -113,7 +113,7 @@ class Run:
         """The right one."""
         asked = self.requests[name]
         assert asked.sampling.max_tokens is not None
-        if asked.prefill_only:
+        if not asked.samples:
             return []
         return ToyModel.continuation(asked.prompt_token_ids, asked.sampling.max_tokens)
 

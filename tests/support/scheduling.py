@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bros.core.config import EngineConfig
-from bros.core.interfaces import EngineInfo
-from bros.core.request import NO_HINTS, EngineRequest, Hints, SamplingParams, ServiceClass, Slo
+from bros.core.interfaces import EmbeddingInfo, EngineInfo
+from bros.core.request import (
+    NO_HINTS,
+    EngineRequest,
+    Hints,
+    Pooling,
+    SamplingParams,
+    ServiceClass,
+    Slo,
+)
 from bros.scheduler.build import build_scheduler
 from bros.scheduler.cost_model import CostModel
 from bros.scheduler.scheduler import Scheduler
@@ -31,6 +39,7 @@ def engine_info(
     max_model_len: int | None = None,
     policy: str = "bros",
     host_blocks: int = 0,
+    whole_prompts: bool = False,
 ) -> EngineInfo:
     return EngineInfo(
         model="toy",
@@ -45,6 +54,8 @@ def engine_info(
         num_host_kv_blocks=host_blocks,
         policy=policy,
         eos_token_ids=(EOS,),
+        embedding=EmbeddingInfo(pooling=Pooling.LAST, normalized=True, size=1),
+        whole_prompts=whole_prompts,
     )
 
 
@@ -57,6 +68,7 @@ def make_scheduler(
     host_blocks: int = 0,
     model: CostModel = MODEL,
     depth: int = 1,
+    whole_prompts: bool = False,
     **options: object,
 ) -> Scheduler:
     """options: fields of EngineConfig. Prompts share nothing unless told to: most begin alike."""
@@ -74,6 +86,7 @@ def make_scheduler(
         max_model_len=max_model_len,
         policy=policy,
         host_blocks=host_blocks,
+        whole_prompts=whole_prompts,
     )
     return build_scheduler(config, info, model, depth=depth)
 

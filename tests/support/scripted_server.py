@@ -8,6 +8,7 @@ import dataclasses
 import json
 import random
 import ssl
+from array import array
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -22,11 +23,13 @@ from bros.batch.store import Store
 from bros.core.clock import ManualClock
 from bros.core.config import ServerConfig
 from bros.core.errors import EngineDeadError, QueueFullError
-from bros.core.interfaces import EngineInfo, EngineStats, RequestTrace
+from bros.core.interfaces import EmbeddingInfo, EngineInfo, EngineStats, RequestTrace
 from bros.core.request import (
     EngineRequest,
     FinishReason,
     IdGenerator,
+    PooledTokens,
+    Pooling,
     RequestOutput,
     ServiceClass,
     Slo,
@@ -68,6 +71,9 @@ def make_tokenizer(template: str = CHATML, added: Mapping[str, bool] = NO_TOKENS
         backend.add_tokens([tokenizers.AddedToken(text, special=is_special, normalized=False)])
     special = {"eos_token": EOS_TEXT}
     return Tokenizer(backend, special, ChatTemplates({"default": template}, special, ManualClock()))
+
+
+EMBEDDING_SIZE = 8
 
 
 class ScriptedEngine:
@@ -127,6 +133,7 @@ class ScriptedEngine:
             num_kv_blocks=100,
             policy="fcfs",
             eos_token_ids=(self.eos,),
+            embedding=EmbeddingInfo(pooling=Pooling.MEAN, normalized=True, size=EMBEDDING_SIZE),
         )
         self._limits = Limits(
             max_model_len=MAX_MODEL_LEN,
@@ -181,6 +188,11 @@ class ScriptedEngine:
         pass
 
     async def _run(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
+        if request.pooling is not None:
+            await self._misbehave(0)
+            yield self._embedding(request)
+            self.ended.append(request.request_id)
+            return
         turn = next(i for i, each in enumerate(self.submitted) if each is request)
         text = self.texts[turn % len(self.texts)] if self.texts else self.text
         script = self.script or [*self.tokenizer.encode(text), self.eos]
@@ -198,6 +210,18 @@ class ScriptedEngine:
             yield self._output(request, count, token_id, limit)
             await asyncio.sleep(0)
         self.ended.append(request.request_id)
+
+    @staticmethod
+    def _embedding(request: EngineRequest) -> RequestOutput:
+        """Numbers that depend on the text: how many of its tokens leave which remainder."""
+        ids = request.prompt_token_ids
+        counts = [sum(i % EMBEDDING_SIZE == r for i in ids) for r in range(EMBEDDING_SIZE)]
+        values = array("f", map(float, counts)).tobytes()
+        return RequestOutput(
+            request_id=request.request_id,
+            pooled=(PooledTokens(len(ids), len(ids), values),),
+            finish_reason=FinishReason.LENGTH,
+        )
 
     async def _misbehave(self, produced: int) -> None:
         self.clock.advance(self.step_s)

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from bros.core.plan import Chunk, KvCopies, ReadPositions, SampledToken, StepPlan, StepResult
-from bros.core.request import PromptLogprobs
+from bros.core.request import PooledTokens, PromptLogprobs
 
 VOCAB = 1000
 
@@ -62,6 +62,11 @@ class ToyModel:
         readout = chunk.readout
         assert readout is not None and 0 <= readout.first < readout.end <= len(chunk.token_ids)
         first, end = chunk.start + readout.first, chunk.start + readout.end
+        if readout.pooling is not None:
+            assert readout.end <= len(chunk.token_ids) and not readout.targets
+            states = [float(self.next_token(tokens[: p + 1])) for p in range(first, end)]
+            pooled = PooledTokens(end, end - first, array("f", [sum(states)]).tobytes())
+            return ReadPositions(chunk.request_id, end, pooled=pooled)
         targets = list(readout.targets)
         assert len(targets) == end - first
         # As far as the chunk goes, targets are its own tokens.

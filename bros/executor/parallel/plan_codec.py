@@ -51,6 +51,7 @@ class _Header(NamedTuple):
     tokens: int = 0
     samples: int = 0
     reads: int = 0
+    scored: int = 0
     parts: int = 0
     members: int = 0
     changes: int = 0
@@ -136,7 +137,7 @@ class PlanEncoder:
         kind = _ABORTABLE_STEP if may_abort else _STEP
         rows, tokens, samples = len(plan.chunks), len(inputs.token_ids), len(inputs.sample_rows)
         reads = len(inputs.read_rows)
-        sizes = (rows, tokens, samples, reads, num_parts, members, len(changes))
+        sizes = (rows, tokens, samples, reads, inputs.num_scored, num_parts, members, len(changes))
         return self._message(parts, kind, *sizes, out, back, num_pending)
 
     def stop(self) -> Message:
@@ -202,7 +203,8 @@ class PlanDecoder:
             segments[:own],
             shared,
         )
-        inputs = StepInputs(token_ids, positions, slots, attention, sample_rows, (), read_rows)
+        tensors = (token_ids, positions, slots, attention, sample_rows)
+        inputs = StepInputs(*tensors, (), read_rows, header.scored)
         copies = None
         if header.out or header.back:
             counts = (header.out, header.out, header.back, header.back)

@@ -21,6 +21,12 @@ from bros.core.errors import (
 )
 from bros.core.fair import FairThreads
 from bros.core.request import Slo
+from bros.server.embeddings.calls import (
+    POOLING_CALLS,
+    AnyPoolingCall,
+    PoolingCall,
+    PoolingExchange,
+)
 from bros.server.errors import GenerationFailedError, describe, renaming_fields
 from bros.server.messages.call import MessageCall
 from bros.server.openai.calls import BEST_EFFORT, CALLS, Call
@@ -88,9 +94,11 @@ class EngineRowHandler:
     def check(self, endpoint: str, body: dict[str, Any]) -> RowFacts:
         state = self._runner.state
         call = ROW_CALLS[endpoint](state, body)
-        if call.sampling.grammar is not None and state.grammars is not None:
-            with renaming_fields(call.field_names):
-                state.grammars.check_blocking(call.sampling.grammar)
+        if not isinstance(call, PoolingCall):
+            grammar = call.sampling.grammar
+            if grammar is not None and state.grammars is not None:
+                with renaming_fields(call.field_names):
+                    state.grammars.check_blocking(grammar)
         model = call.body.model or state.model_name
         return RowFacts(model, call.prompt_text(), call.num_chars())
 
@@ -100,6 +108,8 @@ class EngineRowHandler:
         runner, state = self._runner, self._runner.state
         try:
             call = await runner.check(lambda: ROW_CALLS[endpoint](state, body))
+            if isinstance(call, PoolingCall):
+                return await self._pool(call, tenant, due_in_s)
             exchange = Exchange(
                 state,
                 call,
@@ -122,6 +132,27 @@ class EngineRowHandler:
             200, reply, TokenUsage(usage.prompt_tokens, cached, usage.completion_tokens)
         )
 
+    async def _pool(self, call: AnyPoolingCall, tenant: str, due_in_s: float) -> RowReply:
+        """Run a row for embeddings or scores once. Failures of the engine mean that the row must be
+        tried again."""
+        exchange = PoolingExchange(
+            self._runner.state,
+            call,
+            tier=BEST_EFFORT,
+            slo=Slo(deadline_s=due_in_s),
+            tenant=tenant,
+            arrival_s=self._runner.state.clock.now(),
+            accounts=None,
+        )
+        try:
+            reply = await exchange.complete()
+        except (QueueFullError, OverloadedError) as error:
+            raise RowPostponedError(str(error), error.retry_after_s) from error
+        except (EngineDeadError, GenerationFailedError) as error:
+            raise RowInterruptedError(str(error)) from error
+        tokens = TokenUsage(exchange.usage.prompt_tokens, exchange.cached_tokens, 0)
+        return RowReply(200, reply.decode(), tokens)
+
 
 def _response_row(state: ServerState, fields: Mapping[str, Any]) -> ResponseCall:
     """Rows are no part of conversations: their answers are in the output file. Raises
@@ -134,9 +165,12 @@ def _response_row(state: ServerState, fields: Mapping[str, Any]) -> ResponseCall
     return ResponseCall(state, fields, stored=False)
 
 
-ROW_CALLS: Mapping[str, Callable[[ServerState, Mapping[str, Any]], Call]] = {
+RowCall = Call | AnyPoolingCall
+
+ROW_CALLS: Mapping[str, Callable[[ServerState, Mapping[str, Any]], RowCall]] = {
     **CALLS,
     "/v1/responses": _response_row,
     "/v1/messages": MessageCall,
+    **POOLING_CALLS,
 }
 """`url` of a row -> its Call."""

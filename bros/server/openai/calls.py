@@ -29,6 +29,7 @@ from bros.server.openai.schema import (
     GenerationRequest,
     PromptLogprobList,
     ReasoningEffort,
+    ServiceFields,
     SloFields,
     ToolChoice,
     ToolDefinition,
@@ -151,7 +152,7 @@ _TIERS: Mapping[str | None, Tier] = MappingProxyType(
 )
 
 
-def tier_of(request: GenerationRequest) -> Tier:
+def tier_of(request: ServiceFields) -> Tier:
     """flex is best-effort; any other tier, or none, is real-time."""
     return _TIERS.get(request.service_tier, _DEFAULT)
 
@@ -186,7 +187,7 @@ def _completion_sampling(request: CompletionRequest) -> SamplingParams:
 
 
 def slo_of(
-    request: GenerationRequest, headers: Headers, default: Slo, deadline_ms: float | None = None
+    request: ServiceFields, headers: Headers, default: Slo, deadline_ms: float | None = None
 ) -> Slo:
     """The objectives of a request. Each is the first of these that is given:
 
@@ -749,5 +750,6 @@ def _validated(
     check_counts(fields)
     body = validate(model, fields)
     state.check_model(body.model)
+    state.check_generates()
     refuse_unsupported(fields, unsupported)
     return body

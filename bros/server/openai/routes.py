@@ -72,10 +72,15 @@ def _objective(meaning: str, name: str) -> dict[str, Any]:
     return {"type": "number", "exclusiveMinimum": 0, "description": text}
 
 
-REQUEST_HEADERS: Schemas = {
+OBJECTIVE_HEADERS: Schemas = {
     "x-slo-ttft-ms": _objective("Arrival to first token", "ttft"),
     "x-slo-tpot-ms": _objective("Mean time between two tokens", "tpot"),
     "x-slo-deadline-ms": _objective("Arrival to last token", "deadline"),
+}
+"""Headers of all requests to the engine."""
+
+REQUEST_HEADERS: Schemas = {
+    **OBJECTIVE_HEADERS,
     "x-bros-session": {
         "type": "string",
         "description": "Id of the session that the request belongs to, also as "

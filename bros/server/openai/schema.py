@@ -173,6 +173,26 @@ class ModelRequest(WireModel):
     model: str | None = None
 
 
+class ServiceFields(ModelRequest):
+    """Fields that say how a request is served, and for whom."""
+
+    service_tier: ServiceTier | None = Field(
+        None,
+        description="flex is best-effort, all others are real-time. priority and its alias fast "
+        "halve the server's objectives. The response has the tier that was used: flex also for a "
+        "real-time request that was served as best-effort because of overload",
+    )
+    slo: SloFields | None = None
+    user: str | None = Field(None, max_length=512)
+    safety_identifier: str | None = Field(None, max_length=512)
+    cache_salt: str | None = Field(
+        None,
+        max_length=512,
+        description="A request shares cached prefixes only with requests of the same API key that "
+        "have the same salt. Left out or empty: with those without a salt",
+    )
+
+
 class BaseSamplingFields(WireModel):
     """Sampling fields of completions and of outputs in sessions; see SamplingParams."""
 
@@ -246,7 +266,7 @@ class GrammarFields(WireModel):
         return grammars.from_fields(fields)
 
 
-class GenerationRequest(BaseSamplingFields, GrammarFields, ModelRequest):
+class GenerationRequest(BaseSamplingFields, GrammarFields, ServiceFields):
     """Common fields of chat and text completions."""
 
     n: Int | None = None
@@ -257,21 +277,6 @@ class GenerationRequest(BaseSamplingFields, GrammarFields, ModelRequest):
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    service_tier: ServiceTier | None = Field(
-        None,
-        description="flex is best-effort, all others are real-time. priority and its alias fast "
-        "halve the server's objectives. The response has the tier that was used: flex also for a "
-        "real-time request that was served as best-effort because of overload",
-    )
-    slo: SloFields | None = None
-    user: str | None = Field(None, max_length=512)
-    safety_identifier: str | None = Field(None, max_length=512)
-    cache_salt: str | None = Field(
-        None,
-        max_length=512,
-        description="A request shares cached prefixes only with requests of the same API key that "
-        "have the same salt. Left out or empty: with those without a salt",
-    )
 
 
 # ---- Tools.

@@ -1,0 +1,129 @@
+"""The executor of an encoder: each chunk of a plan is one whole text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bros.core.config import EngineConfig
+from bros.core.errors import ConfigError
+from bros.core.interfaces import EngineInfo
+from bros.core.plan import StepPlan, StepResult
+from bros.core.request import Pooling
+from bros.executor.inputs import read_inputs
+from bros.executor.kv_storage import KV_BLOCK_SIZE
+from bros.executor.models.encoder import Encoder, EncoderSpec, build_encoder
+from bros.executor.models.pooling import embedding_info, longest_text
+from bros.executor.parallel.ranks import Ranks
+from bros.executor.readout import pool_hidden
+from bros.executor.target import choose_target, device_name, find_cuda
+from bros.executor.weights import WeightSource
+from bros.kernels.offsets import offsets
+
+
+class EncoderRunner:
+    """Implements core.interfaces.Executor. The slots and segments of plans mean nothing to it."""
+
+    def __init__(self, encoder: Encoder, device: torch.device) -> None:
+        self._encoder: Encoder | None = encoder
+        self._device = device
+
+    @torch.inference_mode()
+    def execute(
+        self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
+    ) -> StepResult | None:
+        """Run one step. It samples nothing: the scheduler refuses requests for tokens.
+
+        should_abort: called before each layer.
+        """
+        encoder = self._encoder
+        assert encoder is not None, "the executor is closed"
+        lengths = [len(chunk.token_ids) for chunk in plan.chunks]
+        query_start = offsets(np.array(lengths, np.int32))
+        positions = np.arange(query_start[-1], dtype=np.int64)
+        starts = np.array([chunk.start for chunk in plan.chunks], np.int64)
+        positions += np.repeat(starts - query_start[:-1], lengths)
+        token_ids = np.concatenate([np.asarray(chunk.token_ids) for chunk in plan.chunks])
+        hidden = encoder(
+            self._upload(token_ids.astype(np.int64)),
+            self._upload(positions),
+            self._upload(self._types(plan, query_start)),
+            lengths,
+            should_abort,
+        )
+        if hidden is None:
+            return None
+        requests, rows, _ = read_inputs(plan, query_start)
+        read = hidden.index_select(0, rows.to(self._device))
+        if encoder.head is not None and requests:
+            read = encoder.head(read)
+        return StepResult(plan.step, (), pool_hidden(read, requests).finish())
+
+    @staticmethod
+    def _types(plan: StepPlan, query_start: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """0 for tokens of a first text, 1 for those of a second."""
+        types = np.zeros(query_start[-1], np.int64)
+        for row, chunk in enumerate(plan.chunks):
+            if chunk.readout is not None and chunk.readout.second_from is not None:
+                types[query_start[row] + chunk.readout.second_from : query_start[row + 1]] = 1
+        return types
+
+    def _upload(self, values: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+    def close(self) -> None:
+        """Release the weights; `execute` fails afterwards. May be called twice."""
+        self._encoder = None
+
+
+def load_encoder(
+    config: EngineConfig, settings: Mapping[str, Any], folder: Path, name: str, ranks: Ranks
+) -> tuple[EncoderRunner, EngineInfo]:
+    """Load an encoder; settings: its config.json. Raises ModelError and ConfigError.
+
+    It needs no KV memory. The scheduler counts tokens in blocks all the same; there are enough for
+    any step.
+    """
+    if ranks.size > 1:
+        raise ConfigError("--tp: an encoder runs on one rank; use --replicas")
+    torch.set_num_threads(config.threads_of_rank(len(os.sched_getaffinity(0)), 1))
+    spec = EncoderSpec.from_config(settings)
+    target = choose_target(config, find_cuda())
+    most = longest_text(folder) or spec.max_positions
+    length = config.max_model_len or min(most, spec.max_positions)
+    if length > spec.max_positions:
+        raise ConfigError(
+            f"--max-model-len: {length} is more than the {spec.max_positions} tokens this model "
+            "supports"
+        )
+    default = Pooling.MEAN
+    embedding = embedding_info(
+        config.pooling, folder, settings, spec.hidden_size, default, scores=spec.scores
+    )
+    with WeightSource(folder) as source, torch.inference_mode():
+        encoder = build_encoder(spec, source, target)
+    bounds = config.step_bounds(target.device.type)
+    tokens = max(bounds.tokens, length)
+    info = EngineInfo(
+        model=name,
+        weights=target.weights,
+        kernels="torch",
+        kv_dtype="none",
+        device=device_name(target.device),
+        max_model_len=length,
+        vocab_size=spec.vocab_size,
+        block_size=KV_BLOCK_SIZE,
+        num_kv_blocks=2 * (tokens // KV_BLOCK_SIZE + 2 * bounds.rows + 1),
+        policy=config.policy,
+        max_queue=config.max_queue,
+        generates=False,
+        embedding=embedding,
+        whole_prompts=True,
+    )
+    return EncoderRunner(encoder, target.device), info

@@ -1,0 +1,277 @@
+"""Embeddings and scores of texts: many requests to an engine, of which a few are open at a time.
+
+inputs    a b c d e f g h ...
+open        [ c d e ]          at most `window`: more would fill the queue of the engine
+results   a b                  by index
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bros.core.clock import Clock
+from bros.core.errors import (
+    BrosError,
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    PromptTooLongError,
+)
+from bros.core.interfaces import EmbeddingInfo, EngineClient
+from bros.core.request import (
+    EngineRequest,
+    FinishReason,
+    IdGenerator,
+    Output,
+    PooledTokens,
+    Pooling,
+    RequestOutput,
+    SamplingParams,
+    ServiceClass,
+    Slo,
+    expanded,
+)
+from bros.core.tenants import REQUESTS, TenantAccounts
+from bros.text.generation import numbered
+
+Vector = NDArray[np.float32]
+
+_NO_SLO = Slo()
+_NO_TOKENS = SamplingParams(max_tokens=0)
+
+_WINDOW = 96
+"""Texts of a call that are open at once: about three steps of a CPU."""
+
+
+class PoolingFailedError(BrosError):
+    """The engine ended a request without its result."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingInput:
+    """One text, or a pair of texts.
+
+    second_from: where the second text begins; None if there is one text.
+    """
+
+    token_ids: Sequence[int]
+    second_from: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PooledResult:
+    """values: the embedding as the model has it, or one score. cached_tokens: see RequestOutput."""
+
+    values: Vector
+    cached_tokens: int
+
+
+class PoolingObserver:
+    """Observes the requests of a call. This one does nothing."""
+
+    def accepted(self, index: int, service_class: ServiceClass) -> None:
+        """The engine serves a request as this class."""
+
+    def ended(self, index: int, reason: FinishReason) -> None:
+        """A request has ended. Not called if the call is cancelled or another request fails."""
+
+
+class TextPooler:
+    """Computes embeddings and scores with one engine. One per server."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        clock: Clock,
+        ids: IdGenerator,
+        accounts: TenantAccounts | None = None,
+    ) -> None:
+        """accounts: count the open requests of each tenant; None: there are no limits."""
+        self._engine = engine
+        self._clock = clock
+        self._ids = ids
+        self._accounts = accounts or TenantAccounts()
+
+    async def run(
+        self,
+        inputs: Sequence[PoolingInput],
+        pooling: Pooling,
+        *,
+        request_id: str | None = None,
+        service_class: ServiceClass = ServiceClass.RT,
+        slo: Slo = _NO_SLO,
+        tenant: str = "",
+        user: str = "",
+        cache_salt: str = "",
+        param: str = "input",
+        arrival_s: float | None = None,
+        observer: PoolingObserver | None = None,
+    ) -> list[PooledResult]:
+        """The results of all inputs, in their order. If one fails or the call is cancelled, all
+        others are aborted.
+
+        request_id: base of the engine's request ids, see `numbered`. None: a new one.
+        param: the request field that a PromptTooLongError names.
+        arrival_s: time from which objectives count, on this pooler's clock; None: now.
+
+        Raises TenantLimitError, what EngineClient.submit raises, OverloadedError if a request was
+        dropped for lack of capacity, and PoolingFailedError if one failed.
+        """
+        self._check(inputs, pooling, param)
+        names = numbered(request_id or self._ids.new("embd"), len(inputs))
+        requests = [
+            EngineRequest(
+                request_id=name,
+                prompt_token_ids=each.token_ids,
+                sampling=_NO_TOKENS,
+                service_class=service_class,
+                slo=slo,
+                arrival_s=self._clock.now() if arrival_s is None else arrival_s,
+                tenant=tenant,
+                user=user,
+                cache_salt=cache_salt,
+                pooling=pooling,
+                second_from=each.second_from,
+            )
+            for name, each in zip(names, inputs, strict=True)
+        ]
+        window = max(1, min(len(requests), _WINDOW, self._engine.info.max_queue // 2))
+        limit = self._accounts.limits(tenant).of(REQUESTS[service_class])
+        if limit is not None:
+            window = max(1, min(window, limit // 2))
+        results: list[PooledResult | None] = [None] * len(requests)
+        waiting = iter(enumerate(requests))
+        watching = observer or PoolingObserver()
+
+        async def work() -> None:
+            for index, request in waiting:
+                results[index] = await self._one(index, request, watching)
+
+        with self._accounts.hold(tenant, REQUESTS[service_class], window):
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(window):
+                        group.create_task(work())
+            except BaseExceptionGroup as failures:
+                raise _first(failures) from None
+        return [result for result in results if result is not None]
+
+    async def _one(
+        self, index: int, request: EngineRequest, observer: PoolingObserver
+    ) -> PooledResult:
+        stream = await self._engine.submit(request)
+        observer.accepted(index, stream.service_class)
+        pieces: list[PooledTokens] = []
+        ended: asyncio.Future[RequestOutput] = asyncio.get_running_loop().create_future()
+
+        def put(item: Output | EngineDeadError) -> None:
+            if ended.done():
+                return
+            if isinstance(item, EngineDeadError):
+                ended.set_exception(item)
+                return
+            output = expanded(item)
+            pieces.extend(output.pooled)
+            if output.finish_reason is not None:
+                ended.set_result(output)
+
+        stream.connect(put)
+        try:
+            output = await ended
+        except asyncio.CancelledError:
+            await asyncio.shield(self._engine.abort(request.request_id))
+            raise
+        reason = output.finish_reason
+        assert reason is not None
+        observer.ended(index, reason)
+        if reason.complete:
+            return PooledResult(_joined(pieces), output.cached_tokens)
+        message = output.error or "The engine ended the request before it was complete."
+        if output.retry_after_s is not None:
+            raise OverloadedError(message, output.retry_after_s)
+        raise PoolingFailedError(message)
+
+    def _check(self, inputs: Sequence[PoolingInput], pooling: Pooling, param: str) -> None:
+        info = self._engine.info
+        if pooling not in info.poolings:
+            raise InvalidRequestError(
+                "This model computes no scores." if pooling is Pooling.SCORE
+                else "This model computes no embeddings.",
+                param="model",
+                code="model_not_supported",
+            )  # fmt: skip
+        for each in inputs:
+            if len(each.token_ids) > info.max_model_len:
+                raise PromptTooLongError(
+                    len(each.token_ids), info.max_model_len, param, generates=False
+                )
+
+
+def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first failure that a client can do something about."""
+    found = list(_flat(failures))
+    return next((each for each in found if isinstance(each, BrosError)), found[0])
+
+
+def _flat(failures: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for each in failures.exceptions:
+        if isinstance(each, BaseExceptionGroup):
+            yield from _flat(each)
+        else:
+            yield each
+
+
+def _joined(pieces: Sequence[PooledTokens]) -> Vector:
+    """The mean of all positions of a request; of one position itself."""
+    if len(pieces) == 1 and pieces[0].count == 1:
+        return np.frombuffer(pieces[0].values, np.float32)
+    total = sum(np.frombuffer(piece.values, np.float32).astype(np.float64) for piece in pieces)
+    count = sum(piece.count for piece in pieces)
+    mean: Vector = np.asarray(total / count, np.float32)
+    return mean
+
+
+def embedding_of(values: Vector, info: EmbeddingInfo, dimensions: int | None = None) -> Vector:
+    """The embedding that a client gets. dimensions: see `check_dimensions`; None: all."""
+    vector = values[:dimensions].astype(np.float64)
+    if info.normalized:
+        vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
+    found: Vector = vector.astype(np.float32)
+    return found
+
+
+def check_dimensions(dimensions: int | None, info: EmbeddingInfo) -> None:
+    """Raises InvalidRequestError if embeddings of the model cannot be cut to so many numbers."""
+    if dimensions is None or dimensions == info.size:
+        return
+    allowed = info.dimensions
+    if allowed is None:
+        raise InvalidRequestError(
+            f"The embeddings of this model have {info.size} numbers and cannot be cut: it was not "
+            "trained for that. Leave 'dimensions' out.",
+            param="dimensions",
+            code="unsupported_parameter",
+        )
+    if not 1 <= dimensions <= info.size or (allowed and dimensions not in allowed):
+        choice = f"one of {', '.join(map(str, allowed))}" if allowed else f"from 1 to {info.size}"
+        raise InvalidRequestError(
+            f"'dimensions' must be {choice} for this model, got {dimensions}.",
+            param="dimensions",
+            code="invalid_value",
+        )
+
+
+def cosine(one: Vector, other: Vector) -> float:
+    """The cosine of the angle between two embeddings; 0 if one of them is 0."""
+    norms = float(np.linalg.norm(one)) * float(np.linalg.norm(other))
+    return float(np.dot(one.astype(np.float64), other.astype(np.float64))) / max(norms, 1e-12)
+
+
+def probability(score: float) -> float:
+    """The sigmoid of the number of a score head: how relevant the second text is to the first."""
+    return float(1.0 / (1.0 + np.exp(-np.float64(score))))
