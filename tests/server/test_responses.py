@@ -482,7 +482,7 @@ async def test_agents_of_the_openai_agents_sdk_run(roomy: BatchServer) -> None:
     agents.set_tracing_disabled(True)
     asked = []
 
-    @agents.function_tool(strict_mode=False)  # type: ignore[untyped-decorator]
+    @agents.function_tool
     def weather(city: str) -> str:
         """The weather of a city."""
         asked.append(city)
