@@ -86,7 +86,7 @@ async def measure(folder: Path, texts: list[str], rounds: int) -> None:
         async with model_server(folder, Path(data), threads=None, policy="fcfs") as server:
 
             async def transformers() -> np.ndarray:
-                return reference(texts)
+                return await asyncio.to_thread(reference, texts)
 
             kinds: dict[str, Callable[[], Awaitable[np.ndarray]]] = {
                 "transformers": transformers,
