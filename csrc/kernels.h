@@ -89,12 +89,28 @@ struct SiluArgs {
   int threads;
 };
 
+enum class WeightFormat : int { kFp32 = 0, kBf16 = 1, kInt8 = 2, kInt4 = 3 };
+
+struct LinearArgs {
+  float* out;           // [rows, outputs]
+  const float* x;       // [rows, inputs]
+  const void* weights;  // packed as in linear.h
+  const float* bias;    // [outputs] or null
+  WeightFormat format;
+  int64_t rows;
+  int64_t inputs;  // fp32: any; bf16: even; int8, int4: a multiple of 32
+  int64_t outputs;
+  int threads;
+};
+
 // Every kernel returns null, or an error message for wrong arguments before it writes any memory.
 struct KernelTable {
   const char* (*rms_norm)(const RmsNormArgs&);
   const char* (*rope_and_cache)(const RopeArgs&);
   const char* (*attention)(const AttentionArgs&);
   const char* (*silu_and_mul)(const SiluArgs&);
+  const char* (*linear)(const LinearArgs&);
+  int64_t panel_outputs;  // of packed weights
 };
 
 extern const KernelTable kGenericKernels;

@@ -3,3 +3,4 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "linear.h"

@@ -196,6 +196,29 @@ PyObject* silu_and_mul(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return in.ok() ? call(table->silu_and_mul, a, 2 * a.tokens * a.size) : nullptr;
 }
 
+PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  const KernelTable* table = in.table();
+  LinearArgs a;
+  a.out = in.pointer<float>();
+  a.x = in.pointer<const float>();
+  a.weights = in.pointer<const void>();
+  a.bias = in.pointer<const float>();
+  a.format = static_cast<WeightFormat>(in.integer());
+  a.rows = in.integer();
+  a.inputs = in.integer();
+  a.outputs = in.integer();
+  a.threads = static_cast<int>(in.integer());
+  return in.ok() ? call(table->linear, a, a.inputs * a.outputs) : nullptr;
+}
+
+// panel_outputs(level): outputs per panel of packed weights.
+PyObject* panel_outputs(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  const KernelTable* table = in.table();
+  return in.ok() ? PyLong_FromLongLong(table->panel_outputs) : nullptr;
+}
+
 // The int32 numbers of arguments with the buffer protocol. Errors show in PyErr_Occurred().
 class Buffers {
  public:
@@ -336,6 +359,8 @@ PyMethodDef methods[] = {
     method<rope_and_cache>("rope_and_cache"),
     method<attention>("attention"),
     method<silu_and_mul>("silu_and_mul"),
+    method<linear>("linear"),
+    method<panel_outputs>("panel_outputs"),
     method<segment_changes>("segment_changes"),
     method<changed_segments>("changed_segments"),
     {"levels", levels, METH_NOARGS, nullptr},

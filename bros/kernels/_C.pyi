@@ -73,6 +73,20 @@ def attention(
 def silu_and_mul(
     level: int, out: int, gate_up: int, tokens: int, size: int, threads: int, /
 ) -> None: ...
+def linear(
+    level: int,
+    out: int,
+    x: int,
+    weights: int,
+    bias: int,
+    format: int,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    threads: int,
+    /,
+) -> None: ...
+def panel_outputs(level: int, /) -> int: ...
 def segment_changes(
     before_starts: Numbers,
     before: Numbers,

@@ -17,6 +17,7 @@ from bros.kernels.interface import (
     HeadLayout,
     SharedParts,
 )
+from bros.kernels.panels import Panels, has_products
 from bros.kernels.row_padding import empty_with_padding
 
 _KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -163,6 +164,36 @@ class CpuKernels:
             num_segments,
             *_shared_arguments(batch.shared),
             scale,
+            torch.get_num_threads(),
+        )
+        return out
+
+    @property
+    def products(self) -> CpuKernels | None:
+        """See Kernels."""
+        return self if has_products(self.name) else None
+
+    @property
+    def panel_width(self) -> int:
+        """See Products."""
+        return _C.panel_outputs(self._level)
+
+    def linear(self, x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:
+        """See Products."""
+        rows, inputs = x.shape
+        assert inputs == weight.inputs and weight.width == self.panel_width
+        assert bias is None or bias.shape == (weight.outputs,)
+        out = torch.empty(rows, weight.outputs)
+        _C.linear(
+            self._level,
+            out.data_ptr(),
+            _address(x.contiguous()),
+            _address(weight.data, torch.uint8),
+            0 if bias is None else _address(bias),
+            weight.format,
+            rows,
+            inputs,
+            weight.outputs,
             torch.get_num_threads(),
         )
         return out

@@ -21,6 +21,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from bros.kernels.panels import Panels
+
 
 @dataclass(frozen=True, slots=True)
 class SharedParts:
@@ -112,6 +114,27 @@ class GraphBuffers(Protocol):
         ...
 
 
+class Products(Protocol):
+    """Products with packed weights.
+
+    Every number of a product is one sum in fp32, from the first input to the last, so that a row of
+    it has the same bits whatever the other rows, their number and the threads are.
+    """
+
+    @property
+    def panel_width(self) -> int:
+        """The width of panels that `linear` takes."""
+        ...
+
+    def linear(self, x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:
+        """x @ weight.T + bias in a new fp32 tensor [rows, outputs].
+
+        x: fp32 [rows, inputs].
+        bias: fp32 [outputs].
+        """
+        ...
+
+
 class Kernels(Protocol):
     """The operations of a decoder layer. Activations are [tokens, features], contiguous: fp32 on
     the CPU; fp32, bf16 or fp16 on CUDA.
@@ -122,6 +145,11 @@ class Kernels(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def products(self) -> Products | None:
+        """Products with packed weights; None where those of a library are used."""
+        ...
 
     def graph_buffers(
         self, limits: GraphLimits, layout: HeadLayout, device: torch.device

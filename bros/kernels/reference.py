@@ -17,6 +17,11 @@ class ReferenceKernels:
     def name(self) -> str:
         return "reference"
 
+    @property
+    def products(self) -> None:
+        """None."""
+        return None
+
     def graph_buffers(
         self, limits: GraphLimits, layout: HeadLayout, device: torch.device
     ) -> GraphBuffers | None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels, SharedParts
+from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels, Products, SharedParts
+from bros.kernels.panels import GROUP, Panels
 from bros.kernels.reference import ReferenceKernels
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -122,6 +123,31 @@ def _elementwise(kernels: Kernels, inputs: _Inputs) -> Iterator[Check]:
     gate_up = inputs.normal(tokens, 2 * size)
     expected = reference.silu_and_mul(_exact(gate_up))
     yield inputs.compared("silu_and_mul", kernels.silu_and_mul(gate_up), expected)
+    if kernels.products is not None:
+        yield from _products(kernels.products, inputs)
+
+
+def _products(products: Products, inputs: _Inputs) -> Iterator[Check]:
+    """The weights are multiples of a power of two within a range, so that no format rounds them."""
+    outputs, size, width = 70, 3 * GROUP, products.panel_width
+    codes = torch.randint(0, 16, (outputs, size), generator=inputs.generator)
+    codes[:, ::GROUP] = 0  # every group has the whole range, so that int8 has these steps
+    codes[:, 1::GROUP] = 15
+    scale, minimum = (torch.full((outputs, size // GROUP), value) for value in (0.25, -2.0))
+    weight = codes * 0.25 - 2.0
+    eighths = (codes * 16 - 120).clamp(-127, 127) / 8.0
+    eighths[:, ::GROUP] = 127 / 8.0
+    for rows in (1, 9):
+        x = inputs.normal(rows, size)
+        for name, panels, values in (
+            ("fp32", Panels.fp32(weight, width), weight),
+            ("bf16", Panels.bf16(weight, width), weight),
+            ("int8", Panels.int8(eighths, width), eighths),
+            ("int4", Panels.int4(codes, scale, minimum, width), weight),
+        ):
+            out = products.linear(x, panels, None)
+            expected = _exact(x) @ _exact(values).T
+            yield inputs.compared(f"linear, {name}, {rows} rows", out, expected)
 
 
 def _rope(kernels: Kernels, inputs: _Inputs, cache: torch.dtype, norm: bool) -> Check:

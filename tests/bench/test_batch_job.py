@@ -120,8 +120,8 @@ async def test_a_batch_that_is_refused_says_why(server: BatchServer) -> None:
     with pytest.raises(BatchJobError, match="invalid_json_line"):
         async with batch_job(server.live.url, None, PATH, [b"no row\n"]):
             raise AssertionError("not reached")
-    with pytest.raises(BatchJobError, match="status 400.*embeddings"):
-        async with batch_job(server.live.url, None, "/v1/embeddings", [jsonl(row(1))]):
+    with pytest.raises(BatchJobError, match="status 400.*images"):
+        async with batch_job(server.live.url, None, "/v1/images", [jsonl(row(1))]):
             raise AssertionError("not reached")
 
 

@@ -23,6 +23,7 @@ from bros.core.plan import KvCopies
 from bros.engine.self_test import MIN_MARGIN, TOKENS, Generated, first_difference, generate
 from bros.executor.kv_storage import KvStorage
 from bros.kernels.interface import AttentionBatch, HeadLayout
+from bros.kernels.panels import has_products
 from bros.kernels.reference import ReferenceKernels
 from bros.kernels.self_test import Check, check_kernels
 
@@ -31,6 +32,11 @@ OPERATIONS = {
     *("rms_norm", "add_rms_norm_", "silu_and_mul", "attention", "attention, shared"),
     *("rope_and_cache_", "rope_and_cache_, norms"),
 }
+PRODUCTS = {
+    f"linear, {form}, {rows} rows" for form in ("fp32", "bf16", "int8", "int4") for rows in (1, 9)
+}
+"""Of kernels that have products (Kernels.products)."""
+
 FP32 = [(torch.float32, torch.float32)]
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
@@ -59,7 +65,8 @@ def test_everything_that_is_in_use_is_tested(capsys: pytest.CaptureFixture[str])
     assert (status, found["ok"], found["problems"]) == (0, True, [])
     [used] = [each for each in found["kernels"] if each["in_use"]]
     [test] = [each for each in found["tests"] if each["kernels"] == used["name"]]
-    assert {check["operation"] for check in test["checks"]} == OPERATIONS
+    tested = OPERATIONS | (PRODUCTS if has_products(used["name"]) else set())
+    assert {check["operation"] for check in test["checks"]} == tested
     assert all(check["passed"] for check in test["checks"])
     assert [each["what"] for each in found["tried"]] == [
         f"greedy, fp32, {used['name']}, cpu",

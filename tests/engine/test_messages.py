@@ -85,6 +85,9 @@ def _of(hint: typing.Any) -> st.SearchStrategy[typing.Any]:
         return simple[hint]
     if isinstance(hint, types.UnionType):
         return st.one_of([_of(part) for part in typing.get_args(hint)])
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple and arguments[1:] == (...,):
+        return st.lists(_of(arguments[0]), max_size=2).map(tuple)
     return of(hint) if dataclasses.is_dataclass(hint) else st.from_type(hint)
 
 

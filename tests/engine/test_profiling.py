@@ -59,7 +59,7 @@ MODEL = CostModel(
     pair_s=4e-7,
     context_s=2.4e-6,
     hinges=((8, 0.0008),),
-    padding=token_padding(),
+    padding=token_padding("cpu", "cpu-avx512"),
 )
 
 

@@ -112,7 +112,8 @@ async def test_the_lists_of_a_stream_joined_are_those_of_the_whole_answer(
             pieces += bool(choice.get("prompt_logprobs"))
             for name, values in (choice["logprobs"] or {}).items():
                 into["logprobs"].setdefault(name, []).extend(values)
-    assert pieces > len(whole)  # long prompts come in several
+    # A long prompt comes in several pieces, unless they are all computed before the first is sent.
+    assert pieces >= len(whole)
     for choice, into in zip(whole, joined, strict=True):
         assert into["text"] == choice["text"]
         assert into["logprobs"].keys() == choice["logprobs"].keys()

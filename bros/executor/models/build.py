@@ -27,7 +27,7 @@ from bros.executor.models.layers import (
     RmsNorm,
     load_matrix,
     make_linear,
-    pack,
+    make_lm_head,
 )
 from bros.executor.models.spec import ModelSpec
 from bros.executor.parallel.ranks import SINGLE_RANK, Ranks
@@ -149,14 +149,13 @@ class _Builder:
         )
 
     def _lm_head(self, tokens: Tensor) -> Linear:
-        """Never int4: rounding this layer changes logits more than rounding any other layer."""
         weight = tokens
         if not self._spec.tied:
             weight = self._embedding("lm_head.weight", self._spec.vocab_size)
         widths = [len(vocab) for vocab in self._vocabs]
         if not self._target.packed:
             return parallel_lm_head(PlainLinear(weight), widths, self._ranks)
-        packed = pack(weight if self._target.weights == "fp32" else weight.bfloat16())
+        packed = make_lm_head(weight, self._target, self._kernels.products)
         return parallel_lm_head(packed, widths, self._ranks)
 
     def _embedding(self, name: str, rows: int) -> Tensor:
@@ -225,7 +224,8 @@ class _Builder:
                 for name, count in zip(names, rows, strict=True)
             ]
         parts = [(f"{prefix}{name}.weight", n) for name, n in zip(names, rows, strict=True)]
-        return make_linear(self._source, parts, columns, stacked_bias, self._target)
+        products = self._kernels.products
+        return make_linear(self._source, parts, columns, stacked_bias, self._target, products)
 
     def _norm(self, name: str) -> Norm:
         spec, size = self._spec, self._spec.hidden_size

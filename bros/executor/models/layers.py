@@ -1,10 +1,12 @@
-"""Linear layers: packed fp32, packed bf16 (oneDNN) and int4 on a CPU, plain matrices on a GPU.
+"""Linear layers: packed weights on a CPU, plain matrices on a GPU.
 
 A layer maps activations [tokens, in_features] to [tokens, out_features]. On a CPU both are fp32,
-whatever the precision of the weights; on a GPU they have the weights' dtype.
+whatever the precision of the weights; on a GPU they have the weights' dtype. Packed weights are
+multiplied by our own kernels (PanelLinear) where `Kernels.products` has them, else by oneDNN and
+torch's int4 kernel (PackedLinear, Int4Linear).
 
-A whole step of SmolLM2-135M on 2 cores of a Zen 4 with 500 tokens of context, in ms. MKL's packed
-layout (`_mkl_linear`) took twice as long as oneDNN's at 8 to 32 rows.
+With oneDNN, a whole step of SmolLM2-135M on 2 cores of a Zen 4 with 500 tokens of context, in ms.
+MKL's packed layout (`_mkl_linear`) took twice as long as oneDNN's at 8 to 32 rows.
 
             1 row   8 rows   32 rows   prefill 256
     fp32       28       38        96           285
@@ -22,7 +24,8 @@ from torch import Tensor
 
 from bros.executor.target import Target
 from bros.executor.weights import GROUP, Int4Groups, Weights
-from bros.kernels.interface import Kernels
+from bros.kernels.interface import Kernels, Products
+from bros.kernels.panels import Panels, has_products
 from bros.kernels.row_padding import ROW_PADDING, with_padding
 
 INT4_MAX_ROWS = 8
@@ -76,6 +79,18 @@ def fp32_product(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight).float()
 
 
+class PanelLinear:
+    """Weights of any format in panels; a row of the result does not depend on the other rows."""
+
+    def __init__(self, products: Products, weight: Panels, bias: Tensor | None = None) -> None:
+        self._products = products
+        self._weight = weight
+        self._bias = None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._products.linear(x, self._weight, self._bias)
+
+
 class PackedLinear:
     """fp32 or bf16 weights in oneDNN's blocked layout. The packed copy replaces the weight."""
 
@@ -125,22 +140,44 @@ def make_linear(
     columns: int,
     bias: Sequence[Tensor] | None,
     target: Target,
+    products: Products | None = None,
 ) -> Linear:
     """One layer from matrices concatenated along their rows.
 
     parts: (tensor name, rows) in order; columns: input features of all of them.
+    products: see Kernels.
     With int4 weights, a shape that int4 does not support is kept in bf16.
     """
     stacked_bias = None if bias is None else torch.cat(list(bias))
     if not target.packed:
         return NativeLinear(load_matrix(source, parts, columns, target), stacked_bias)
     rows = sum(count for _, count in parts)
-    if target.weights == "int4" and columns % GROUP == 0 and rows % _INT4_ROW_MULTIPLE == 0:
+    if (
+        target.weights == "int4"
+        and columns % GROUP == 0
+        and (products is not None or rows % _INT4_ROW_MULTIPLE == 0)
+    ):
         groups = Int4Groups.concatenate([source.int4(name, (n, columns)) for name, n in parts])
+        if products is not None:
+            width = products.panel_width
+            panels = Panels.int4(groups.codes, groups.scale, groups.minimum, width)
+            return PanelLinear(products, panels, stacked_bias)
         wide = groups.dequantize().to(_wide_dtype())
         return Int4Linear(groups, pack(wide, stacked_bias), stacked_bias)
     weight = torch.cat([source.dense(name, (n, columns)) for name, n in parts])
-    return pack(weight if target.weights == "fp32" else weight.bfloat16(), stacked_bias)
+    weight = weight if target.weights == "fp32" else weight.bfloat16()
+    return pack(weight, stacked_bias, products)
+
+
+def make_lm_head(weight: Tensor, target: Target, products: Products | None) -> Linear:
+    """The layer of logits on a CPU. weight: fp32 [vocab, hidden].
+
+    Never int4: rounding this layer changes logits more than rounding any other layer. With int4
+    weights it has int8 groups, or bf16 where there are no products of int8.
+    """
+    if products is not None and target.weights == "int4" and weight.shape[1] % GROUP == 0:
+        return PanelLinear(products, Panels.int8(weight, products.panel_width))
+    return pack(weight if target.weights == "fp32" else weight.bfloat16(), None, products)
 
 
 def load_matrix(
@@ -156,12 +193,12 @@ def load_matrix(
     return weight
 
 
-def token_padding(device: str = "cpu") -> tuple[tuple[int, int], ...]:
+def token_padding(device: str, kernels: str) -> tuple[tuple[int, int], ...]:
     """How the layers round up the tokens of a step, as `padding` of scheduler.cost_model.CostModel.
 
-    Empty on a GPU and without oneDNN, where they do not. device: as in EngineInfo.
+    Empty where oneDNN is not used. device, kernels: as in EngineInfo.
     """
-    return ROW_PADDING if device == "cpu" and _has_onednn() else ()
+    return ROW_PADDING if device == "cpu" and _has_onednn() and not has_products(kernels) else ()
 
 
 def _wide_dtype() -> torch.dtype:
@@ -170,12 +207,17 @@ def _wide_dtype() -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
-def pack(weight: Tensor, bias: Tensor | None = None) -> Linear:
+def pack(weight: Tensor, bias: Tensor | None = None, products: Products | None = None) -> Linear:
     """The fastest exact layer for an fp32 or bf16 weight [rows, columns] on this machine.
+
+    products: see Kernels.
 
     oneDNN has bf16 products only for CPUs with AVX-512 or newer; on other CPUs bf16 weights are
     converted to fp32, with the time and the memory of fp32.
     """
+    if products is not None:
+        panels = Panels.fp32 if weight.dtype is torch.float32 else Panels.bf16
+        return PanelLinear(products, panels(weight, products.panel_width), bias)
     if not _has_onednn():
         return PlainLinear(weight, bias)
     return PackedLinear(weight if _has_packed(weight.dtype) else weight.float(), bias)

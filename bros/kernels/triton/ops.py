@@ -40,6 +40,11 @@ class TritonKernels:
     def name(self) -> str:
         return self._name
 
+    @property
+    def products(self) -> None:
+        """None."""
+        return None
+
     def graph_buffers(
         self, limits: GraphLimits, layout: HeadLayout, device: torch.device
     ) -> GraphBuffers | None:

@@ -1,0 +1,113 @@
+"""Packed weights of linear layers for the products of CpuKernels; csrc/linear.h has their layout.
+
+A panel holds `width` outputs of a layer, as many as two vectors of the instruction set. Values are
+fp32, bf16, or codes in groups of 32 inputs that share a scale:
+
+    int8   value = code * scale             code -128..127, scale fp32
+    int4   value = code * scale + minimum   code 0..15, scale and minimum fp16
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+GROUP = 32
+"""Inputs that share a scale in int8 and int4."""
+
+
+class PanelFormat(enum.IntEnum):
+    """WeightFormat of csrc/kernels.h."""
+
+    FP32 = 0
+    BF16 = 1
+    INT8 = 2
+    INT4 = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """A weight matrix [outputs, inputs].
+
+    data: uint8, the panels one after the other.
+    width: outputs per panel; the last panel is zero-padded.
+    """
+
+    format: PanelFormat
+    data: Tensor
+    outputs: int
+    inputs: int
+    width: int
+
+    @classmethod
+    def fp32(cls, weight: Tensor, width: int) -> Self:
+        """weight: [outputs, inputs]."""
+        panels = _split(weight.float(), width)
+        return cls._of(PanelFormat.FP32, [panels.transpose(1, 2)], weight, width)
+
+    @classmethod
+    def bf16(cls, weight: Tensor, width: int) -> Self:
+        """weight: [outputs, inputs], rounded to bf16. An odd number of inputs is kept as fp32."""
+        if weight.shape[1] % 2:
+            return cls.fp32(weight.bfloat16(), width)
+        panels = _split(weight.bfloat16(), width)
+        pairs = panels.view(*panels.shape[:2], -1, 2).transpose(1, 2)
+        return cls._of(PanelFormat.BF16, [pairs], weight, width)
+
+    @classmethod
+    def int8(cls, weight: Tensor, width: int) -> Self:
+        """weight: [outputs, inputs], inputs a multiple of 32; rounded to 255 even steps of a group.
+
+        Values that have been rounded so before, as those of GGUF's Q8_0, keep their codes.
+        """
+        groups = weight.float().view(len(weight), -1, GROUP)
+        scale = groups.abs().amax(dim=2) / 127
+        codes = (groups / scale.clamp(min=1e-30)[..., None]).round_().to(torch.int8).flatten(1)
+        panels = _split(codes, width)
+        quads = panels.view(*panels.shape[:2], -1, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
+        scales = _split(scale, width).transpose(1, 2)
+        return cls._of(PanelFormat.INT8, [scales, quads], codes, width)
+
+    @classmethod
+    def int4(cls, codes: Tensor, scale: Tensor, minimum: Tensor, width: int) -> Self:
+        """codes: [outputs, inputs] in 0..15; scale, minimum: [outputs, inputs / 32]."""
+        panels = _split(codes.to(torch.uint8), width)
+        nibbles = panels.view(*panels.shape[:2], -1, GROUP // 8, 4, 2)
+        eights = (nibbles[..., 0] | nibbles[..., 1] << 4).permute(0, 2, 3, 1, 4)
+        scales = [_split(each.half(), width).transpose(1, 2) for each in (scale, minimum)]
+        return cls._of(PanelFormat.INT4, [*scales, eights], codes, width)
+
+    @classmethod
+    def _of(cls, form: PanelFormat, parts: list[Tensor], weight: Tensor, width: int) -> Self:
+        """parts: [panels, groups, ...] each; a panel has them in this order, group by group."""
+        flat = [part.contiguous().flatten(2).view(torch.uint8) for part in parts]
+        data = flat[0] if len(flat) == 1 else torch.cat(flat, dim=2)
+        outputs, inputs = weight.shape
+        return cls(form, data.flatten(), outputs, inputs, width)
+
+
+def _split(matrix: Tensor, width: int) -> Tensor:
+    """[outputs, n] -> [panels, width, n], zero-padded."""
+    outputs, columns = matrix.shape
+    return F.pad(matrix, (0, 0, 0, -outputs % width)).view(-1, width, columns)
+
+
+def has_products(kernels: str) -> bool:
+    """Whether linear layers use the products of these kernels (Kernels.name) or those of oneDNN.
+
+    Linear layers of SmolLM2-135M, twelve decoder layers, one thread of a Zen 3 (AVX2), ms:
+
+        rows            1      2      4      8     16     32     64    256
+        oneDNN fp32  16.2   18.9   22.0   30.1   43.3   54.0   95.2    321
+        fp32          8.6    9.9   14.4   20.1   27.9   43.6   76.5    263
+        bf16          4.8    6.3    7.9   21.2   24.0   39.8   72.8    258
+        int4          5.3    7.3    7.1   14.8   21.0   47.2   67.8    247
+
+    They were not measured with AVX-512, where oneDNN has products of bf16, and on other CPUs.
+    """
+    return kernels == "cpu-avx2"

@@ -1,0 +1,134 @@
+"""Products with packed weights: every instruction set of this machine, every format.
+
+The oracle computes in fp64 from the values that the panels hold.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bros.executor.models.layers import make_lm_head, pack
+from bros.executor.target import CPU, Target
+from bros.executor.weights import Int4Groups
+from bros.kernels.panels import GROUP, Panels
+from support.kernel_cases import cpu_kernels, each_level, torch_threads
+from support.tier import examples
+
+each_format = pytest.mark.parametrize("form", ["fp32", "bf16", "int8", "int4"])
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def packed(form: str, weight: Tensor, width: int) -> tuple[Panels, Tensor]:
+    """The panels of a weight, and the values that they hold."""
+    if form == "fp32":
+        return Panels.fp32(weight, width), weight
+    if form == "bf16":
+        return Panels.bf16(weight, width), weight.bfloat16()
+    if form == "int8":
+        groups = weight.unflatten(1, (-1, GROUP))
+        scale = groups.abs().amax(2, keepdim=True) / 127
+        codes = (groups / scale.clamp(min=1e-30)).round()
+        return Panels.int8(weight, width), (codes.double() * scale).flatten(1)
+    four = Int4Groups.from_dense(weight)
+    scale, minimum = (each.half().double()[..., None] for each in (four.scale, four.minimum))
+    values = four.codes.unflatten(1, (-1, GROUP)) * scale + minimum
+    return Panels.int4(four.codes, four.scale, four.minimum, width), values.flatten(1)
+
+
+@each_level
+@each_format
+@settings(max_examples=examples(12, long=300))
+@given(
+    rows=st.integers(1, 40),
+    outputs=st.integers(1, 150),
+    groups=st.integers(1, 70),
+    biased=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_products_are_those_of_the_packed_values(
+    level: str, form: str, rows: int, outputs: int, groups: int, biased: bool, seed: int
+) -> None:
+    kernels, inputs = cpu_kernels(level), groups * GROUP
+    weight, x = normal(seed, outputs, inputs), normal(seed + 1, rows, inputs)
+    bias = normal(seed + 2, outputs) if biased else None
+    panels, values = packed(form, weight, kernels.panel_width)
+    out = kernels.linear(x, panels, bias)
+    exact = x.double() @ values.double().T + (0 if bias is None else bias.double())
+    assert out.shape == (rows, outputs) and out.dtype == torch.float32
+    # Rounding errors of a running sum grow with the square root of its length, squared at worst.
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-6 * inputs)
+
+
+@each_level
+@each_format
+@settings(max_examples=examples(10, long=200))
+@given(
+    rows=st.integers(2, 60),
+    outputs=st.integers(1, 100),
+    groups=st.integers(1, 40),
+    data=st.data(),
+    seed=st.integers(0, 2**31),
+)
+def test_a_row_has_the_same_bits_in_any_batch(
+    level: str, form: str, rows: int, outputs: int, groups: int, data: st.DataObject, seed: int
+) -> None:
+    """Whatever the other rows are, and on any number of threads."""
+    kernels, inputs = cpu_kernels(level), groups * GROUP
+    panels, _ = packed(form, normal(seed, outputs, inputs), kernels.panel_width)
+    x = normal(seed + 1, rows, inputs)
+    with torch_threads(data.draw(st.integers(1, 3))):
+        whole = kernels.linear(x, panels, None)
+    some = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=rows, unique=True))
+    with torch_threads(1):
+        part = kernels.linear(x[some], panels, None)
+    assert torch.equal(whole[some], part)
+
+
+@each_level
+@each_format
+def test_a_row_that_is_not_finite_stays_alone(level: str, form: str) -> None:
+    kernels = cpu_kernels(level)
+    panels, _ = packed(form, normal(0, 70, 96), kernels.panel_width)
+    x = normal(1, 13, 96)
+    clean = kernels.linear(x, panels, None)
+    x[4, 7], x[5, 9] = torch.nan, torch.inf
+    out = kernels.linear(x, panels, None)
+    others = [row for row in range(13) if row not in (4, 5)]
+    assert torch.equal(out[others], clean[others])
+    assert out[4].isnan().all() and not out[5].isfinite().any()
+
+
+@each_level
+def test_nothing_is_multiplied_without_rows(level: str) -> None:
+    kernels = cpu_kernels(level)
+    panels, _ = packed("fp32", normal(0, 20, 32), kernels.panel_width)
+    assert kernels.linear(torch.empty(0, 32), panels, None).shape == (0, 20)
+
+
+@each_level
+def test_an_odd_number_of_inputs(level: str) -> None:
+    kernels = cpu_kernels(level)
+    weight, x = normal(0, 20, 33), normal(1, 3, 33)
+    for values in (weight, weight.bfloat16()):
+        layer = pack(values, None, kernels)
+        exact = x.double() @ values.double().T
+        torch.testing.assert_close(layer(x).double(), exact, rtol=0, atol=1e-5)
+
+
+@each_level
+def test_int8_keeps_the_codes_of_values_that_were_rounded_before(level: str) -> None:
+    """So the lm_head of a converted GGUF model, Q8_0, is exact."""
+    codes = torch.randint(-127, 128, (40, 3, GROUP))
+    codes[:, :, 0] = 127
+    scale = (torch.rand(40, 3, 1) + 0.1).half().float()
+    weight = (codes * scale).flatten(1)
+    kernels = cpu_kernels(level)
+    layer = make_lm_head(weight, Target(CPU, "int4", packed=True), kernels)
+    torch.testing.assert_close(layer(torch.eye(96)).T, weight, rtol=1e-6, atol=0)
