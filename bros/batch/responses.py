@@ -8,8 +8,8 @@
 ```
 
 Each response has its own input items and its output. A response that continues another one names
-it, so a conversation is a chain, and a turn is stored once however many follow. Whoever continues a
-conversation extends the life of all of its turns.
+it, so a conversation is a chain, and a turn is stored once however many follow. A request
+that continues a conversation extends the life of all of its turns.
 """
 
 from __future__ import annotations

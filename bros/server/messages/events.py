@@ -124,7 +124,7 @@ class MessageWriter:
             return ""
         self._begun = True
         if self.usage is None:
-            return ""  # nobody reads the events
+            return ""  # these events have no reader
         return event("message_start", message=self.message(self.usage()).model_dump())
 
     def _part(self, part: AnswerPart) -> str:
