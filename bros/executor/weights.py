@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bros.core.errors import ModelError
+from bros.kernels.panels import GROUP
 
 # ---- Quantized weights in groups of 32 along the input: GGUF's Q4_0, Q4_1 and Q8_0.
 #
@@ -28,7 +29,6 @@ from bros.core.errors import ModelError
 # and value = code * d + m, where q4_0 has m = -8 * d and q8_0 has m = 0.
 
 
-GROUP = 32
 SUFFIXES = (".q4_0", ".q4_1", ".q8_0")
 GROUP_BYTES = {".q4_0": 18, ".q4_1": 20, ".q8_0": 34}
 

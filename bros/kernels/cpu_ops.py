@@ -44,6 +44,7 @@ class CpuKernels:
                 f"CPU kernels: level {level!r} is not one of {', '.join(available)} (this machine)"
             )
         self._level = [name for name, _ in _C.levels()].index(self.level)
+        self.panel_width = _C.panel_outputs(self._level)  # see Products
 
     @property
     def name(self) -> str:
@@ -172,11 +173,6 @@ class CpuKernels:
     def products(self) -> CpuKernels | None:
         """See Kernels."""
         return self if has_products(self.name) else None
-
-    @property
-    def panel_width(self) -> int:
-        """See Products."""
-        return _C.panel_outputs(self._level)
 
     def linear(self, x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:
         """See Products."""

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 GROUP = 32
-"""Inputs that share a scale in int8 and int4."""
+"""Inputs that share a scale in int8 and int4, as in GGUF's Q4_0, Q4_1 and Q8_0."""
 
 
 class PanelFormat(enum.IntEnum):

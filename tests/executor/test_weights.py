@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from bros.core.errors import ModelError
-from bros.executor.weights import GROUP, RandomWeights, Weights, WeightSource, slices
+from bros.executor.weights import RandomWeights, Weights, WeightSource, slices
+from bros.kernels.panels import GROUP
 
 SHAPE = (7, 5 * GROUP)
 STORED = ("plain", "half", "q4_0", "q4_1", "q8_0", "drawn")

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bros.executor.target import Target
-from bros.executor.weights import GROUP, Int4Groups, Weights
+from bros.executor.weights import Int4Groups, Weights
 from bros.kernels.interface import Kernels, Products
-from bros.kernels.panels import Panels, has_products
+from bros.kernels.panels import GROUP, Panels, has_products
 from bros.kernels.row_padding import ROW_PADDING, with_padding
 
 INT4_MAX_ROWS = 8

@@ -32,7 +32,8 @@ from bros.executor.models.decoder import TokenEmbedding, TokenLookup
 from bros.executor.models.layers import Linear
 from bros.executor.models.spec import ModelSpec
 from bros.executor.parallel.ranks import Ranks
-from bros.executor.weights import GROUP, Int4Groups, Part, Weights
+from bros.executor.weights import Int4Groups, Part, Weights
+from bros.kernels.panels import GROUP
 
 _UNIT = GROUP
 """Large sizes are split at multiples of this: int4 groups stay whole, matrix sizes stay fast."""
