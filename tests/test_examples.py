@@ -17,6 +17,7 @@ from support.program_server import ProgramServer, program_server
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parent.parent
+MODEL = "SmolLM2-135M-Instruct"
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py") if path.stem != "common")
 CALLS = {  # example -> (calls in its session, of which are the model's)
     "chain_summary.py": (6, 6),
@@ -40,7 +41,7 @@ def run(name: str, *arguments: str) -> str:
 def server() -> Iterator[ProgramServer]:
     engine = ProgramEngine(step_s=0.0001)
     # Its tokens are bytes, or nearly so, and some of the prompts are long.
-    engine.info = dataclasses.replace(engine.info, max_model_len=20_000)
+    engine.info = dataclasses.replace(engine.info, model=MODEL, max_model_len=20_000)
     with program_server(engine) as server:
         yield server
 
@@ -69,6 +70,21 @@ def test_the_papers_example_gives_code_and_test(server: ProgramServer) -> None:
     )
     printed = run("snake_game.py", "--url", server.url)
     assert [line for line in printed.splitlines() if line.startswith("<")] == [code, test]
+
+
+def test_the_python_examples_of_the_manual_run_in_its_order(
+    server: ProgramServer, tmp_path: Path
+) -> None:
+    manual = (ROOT / "docs" / "semantic.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", manual, re.MULTILINE | re.DOTALL)
+    script = tmp_path / "manual.py"
+    served = "\n".join(block for block in blocks if "LLM()" not in block)  # that needs a model
+    script.write_text(served.replace("http://localhost:8000", server.url), encoding="utf-8")
+    printed = run(str(script)).splitlines()
+    values = [line for line in printed if line.startswith("<")]
+    assert len(values) == 7 and len(set(values)) == 7
+    (view,) = [line for line in printed if line.startswith("review ")]
+    assert view.endswith(" rt its value is requested with LATENCY")
 
 
 @pytest.mark.long

@@ -82,7 +82,7 @@ def test_reasons_of_chains_functions_and_criteria() -> None:
     core.want("t", THROUGHPUT, 0.0)
     assert reasons(core) == {
         "a": "it is 2 calls before t, which is requested with THROUGHPUT",
-        "f": "function of the client",
+        "f": "native function, which the client runs",
         "b": "it is 1 call before t, which is requested with THROUGHPUT",
         "c": "its value is requested with THROUGHPUT",
     }

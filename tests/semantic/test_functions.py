@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bros.semantic as P
+from bros.core import grammars
 from bros.core.errors import InvalidRequestError, OverloadedError
-from bros.semantic.schema import Role
+from bros.semantic.schema import Role, SubmitProgram, to_json
+from bros.server.sessions.wire import read
 from support.fake_sessions import FakeBackend, fake_connection, refuse, shout
 
 
@@ -73,6 +76,21 @@ class TestDecoration:
             ("{{x}}{{output:o:hot}}", {}, "f: the template names the sampling 'hot'"),
             ("{{x}}{{output:o}}", {"sampling": {"heat": 1}}, "f: sampling: 'heat' is neither"),
             ("{{x}}{{output:o}}", {"sampling": {"n": 2}}, "f: sampling: 'n' is neither"),
+            (
+                "{{x}}{{output:o}}",
+                {"sampling": {"prompt_logprobs": 1}},
+                "f: sampling: 'prompt_logprobs' is neither",
+            ),
+            (
+                "{{x}}{{output:o}}",
+                {"sampling": {"response_format": {"type": "json"}}},
+                "f: 'response_format.type' must be text",
+            ),
+            (
+                "{{x}}{{output:o:own}}",
+                {"sampling": {"own": {"guided_regex": "a", "guided_choice": ["a"]}}},
+                "f: The output can match one grammar only",
+            ),
             ("{{x}}{{output:o}}", {"sampling": {"top_p": 2}}, r"f: top_p must be in \(0, 1\]"),
             ("{{x}}{{output:o:a}}", {"sampling": {"a": {"b": 1}}}, "f: sampling: 'b' is neither"),
             ("{{x}}{{output:o}}", {"transforms": {"z": "strip"}}, "f: transforms: 'z' does not"),
@@ -185,6 +203,25 @@ class TestCalls:
         assert by_name["code"].transforms == "strip | lower"
         assert by_name["task"].transforms == "upper"
         assert "precise" not in (call.template or "")
+
+    def test_what_outputs_must_match_goes_along_and_can_be_overridden(self, desk: Desk) -> None:
+        facts = {"response_format": {"type": "json_object"}, "max_tokens": 20}
+
+        @P.semantic_function(sampling={**facts, "vote": {"guided_choice": ["yes", "no"]}})
+        def check(text):
+            """{{text}} Facts: {{output:facts}} True? {{output:verdict:vote}}"""
+
+        check("x").verdict.get()
+        [[call]] = desk.backend.programs
+        assert dict(call.sampling) == facts
+        own = {parameter.name: parameter.sampling for parameter in call.parameters}
+        assert own["verdict"] == {"guided_choice": ["yes", "no"]}
+        fields = json.loads(json.dumps(to_json(SubmitProgram(requests=[call]), defaults=False)))
+        (received,) = read(SubmitProgram, fields).requests
+        assert received.sampling["grammar"].text == grammars.json_object().text
+        assert received.parameters[-1].sampling["grammar"].text == (
+            grammars.choice(["yes", "no"]).text
+        )
 
     def test_a_system_prompt_makes_a_conversation(self, desk: Desk) -> None:
         @P.semantic_function(chat=True, system=r"Say \{{ and be brief.")

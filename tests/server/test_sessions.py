@@ -456,7 +456,7 @@ async def test_the_graph_as_a_page_and_as_text(session: SessionClient) -> None:
 
 
 async def test_why_a_call_has_its_class_and_what_a_value_waits_for(session: SessionClient) -> None:
-    """The scripted engine answers at once, so the chain waits for a function of the client."""
+    """The scripted engine answers at once, so the chain waits for a native function."""
     await session.submit(
         requests=[
             {
@@ -483,7 +483,7 @@ async def test_why_a_call_has_its_class_and_what_a_value_waits_for(session: Sess
     )
     graph = await session.graph()
     look, tell = graph["requests"]
-    assert (look["why"], look["placement"]) == ("function of the client", None)
+    assert (look["why"], look["placement"]) == ("native function, which the client runs", None)
     assert tell["why"] == "its value is requested with LATENCY"
     assert tell["slack_s"] == pytest.approx(tell["deadline_s"] - tell["predicted_end_s"], abs=1e-5)
     assert tell["critical"] and look["critical"]

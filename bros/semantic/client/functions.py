@@ -10,12 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, overload
 
+from bros.core import grammars
 from bros.core.request import SamplingParams
 from bros.semantic.client.program import FunctionSpec, SemanticVariable, make_call
 from bros.semantic.core.template import Piece, Placeholder, parse_template, with_roles
 from bros.semantic.schema import Role
 
-_SAMPLING = frozenset(spec.name for spec in dataclasses.fields(SamplingParams)) - {"n", "logprobs"}
+_NOT_OF_OUTPUTS = frozenset({"n", "logprobs", "prompt_logprobs", "grammar"})
+"""An output is one text without log-probabilities. Fields such as response_format say what it must
+match."""
+
+_SAMPLING = grammars.FIELDS.union(
+    spec.name for spec in dataclasses.fields(SamplingParams) if spec.name not in _NOT_OF_OUTPUTS
+)
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -105,8 +112,9 @@ def semantic_function(
     chat: format the template with the model's chat template: text before an output is a user
         message, the output is the assistant message.
     system: system message of the conversation; requires chat.
-    sampling: fields of SamplingParams for all outputs. {{output:code:precise}} overrides them with
-        the fields of the name "precise": {"temperature": 1, "precise": {"seed": 3}}.
+    sampling: fields of SamplingParams for all outputs; `response_format`, `structured_outputs` or
+        `guided_*` say what they must match. {{output:code:precise}} overrides them with the fields
+        of the name "precise": {"temperature": 1, "precise": {"seed": 3}}.
     transforms: input or output name -> transforms: {"code": "code_block(python) | strip"}.
     name: name in graphs, and for predicting output lengths; default: the function's name.
     dedent: remove the indentation of the docstring.
@@ -250,8 +258,13 @@ def _sampling(
                     f"sampling: {name!r} is neither a parameter of sampling nor a name that the "
                     "template uses"
                 )
-        SamplingParams(**{**common, **fields})
+        grammars.from_fields(fields or common)  # the grammar of an output replaces the common one
+        SamplingParams(**_without_grammar({**common, **fields}))
     return common, own
+
+
+def _without_grammar(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in grammars.FIELDS}
 
 
 def _check_transforms(transforms: Mapping[str, str], names: set[str]) -> None:

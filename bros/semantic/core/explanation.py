@@ -49,7 +49,7 @@ def explain(llm_call: LlmCall, group_id: str | None = None) -> str:
     if not llm_call.wanted:
         return "no requested value needs it"
     if llm_call.native:
-        return "function of the client"
+        return "native function, which the client runs"
     nearest = min(llm_call.stages.items(), key=lambda item: item[1], default=None)
     if nearest is None:
         return "its place in the program is not deduced yet"

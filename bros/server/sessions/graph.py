@@ -38,7 +38,7 @@ _LOOKS: Mapping[str, _Look] = MappingProxyType(
         "rt": _Look("#fde3c1", "#b45f06", "real-time"),
         "group": _Look("#d3e5f7", "#1f5f99", "task group"),
         "be": _Look("#e7e7e7", "#666666", "best-effort"),
-        "native": _Look("#e6f2dd", "#4b7a2b", "function of the client"),
+        "native": _Look("#e6f2dd", "#4b7a2b", "native function"),
         "unwanted": _Look("#ffffff", "#999999", "not wanted yet"),
     }
 )
