@@ -43,7 +43,7 @@ from bros.executor.parallel.plan_codec import PlanDecoder, PlanEncoder
 from bros.executor.parallel.ranks import Ranks, SingleRank, TorchRanks
 from bros.executor.parallel.runner import follow, lead
 from bros.executor.runner import ModelRunner
-from bros.executor.sampler import HostStepSampler, Sampler
+from bros.executor.sampler import HostStepSampler, NumpySampler
 
 BLOCK = 16
 PLAN_ROWS = (1, 8, 32, 64)
@@ -157,7 +157,7 @@ def collective(call: Callable[[], object], repeats: int = 200) -> dict[str, floa
 
 def sampling(ranks: Ranks, vocab: int) -> Figures:
     """The time from the shards' logits to tokens, sampled on rank 0 alone or on every rank."""
-    step_sampler = HostStepSampler(Sampler())
+    step_sampler = HostStepSampler(NumpySampler())
     widths = [vocab // ranks.size + (rank < vocab % ranks.size) for rank in range(ranks.size)]
     found: Figures = {}
     for rows in (1, 8, 64):

@@ -103,6 +103,56 @@ struct LinearArgs {
   int threads;
 };
 
+// One draw of a token; kernels/cpu_ops.py has the same layout as DRAW. `_begin` and `_end` are
+// ranges of the buffers in SampleArgs.
+struct Draw {
+  uint64_t seed;
+  uint64_t index;  // of the output token
+  int64_t row;     // of the logits
+  int64_t edit_begin, edit_end;
+  int64_t history_begin, history_end;
+  int64_t mask_begin, mask_end;  // mask_begin < 0: no mask
+  double top_p;                  // 1: off
+  double presence_penalty;
+  double frequency_penalty;
+  float repetition_penalty;  // 1: off
+  float temperature;         // 0: greedy
+  float min_p;               // 0: off
+  int32_t top_k;             // 0: off
+  int32_t top_logprobs;      // -1: no log-probabilities
+  int32_t prompt_len;        // tokens of the history that are the prompt
+};
+
+constexpr int32_t kNotFinite = -1;       // the largest logit of the row is not finite
+constexpr int32_t kNothingAllowed = -2;  // the mask allows no token
+
+struct SampledRow {
+  int32_t token;   // or one of the two above
+  float peak;      // the largest logit, after all changes
+  double logprob;  // of the token, if asked for
+};
+
+struct TokenLogprob {
+  int64_t token;
+  double logprob;
+};
+
+struct SampleArgs {
+  SampledRow* sampled;  // [num_draws]
+  TokenLogprob* tops;   // [num_draws, top]
+  const float* logits;  // [num_rows, vocab]
+  int64_t num_rows;
+  int64_t vocab;
+  const Draw* draws;
+  const int32_t* edit_tokens;  // biases; -inf forbids the token
+  const float* edit_values;
+  const int32_t* history;
+  const uint8_t* masks;  // one bit per token, the first in the lowest bit
+  int64_t num_sampled, num_top, num_draws, num_edits, num_edit_values, num_history, num_mask_bytes;
+  int64_t top;
+  int threads;
+};
+
 // Every kernel returns null, or an error message for wrong arguments before it writes any memory.
 struct KernelTable {
   const char* (*rms_norm)(const RmsNormArgs&);
@@ -111,6 +161,7 @@ struct KernelTable {
   const char* (*silu_and_mul)(const SiluArgs&);
   const char* (*linear)(const LinearArgs&);
   int64_t panel_outputs;  // of packed weights
+  const char* (*sample)(const SampleArgs&);
 };
 
 extern const KernelTable kGenericKernels;

@@ -3,7 +3,7 @@
 #include "kernels_impl.h"
 
 namespace bros {
-const KernelTable kAvx512Kernels = {rms_norm,     rope_and_cache, attention,
-                                   silu_and_mul, linear,         kPanelOutputs};
+const KernelTable kAvx512Kernels = {rms_norm, rope_and_cache, attention, silu_and_mul,
+                                    linear,   kPanelOutputs,  sample};
 }  // namespace bros
 #endif

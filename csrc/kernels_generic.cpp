@@ -2,6 +2,6 @@
 #include "kernels_impl.h"
 
 namespace bros {
-const KernelTable kGenericKernels = {rms_norm,     rope_and_cache, attention,
-                                   silu_and_mul, linear,         kPanelOutputs};
+const KernelTable kGenericKernels = {rms_norm, rope_and_cache, attention, silu_and_mul,
+                                     linear,   kPanelOutputs,  sample};
 }  // namespace bros

@@ -1,8 +1,9 @@
 // bros.kernels._C: the kernels as Python functions of addresses and sizes.
 //
 // Tensors are passed as data_ptr() integers, so this needs no torch headers. cpu_ops.py checks
-// dtypes and shapes before a call; values (slots, blocks) are checked here. Two further functions
-// take int32 buffers and encode the segments of a step for other ranks (segment_changes.py).
+// dtypes and shapes before a call; values (slots, blocks) are checked here. Bytes and NumPy arrays
+// come as buffers: the draws of `sample`, and the int32 numbers of two further functions, which
+// encode the segments of a step for other ranks (segment_changes.py).
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -40,6 +41,11 @@ constexpr long kNumLevels = sizeof kLevels / sizeof kLevels[0];
 class Arguments {
  public:
   Arguments(PyObject* const* values, Py_ssize_t count) : values_(values), left_(count) {}
+  ~Arguments() {
+    for (int i = 0; i < held_; ++i) PyBuffer_Release(&views_[i]);
+  }
+  Arguments(const Arguments&) = delete;
+  Arguments& operator=(const Arguments&) = delete;
 
   template <class T>
   T* pointer() {
@@ -47,6 +53,16 @@ class Arguments {
   }
   long long integer() { return PyLong_AsLongLong(next()); }
   float real() { return static_cast<float>(PyFloat_AsDouble(next())); }
+
+  // Memory with the buffer protocol, valid as long as this object, and how many T it has.
+  template <class T>
+  const T* buffer(int64_t* count) {
+    return static_cast<const T*>(view(PyBUF_SIMPLE, sizeof(T), count));
+  }
+  template <class T>
+  T* writable_buffer(int64_t* count) {
+    return static_cast<T*>(view(PyBUF_WRITABLE, sizeof(T), count));
+  }
 
   const KernelTable* table() {
     const long long level = integer();
@@ -101,8 +117,20 @@ class Arguments {
     return Py_None;
   }
 
+  void* view(int flags, size_t size, int64_t* count) {
+    *count = 0;
+    PyObject* value = next();
+    if (PyErr_Occurred() || PyObject_GetBuffer(value, &views_[held_], flags) != 0) return nullptr;
+    const Py_buffer& found = views_[held_++];
+    *count = found.len / static_cast<Py_ssize_t>(size);
+    return found.buf;
+  }
+
+  static constexpr int kMostBuffers = 7;
   PyObject* const* values_;
   Py_ssize_t left_;
+  Py_buffer views_[kMostBuffers];
+  int held_ = 0;
 };
 
 // A kernel with less work, in elements, takes some ten microseconds and keeps the GIL: to get a
@@ -210,6 +238,25 @@ PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
   a.outputs = in.integer();
   a.threads = static_cast<int>(in.integer());
   return in.ok() ? call(table->linear, a, a.inputs * a.outputs) : nullptr;
+}
+
+PyObject* sample(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  const KernelTable* table = in.table();
+  SampleArgs a;
+  a.sampled = in.writable_buffer<SampledRow>(&a.num_sampled);
+  a.tops = in.writable_buffer<TokenLogprob>(&a.num_top);
+  a.top = in.integer();
+  a.logits = in.pointer<const float>();
+  a.num_rows = in.integer();
+  a.vocab = in.integer();
+  a.draws = in.buffer<Draw>(&a.num_draws);
+  a.edit_tokens = in.buffer<int32_t>(&a.num_edits);
+  a.edit_values = in.buffer<float>(&a.num_edit_values);
+  a.history = in.buffer<int32_t>(&a.num_history);
+  a.masks = in.buffer<uint8_t>(&a.num_mask_bytes);
+  a.threads = static_cast<int>(in.integer());
+  return in.ok() ? call(table->sample, a, a.num_draws * a.vocab) : nullptr;
 }
 
 // panel_outputs(level): outputs per panel of packed weights.
@@ -360,6 +407,7 @@ PyMethodDef methods[] = {
     method<attention>("attention"),
     method<silu_and_mul>("silu_and_mul"),
     method<linear>("linear"),
+    method<sample>("sample"),
     method<panel_outputs>("panel_outputs"),
     method<segment_changes>("segment_changes"),
     method<changed_segments>("changed_segments"),

@@ -37,7 +37,14 @@ from bros.executor.models.spec import ModelSpec
 from bros.executor.parallel.ranks import SINGLE_RANK, Ranks
 from bros.executor.parallel.sharding import shards_of
 from bros.executor.runner import LaunchingRunner, ModelRunner
-from bros.executor.sampler import DeviceStepSampler, Draw, HostStepSampler, NoStepSampler, Sampler
+from bros.executor.sampler import (
+    DeviceStepSampler,
+    Draw,
+    HostStepSampler,
+    NoStepSampler,
+    NumpySampler,
+    RowSampler,
+)
 from bros.executor.target import (
     choose_target,
     device_name,
@@ -48,7 +55,7 @@ from bros.executor.target import (
     xformers_for,
 )
 from bros.executor.weights import RandomWeights, Weights, WeightSource
-from bros.kernels.dispatch import select_kernels
+from bros.kernels.dispatch import compiled_kernels, select_kernels
 from bros.kernels.interface import HeadLayout
 from bros.kernels.staging import Staging
 
@@ -362,9 +369,19 @@ class _Loader:
         if self._ranks.rank > 0:
             return ModelRunner(*parts, NoStepSampler(), vocab_size=vocab_size, graphs=graphs)
         if self._device.type == "cpu":
-            return ModelRunner(*parts, HostStepSampler(Sampler()), vocab_size=vocab_size)
-        step_sampler = DeviceStepSampler(Sampler(), self._draw())
-        return LaunchingRunner(*parts, step_sampler, vocab_size=vocab_size, graphs=graphs)
+            step_sampler = HostStepSampler(self._row_sampler())
+            return ModelRunner(*parts, step_sampler, vocab_size=vocab_size)
+        device_sampler = DeviceStepSampler(self._row_sampler(), self._draw())
+        return LaunchingRunner(*parts, device_sampler, vocab_size=vocab_size, graphs=graphs)
+
+    def _row_sampler(self) -> RowSampler:
+        kernels = None if self._kernels_name == "reference" else compiled_kernels()
+        if kernels is None:
+            return NumpySampler()
+        # Imported late: the extension is optional.
+        from bros.executor.native_sampler import NativeSampler
+
+        return NativeSampler(kernels)
 
     def _draw(self) -> Draw | None:
         if self._kernels_name != "triton":

@@ -1,8 +1,9 @@
 """Samples the next token of every row of logits.
 
-The host samples row by row in NumPy: a row of logits fits into the CPU's cache, where NumPy is
-several times faster than torch over the whole batch (measured at 32 x 49152). It also keeps rows
-independent of each other.
+    step sampler     all rows of a step: HostStepSampler, or DeviceStepSampler where logits are on a
+                     device; it asks the grammars
+    row sampler      draws tokens of rows on the host: NativeSampler, by compiled code, or
+                     NumpySampler, row by row, which defines the result and needs no compiler
 
 Filters are thresholds: a token is allowed if its logit reaches a bound, so tokens with equal logits
 are all allowed or all excluded. An exponential race (the Gumbel-max trick) picks one of the allowed
@@ -21,11 +22,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bros.core.plan import SampledToken, SampleSpec, TokenConstraint
+from bros.core.plan import SampledToken, SampleSpec
 from bros.core.request import SamplingParams, TokenLogprobs
 from bros.kernels.staging import CopyEvent, copy_to_host, to_device
 
 _Floats32 = NDArray[np.float32]
+
+Mask = bytes | bytearray | memoryview
+"""See TokenConstraint.mask."""
 
 BLOCK = 256
 _SORTABLE = 4096  # up to this many numbers, sorting is faster than a histogram
@@ -37,28 +41,54 @@ _SECOND_DRAW = 0x5DEECE66D5DEECE6  # changes the seed where the grammar refused 
 BLOCK_NOISE = 2**32  # noise numbers from here on are for blocks, those below for tokens
 
 
-class Sampler:
-    """Stateless: a row's token depends only on its logits and its spec, bit for bit."""
+@dataclass(slots=True)
+class RowDraw:
+    """One token to be drawn.
 
-    def sample(
-        self, logits: Tensor, specs: Sequence[SampleSpec]
-    ) -> list[tuple[int, TokenLogprobs | None]]:
-        """One token per row, with log-probabilities if its spec asks for them.
+    row: of the logits.
+    mask: the tokens that the grammar of the row allows, as of TokenConstraint.mask, after it has
+        refused the token of the first draw; None in a first draw.
+    """
+
+    request_id: str
+    row: int
+    spec: SampleSpec
+    mask: Mask | None = None
+
+    @property
+    def seed(self) -> int:
+        """Of the noise: a second draw has its own."""
+        return self.spec.seed if self.mask is None else self.spec.seed ^ _SECOND_DRAW
+
+
+class RowSampler(Protocol):
+    """Draws tokens. Stateless: a token depends only on its row and its draw, bit for bit."""
+
+    def sample(self, logits: Tensor, draws: Sequence[RowDraw]) -> list[SampledToken]:
+        """One token per draw, with log-probabilities if its spec asks for them.
 
         logits: fp32 [rows, vocab], not changed; copied if they are not on the CPU.
-        Order: logit_bias, forbidden tokens, repetition, presence and frequency penalty,
+        Order: logit_bias, forbidden tokens, repetition, presence and frequency penalty, mask,
         temperature, min_p, top_k, top_p. Log-probabilities are those of the model, before any of
-        these. Raises ValueError if a row's largest logit is not finite or if the row has a NaN (a
-        defect of the model or a kernel), if every token is forbidden, or if its grammar fails.
-
-        A row with a grammar gets the token that it would get without one if that is allowed, so
-        that where the grammar does not bind, the output is the same; else a new one, drawn among
-        the allowed tokens with other noise. So a token is drawn with its probability among the
-        allowed ones (p + (1 - a) * p / a = p / a, if these have the probability a together).
+        these. The token has an error instead if the largest logit of its row is not finite or the
+        row has a NaN (a defect of the model or a kernel), or if every token is forbidden. Does not
+        ask the constraint of a spec. Raises IndexError for a token outside the vocabulary.
         """
+        ...
+
+
+class NumpySampler:
+    """Implements RowSampler row by row in NumPy, the definition of its results.
+
+    A row of logits fits into the CPU's cache, where NumPy is several times faster than torch over
+    the whole batch (measured at 32 x 49152).
+    """
+
+    def sample(self, logits: Tensor, draws: Sequence[RowDraw]) -> list[SampledToken]:
+        """See RowSampler."""
         assert logits.dtype == torch.float32 and logits.dim() == 2
         rows: _Floats32 = logits.numpy(force=True)
-        return [_sample_row(row, spec) for row, spec in zip(rows, specs, strict=True)]
+        return [_sample_row(rows[draw.row], draw) for draw in draws]
 
 
 def noise(seed: int, index: int, first: int, count: int) -> NDArray[np.float64]:
@@ -82,6 +112,9 @@ def noise_start(seed: int, index: int) -> int:
     return _splitmix64(_splitmix64(seed & _UINT64) ^ index)
 
 
+NOTHING_ALLOWED_ERROR = "the grammar allows no token here"
+
+
 def no_token_error(peak: float) -> str:
     """The error message for a row whose largest logit `peak` is not finite."""
     return f"no token can be chosen: the best logit is {peak}"
@@ -94,20 +127,20 @@ def _splitmix64(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def _sample_row(raw: _Floats32, spec: SampleSpec) -> tuple[int, TokenLogprobs | None]:
-    params = spec.params
-    logits = _adjusted(raw, spec)
-    token = _choose(logits, spec, spec.seed)
-    constraint = spec.constraint
-    if constraint is not None and not constraint.allows(token):
-        allowed = _allowed(constraint, len(logits))
-        logits = np.where(allowed, logits, np.float32(-np.inf))
-        token = _choose(logits, spec, spec.seed ^ _SECOND_DRAW)
-    return token, None if params.logprobs is None else _logprobs(raw, token, params.logprobs)
+def _sample_row(raw: _Floats32, draw: RowDraw) -> SampledToken:
+    try:
+        token = _choose(raw, draw)
+    except ValueError as error:
+        return SampledToken(draw.request_id, -1, error=str(error))
+    k = draw.spec.params.logprobs
+    return SampledToken(draw.request_id, token, None if k is None else _logprobs(raw, token, k))
 
 
-def _choose(logits: _Floats32, spec: SampleSpec, seed: int) -> int:
-    params = spec.params
+def _choose(raw: _Floats32, draw: RowDraw) -> int:
+    params = draw.spec.params
+    logits = _adjusted(raw, draw.spec)
+    if draw.mask is not None:
+        logits = np.where(_allowed(draw.mask, len(logits)), logits, np.float32(-np.inf))
     token = int(logits.argmax())  # the first of equal logits; the first NaN if there is one
     peak = float(logits[token])
     if not math.isfinite(peak):
@@ -117,17 +150,17 @@ def _choose(logits: _Floats32, spec: SampleSpec, seed: int) -> int:
     scaled = logits - np.float32(peak)
     with np.errstate(over="ignore"):  # logits far below the peak become -inf, as intended
         scaled /= np.float32(max(params.temperature, SMALLEST_TEMPERATURE))
-    return _draw(scaled, spec, seed)
+    return _draw(scaled, params, draw.seed, draw.spec.output_index)
 
 
-def _allowed(constraint: TokenConstraint, vocab: int) -> NDArray[np.bool_]:
-    """Which tokens a grammar allows. Raises ValueError if that is none, or if it cannot say."""
-    mask = np.frombuffer(constraint.mask(), np.uint8)
-    bits = np.unpackbits(mask, count=min(vocab, 8 * len(mask)), bitorder="little")
+def _allowed(mask: Mask, vocab: int) -> NDArray[np.bool_]:
+    """Which tokens a mask allows. Raises ValueError if that is none."""
+    bytes_ = np.frombuffer(mask, np.uint8)
+    bits = np.unpackbits(bytes_, count=min(vocab, 8 * len(bytes_)), bitorder="little")
     allowed = np.zeros(vocab, np.bool_)
     allowed[: len(bits)] = bits
     if not allowed.any():
-        raise ValueError("the grammar allows no token here")
+        raise ValueError(NOTHING_ALLOWED_ERROR)
     return allowed
 
 
@@ -162,7 +195,7 @@ def _penalize(
         logits[tokens] -= penalty.astype(np.float32)
 
 
-def _draw(scaled: _Floats32, spec: SampleSpec, seed: int) -> int:
+def _draw(scaled: _Floats32, params: SamplingParams, seed: int, index: int) -> int:
     """Draw a token with probability softmax(scaled) under the filters.
 
     scaled: logits / temperature, shifted so that the largest is 0.
@@ -171,7 +204,6 @@ def _draw(scaled: _Floats32, spec: SampleSpec, seed: int) -> int:
     batch or chunking) changes the token only if two tokens nearly tie. With one random number
     and a running sum over the vocabulary, an error would move every boundary after it.
     """
-    params = spec.params
     weights = np.exp(scaled)  # relative to the largest, so that min_p is a bound on them
     if params.min_p > 0.0:
         weights *= weights >= np.float32(params.min_p)
@@ -180,10 +212,10 @@ def _draw(scaled: _Floats32, spec: SampleSpec, seed: int) -> int:
     if params.top_p < 1.0:
         weights *= weights >= _nucleus_bound(weights, params.top_p)
     blocks = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK), dtype=np.float64)
-    block = _race(blocks, noise(seed, spec.output_index, BLOCK_NOISE, len(blocks)))
+    block = _race(blocks, noise(seed, index, BLOCK_NOISE, len(blocks)))
     start = block * BLOCK
     inner = weights[start : start + BLOCK].astype(np.float64)
-    return start + _race(inner, noise(seed, spec.output_index, start, len(inner)))
+    return start + _race(inner, noise(seed, index, start, len(inner)))
 
 
 def _kth_largest(values: _Floats32, k: int) -> np.float32:
@@ -274,24 +306,42 @@ class StepSampler(Protocol):
 
 
 class HostStepSampler:
-    """Samples row by row on the CPU."""
+    """Samples on the CPU.
 
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
+    A row with a grammar gets the token that it would get without one if that is allowed, so that
+    where the grammar does not bind, the output is the same; else a new one, drawn among the allowed
+    tokens with other noise. So a token is drawn with its probability among the allowed ones
+    (p + (1 - a) * p / a = p / a, if these have the probability a together).
+    """
+
+    def __init__(self, row_sampler: RowSampler) -> None:
+        self._row_sampler = row_sampler
 
     def __call__(
         self, logits: Tensor, requests: Sequence[SampleRequest]
     ) -> tuple[SampledToken, ...]:
         """See StepSampler."""
-        rows = zip(requests, logits, strict=True)
-        return tuple(self._sample(name, spec, row) for (name, spec), row in rows)
+        assert len(logits) == len(requests)
+        draws = [RowDraw(name, row, spec) for row, (name, spec) in enumerate(requests)]
+        sampled = self._row_sampler.sample(logits, draws)
+        refused = [draw for draw in draws if self._is_refused(draw, sampled)]
+        if refused:
+            for draw, token in zip(refused, self._row_sampler.sample(logits, refused), strict=True):
+                sampled[draw.row] = token
+        return tuple(sampled)
 
-    def _sample(self, request_id: str, spec: SampleSpec, logits: Tensor) -> SampledToken:
+    def _is_refused(self, draw: RowDraw, sampled: list[SampledToken]) -> bool:
+        """Whether the grammar refuses a token; then the draw gets its mask. If the grammar cannot
+        say, the token gets the error."""
+        constraint, token = draw.spec.constraint, sampled[draw.row]
+        if constraint is None or token.error is not None:
+            return False
         try:
-            ((token_id, logprobs),) = self._sampler.sample(logits[None], [spec])
+            if not constraint.allows(token.token_id):
+                draw.mask = constraint.mask()
         except ValueError as error:
-            return SampledToken(request_id, -1, error=str(error))
-        return SampledToken(request_id, token_id, logprobs)
+            sampled[draw.row] = SampledToken(draw.request_id, -1, error=str(error))
+        return draw.mask is not None
 
 
 class NoStepSampler:
@@ -311,9 +361,9 @@ class DeviceStepSampler:
     penalties, forbidden tokens, grammars or log-probabilities; their logits come in one copy too.
     """
 
-    def __init__(self, sampler: Sampler, draw: Draw | None = None) -> None:
+    def __init__(self, row_sampler: RowSampler, draw: Draw | None = None) -> None:
         """draw: None if the host has to sample all rows that are not greedy."""
-        self._host_sampler = HostStepSampler(sampler)
+        self._host_sampler = HostStepSampler(row_sampler)
         self._draw = draw
 
     def __call__(

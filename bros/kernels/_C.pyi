@@ -86,6 +86,22 @@ def linear(
     threads: int,
     /,
 ) -> None: ...
+def sample(
+    level: int,
+    sampled: NDArray[np.void],
+    tops: NDArray[np.void],
+    top: int,
+    logits: int,
+    num_rows: int,
+    vocab: int,
+    draws: bytes,
+    edit_tokens: Numbers,
+    edit_values: NDArray[np.float32],
+    history: Numbers,
+    masks: bytes,
+    threads: int,
+    /,
+) -> None: ...
 def panel_outputs(level: int, /) -> int: ...
 def segment_changes(
     before_starts: Numbers,

@@ -5,7 +5,12 @@ torch must be imported first: it loads the OpenMP library whose threads the kern
 
 from __future__ import annotations
 
+import struct
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bros.core.errors import ConfigError
@@ -20,12 +25,36 @@ from bros.kernels.interface import (
 from bros.kernels.panels import Panels, has_products
 from bros.kernels.row_padding import empty_with_padding
 
+DRAW = struct.Struct("=2Q 7q 3d 3f 3i")
+"""One draw of `sample`, as in csrc/kernels.h."""
+
+NOTHING_ALLOWED = -2
+"""A token of `sample`: its mask allows none. Any other negative one: no logit is finite."""
+
+_SAMPLED = np.dtype([("token", np.int32), ("peak", np.float32), ("logprob", np.float64)])
+_TOKEN_LOGPROB = np.dtype([("token", np.int64), ("logprob", np.float64)])
 _KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def levels() -> list[str]:
     """The instruction sets that this machine has kernels for, fastest first, `generic` last."""
     return [name for name, available in _C.levels() if available]
+
+
+class DrawBuffers(NamedTuple):
+    """The draws of a step. Each names its ranges of the other buffers.
+
+    draws: one DRAW after the other.
+    edit_tokens, edit_values: fp32 biases of int32 tokens; -inf forbids the token.
+    history: int32 tokens that penalties are for.
+    masks: one bit per token, the first in the lowest bit of the first byte.
+    """
+
+    draws: bytes
+    edit_tokens: NDArray[np.int32]
+    edit_values: NDArray[np.float32]
+    history: NDArray[np.int32]
+    masks: bytes
 
 
 class CpuKernels:
@@ -193,6 +222,36 @@ class CpuKernels:
             torch.get_num_threads(),
         )
         return out
+
+    def sample(
+        self, logits: Tensor, draws: DrawBuffers, most: int
+    ) -> tuple[list[tuple[int, float, float]], list[list[tuple[int, float]]]]:
+        """Draw tokens of rows of logits, see csrc/sampling.h.
+
+        logits: fp32 [rows, vocab].
+        most: log-probabilities of the best tokens, at most that a draw asks for.
+
+        Returns (token, largest logit, log-probability if asked for) of each draw, and for each draw
+        `most` of (token, log-probability), of which as many are valid as it asks for.
+        """
+        rows, vocab = logits.shape
+        count = len(draws.draws) // DRAW.size
+        sampled = np.empty(count, _SAMPLED)
+        tops = np.empty((count, most), _TOKEN_LOGPROB)
+        _C.sample(
+            self._level,
+            sampled,
+            tops,
+            most,
+            _address(logits),
+            rows,
+            vocab,
+            *draws,
+            torch.get_num_threads(),
+        )
+        tokens: list[Any] = sampled.tolist()
+        best: list[Any] = tops.tolist()
+        return tokens, best
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See Kernels."""

@@ -60,6 +60,14 @@ def select_kernels(
         return ReferenceKernels()
 
 
+def compiled_kernels() -> CpuKernels | None:
+    """The compiled CPU kernels; None if they were not built."""
+    try:
+        return _load_cpu_kernels()
+    except ImportError:
+        return None
+
+
 def _load_cpu_kernels() -> CpuKernels:
     # Imported late: the extension is optional, it is not built without a compiler.
     from bros.kernels.cpu_ops import CpuKernels

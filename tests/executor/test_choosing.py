@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 
 from bros.core.plan import SampledToken, SampleSpec
 from bros.core.request import SamplingParams
-from bros.executor.sampler import DeviceStepSampler, HostStepSampler, Sampler, SampleRequest
+from bros.executor.sampler import DeviceStepSampler, HostStepSampler, SampleRequest
 from support.device_runners import draw as draw_on_host
 from support.kernel_cases import needs_triton, triton_backend
+from support.sampling import ROW_SAMPLERS, row_sampler
 
-ON_HOST = HostStepSampler(Sampler())
-ON_DEVICE = DeviceStepSampler(Sampler(), draw_on_host)
-GREEDY_ON_DEVICE = DeviceStepSampler(Sampler())
+FASTEST = row_sampler(ROW_SAMPLERS[min(1, len(ROW_SAMPLERS) - 1)])  # that of engines
+ON_HOST = HostStepSampler(FASTEST)
+ON_DEVICE = DeviceStepSampler(FASTEST, draw_on_host)
+GREEDY_ON_DEVICE = DeviceStepSampler(FASTEST)
 
 
 def logits_of(rows: int, vocab: int, seed: int, spread: float = 3.0) -> torch.Tensor:
@@ -75,7 +77,7 @@ def test_triton_draws_what_the_host_draws() -> None:
     from bros.executor.cuda.device_sampler import draw
 
     device = triton_backend().device
-    step_sampler = DeviceStepSampler(Sampler(), draw)
+    step_sampler = DeviceStepSampler(FASTEST, draw)
     logits = logits_of(9, 700, seed=1)
     logits[4, 600] = float("nan")
     kinds = [

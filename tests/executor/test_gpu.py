@@ -19,7 +19,7 @@ from bros.executor.kv_storage import DTYPES, bytes_per_block
 from bros.executor.loader import random_executor
 from bros.executor.models.spec import ModelSpec
 from bros.executor.runner import LaunchingRunner, ModelRunner
-from bros.executor.sampler import DeviceStepSampler, HostStepSampler, Sampler
+from bros.executor.sampler import DeviceStepSampler, HostStepSampler, NumpySampler
 from support.device_runners import (
     OPT,
     check_alike,
@@ -196,8 +196,8 @@ def test_the_gpu_chooses_what_the_host_chooses(params: SamplingParams) -> None:
     logits = torch.randn(64, 128256, generator=torch.Generator().manual_seed(0)) * 3
     logits[7, 100] = float("nan")
     asked = [(str(row), SampleSpec(params, seed=row, output_index=3)) for row in range(64)]
-    there = DeviceStepSampler(Sampler(), draw)(logits.cuda(), asked)
-    here = HostStepSampler(Sampler())(logits, asked)
+    there = DeviceStepSampler(NumpySampler(), draw)(logits.cuda(), asked)
+    here = HostStepSampler(NumpySampler())(logits, asked)
     assert [token.error for token in there] == [token.error for token in here]
     same = sum(a.token_id == b.token_id for a, b in zip(there, here, strict=True))
     assert same >= (64 if params.greedy else 63)

@@ -12,7 +12,7 @@ import torch
 
 from bros.core.config import EngineConfig
 from bros.core.interfaces import EngineInfo
-from bros.core.plan import StepPlan
+from bros.core.plan import SampledToken, StepPlan
 from bros.executor.kv_storage import KV_BLOCK_SIZE
 from bros.executor.loader import random_executor
 from bros.executor.models.spec import ModelSpec
@@ -50,6 +50,21 @@ def test_a_random_executor_needs_no_files() -> None:
     assert (info.model, info.device) == ("random-LlamaForCausalLM", "cpu")
     assert (info.num_kv_blocks, info.vocab_size, info.eos_token_ids) == (64, VOCAB, ())
     assert runner.execute(family_plans(random.Random(0), 1, 64)[0]) is not None
+
+
+@reference_and_cpu
+def test_compiled_kernels_sample_as_well(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    native = pytest.importorskip("bros.executor.native_sampler", exc_type=ImportError)
+    sample, calls = native.NativeSampler.sample, []
+
+    def counted(*args: Any) -> list[SampledToken]:
+        calls.append(args)
+        return sample(*args)
+
+    monkeypatch.setattr(native.NativeSampler, "sample", counted)
+    runner, _ = loaded(tiny_spec(), kernels=kernels)
+    assert runner.execute(family_plans(random.Random(0), 1, 64)[0]) is not None
+    assert bool(calls) == (kernels == "cpu")
 
 
 @pytest.mark.parametrize("shape", SHAPES)

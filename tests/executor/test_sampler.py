@@ -1,4 +1,8 @@
-"""The sampler against a plain float64 one, against transformers, and against statistics."""
+"""The row samplers against a plain float64 one, against transformers, and against statistics.
+
+Every test runs on NumPy and on the fastest compiled kernels; those that compare them, on each
+instruction set.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +26,19 @@ from transformers import (
 
 from bros.core.plan import SampleSpec
 from bros.core.request import SamplingParams
-from bros.executor.sampler import DeviceStepSampler, Sampler, noise
+from bros.executor.sampler import DeviceStepSampler, HostStepSampler, RowSampler, noise
+from support.kernel_cases import torch_threads
+from support.sampling import ROW_SAMPLERS, row_sampler, sample_rows
 from support.tier import by_tier
+from support.tier import seed as tier_seed
 
 NAMES = ("seed", "index", "number")
+
+
+@pytest.fixture(scope="module", params=ROW_SAMPLERS[:2])
+def sampler(request: pytest.FixtureRequest) -> RowSampler:
+    return row_sampler(request.param)
+
 
 # ---- The oracle: every step written as it is defined, one token after the other.
 
@@ -41,22 +54,23 @@ def oracle(logits: list[float], spec: SampleSpec, d_mass: float = 0.0) -> set[in
     return winners(masses, spec)
 
 
-def winners(masses: Sequence[float], spec: SampleSpec) -> set[int]:
+def winners(masses: Sequence[float], spec: SampleSpec, tie: float = 1e-4) -> set[int]:
     """The race between blocks of 256, then between the tokens of a block that may have won."""
     seed, index = spec.seed, spec.output_index
     starts = range(0, len(masses), 256)
     blocks = [math.fsum(masses[start : start + 256]) for start in starts]
     found = set()
-    for block in close_to_first(blocks, noise(seed, index, 2**32, len(blocks))):
+    for block in close_to_first(blocks, noise(seed, index, 2**32, len(blocks)), tie):
         start = block * 256
         inner = masses[start : start + 256]
-        found |= {start + i for i in close_to_first(inner, noise(seed, index, start, len(inner)))}
+        times = noise(seed, index, start, len(inner))
+        found |= {start + i for i in close_to_first(inner, times, tie)}
     return found
 
 
-def close_to_first(masses: Sequence[float], noises: np.ndarray) -> list[int]:
+def close_to_first(masses: Sequence[float], noises: np.ndarray, tie: float) -> list[int]:
     times = [float(t) / m if m > 0 else math.inf for t, m in zip(noises, masses, strict=True)]
-    return [i for i, time in enumerate(times) if time <= min(times) * (1 + 1e-4)]
+    return [i for i, time in enumerate(times) if time <= min(times) * (1 + tie)]
 
 
 def adjusted_by_oracle(logits: list[float], spec: SampleSpec) -> list[float]:
@@ -95,9 +109,9 @@ def acceptable(logits: list[float], spec: SampleSpec) -> set[int]:
     return set().union(*(oracle(logits, spec, d_mass) for d_mass in (0.0, -1e-5, 1e-5)))
 
 
-def sample_one(logits: list[float] | np.ndarray, spec: SampleSpec) -> int:
+def sample_one(sampler: RowSampler, logits: list[float] | np.ndarray, spec: SampleSpec) -> int:
     row = torch.tensor(np.asarray(logits, dtype=np.float32))[None]
-    return Sampler().sample(row, [spec])[0][0]
+    return sample_rows(sampler, row, [spec])[0][0]
 
 
 # A grid, so that equal logits occur and different ones differ by more than rounding.
@@ -132,9 +146,11 @@ def cases(draw: st.DrawFn) -> tuple[list[float], SampleSpec]:
 
 
 @given(cases())
-def test_token_is_the_one_of_the_plain_sampler(case: tuple[list[float], SampleSpec]) -> None:
+def test_token_is_the_one_of_the_plain_sampler(
+    sampler: RowSampler, case: tuple[list[float], SampleSpec]
+) -> None:
     logits, spec = case
-    assert sample_one(logits, spec) in acceptable(logits, spec)
+    assert sample_one(sampler, logits, spec) in acceptable(logits, spec)
 
 
 @pytest.mark.parametrize("vocab", [255, 256, 257, 5003, 49152])
@@ -150,15 +166,19 @@ def test_token_is_the_one_of_the_plain_sampler(case: tuple[list[float], SampleSp
     ],
     ids=["plain", "nucleus", "hot nucleus", "top_k and top_p", "large top_k and min_p"],
 )
-def test_large_vocabularies(vocab: int, spread: float, params: SamplingParams) -> None:
+def test_large_vocabularies(
+    sampler: RowSampler, vocab: int, spread: float, params: SamplingParams
+) -> None:
     rng = np.random.default_rng(vocab)
     logits = np.round(rng.standard_normal(vocab) * spread * 512) / 512
     for index in range(3):
         spec = SampleSpec(params, seed=7, output_index=index)
-        assert sample_one(logits, spec) in fast_acceptable(logits, spec)
+        assert sample_one(sampler, logits, spec) in fast_acceptable(logits, spec)
 
 
-def fast_acceptable(logits: np.ndarray, spec: SampleSpec) -> set[int]:
+def fast_acceptable(
+    logits: np.ndarray, spec: SampleSpec, tie: float = 1e-4, d_min_p: float = 0.0
+) -> set[int]:
     """The oracle for filters and draws only, in float64 arrays because of the size."""
     p = spec.params
     weights = np.exp((logits - logits.max()) / p.temperature)
@@ -168,14 +188,106 @@ def fast_acceptable(logits: np.ndarray, spec: SampleSpec) -> set[int]:
         bound = -np.inf
         if 0 < p.top_k < len(logits):
             bound = logits[order[p.top_k - 1]]
-        allowed = (logits >= bound) & (weights >= p.min_p)
+        allowed = (logits >= bound) & (weights >= p.min_p * (1 + d_min_p))
         if p.top_p < 1.0:
             ranked = order[allowed[order]]
             reached = np.cumsum(weights[ranked])
             size = np.searchsorted(reached, (p.top_p + d_mass) * reached[-1])
             allowed &= logits >= logits[ranked[min(size, len(ranked) - 1)]]
-        found |= winners(np.where(allowed, weights, 0.0), spec)
+        found |= winners(np.where(allowed, weights, 0.0), spec, tie)
     return found
+
+
+# ---- The compiled sampler against the definition.
+
+
+def any_logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
+    """Peaked and flat rows, some with many equal logits or many impossible tokens."""
+    spread = rng.choice([0.001, 0.3, 1.0, 4.0, 12.0], (rows, 1))
+    logits = rng.standard_normal((rows, vocab)) * spread
+    logits[::3] = np.round(logits[::3] * 2) / 2
+    logits[1::4, : vocab // 2] = -np.inf
+    logits[:, rng.integers(vocab)] += rng.choice([0.0, 0.0, 8.0], rows)
+    return logits.astype(np.float32)
+
+
+def any_spec(rng: random.Random, vocab: int) -> SampleSpec:
+    params = SamplingParams(
+        temperature=rng.choice([0.0, 0.2, 0.7, 1.0, 3.0, 100.0]),
+        top_p=rng.choice([1.0, 1.0, 0.999999, 0.95, 0.5, 0.01]),
+        top_k=rng.choice([0, 0, 1, 2, 40, vocab - 1, rng.randrange(1, vocab + 1)]),
+        min_p=rng.choice([0.0, 0.0, 1e-6, 0.05, 0.9, 1.0]),
+        repetition_penalty=rng.choice([1.0, 1.0, 1.0, 1.3, 0.7]),
+        presence_penalty=rng.choice([0.0, 0.0, 0.0, 1.0, -0.5]),
+        frequency_penalty=rng.choice([0.0, 0.0, 0.0, 0.3]),
+        logit_bias={rng.randrange(vocab): rng.uniform(-5, 5) for _ in range(rng.choice([0, 0, 4]))},
+    )
+    history = [rng.randrange(vocab) for _ in range(60)] if params.needs_history else []
+    forbidden = [
+        rng.randrange(vocab // 2) for _ in range(rng.choice([0, 0, 2]) if vocab > 9 else 0)
+    ]
+    seed = rng.getrandbits(64) - 2**63
+    return SampleSpec(params, seed, rng.randrange(10**6), 20, history, forbidden)
+
+
+@pytest.mark.parametrize("name", ROW_SAMPLERS[1:])
+def test_the_compiled_sampler_draws_the_tokens_of_the_definition(name: str) -> None:
+    """Or where two tokens, or a bound and a token, tie within 1e-5."""
+    compiled, defined = row_sampler(name), row_sampler("numpy")
+    chance = random.Random(tier_seed(5))
+    rng = np.random.default_rng(chance.getrandbits(60))
+    differing = 0
+    rounds, rows = by_tier(fast=12, long=250), 16
+    for _ in range(rounds):
+        for vocab in (1, 2, 255, 256, 257, 1000, 4111):
+            logits = any_logits(rng, rows, vocab)
+            specs = [any_spec(chance, vocab) for _ in range(rows)]
+            given = torch.from_numpy(logits)
+            found = sample_rows(compiled, given, specs)
+            for row, (ours, theirs) in enumerate(
+                zip(found, sample_rows(defined, given, specs), strict=True)
+            ):
+                if ours[0] != theirs[0]:
+                    differing += 1
+                    ties = near_ties(logits[row], specs[row])
+                    assert {ours[0], theirs[0]} <= ties, (vocab, specs[row])
+    assert differing <= rounds * 7 * rows / 2000
+
+
+def near_ties(logits: np.ndarray, spec: SampleSpec) -> set[int]:
+    changed = np.array(adjusted_by_oracle(logits.tolist(), spec))
+    return set().union(*(fast_acceptable(changed, spec, 1e-5, d) for d in (0.0, -1e-5, 1e-5)))
+
+
+@pytest.mark.parametrize("name", ROW_SAMPLERS[1:])
+def test_log_probabilities_are_those_of_the_definition(name: str) -> None:
+    rng = np.random.default_rng(3)
+    for vocab in (1, 6, 255, 257, 3000):
+        logits = torch.from_numpy(any_logits(rng, 12, vocab))
+        params = [SamplingParams(logprobs=k, logit_bias={0: 1.0}) for k in (0, 1, 5, 20)]
+        specs = [SampleSpec(params[row % 4], row, 0) for row in range(12)]
+        found = sample_rows(row_sampler(name), logits, specs)
+        for (_, ours), (_, theirs) in zip(
+            found, sample_rows(row_sampler("numpy"), logits, specs), strict=True
+        ):
+            assert ours is not None and theirs is not None
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-6)
+            assert [t for t, _ in ours.top] == [t for t, _ in theirs.top]
+            values = [value for _, value in theirs.top]
+            assert [value for _, value in ours.top] == pytest.approx(values, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ROW_SAMPLERS[1:])
+def test_a_token_outside_the_vocabulary_is_found(name: str) -> None:
+    penalized = SamplingParams(repetition_penalty=1.1)
+    for spec in (
+        SampleSpec(SamplingParams(logit_bias={500: 1.0}), 0, 0),
+        SampleSpec(SamplingParams(), 0, 0, forbidden=[500]),
+        SampleSpec(penalized, 0, 0, 1, [3, 500]),
+        SampleSpec(penalized, 0, 0, 1, [3, -1]),
+    ):
+        with pytest.raises(IndexError, match="outside the vocabulary"):
+            sample_rows(row_sampler(name), torch.zeros(1, 500), [spec])
 
 
 # ---- Independence
@@ -199,23 +311,28 @@ def mixed_specs(rng: random.Random, rows: int, vocab: int) -> list[SampleSpec]:
 
 
 @pytest.mark.parametrize("vocab", [300, 5003, 49152])
-def test_a_row_is_the_same_alone_in_a_batch_and_in_any_order(vocab: int) -> None:
+def test_a_row_is_the_same_alone_in_a_batch_and_in_any_order(
+    sampler: RowSampler, vocab: int
+) -> None:
     rows = 12
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(rows, vocab, generator=generator) * 4
     specs = mixed_specs(random.Random(vocab), rows, vocab)
-    together = Sampler().sample(logits, specs)
-    backwards = Sampler().sample(logits.flip(0), specs[::-1])
-    alone = [Sampler().sample(logits[i : i + 1].clone(), [specs[i]])[0] for i in range(rows)]
+    together = sample_rows(sampler, logits, specs)
+    backwards = sample_rows(sampler, logits.flip(0), specs[::-1])
+    alone = [sample_rows(sampler, logits[i : i + 1].clone(), [specs[i]])[0] for i in range(rows)]
     assert together == alone == backwards[::-1]
+    for threads in (2, 5):
+        with torch_threads(threads):
+            assert sample_rows(sampler, logits, specs) == together
 
 
-def test_logits_are_not_changed_and_no_rows_are_fine() -> None:
+def test_logits_are_not_changed_and_no_rows_are_fine(sampler: RowSampler) -> None:
     logits = torch.randn(8, 500, generator=torch.Generator().manual_seed(0))
     before = logits.clone()
-    Sampler().sample(logits, mixed_specs(random.Random(1), 8, 500))
+    sample_rows(sampler, logits, mixed_specs(random.Random(1), 8, 500))
     assert torch.equal(logits, before)
-    assert Sampler().sample(logits[:0], []) == []
+    assert sample_rows(sampler, logits[:0], []) == []
 
 
 # ---- Statistics
@@ -227,23 +344,30 @@ def chi_square_limit(degrees: int, z: float = 3.3) -> float:
 
 
 @pytest.mark.parametrize("seed", by_tier(fast=[0, -5], long=[0, 1, -5, 2**63 - 1]))
-def test_draws_follow_the_distribution(seed: int) -> None:
+def test_draws_follow_the_distribution(sampler: RowSampler, seed: int) -> None:
     logits = torch.linspace(-2, 1.5, 30)
     draws = 20_000
-    sampler, params, row = Sampler(), SamplingParams(temperature=0.8), logits[None]
-    counts = Counter(sampler.sample(row, [SampleSpec(params, seed, i)])[0][0] for i in range(draws))
+    params = SamplingParams(temperature=0.8)
+    specs = [SampleSpec(params, seed, i) for i in range(draws)]
+    counts = Counter(token for token, _ in sample_rows(sampler, logits.expand(draws, -1), specs))
     expected = torch.softmax(logits.double() / 0.8, dim=0) * draws
     chi_square = sum((counts[i] - e) ** 2 / e for i, e in enumerate(expected.tolist()))
     assert chi_square < chi_square_limit(29)
 
 
-def test_draws_follow_the_distribution_over_many_blocks() -> None:
+def test_draws_follow_the_distribution_over_many_blocks(sampler: RowSampler) -> None:
     """Ten blocks of unequal mass; counted by block and, within all of them, by position."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(2500, generator=generator) + torch.linspace(0, 1, 2500)
-    sampler, params, row, draws = Sampler(), SamplingParams(), logits[None], 20_000
+    draws, rows = 20_000, logits.expand(1000, -1)
     drawn = torch.tensor(
-        [sampler.sample(row, [SampleSpec(params, 9, i)])[0][0] for i in range(draws)]
+        [
+            token
+            for first in range(0, draws, 1000)
+            for token, _ in sample_rows(
+                sampler, rows, [SampleSpec(SamplingParams(), 9, first + i) for i in range(1000)]
+            )
+        ]
     )
     chances = torch.softmax(logits.double(), dim=0)
     for groups in (torch.arange(2500) // 256, torch.arange(2500) % 25):
@@ -253,7 +377,7 @@ def test_draws_follow_the_distribution_over_many_blocks() -> None:
         assert chi_square < chi_square_limit(len(expected) - 1)
 
 
-def test_rounding_errors_change_a_draw_only_at_near_ties() -> None:
+def test_rounding_errors_change_a_draw_only_at_near_ties(sampler: RowSampler) -> None:
     """Logits of another batch differ by about 1e-5: of 3000 draws hardly one may change."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(1, 49152, generator=generator) * 3
@@ -261,7 +385,7 @@ def test_rounding_errors_change_a_draw_only_at_near_ties() -> None:
     changed = 0
     for index in range(3000):
         spec = SampleSpec(SamplingParams(), 5, index)
-        changed += Sampler().sample(logits, [spec]) != Sampler().sample(shifted, [spec])
+        changed += sample_rows(sampler, logits, [spec]) != sample_rows(sampler, shifted, [spec])
     assert changed <= 2
 
 
@@ -285,22 +409,22 @@ def test_noise_depends_on_its_number_alone() -> None:
     assert np.array_equal(noise(-4, 2, 100, 50), noise(-4, 2, 0, 1000)[100:150])
 
 
-def test_same_seed_same_draw_other_index_other_draw() -> None:
+def test_same_seed_same_draw_other_index_other_draw(sampler: RowSampler) -> None:
     logits = [0.0] * 1000
     spec = SampleSpec(SamplingParams(), seed=3, output_index=0)
-    assert sample_one(logits, spec) == sample_one(logits, spec)
-    draws = [sample_one(logits, dataclasses.replace(spec, output_index=i)) for i in range(20)]
+    assert sample_one(sampler, logits, spec) == sample_one(sampler, logits, spec)
+    draws = [
+        sample_one(sampler, logits, dataclasses.replace(spec, output_index=i)) for i in range(20)
+    ]
     assert len(set(draws)) > 15
 
 
 # ---- Against transformers
 
 
-def allowed_by_draws(logits: torch.Tensor, params: SamplingParams) -> set[int]:
-    sampler = Sampler()
-    return {
-        sampler.sample(logits[None], [SampleSpec(params, 5, index)])[0][0] for index in range(2000)
-    }
+def allowed_by_draws(sampler: RowSampler, logits: torch.Tensor, params: SamplingParams) -> set[int]:
+    specs = [SampleSpec(params, 5, index) for index in range(2000)]
+    return {token for token, _ in sample_rows(sampler, logits.expand(2000, -1), specs)}
 
 
 def allowed_by_transformers(scores: torch.Tensor, *warpers: object) -> set[int]:
@@ -310,28 +434,28 @@ def allowed_by_transformers(scores: torch.Tensor, *warpers: object) -> set[int]:
 
 
 @pytest.mark.parametrize("seed", by_tier(fast=[1], long=[1, 2, 3]))
-def test_filters_allow_what_those_of_transformers_allow(seed: int) -> None:
+def test_filters_allow_what_those_of_transformers_allow(sampler: RowSampler, seed: int) -> None:
     # Every token has more than 1.5 % of the mass: 2000 draws meet all that are allowed.
     logits = torch.rand(20, generator=torch.Generator().manual_seed(seed)) * 2
     scores = logits[None]
     for top_k in (1, 7, 19):
         expected = allowed_by_transformers(scores, TopKLogitsWarper(top_k))
-        assert allowed_by_draws(logits, SamplingParams(top_k=top_k)) == expected
+        assert allowed_by_draws(sampler, logits, SamplingParams(top_k=top_k)) == expected
     for top_p in (0.01, 0.5, 0.93):
         expected = allowed_by_transformers(scores, TopPLogitsWarper(top_p))
-        assert allowed_by_draws(logits, SamplingParams(top_p=top_p)) == expected
+        assert allowed_by_draws(sampler, logits, SamplingParams(top_p=top_p)) == expected
     for min_p in (0.2, 0.6, 1.0):
         expected = allowed_by_transformers(scores, MinPLogitsWarper(min_p))
-        assert allowed_by_draws(logits, SamplingParams(min_p=min_p)) == expected
+        assert allowed_by_draws(sampler, logits, SamplingParams(min_p=min_p)) == expected
     expected = allowed_by_transformers(
         scores / 0.9, MinPLogitsWarper(0.2), TopKLogitsWarper(12), TopPLogitsWarper(0.8)
     )
     params = SamplingParams(temperature=0.9, min_p=0.2, top_k=12, top_p=0.8)
-    assert allowed_by_draws(logits, params) == expected
+    assert allowed_by_draws(sampler, logits, params) == expected
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.1, 2.0])
-def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
+def test_repetition_penalty_is_that_of_transformers(sampler: RowSampler, penalty: float) -> None:
     processor = RepetitionPenaltyLogitsProcessor(penalty)
     rng = torch.Generator().manual_seed(9)
     logits = torch.randn(200, 12, generator=rng)
@@ -339,7 +463,7 @@ def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     expected = processor(history, logits.clone()).argmax(1).tolist()
     params = SamplingParams(temperature=0.0, repetition_penalty=penalty)
     specs = [SampleSpec(params, 0, 0, 3, row) for row in history.tolist()]
-    tokens = [token for token, _ in Sampler().sample(logits, specs)]
+    tokens = [token for token, _ in sample_rows(sampler, logits, specs)]
     assert tokens == expected
     assert tokens != logits.argmax(1).tolist()
 
@@ -350,83 +474,89 @@ def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def test_greedy_takes_the_first_of_equals() -> None:
-    assert sample_one([1.0, 4.0, 4.0, 0.0], SampleSpec(GREEDY, 0, 0)) == 1
+def test_greedy_takes_the_first_of_equals(sampler: RowSampler) -> None:
+    assert sample_one(sampler, [1.0, 4.0, 4.0, 0.0], SampleSpec(GREEDY, 0, 0)) == 1
 
 
-def test_presence_and_frequency_count_output_only() -> None:
+def test_presence_and_frequency_count_output_only(sampler: RowSampler) -> None:
     logits = [2.0, 1.5, 0.0]
     presence = GREEDY.with_changes(presence_penalty=1.0)
-    assert sample_one(logits, SampleSpec(presence, 0, 0, 2, [0, 0])) == 0
-    assert sample_one(logits, SampleSpec(presence, 0, 0, 1, [0, 0])) == 1
+    assert sample_one(sampler, logits, SampleSpec(presence, 0, 0, 2, [0, 0])) == 0
+    assert sample_one(sampler, logits, SampleSpec(presence, 0, 0, 1, [0, 0])) == 1
     frequency = GREEDY.with_changes(frequency_penalty=0.3)
-    assert sample_one(logits, SampleSpec(frequency, 0, 0, 0, [0])) == 0
-    assert sample_one(logits, SampleSpec(frequency, 0, 0, 0, [0, 0])) == 1
+    assert sample_one(sampler, logits, SampleSpec(frequency, 0, 0, 0, [0])) == 0
+    assert sample_one(sampler, logits, SampleSpec(frequency, 0, 0, 0, [0, 0])) == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_bias_of_100_forces_and_bans(temperature: float) -> None:
+def test_bias_of_100_forces_and_bans(sampler: RowSampler, temperature: float) -> None:
     logits = [5.0, 4.0, -9.0]
     for index in range(50):
         forced = SamplingParams(temperature=temperature, logit_bias={2: 100})
-        assert sample_one(logits, SampleSpec(forced, 1, index)) == 2
+        assert sample_one(sampler, logits, SampleSpec(forced, 1, index)) == 2
         banned = SamplingParams(temperature=temperature, logit_bias={0: -100})
-        assert sample_one(logits, SampleSpec(banned, 1, index)) != 0
+        assert sample_one(sampler, logits, SampleSpec(banned, 1, index)) != 0
 
 
-def test_forbidden_beats_bias_and_filters() -> None:
+def test_forbidden_beats_bias_and_filters(sampler: RowSampler) -> None:
     params = SamplingParams(logit_bias={0: 100}, top_k=1)
-    assert sample_one([5.0, 4.0, 3.0], SampleSpec(params, 1, 0, forbidden=(0,))) == 1
+    assert sample_one(sampler, [5.0, 4.0, 3.0], SampleSpec(params, 1, 0, forbidden=(0,))) == 1
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-6, 1.0, 100.0])
-def test_top_k_of_one_is_greedy_at_any_temperature(temperature: float) -> None:
+def test_top_k_of_one_is_greedy_at_any_temperature(sampler: RowSampler, temperature: float) -> None:
     logits = [10.0, 10.000001, 9.0]
     params = SamplingParams(temperature=temperature, top_k=1)
-    assert {sample_one(logits, SampleSpec(params, 1, i)) for i in range(20)} == {1}
+    assert {sample_one(sampler, logits, SampleSpec(params, 1, i)) for i in range(20)} == {1}
 
 
-def test_the_nucleus_of_many_tokens_that_are_nearly_alike_is_a_part_of_them() -> None:
+def test_the_nucleus_of_many_tokens_that_are_nearly_alike_is_a_part_of_them(
+    sampler: RowSampler,
+) -> None:
     """So many that they are counted and not sorted, all in one place but the last."""
     logits = [*np.linspace(0.0, -0.0015, 6000), -3.9]
     params = SamplingParams(top_p=0.5)
-    drawn = {sample_one(logits, SampleSpec(params, 1, index)) for index in range(20)}
+    drawn = {sample_one(sampler, logits, SampleSpec(params, 1, index)) for index in range(20)}
     assert len(drawn) > 15
     assert max(drawn) <= 3001
 
 
-def test_top_k_beyond_the_vocabulary_is_off() -> None:
+def test_top_k_beyond_the_vocabulary_is_off(sampler: RowSampler) -> None:
     logits = [0.1 * i for i in range(20)]
     for index in range(50):
         spec = SampleSpec(SamplingParams(top_k=10_000), 1, index)
         plain = SampleSpec(SamplingParams(), 1, index)
-        assert sample_one(logits, spec) == sample_one(logits, plain)
+        assert sample_one(sampler, logits, spec) == sample_one(sampler, logits, plain)
 
 
-def test_equal_logits_pass_a_filter_together() -> None:
+def test_equal_logits_pass_a_filter_together(sampler: RowSampler) -> None:
     logits = torch.tensor([1.0, 3.0, 3.0, 3.0, 0.0])
-    assert allowed_by_draws(logits, SamplingParams(top_k=2)) == {1, 2, 3}
-    assert allowed_by_draws(logits, SamplingParams(top_p=0.1)) == {1, 2, 3}
-    equal = allowed_by_draws(torch.zeros(5000), SamplingParams(top_p=0.5))  # > half of them
+    assert allowed_by_draws(sampler, logits, SamplingParams(top_k=2)) == {1, 2, 3}
+    assert allowed_by_draws(sampler, logits, SamplingParams(top_p=0.1)) == {1, 2, 3}
+    equal = allowed_by_draws(
+        sampler, torch.zeros(5000), SamplingParams(top_p=0.5)
+    )  # > half of them
     assert min(equal) < 100 and max(equal) > 4900
 
 
-def test_tokens_that_cannot_be_are_never_drawn() -> None:
+def test_tokens_that_cannot_be_are_never_drawn(sampler: RowSampler) -> None:
     logits = torch.full((600,), -math.inf)
     logits[[0, 300, 599]] = 0.0
-    assert allowed_by_draws(logits, SamplingParams()) == {0, 300, 599}
-    assert allowed_by_draws(logits, SamplingParams(top_k=50, top_p=0.99)) == {0, 300, 599}
+    assert allowed_by_draws(sampler, logits, SamplingParams()) == {0, 300, 599}
+    assert allowed_by_draws(sampler, logits, SamplingParams(top_k=50, top_p=0.99)) == {0, 300, 599}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams()])
-def test_broken_logits_are_refused(bad: float, params: SamplingParams) -> None:
+def test_broken_logits_are_refused(sampler: RowSampler, bad: float, params: SamplingParams) -> None:
     with pytest.raises(ValueError, match="no token can be chosen"):
-        sample_one([0.0, bad, 1.0], SampleSpec(params, 0, 0))
+        sample_one(sampler, [0.0, bad, 1.0], SampleSpec(params, 0, 0))
 
 
 @given(data=st.data())
-def test_no_parameters_that_are_valid_make_it_fail(data: st.DataObject) -> None:
+def test_no_parameters_that_are_valid_make_it_fail(
+    sampler: RowSampler, data: st.DataObject
+) -> None:
     """A failure here would stop the engine for everybody."""
     tokens = st.integers(0, 49)
     params = SamplingParams(
@@ -444,24 +574,26 @@ def test_no_parameters_that_are_valid_make_it_fail(data: st.DataObject) -> None:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     history = data.draw(st.lists(tokens, min_size=3, max_size=30))
     spec = SampleSpec(params, data.draw(st.integers(0, 2**63 - 1)), 0, 2, history)
-    ((token, _),) = Sampler().sample(torch.randn(1, 50, generator=generator) * scale, [spec])
+    ((token, _),) = sample_rows(sampler, torch.randn(1, 50, generator=generator) * scale, [spec])
     assert 0 <= token < 50
 
 
-def test_everything_forbidden_is_refused() -> None:
+def test_everything_forbidden_is_refused(sampler: RowSampler) -> None:
     with pytest.raises(ValueError, match="no token can be chosen"):
-        sample_one([0.0, 1.0], SampleSpec(GREEDY, 0, 0, forbidden=(0, 1)))
+        sample_one(sampler, [0.0, 1.0], SampleSpec(GREEDY, 0, 0, forbidden=(0, 1)))
 
 
 # ---- Log-probabilities
 
 
 @pytest.mark.parametrize("vocab", [5, 3000])
-def test_logprobs_are_those_of_the_model_whatever_the_sampling(vocab: int) -> None:
+def test_logprobs_are_those_of_the_model_whatever_the_sampling(
+    sampler: RowSampler, vocab: int
+) -> None:
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(4)) * 3
     expected = torch.log_softmax(logits[0].double(), dim=0)
     params = SamplingParams(temperature=0.2, top_k=3, logit_bias={0: 50.0}, logprobs=5)
-    token, logprobs = Sampler().sample(logits, [SampleSpec(params, 1, 0)])[0]
+    token, logprobs = sample_rows(sampler, logits, [SampleSpec(params, 1, 0)])[0]
     assert logprobs is not None
     assert token == logprobs.token_id == 0
     assert logprobs.logprob == pytest.approx(expected[0].item(), abs=1e-5)
@@ -470,10 +602,10 @@ def test_logprobs_are_those_of_the_model_whatever_the_sampling(vocab: int) -> No
     assert [v for _, v in logprobs.top] == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
-def test_number_of_logprobs() -> None:
+def test_number_of_logprobs(sampler: RowSampler) -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0]])
     none, zero, two, many = (
-        Sampler().sample(logits, [SampleSpec(GREEDY.with_changes(logprobs=k), 0, 0)])[0][1]
+        sample_rows(sampler, logits, [SampleSpec(GREEDY.with_changes(logprobs=k), 0, 0)])[0][1]
         for k in (None, 0, 2, 20)
     )
     assert none is None
@@ -510,30 +642,32 @@ def constrained(spec: SampleSpec, tokens: Sequence[int]) -> tuple[SampleSpec, Al
 
 @given(st.integers(0, 2**32), st.sampled_from([0.0, 0.7, 1.5]), st.sampled_from([0, 3]))
 def test_a_grammar_changes_nothing_where_it_allows_the_token(
-    seed: int, temperature: float, top_k: int
+    sampler: RowSampler, seed: int, temperature: float, top_k: int
 ) -> None:
     rng = np.random.default_rng(seed)
     logits = torch.from_numpy(rng.normal(0, 2, (1, 700)).astype(np.float32))
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=0.9, logprobs=2)
     spec = SampleSpec(params, seed, output_index=5)
-    ((free, logprobs),) = Sampler().sample(logits, [spec])
+    ((free, logprobs),) = sample_rows(sampler, logits, [spec])
     others = rng.choice(700, 40, replace=False).tolist()
     same, asked = constrained(spec, [*others, free])
-    assert Sampler().sample(logits, [same]) == [(free, logprobs)] and asked.asked == 0
+    assert sample_rows(sampler, logits, [same]) == [(free, logprobs)] and asked.asked == 0
     other, asked = constrained(spec, [t for t in others if t != free])
-    ((token, _),) = Sampler().sample(logits, [other])
+    ((token, _),) = sample_rows(sampler, logits, [other])
     assert token in others and token != free and asked.asked == 1
     if temperature == 0.0:
         assert token == max((t for t in others if t != free), key=lambda t: float(logits[0, t]))
 
 
-def test_tokens_under_a_grammar_have_their_probability_among_the_allowed_ones() -> None:
+def test_tokens_under_a_grammar_have_their_probability_among_the_allowed_ones(
+    sampler: RowSampler,
+) -> None:
     logits = torch.tensor([[2.0, 1.0, 0.5, 0.0, -0.5, 1.5, 0.2, 0.9]])
     allowed, draws = [1, 3, 5], by_tier(fast=4000, long=100_000)
     counts: Counter[int] = Counter()
     for seed in range(draws):
         spec, _ = constrained(SampleSpec(SamplingParams(), seed, output_index=0), allowed)
-        ((token, _),) = Sampler().sample(logits, [spec])
+        ((token, _),) = sample_rows(sampler, logits, [spec])
         counts[token] += 1
     weights = {token: math.exp(float(logits[0, token])) for token in allowed}
     for token, weight in weights.items():
@@ -543,16 +677,71 @@ def test_tokens_under_a_grammar_have_their_probability_among_the_allowed_ones() 
     assert set(counts) == set(allowed)
 
 
-def test_a_grammar_that_allows_nothing_is_an_error_of_its_row() -> None:
+class Failing:
+    """A constraint whose grammar cannot say."""
+
+    def allows(self, token_id: int) -> bool:
+        raise ValueError("too complex")
+
+    def mask(self) -> bytes:
+        raise AssertionError("asked although it cannot say")
+
+
+def test_each_row_of_a_step_gets_what_its_own_grammar_says(sampler: RowSampler) -> None:
+    logits = torch.randn(5, 900, generator=torch.Generator().manual_seed(2)) * 2
+    specs = [SampleSpec(SamplingParams(top_p=0.9), row, 0) for row in range(5)]
+    free = [token for token, _ in sample_rows(sampler, logits, specs)]
+    bound = [
+        specs[0],
+        constrained(specs[1], [free[1], 7])[0],
+        constrained(specs[2], [t for t in (5, 600, 899) if t != free[2]])[0],
+        dataclasses.replace(specs[3], constraint=Failing()),
+        constrained(specs[4], [])[0],
+    ]
+    requests = [(str(row), spec) for row, spec in enumerate(bound)]
+    step = HostStepSampler(sampler)
+    found = step(logits, requests)
+    assert [token.request_id for token in found] == list("01234")
+    assert [token.token_id for token in found[:2]] == free[:2]
+    assert found[2].token_id in (5, 600, 899)
+    assert [token.error for token in found[3:]] == [
+        "too complex",
+        "the grammar allows no token here",
+    ]
+    alone = [step(logits[row : row + 1], [requests[row]])[0] for row in range(5)]
+    assert list(found) == alone
+
+
+@pytest.mark.parametrize("vocab", [3, 8, 255, 700, 4100])
+def test_masks_may_be_shorter_or_longer_than_the_vocabulary(
+    sampler: RowSampler, vocab: int
+) -> None:
+    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(vocab))
+    greedy = SampleSpec(GREEDY, 0, 0)
+    best = int(logits.argmax())
+    for allowed in ([vocab - 1], [0], [1, vocab // 2], [vocab - 1, vocab + 3, vocab + 90]):
+        spec, _ = constrained(greedy, [token for token in allowed if token != best])
+        inside = [token for token in allowed if token != best and token < vocab]
+        if not inside:
+            with pytest.raises(ValueError, match="allows no token"):
+                sample_rows(sampler, logits, [spec])
+            continue
+        ((token, _),) = sample_rows(sampler, logits, [spec])
+        assert token == max(inside, key=lambda t: float(logits[0, t]))
+
+
+def test_a_grammar_that_allows_nothing_is_an_error_of_its_row(sampler: RowSampler) -> None:
     spec, _ = constrained(SampleSpec(SamplingParams(), 0, 0), [])
     with pytest.raises(ValueError, match="allows no token"):
-        Sampler().sample(torch.zeros(1, 10), [spec])
+        sample_rows(sampler, torch.zeros(1, 10), [spec])
 
 
-def test_rows_with_a_grammar_are_left_to_the_host_by_a_device_that_samples() -> None:
+def test_rows_with_a_grammar_are_left_to_the_host_by_a_device_that_samples(
+    sampler: RowSampler,
+) -> None:
     logits = torch.tensor([[0.0, 3.0, 2.0, 1.0], [0.0, 3.0, 2.0, 1.0]])
     greedy = SampleSpec(SamplingParams(temperature=0.0), 0, 0)
     bound, _ = constrained(greedy, [2, 3])
-    pending = DeviceStepSampler(Sampler()).begin(logits, [("a", greedy), ("b", bound)])
+    pending = DeviceStepSampler(sampler).begin(logits, [("a", greedy), ("b", bound)])
     assert list(pending.host_rows) == [1]
     assert [sampled.token_id for sampled in pending.finish()] == [1, 2]

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from bros.core.errors import ConfigError
-from bros.kernels.dispatch import select_kernels
+from bros.kernels.dispatch import compiled_kernels, select_kernels
 
 
 @pytest.fixture
@@ -20,6 +20,10 @@ def no_extension(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_reference_is_always_there(no_extension: None, caplog: pytest.LogCaptureFixture) -> None:
     assert select_kernels("reference").name == "reference"
     assert not caplog.records
+
+
+def test_where_the_extension_is_missing_nothing_is_compiled(no_extension: None) -> None:
+    assert compiled_kernels() is None
 
 
 @pytest.mark.parametrize("name", ["auto", "cpu"])

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from bros.core.plan import SampleSpec
 from bros.core.request import SamplingParams
-from bros.executor.sampler import Sampler, noise_start
+from bros.executor.sampler import noise_start
 from support.kernel_cases import needs_triton, triton_backend
+from support.sampling import sample_on_host
 from support.tier import examples
 
 BACKEND = triton_backend()
@@ -54,7 +55,7 @@ def on_device(logits: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
 
 
 def assert_same(logits: Tensor, specs: Sequence[SampleSpec]) -> None:
-    expected = [token for token, _ in Sampler().sample(logits, specs)]
+    expected = [token for token, _ in sample_on_host(logits, specs)]
     assert on_device(logits, specs) == expected
 
 
@@ -182,7 +183,7 @@ def test_broken_rows_are_found(temperature: float) -> None:
     spec = SampleSpec(SamplingParams(temperature=temperature), seed=3, output_index=1)
     found = on_device(logits, [spec] * 5)
     assert found[:3] == [-1, -1, -1]
-    assert found[3:] == [token for token, _ in Sampler().sample(logits[3:], [spec] * 2)]
+    assert found[3:] == [token for token, _ in sample_on_host(logits[3:], [spec] * 2)]
 
 
 @needs_triton
@@ -209,7 +210,7 @@ def test_the_same_tokens_are_drawn_from_a_large_vocabulary() -> None:
         )
         for index in range(200)
     ]
-    expected = [token for token, _ in Sampler().sample(logits, specs)]
+    expected = [token for token, _ in sample_on_host(logits, specs)]
     # Sums of 100,000 weights: a bound may fall beside a token once in a while.
     differing = sum(a != b for a, b in zip(on_device(logits, specs), expected, strict=True))
     assert differing <= 2

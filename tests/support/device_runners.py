@@ -19,7 +19,7 @@ from bros.executor.models.spec import ModelSpec
 from bros.executor.parallel.ranks import SINGLE_RANK, Ranks
 from bros.executor.parallel.sharding import shards_of
 from bros.executor.runner import LaunchingRunner, ModelRunner
-from bros.executor.sampler import DeviceStepSampler, Sampler
+from bros.executor.sampler import DeviceStepSampler, NumpySampler
 from bros.executor.target import CPU, Target
 from bros.executor.weights import RandomWeights
 from bros.kernels.interface import (
@@ -33,6 +33,7 @@ from bros.kernels.interface import (
 from bros.kernels.reference import ReferenceKernels
 from bros.kernels.staging import Staging
 from support.checkpoints import GREEDY
+from support.sampling import sample_on_host
 
 VOCAB = 96
 BLOCK = 16
@@ -219,7 +220,7 @@ def draw(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     tokens = []
     for row, spec in zip(logits, specs, strict=True):
         try:
-            tokens += [token for token, _ in Sampler().sample(row[None], [spec])]
+            tokens += [token for token, _ in sample_on_host(row[None], [spec])]
         except ValueError:
             tokens.append(0)
     return torch.tensor(tokens, dtype=torch.int32)
@@ -255,7 +256,7 @@ def assemble(
         graphs = StepGraphs(
             decoder, kv.layers, kernels, layout, CPU, spec.vocab_size, sizes, replays
         )
-    step_sampler = DeviceStepSampler(Sampler(), draw)
+    step_sampler = DeviceStepSampler(NumpySampler(), draw)
     runner = LaunchingRunner(
         decoder, kv, uploader, step_sampler, vocab_size=spec.vocab_size, graphs=graphs
     )

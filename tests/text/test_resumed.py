@@ -30,9 +30,9 @@ from bros.core.request import (
 from bros.engine.build import build_engine
 from bros.engine.engine import Engine
 from bros.executor.model_store import ModelFiles
-from bros.executor.sampler import Sampler
 from bros.scheduler.admission import objectives
 from support.late_executor import LateExecutor
+from support.sampling import sample_on_host
 from support.scheduling import engine_info, make_scheduler, request
 from support.tiny_models import save_tiny_llama
 from support.toy_model import VOCAB, ToyModel
@@ -54,7 +54,7 @@ class Chooser(ToyModel):
         draw = np.random.default_rng(list(tokens))
         logits = torch.from_numpy(3.0 * draw.standard_normal(VOCAB, np.float32))
         logits[draw.integers(0, 12)] += 6.0  # so that tokens come again, and answers end
-        ((token, logprobs),) = Sampler().sample(logits[None], [chunk.sample])
+        ((token, logprobs),) = sample_on_host(logits[None], [chunk.sample])
         return SampledToken(chunk.request_id, token, logprobs)
 
 
