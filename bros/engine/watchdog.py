@@ -11,6 +11,7 @@ suspended with its machine or held by a debugger, nor while its threads wait for
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,11 +102,16 @@ class Watchdog:
 
 
 class HeldUp:
-    """For how long this process could not make progress, as far as the kernel tells. Linux only;
+    """For how long a process could not make progress, as far as the kernel tells. Linux only;
     elsewhere 0."""
 
-    def __init__(self) -> None:
-        self._queued_ns: dict[str, int] = {}
+    def __init__(self, pid: int, every_s: float) -> None:
+        """pid: of a process on this machine.
+        every_s: interval of the calls.
+        """
+        self._pid = pid
+        self._every_s = every_s
+        self._threads: dict[str, _Thread] = {}
 
     def __call__(self) -> float:
         """Seconds since the last call in which some thread waited for a core, as on a machine that
@@ -113,23 +119,51 @@ class HeldUp:
 
         The longest of all threads: the others may wait for it.
         """
-        if is_traced(os.getpid()):
+        if is_traced(self._pid):
             return float("inf")
-        before, self._queued_ns = self._queued_ns, _queued_ns()
-        waits = (ns - before.get(thread, ns) for thread, ns in self._queued_ns.items())
-        return max(waits, default=0) / 1e9
+        before, self._threads = self._threads, _threads(self._pid)
+        both = ((before[thread], now) for thread, now in self._threads.items() if thread in before)
+        return max((now.waited_s(then, self._every_s) for then, now in both), default=0.0)
 
 
-def _queued_ns() -> dict[str, int]:
-    """Nanoseconds that each thread of this process has waited for a core so far."""
-    found: dict[str, int] = {}
+@dataclass(frozen=True, slots=True)
+class _Thread:
+    """What the kernel has counted for a thread so far.
+
+    ran_ns: it had a core.
+    queued_ns: it waited for a core. A wait is added when it ends.
+    runnable: it has a core or waits for one, and may do so longer.
+    """
+
+    ran_ns: int
+    queued_ns: int
+    runnable: bool
+
+    def waited_s(self, then: _Thread, every_s: float) -> float:
+        """Seconds since `then`, every_s ago, in which it waited for a core."""
+        waited_s = (self.queued_ns - then.queued_ns) / 1e9
+        if self.runnable and then.runnable:
+            # A wait that still lasts. With 25 other processes per core and a low priority it was
+            # longer than the default hang timeout of 8 s (tests/transport/test_hangs.py).
+            waited_s = max(waited_s, every_s - (self.ran_ns - then.ran_ns) / 1e9)
+        return waited_s
+
+
+def _threads(pid: int) -> dict[str, _Thread]:
+    found: dict[str, _Thread] = {}
+    folder = Path(f"/proc/{pid}/task")
     try:
-        threads = os.listdir("/proc/self/task")
+        threads = os.listdir(folder)
     except OSError:
         return found
     for thread in threads:
         try:
-            found[thread] = int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1])
+            ran_ns, queued_ns = (folder / thread / "schedstat").read_text().split()[:2]
+            # After the name, which may contain anything, comes the state.
+            state = (folder / thread / "stat").read_text(errors="replace").rpartition(")")[2]
+            # The thread that asks has a core.
+            waits = state.split()[0] == "R" and int(thread) != threading.get_native_id()
+            found[thread] = _Thread(int(ran_ns), int(queued_ns), waits)
         except (OSError, ValueError, IndexError):
             continue  # it has ended, or this kernel does not count
     return found

@@ -166,7 +166,7 @@ def _watched(
         engine.expected,
         least_s=_STEP_SHARE * timeout_s,
         every_s=every_s,
-        held_up_s=HeldUp(),
+        held_up_s=HeldUp(os.getpid(), every_s),
         compiles=engine.info.device != "cpu",
     )
 

@@ -19,7 +19,7 @@ from bros.core.errors import EngineDeadError
 from bros.core.interfaces import EngineInfo
 from bros.engine.client import MessageClient
 from bros.engine.messages import Command, Failed, Heartbeat, Ready, Shutdown
-from bros.engine.watchdog import is_traced
+from bros.engine.watchdog import HeldUp
 from bros.executor.model_store import ModelFiles
 from bros.transport.ipc import Endpoints, command_codec, open_socket, reply_codec
 from bros.transport.process import HEARTBEATS_PER_TIMEOUT, LaunchSpec
@@ -41,24 +41,27 @@ _DRAIN_S = 0.1
 class HeartbeatMonitor:
     """Detects that a process sends no heartbeats any more."""
 
-    def __init__(self, timeout_s: float, is_held: Callable[[], bool] = lambda: False) -> None:
-        """is_held: whether the process is held on purpose, by a debugger: it does not time out."""
+    def __init__(self, timeout_s: float, held_up_s: Callable[[], float] = lambda: 0.0) -> None:
+        """held_up_s: for how long the process could not make progress since the last call, because
+        it waited for a core or a debugger held it; called HEARTBEATS_PER_TIMEOUT times per timeout.
+        This time does not count."""
+        self._timeout_s = timeout_s
         self._every_s = timeout_s / HEARTBEATS_PER_TIMEOUT
-        self._is_held = is_held
-        self._missed: int | None = None  # None before the first heartbeat
+        self._held_up_s = held_up_s
+        self._silent_s: float | None = None  # None before the first heartbeat
 
     def seen(self) -> None:
         """A heartbeat has arrived."""
-        self._missed = 0
+        self._silent_s = 0.0
 
     async def timed_out(self) -> None:
         """Wait until no heartbeat has arrived for timeout_s, counted from the first one on."""
-        while self._missed is None or self._missed < HEARTBEATS_PER_TIMEOUT:
+        while self._silent_s is None or self._silent_s < self._timeout_s:
             # Short sleeps: if this process was stopped or suspended with its machine, it reads
             # waiting heartbeats in between.
             await asyncio.sleep(self._every_s)
-            if self._missed is not None and not self._is_held():
-                self._missed += 1
+            if self._silent_s is not None:
+                self._silent_s += max(0.0, self._every_s - self._held_up_s())
 
 
 class SupervisedClient(MessageClient, ABC):
@@ -187,9 +190,9 @@ class SupervisedClient(MessageClient, ABC):
         """Clear what is known of the last engine."""
         self._failure = ""  # why the engine failed, if the engine or this client has said so
         self._was_ready = self._host_unavailable = False
-        self._rank_pid: int | None = None  # on its machine, by its last heartbeat
+        self._rank_held_up: Callable[[], float] | None = None  # of the pid of its first heartbeat
         self._rank_heartbeats = (
-            HeartbeatMonitor(self._rank_heartbeat_timeout_s, self._is_traced)
+            HeartbeatMonitor(self._rank_heartbeat_timeout_s, self._rank_held_up_s)
             if self._rank_heartbeat_timeout_s
             else None
         )
@@ -235,9 +238,16 @@ class SupervisedClient(MessageClient, ABC):
 
         stack.push_async_callback(_cancel, asyncio.create_task(watch(), name="engine-watch"))
 
-    def _is_traced(self) -> bool:
-        """Whether a debugger is attached to the engine, as far as this process can see."""
-        return False
+    def _rank_held_up_s(self) -> float:
+        return self._rank_held_up() if self._rank_held_up is not None else 0.0
+
+    def _held_up(self, pid: int, every_s: float) -> Callable[[], float] | None:
+        """How to find out for how long the engine could not make progress (HeldUp); None if it is
+        not on this machine.
+
+        pid: on its machine.
+        """
+        return None
 
     def _on_frames(self, frames: list[bytes]) -> None:
         message = self._decoder.decode(frames)
@@ -245,8 +255,9 @@ class SupervisedClient(MessageClient, ABC):
             self._failure = self._failure or message.message
         if isinstance(message, Ready | Heartbeat):
             of_host = isinstance(message, Heartbeat) and message.host
-            if isinstance(message, Heartbeat) and not of_host:
-                self._rank_pid = message.pid
+            if isinstance(message, Heartbeat) and not of_host and self._rank_held_up is None:
+                every_s = (self._rank_heartbeat_timeout_s or 0.0) / HEARTBEATS_PER_TIMEOUT
+                self._rank_held_up = self._held_up(message.pid, every_s)
             heartbeats = self._host_heartbeats if of_host else self._rank_heartbeats
             if heartbeats is not None:
                 heartbeats.seen()
@@ -377,8 +388,8 @@ class ProcessEngineClient(SupervisedClient):
         """Of the engine process or the launcher; not None while the engine is alive."""
         return self._process.pid if self._process else None
 
-    def _is_traced(self) -> bool:
-        return self._rank_pid is not None and is_traced(self._rank_pid)
+    def _held_up(self, pid: int, every_s: float) -> Callable[[], float] | None:
+        return HeldUp(pid, every_s)
 
     def _kill(self) -> None:
         if self._process is not None:

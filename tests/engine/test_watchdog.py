@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import math
@@ -9,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -186,7 +188,7 @@ def _a_plan() -> StepPlan:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_threads_that_wait_for_a_core_hold_a_process_up() -> None:
     """Two threads on one core wait for each other."""
-    held_up, ended = HeldUp(), threading.Event()
+    held_up, ended = HeldUp(os.getpid(), 0.01), threading.Event()
     core = min(os.sched_getaffinity(0))
 
     def burn() -> None:
@@ -205,6 +207,40 @@ def test_threads_that_wait_for_a_core_hold_a_process_up() -> None:
         ended.set()
         for thread in threads:
             thread.join()
+
+
+_BURN = """
+import hashlib, os, sys
+core, policy = int(sys.argv[1]), int(sys.argv[2])
+os.sched_setaffinity(0, {core})
+os.sched_setscheduler(0, policy, os.sched_param(0))
+print("begins", flush=True)
+while True:
+    hashlib.sha256(bytes(100_000)).digest()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_wait_for_a_core_counts_while_it_lasts() -> None:
+    """A process that gets a core only if no other wants it waits for minutes beside one that
+    does."""
+    core = str(min(os.sched_getaffinity(0)))
+    every_s, total_s, checks = 0.1, 0.0, 20
+    with contextlib.ExitStack() as stack:
+        started: list[int] = []
+        for policy in (os.SCHED_IDLE, os.SCHED_OTHER):
+            command = [sys.executable, "-c", _BURN, core, str(policy)]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            assert process.stdout is not None and process.stdout.readline() == b"begins\n"
+            started.append(process.pid)
+        held_up = HeldUp(started[0], every_s)
+        held_up()
+        for _ in range(checks):
+            time.sleep(every_s)
+            total_s += held_up()
+    assert total_s > checks * every_s / 2
 
 
 _PTRACE_SEIZE, _PTRACE_DETACH = 0x4206, 17

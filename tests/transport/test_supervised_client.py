@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -232,7 +233,7 @@ def test_a_server_that_was_stopped_does_not_take_its_own_silence_for_the_engine_
 def test_an_engine_that_is_held_by_a_debugger_does_not_time_out() -> None:
     async def main() -> None:
         held = True
-        monitor = HeartbeatMonitor(TIMEOUT_S, lambda: held)
+        monitor = HeartbeatMonitor(TIMEOUT_S, lambda: math.inf if held else 0.0)
         waiting = asyncio.create_task(monitor.timed_out())
         monitor.seen()
         await asyncio.sleep(10 * TIMEOUT_S)
@@ -242,3 +243,18 @@ def test_an_engine_that_is_held_by_a_debugger_does_not_time_out() -> None:
         assert waiting.done()
 
     run_virtual(main)
+
+
+def test_time_in_which_the_engine_waits_for_a_core_does_not_count() -> None:
+    """An engine that gets a quarter of a core may be silent for four times as long."""
+
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        every_s = TIMEOUT_S / HEARTBEATS_PER_TIMEOUT
+        monitor = HeartbeatMonitor(TIMEOUT_S, lambda: 3 / 4 * every_s)
+        monitor.seen()
+        silent_s = loop.time()
+        await monitor.timed_out()
+        return loop.time() - silent_s
+
+    assert run_virtual(main) == pytest.approx(4 * TIMEOUT_S)

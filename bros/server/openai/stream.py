@@ -243,8 +243,13 @@ class CompletionLogprobsWriter:
         if self._echo is not None:
             self._write_echo(lists, self._echo, prompt)
         for entry in entries:
-            self._add(lists, entry.token_id, entry, self._offset)
-            self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(entry.token_id)))
+            data = self._tokenizer.token_bytes(entry.token_id)
+            # Byte by byte: where the first one does not go on with the character that is begun,
+            # that one ends before this token, as one U+FFFD.
+            begun, chars = self._utf8.getstate()[0], self._utf8.decode(data[:1])
+            broken = begun + data[:1] != _REPLACEMENT and begun != b"" and chars[:1] == "\ufffd"
+            self._add(lists, entry.token_id, entry, self._offset + broken)
+            self._offset += len(chars) + len(self._utf8.decode(data[1:]))
         return lists
 
     def _write_echo(
@@ -277,6 +282,9 @@ class CompletionLogprobsWriter:
             return data.decode("utf-8")
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+_REPLACEMENT = "\ufffd".encode()
 
 
 def _finite(logprob: float) -> float:
