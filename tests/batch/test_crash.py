@@ -17,7 +17,7 @@ from bros.batch.objects import BatchStatus, RowOutcome
 from support.batch_store import NOW, PostgresServer, Store, open_store, row_refs
 from support.crash import Orders, Site, runs, stop
 from support.server_process import wait_until
-from support.tier import by_tier, seed
+from support.tier import by_tier, is_long, seed
 
 pytestmark = pytest.mark.multiprocess
 
@@ -45,6 +45,8 @@ def is_committed(site: Site, when: str, number: int) -> bool:
 @pytest.mark.slow
 def test_a_job_outlives_the_processes_that_work_on_it(site: Site) -> None:
     """One at a time; each next one comes when the lease of the one before is over."""
+    if site.store.url is not None and not is_long():
+        pytest.skip("on PostgreSQL of the long tier: runs with --long")
     rng, kills = random.Random(seed(1)), 0
     batch_id = site.submit(ROWS)
     stored: dict[str, str] = {}
@@ -144,6 +146,8 @@ def test_a_crash_at_any_transaction(site: Site, when: str) -> None:
 @pytest.mark.parametrize("when", DEATHS)
 def test_a_crash_while_a_batch_is_cancelled(site: Site, when: str) -> None:
     """Whichever process ends it: what was answered stays so, and nothing else is run any more."""
+    if site.store.url is not None and not is_long():
+        pytest.skip("on PostgreSQL of the long tier: runs with --long")
     store, number, has_died = site.store.batches, 0, True
     while has_died:
         number += 1

@@ -201,6 +201,7 @@ def test_a_server_that_is_told_to_stop_is_followed_at_once(tmp_path: Path) -> No
 RESPONSES = by_tier(fast=8, long=100)
 
 
+@pytest.mark.long
 def test_background_responses_outlive_their_server(tmp_path: Path) -> None:
     """Killed while some run and others are queued. Each is answered once, and stays as it is."""
     job = Job([*options(tmp_path), "--batch-lease", str(LEASE_S)])

@@ -265,7 +265,7 @@ def test_names_of_request_files_are_plain() -> None:
 @pytest.mark.parametrize(
     "name",
     by_tier(
-        fast=["one rate", "failing", "nothing run"],
+        fast=["failing"],
         long=[name for name in BENCHES if name != "typical"],
     ),
 )

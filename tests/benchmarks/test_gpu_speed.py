@@ -87,6 +87,7 @@ def test_tile_sizes_are_found_and_stored(speed: ModuleType, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
 def test_what_is_found_is_stored_before_the_rest_is_tried(
     speed: ModuleType, tmp_path: Path

@@ -176,6 +176,7 @@ async def test_a_server_that_fails_shows_as_such(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 async def test_reports_are_added_to_and_runs_repeated_in_place(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ("--rates", "8", "--scenarios", "S0", "--in-flight", "0", "--scale", "0.03")

@@ -5,6 +5,7 @@ Memory is far too little for all requests at once, so KV makes way, is copied an
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from array import array
@@ -24,6 +25,7 @@ from bros.scheduler.build import build_scheduler
 from support.checkpoints import GREEDY
 from support.device_runners import BLOCK, VOCAB, assemble, tiny_spec
 from support.scheduling import MODEL
+from support.tier import by_tier
 
 REQUESTS = 20
 KV_BLOCKS, HOST_BLOCKS, LONGEST = 11, 20, 160
@@ -130,8 +132,13 @@ def plain() -> dict[str, list[int]]:
     return serve(assemble(kv_blocks=KV_BLOCKS, host_blocks=HOST_BLOCKS).runner, "off")
 
 
-@pytest.mark.parametrize("mode", ["off", "on"])
-@pytest.mark.parametrize("graph_rows", [None, 4, 64])
+@pytest.mark.parametrize(
+    ("graph_rows", "mode"),
+    by_tier(
+        fast=[(None, "off"), (4, "on"), (64, "on")],
+        long=list(itertools.product([None, 4, 64], ["off", "on"])),
+    ),
+)
 def test_the_same_tokens_as_one_plain_step_after_the_other(
     plain: dict[str, list[int]], mode: str, graph_rows: int | None
 ) -> None:

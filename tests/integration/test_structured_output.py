@@ -60,7 +60,10 @@ def check(schema: Any, choice: ChoiceResult) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("kv_blocks", "logprobs"), [(9, None), (9, 0), (400, None)])
+@pytest.mark.parametrize(
+    ("kv_blocks", "logprobs"),
+    by_tier(fast=[(9, 0), (400, None)], long=[(9, None), (9, 0), (400, None)]),
+)
 def test_every_whole_output_is_valid_by_its_schema(
     folder: Path, kv_blocks: int, logprobs: int | None
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from support.kernel_cases import (
     torch_threads,
     triton_backend,
 )
+from support.tier import is_long
 
 # Scores of unit normal q and k, scaled by dim**-0.5, carry an fp32 dot product's error, at most
 # some 2e-6; softmax weights then have a relative error of twice that, and |v| stays below 5.
@@ -39,6 +41,12 @@ def run(kernels: Kernels, case: AttentionCase) -> Tensor:
     return kernels.attention(
         case.qkv, case.layout, case.k_cache, case.v_cache, case.batch, case.scale
     )
+
+
+def skip_many_tiles(backend: Backend, rows: Sequence[tuple[int, int]]) -> None:
+    """Interpreted, each tile takes long, and those of other cases take the same branches."""
+    if backend.is_interpreted and not is_long() and max(length for length, _ in rows) > 100:
+        pytest.skip("of the long tier where kernels are interpreted: runs with --long")
 
 
 def assert_matches(backend: Backend, case: AttentionCase) -> None:
@@ -72,6 +80,7 @@ def test_attention_matches_the_reference(backend: Backend) -> None:
     ],
 )
 def test_long_contexts_are_split_and_merged(backend: Backend, rows: list[tuple[int, int]]) -> None:
+    skip_many_tiles(backend, rows)
     with torch_threads(2):
         heads = {"kv_heads": 1, "group": 1, "head_dim": 16} if backend.is_interpreted else {}
         assert_matches(backend, make_case(rows, **heads))
@@ -108,6 +117,7 @@ def test_rows_read_the_parts_they_share(backend: Backend) -> None:
 def test_parts_are_split_and_merged(
     backend: Backend, rows: list[tuple[int, int]], parts: Parts
 ) -> None:
+    skip_many_tiles(backend, rows)
     with torch_threads(2):
         heads = {"kv_heads": 1, "group": 1, "head_dim": 16} if backend.is_interpreted else {}
         assert_matches(backend, make_case(rows, parts=parts, **heads))

@@ -16,7 +16,7 @@ from bros.core.request import SamplingParams
 from bros.executor.sampler import noise_start
 from support.kernel_cases import needs_triton, triton_backend
 from support.sampling import sample_on_host
-from support.tier import examples
+from support.tier import by_tier, examples
 
 BACKEND = triton_backend()
 VOCAB = 1500
@@ -149,7 +149,13 @@ def test_every_allowed_token_is_drawn_and_no_other(top_k: int) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("params", [(5, 0.999, 0.0), (14, 0.9, 1e-4), (3, 0.3, 0.0), (7, 1.0, 0.3)])
+@pytest.mark.parametrize(
+    "params",
+    by_tier(
+        fast=[(14, 0.9, 1e-4), (7, 1.0, 0.3)],
+        long=[(5, 0.999, 0.0), (14, 0.9, 1e-4), (3, 0.3, 0.0), (7, 1.0, 0.3)],
+    ),
+)
 @pytest.mark.parametrize("groups", [17, pytest.param(8, marks=pytest.mark.long)])
 def test_the_best_tokens_may_lie_in_one_group(
     groups: int, params: tuple[int, float, float]

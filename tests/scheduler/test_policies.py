@@ -286,13 +286,13 @@ def saturated(be_share: float, steps: int, *, be_requests: int, tpot_s: float) -
     return run
 
 
-@pytest.mark.parametrize("share", [0.05, 0.1])
+@pytest.mark.parametrize("share", [0.1, pytest.param(0.05, marks=pytest.mark.long)])
 def test_best_effort_work_gets_about_its_share_of_a_saturated_engine(share: float) -> None:
     run = saturated(share, 500, be_requests=20, tpot_s=0.04)
     assert share * 0.7 <= run.be_share() <= share * 1.3
 
 
-@settings(max_examples=examples(6))
+@settings(max_examples=examples(3, long=60))
 @given(
     share=st.sampled_from([0.05, 0.2]),
     rt_wait=st.sampled_from([0.01, 0.05, 0.1, 0.5, 1.0]),
@@ -554,7 +554,8 @@ def test_edf_heeds_a_best_effort_deadline_after_the_first_token() -> None:
     assert run.token_times["be"][-1] < run.token_times["rt"][0]
 
 
-@pytest.mark.parametrize("prompt_tokens", [60, pytest.param(220, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("prompt_tokens", [60, 220])
 def test_best_effort_leaves_time_for_what_prompts_take_here(prompt_tokens: int) -> None:
     """Newcomers come at every point of a step, and more work waits than can ever run. Steps of
     half the objective are too long before prompts that take most of the other half: 15 of 40

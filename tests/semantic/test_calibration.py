@@ -116,7 +116,7 @@ async def errors(load: Load, disturbance: Disturbance) -> Mapping[str, Sequence[
     ("load", "slowdown"),
     [
         (nothing, 1.0),
-        (chats, 1.0),
+        pytest.param(chats, 1.0, marks=pytest.mark.long),
         pytest.param(flood, 1.0, marks=pytest.mark.long),
         pytest.param(nothing, 2.0, marks=pytest.mark.long),
         pytest.param(nothing, 0.5, marks=pytest.mark.long),

@@ -249,7 +249,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+FAST = ("one group", "much of its own", "throughput", "a cached prefix at a busy replica")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=() if name in FAST else pytest.mark.long)
+        for name, case in CASES.items()
+    ],
+)
 def test_the_router_is_as_early_as_the_best_fixed_placement(case: Case) -> None:
     ratio, what = lateness(case)
     assert ratio <= TOLERANCE, what

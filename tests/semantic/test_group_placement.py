@@ -123,7 +123,13 @@ async def test_maps_with_much_of_their_own_are_shared_out_in_one_decision() -> N
     await router.close()
 
 
-@pytest.mark.parametrize("pause_s", [0.0, 600.0], ids=["from the start", "after a pause"])
+@pytest.mark.parametrize(
+    "pause_s",
+    [
+        pytest.param(0.0, id="from the start"),
+        pytest.param(600.0, id="after a pause", marks=pytest.mark.long),
+    ],
+)
 def test_programs_beside_each_other_do_not_compute_the_prefixes_of_all_everywhere(
     pause_s: float,
 ) -> None:

@@ -93,7 +93,7 @@ def events(draw: st.DrawFn, calls: Sequence[NewCall], names: Sequence[str]) -> l
 
 
 @given(programs(4), st.data())
-@settings(max_examples=examples(200, long=4000), deadline=None)
+@settings(max_examples=examples(80, long=4000), deadline=None)
 def test_a_program_in_slices_is_added_as_in_one(before: list[NewCall], data: st.DataObject) -> None:
     """As if all that came between its slices had come before it. It is refused if it would have
     been at some time, and then nothing of it is there."""

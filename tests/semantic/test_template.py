@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bros.core.errors import InvalidRequestError
@@ -20,6 +20,7 @@ from bros.semantic.core.template import (
     with_roles,
 )
 from bros.semantic.schema import Role
+from support.tier import examples
 
 NAMES = st.from_regex(r"[a-zA-Z_é][a-zA-Z0-9_é]{0,5}", fullmatch=True)
 # Mostly the marks of the grammar, so that they meet in all ways.
@@ -138,6 +139,7 @@ def test_what_is_wrong_is_said(source: str, message: str) -> None:
     assert len(str(raised.value)) < 400
 
 
+@settings(max_examples=examples(8))
 @given(st.sampled_from(["{", "\\", "{{x}}", "\\{{", "{{x", " ", "{ {"]), st.integers(0, 200_000))
 def test_long_templates_are_read_in_one_pass(part: str, count: int) -> None:
     """A parser that starts over at each mark would run into the limit of the suite."""

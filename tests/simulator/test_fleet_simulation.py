@@ -23,7 +23,7 @@ from bros.simulator.simulation import build_simulation
 from bros.workload.arrivals import Arrival, BeLoad, Size, TraceLoad
 from support.fleets import GivenLoad, fleet_scenario, request
 from support.scenarios import scenario
-from support.tier import examples
+from support.tier import by_tier, examples
 
 
 def run(scenario: FleetScenario) -> FleetResult:
@@ -46,14 +46,14 @@ def check_conserved(scenario: FleetScenario, result: FleetResult) -> None:
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize("name", ["toolbench", "embodied"])
+@pytest.mark.parametrize("name", by_tier(fast=["toolbench"], long=["toolbench", "embodied"]))
 def test_every_request_ends_once_with_all_its_tokens(router: str, name: str) -> None:
     load = published(name, 3, rate=30.0, count=90, families=9)
     case = fleet_scenario(router, load, replicas=3)
     check_conserved(case, run(case))
 
 
-@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("router", by_tier(fast=["e2"], long=ROUTERS))
 def test_the_same_seed_gives_the_same_run_to_the_bit(router: str) -> None:
     case = fleet_scenario(router)
     digest = run(case).digest()

@@ -38,6 +38,7 @@ from bros.simulator.programs import (
 from bros.simulator.simulation import Device, slo_of
 from bros.simulator.virtual_loop import run_virtual
 from bros.workload.arrivals import PoissonLoad
+from support.tier import by_tier
 
 STEPS = CostModel(constant_s=0.005, token_s=2e-5, sample_s=0.0, pair_s=0.0, context_s=1e-7)
 DEVICE = Device(name="d", model="m", weights="w", steps=STEPS, kv_blocks=4096)
@@ -92,7 +93,7 @@ def test_calls_come_after_those_that_they_read_from(name: str) -> None:
         assert known.issuperset(program.results)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", by_tier(fast=["coding", "map-reduce"], long=list(PROGRAMS)))
 def test_programs_depend_on_the_seed_only(name: str) -> None:
     first, again, other = (programs_of(name, 2, TOKENIZER, seed) for seed in (1, 1, 2))
     assert first == again != other
@@ -128,7 +129,7 @@ def test_parts_at_once_are_spread_over_replicas(way: str) -> None:
     ("way", "replicas"),
     [
         ("session", 3),
-        ("calls", 1),
+        pytest.param("calls", 1, marks=pytest.mark.long),
         pytest.param("session", 1, marks=pytest.mark.long),
         pytest.param("calls", 3, marks=pytest.mark.long),
     ],
@@ -140,7 +141,7 @@ def test_the_same_seed_gives_the_same_result(way: str, replicas: int) -> None:
     assert run_programs(dataclasses.replace(asked, seed=4)).digest != report.digest
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", by_tier(fast=["session"], long=WAYS))
 def test_every_token_is_counted_on_one_engine_and_on_several(way: str) -> None:
     asked = scenario(way=way)
     arrivals = asked.chats.arrivals(asked.count / asked.rate, asked.seed)

@@ -50,7 +50,7 @@ def trace(*arrivals: tuple[float, int, int]) -> TraceLoad:
     return TraceLoad("test", tuple(Arrival(t, Size(p, o)) for t, p, o in arrivals))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", by_tier(fast=["bros", "priority"], long=POLICIES))
 def test_equal_scenarios_give_equal_records_and_plans(policy: str) -> None:
     duration_s = by_tier(fast=4.0, long=10.0)
     what = scenario(policy, disturbance=Disturbance(noise=0.1), duration_s=duration_s)
@@ -86,7 +86,7 @@ def test_every_second_is_either_a_step_or_idle(policy: str) -> None:
     assert 10.0 <= result.end_s < 10.0 + max(seconds for _, seconds in observed)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", by_tier(fast=["bros", "priority"], long=POLICIES))
 def test_finished_requests_have_exactly_the_tokens_of_the_workload(policy: str) -> None:
     # Little memory, so that requests are preempted and start over on the way.
     result, _ = run(scenario(policy, rate=8.0, be=BeLoad(8), kv_blocks=260, duration_s=CROWDED_S))
@@ -227,7 +227,7 @@ COPYING = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", by_tier(fast=[True], long=[False, True]))
 @pytest.mark.parametrize("layout", KV_LAYOUTS)
 def test_steps_with_copies_take_what_was_predicted(layout: str, overlap: bool) -> None:
     """Of all that scheduler and device know in common, copies in both directions are part."""
@@ -350,7 +350,7 @@ def test_a_device_that_takes_no_time_is_refused() -> None:
 @pytest.mark.parametrize(
     "policy",
     [
-        policy if policy in ("bros", "fcfs") else pytest.param(policy, marks=pytest.mark.long)
+        policy if policy == "bros" else pytest.param(policy, marks=pytest.mark.long)
         for policy in POLICIES
     ],
 )

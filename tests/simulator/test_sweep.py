@@ -19,7 +19,7 @@ SCENARIOS = [
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("jobs", [2, 3])
+@pytest.mark.parametrize("jobs", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_reports_do_not_depend_on_the_number_of_processes(jobs: int) -> None:
     told: list[tuple[int, float]] = []
     alone = run_all(run_scenario, SCENARIOS, 1)

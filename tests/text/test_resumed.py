@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from bros.scheduler.admission import objectives
 from support.late_executor import LateExecutor
 from support.sampling import sample_on_host
 from support.scheduling import engine_info, make_scheduler, request
+from support.tier import by_tier
 from support.tiny_models import save_tiny_llama
 from support.toy_model import VOCAB, ToyModel
 
@@ -122,8 +124,13 @@ def resume(asked: EngineRequest, tokens: Sequence[int]) -> EngineRequest:
     return dataclasses.replace(asked, prompt_token_ids=prompt, resumed=len(tokens))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("blocks", "host_blocks"), [(14, 0), (14, 6), (200, 0)])
+@pytest.mark.parametrize(
+    ("blocks", "host_blocks", "overlap"),
+    by_tier(
+        fast=[(14, 6, True), (200, 0, False)],
+        long=list(itertools.product([14, 200], [0, 6], [False, True])),
+    ),
+)
 def test_a_resumed_answer_is_the_rest_of_it(blocks: int, host_blocks: int, overlap: bool) -> None:
     preemptions = 0
     reasons = set()

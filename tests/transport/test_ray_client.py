@@ -82,6 +82,7 @@ async def expected_tokens(files: ModelFiles) -> list[int]:
         await client.close()
 
 
+@pytest.mark.long
 async def test_all_of_an_engine_client_passes_the_cluster(
     client: RayEngineClient, files: ModelFiles
 ) -> None:
