@@ -123,7 +123,7 @@ async def test_what_is_killed_fails_open_requests_at_once_and_comes_back(
     question = asyncio.create_task(client.stats())
     await asyncio.sleep(0)
     os.kill(actor, signal.SIGKILL)
-    async with asyncio.timeout(60):  # it takes 0.2 s
+    async with asyncio.timeout(120):  # it takes 0.2 s
         # The engine wakes up to end with its actor, and on a slow machine answers before it does.
         with pytest.raises(EngineDeadError, match="actor ended"):
             async for _ in await submission:
@@ -133,7 +133,7 @@ async def test_what_is_killed_fails_open_requests_at_once_and_comes_back(
     assert not client.alive
     os.kill(engine, signal.SIGCONT)
     await asyncio.to_thread(wait_until_gone, [engine], GONE_S)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         await client.wait_ready()
     assert client.pid is not None and client.pid != actor
     assert await tokens_of(client, ask("after")) == before
@@ -163,7 +163,7 @@ async def test_silence_is_taken_for_death(cluster: Cluster, files: ModelFiles) -
         for pid in everything:
             os.kill(pid, signal.SIGSTOP)
         with pytest.raises(EngineDeadError, match="has not answered for 1 s"):
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 await client.stats()
         assert not client.alive
         for pid in everything:
