@@ -163,3 +163,34 @@ def test_closing_and_adding_pause() -> None:
     pauses = sum(1 for _ in core.submitting([llm(f"c{n}", ("x", f"v{n}")) for n in range(95)], 0.0))
     assert pauses >= 9
     assert sum(1 for _ in core.closing("over", 0.0)) >= 18
+
+
+@given(programs(4), st.data())
+@settings(max_examples=examples(100, long=4000), deadline=None)
+def test_consumers_told_of_a_value_later_start_as_if_told_at_once(
+    before: list[NewCall], data: st.DataObject
+) -> None:
+    """Whatever comes before they are told. Which LLM call finishes depends on what has started, so
+    all are told before that."""
+    names = [*variables(before)[:3], "n0", "n1", "n2", "n3"]
+    sliced, whole = core_with(1000, slice_consumers=1), core_with(1000)
+    started: dict[SessionStateMachine, set[str]] = {sliced: set(), whole: set()}
+
+    def note(core: SessionStateMachine) -> None:
+        core.check_integrity()
+        for action in core.take_actions():
+            if isinstance(action, Start):
+                started[core].add(action.llm_call.call.id)
+
+    for event in [("submit", before), *data.draw(events(before, names))]:
+        while sliced.informs and (event[0] == "finish" or data.draw(st.booleans())):
+            sliced.inform(2.0)
+            note(sliced)
+        refused = [apply(core, event) for core in (sliced, whole)]
+        assert refused[0] == refused[1]
+        note(sliced)
+        note(whole)
+    while sliced.informs:
+        sliced.inform(2.0)
+        note(sliced)
+    assert state(sliced) == state(whole) and started[sliced] <= started[whole]

@@ -105,8 +105,11 @@ class Graph:
             for variable in llm_call.outputs:
                 variable.producer = None
 
-    def check_integrity(self) -> None:
-        """Assert that both ends of every edge refer to each other, and that there is no cycle."""
+    def check_integrity(self, uninformed: Mapping[LlmCall, int]) -> None:
+        """Assert that both ends of every edge refer to each other, and that there is no cycle.
+
+        uninformed: LLM call -> set values that it still counts as missing, if there are any.
+        """
         llm_calls = [llm_call for call in self.calls.values() for llm_call in call.llm_calls]
         known = set(llm_calls)
         for variable in self.variables.values():
@@ -124,7 +127,8 @@ class Graph:
             before = llm_call.previous
             if llm_call.open:
                 waits = before is not None and before.state is not CallState.FINISHED
-                assert llm_call.num_missing == sum(v.pending for v in llm_call.inputs) + waits
+                missing = sum(v.pending for v in llm_call.inputs) + waits
+                assert llm_call.num_missing == missing + uninformed.get(llm_call, 0)
                 depth = llm_call.depth
                 _set_depth(llm_call)
                 assert llm_call.depth == depth

@@ -242,7 +242,8 @@ class LlmCall:
 
     inputs: variables in the prompt that no earlier LLM call of the same call reads.
     wanted: whether a requested value depends on it, so that it may run.
-    num_missing: number of pending inputs, plus one while the previous LLM call is unfinished.
+    num_missing: number of pending inputs, and of set ones that it has not been told of (see
+        `SessionStateMachine.inform`), plus one while the previous LLM call is unfinished.
     depth: number of LLM calls on the longest path to it.
     label: its scheduling objective.
     promoted: why it has become real-time although its place in the graph does not ask for it.

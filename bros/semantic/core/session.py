@@ -7,6 +7,7 @@ Times are arguments; `take_actions` returns the actions to perform.
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -115,6 +116,9 @@ class SessionStateMachine:
         self.closed = False
         self._retention = Retention(self.graph, limits)
         self._slice = limits.slice_calls
+        self._slice_consumers = limits.slice_consumers
+        self._uninformed: deque[LlmCall] = deque()
+        """Consumers of set values that do not know it yet; an LLM call is in it once per value."""
         self._labeler = Labeler(estimate, limits.label_steps, limits.max_labels)
         self._actions: list[Action] = []
 
@@ -320,6 +324,20 @@ class SessionStateMachine:
         actions, self._actions = self._actions, []
         return list(drop_stale(actions))
 
+    @property
+    def informs(self) -> bool:
+        """Whether consumers of set values are left for `inform`."""
+        return bool(self._uninformed)
+
+    def inform(self, now: float) -> None:
+        """Let the next consumers of set values know it, and start those that have all they read:
+        at most `SessionLimits.slice_consumers`, so that one value which thousands of LLM calls read
+        does not take long. Whatever sets a value does this once; the caller does the rest."""
+        for _ in range(min(self._slice_consumers, len(self._uninformed))):
+            llm_call = self._uninformed.popleft()
+            llm_call.num_missing -= 1
+            self._start_if_ready(llm_call, now)
+
     def due(self) -> float | None:
         """Next time when `tick` has work; None without any."""
         return self._labeler.due()
@@ -418,9 +436,8 @@ class SessionStateMachine:
         variable.token_ids = token_ids
         self._settled(variable)
         self._retention.value_set(variable)
-        for llm_call in variable.consumers:
-            llm_call.num_missing -= 1
-            self._start_if_ready(llm_call, now)
+        self._uninformed += variable.consumers
+        self.inform(now)
 
     def _fail_variable(self, variable: Variable, cause: Cause) -> None:
         cancelled = cause.stage is FailedStage.CANCELLED
@@ -480,7 +497,7 @@ class SessionStateMachine:
 
     def check_integrity(self) -> None:
         """Assert the invariants that hold between events."""
-        self.graph.check_integrity()
+        self.graph.check_integrity(Counter(self._uninformed))
         self._retention.check_integrity()
         num_labels = sum(variable.num_labels for variable in self.graph.variables.values())
         assert self._labeler.labels == num_labels

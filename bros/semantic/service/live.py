@@ -282,6 +282,7 @@ class ServedSession:
     load: what its own LLM calls have had the engine do.
     records: call id -> record.
     pending: actions that are still to be performed, each with the group starts of its batch.
+    informing: whether LLM calls are told of set values in the next turn of the event loop.
     tasks: tasks of running LLM calls.
     settled: subscribers that wait for values.
     streamed: subscribers that stream values.
@@ -319,6 +320,7 @@ class ServedSession:
     load: OwnLoad = field(default_factory=OwnLoad)
     records: dict[str, CallRecord] = field(default_factory=dict)
     pending: deque[tuple[Action, Mapping[LlmCall, GroupStart]]] = field(default_factory=deque)
+    informing: bool = False
     tasks: dict[LlmCall, asyncio.Task[None]] = field(default_factory=dict)
     settled: Subscribers = field(default_factory=Subscribers)
     streamed: Subscribers = field(default_factory=Subscribers)
@@ -338,7 +340,12 @@ class ServedSession:
     def busy(self) -> bool:
         """Whether a call runs in it, or a client waits for one of its values."""
         return bool(
-            self.tasks or self.pending or self.num_plain or len(self.settled) or len(self.streamed)
+            self.tasks
+            or self.pending
+            or self.informing
+            or self.num_plain
+            or len(self.settled)
+            or len(self.streamed)
         )
 
     def expires_s(self) -> float | None:

@@ -130,7 +130,15 @@ class ProgramRunner:
             session.pending += [(action, together) for action in actions]
             if first:
                 self._perform(session)
+        if session.machine.informs and not session.informing:
+            session.informing = True
+            asyncio.get_running_loop().call_soon(self._inform, session)
         self._set_timer(session)
+
+    def _inform(self, session: ServedSession) -> None:
+        session.informing = False
+        session.machine.inform(self._clock.now())
+        self.carry_out(session)
 
     def _perform(self, session: ServedSession) -> None:
         for _ in range(min(ACTIONS_PER_TURN, len(session.pending))):
