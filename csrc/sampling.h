@@ -506,9 +506,9 @@ const char* sample(const SampleArgs& a) {
   Arena measured(nullptr);
   SampleScratch(&measured, a.vocab);
   const int64_t thread_bytes = round_up(measured.used(), 4096);
-  const bool parallel = a.num_draws * a.vocab >= kMinParallelWork;
-  const int threads =
-      parallel ? static_cast<int>(min_of<int64_t>(max_of(a.threads, 1), a.num_draws)) : 1;
+  // All threads even for fewer draws: OpenMP ends the threads that a smaller team has no use for.
+  const bool parallel = a.num_draws > 1 && a.num_draws * a.vocab >= kMinParallelWork;
+  const int threads = parallel ? max_of(a.threads, 1) : 1;
   thread_local Scratch memory;
   char* base = static_cast<char*>(memory.reserve(threads * thread_bytes));
   if (!base) return "no memory for sampling";
