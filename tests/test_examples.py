@@ -13,6 +13,7 @@ import pytest
 
 from support.program_engine import ProgramEngine, echo
 from support.program_server import ProgramServer, program_server
+from support.tier import by_tier
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -50,7 +51,9 @@ def test_every_example_is_tried() -> None:
     assert set(EXAMPLES) == {*CALLS, "snake_game.py", "tree_search.py"}
 
 
-@pytest.mark.parametrize("name", ["multi_agent_coding.py", "tree_search.py"])
+@pytest.mark.parametrize(
+    "name", by_tier(fast=["tree_search.py"], long=["multi_agent_coding.py", "tree_search.py"])
+)
 def test_help_is_short(name: str) -> None:
     assert len(run(name, "--help").splitlines()) < 20
 

@@ -10,6 +10,7 @@ import pytest
 
 from bros.batch.objects import BatchStatus, Lease, LeaseLostError, LineError, RowOutcome
 from support.batch_store import NOW, Store, row_refs
+from support.tier import by_tier
 
 LEASE_S = 10.0
 
@@ -167,7 +168,7 @@ def snapshot(store: Store) -> list[object]:
 
 
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("new_owner", ["new", "old"])
+@pytest.mark.parametrize("new_owner", by_tier(fast=["new"], long=["new", "old"]))
 @pytest.mark.parametrize("stage", ["validating", "in_progress", "cancelling", "finalizing"])
 def test_a_former_owner_writes_nothing(
     store: Store, write: str, new_owner: str, stage: str

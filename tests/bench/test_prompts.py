@@ -17,7 +17,7 @@ from bros.core.errors import ConfigError
 from bros.executor.model_store import default_cache_dir, resolve_model
 from bros.text.tokenizer import Tokenizer
 from support.bench_tokenizers import joining, llama_like
-from support.tier import examples
+from support.tier import by_tier, examples
 from support.tiny_tokenizer import tiny_tokenizer
 
 TEXT = "Größe matters: 今日は、世界! Is  it 😀 true?\n\nYes — <|im_end|> of course, naïvely. " * 3
@@ -162,7 +162,7 @@ def test_written_text_is_cut_to_exactly_the_planned_tokens(
     assert encoded(smollm, prompt.text) == prompt.token_ids
 
 
-@pytest.mark.parametrize("tokens", range(1, 100, 7))
+@pytest.mark.parametrize("tokens", range(1, 100, by_tier(fast=24, long=1)))
 def test_most_of_a_text_that_is_cut_stays(smollm: Tokenizer, tokens: int) -> None:
     prompt = Prompts(smollm, 1, {"t": TEXT}).render([Piece("t", tokens)])
     assert encoded(smollm, prompt.text) == prompt.token_ids

@@ -105,7 +105,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, flo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long), 4])
 def test_every_family_has_the_logits_of_one_rank(
     cases: dict[str, tuple[Case, float]], size: int
 ) -> None:
