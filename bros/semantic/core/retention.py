@@ -33,9 +33,34 @@ class SessionLimits:
     max_variables: int = 50_000
     max_value_chars: int = 64_000_000
     max_labels: int = 100_000
-    label_steps: int = 2_000
+    label_steps: int = 1_500
     slice_calls: int = 100
     slice_consumers: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What new calls need of a session. Added up once, since it takes 10 ms for 10,000 calls.
+
+    calls: their number.
+    names: ids of all variables that they name.
+    chars: of their values.
+    """
+
+    calls: int
+    names: Set[str]
+    chars: int
+
+    @classmethod
+    def of(cls, new: Sequence[NewCall]) -> Demand:
+        names = {
+            piece.variable_id
+            for call in new
+            for piece in call.pieces
+            if isinstance(piece, InputPiece | OutputPiece)
+        }
+        names.update(name for call in new for name in call.values)
+        return cls(len(new), names, sum(len(text) for call in new for text in call.values.values()))
 
 
 class Retention:
@@ -61,24 +86,16 @@ class Retention:
         """Characters of all values."""
         return self._chars
 
-    def check_calls(self, new: Sequence[NewCall]) -> None:
+    def check_calls(self, demand: Demand) -> None:
         """Raises SessionLimitError if these do not fit. Like all checks, it may forget calls."""
-        if self.open_calls + len(new) > self._limits.max_calls:
+        if self.open_calls + demand.calls > self._limits.max_calls:
             raise SessionLimitError(
                 f"The session has {self.open_calls} requests that are not done; with "
-                f"{len(new)} more it would have more than {self._limits.max_calls}."
+                f"{demand.calls} more it would have more than {self._limits.max_calls}."
             )
-        named = {
-            piece.variable_id: None
-            for call in new
-            for piece in call.pieces
-            if isinstance(piece, InputPiece | OutputPiece)
-        }
-        for call in new:
-            named.update(dict.fromkeys(call.values))
-        known = {self._graph.variables[name] for name in named if name in self._graph.variables}
-        chars = sum(len(text) for call in new for text in call.values.values())
-        self._check(len(named) - len(known), chars, known)
+        variables = self._graph.variables
+        known = {variables[name] for name in demand.names if name in variables}
+        self._check(len(demand.names) - len(known), demand.chars, known)
 
     def check_variable(self, chars: int) -> None:
         """Raises SessionLimitError if a variable with a value of that length does not fit."""
@@ -111,12 +128,10 @@ class Retention:
                 "characters."
             )
 
-    def calls_added(
-        self, calls: Sequence[Call], new: Sequence[NewCall], touching: Sequence[LlmCall]
-    ) -> None:
+    def calls_added(self, demand: Demand, touching: Sequence[LlmCall]) -> None:
         """Record that the graph has added these calls. touching: see AddedCalls."""
-        self.open_calls += len(calls)
-        self._chars += sum(len(text) for call in new for text in call.values.values())
+        self.open_calls += demand.calls
+        self._chars += demand.chars
         for llm_call in touching:
             for variable in (*llm_call.inputs, *llm_call.outputs):
                 self._mark_used(variable)

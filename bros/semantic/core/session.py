@@ -21,7 +21,7 @@ from bros.semantic.core.objectives import (
     stragglers,
     wanted_dependents,
 )
-from bros.semantic.core.retention import Retention, SessionLimits
+from bros.semantic.core.retention import Demand, Retention, SessionLimits
 from bros.semantic.errors import (
     Cause,
     ConflictError,
@@ -138,13 +138,14 @@ class SessionStateMachine:
         """`submit` in slices: it pauses where the caller may let other work run. Clients see
         nothing of the calls before the last slice, which adds all of them."""
         self._check_alive()
-        self._retention.check_calls(calls)
+        demand = Demand.of(calls)
+        self._retention.check_calls(demand)
         draft = yield from self.graph.drafting(calls, now, self._slice)
         if len(calls) >= self._slice:  # it has paused
             self._check_alive()
-            self._retention.check_calls(calls)
+            self._retention.check_calls(demand)
         added, touching = self.graph.commit(draft)
-        self._retention.calls_added(added, calls, touching)
+        self._retention.calls_added(demand, touching)
         for llm_call in touching:
             bad = next((v.cause for v in llm_call.inputs if v.cause is not None), None)
             if bad is not None:
