@@ -374,9 +374,9 @@ MIXED_NOTE = (
     "for take longer, because their calls are real-time requests as the chats are: each row "
     "demands 40 ms between tokens, so that a step of these engines has room for 200 prompt tokens. "
     "With objectives of 80 ms the programs are faster, and the chats slower. Beside calls for "
-    "latency a chat takes 5.6 times as long as beside sessions in the paper, here 2.2 times, and 6.2 "
-    "times with the longer documents: it waits behind the calls of the programs, which are as many "
-    "as documents have chunks."
+    "latency a chat takes 5.6 times as long as beside sessions in the paper, here 2.2 times, and "
+    "6.2 times with the longer documents: it waits behind the calls of the programs, which are as "
+    "many as documents have chunks."
 )
 
 
