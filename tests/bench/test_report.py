@@ -9,6 +9,7 @@ import io
 import json
 import random
 import re
+from collections.abc import Callable, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -85,17 +86,30 @@ def only(scenario: Scenario, records: list[Record], rate: float | None = None) -
 
 
 ONE_TOKEN = [make_record(due_s=20.0, gaps_s=[0.1])]
-BENCHES = {
-    "typical": typical_bench((0.2, 0.4)),
-    "one rate": typical_bench((0.3,)),
-    "failing": failing_bench(),
-    "nothing run": make_bench([]),
-    "nothing sent": only(Scenario.S3, [], 0.5),
-    "one token": only(Scenario.S0, ONE_TOKEN, 0.1),
-    "no real-time": only(Scenario.S2, [make_record(BE, due_s=20.0, gaps_s=[0.1, 0.1])]),
-    "open only": only(Scenario.S0, [make_record(due_s=20.0, outcome=Outcome.OPEN)], 0.1),
+BENCHES: Mapping[str, Callable[[], BenchResult]] = {
+    "typical": lambda: typical_bench((0.2, 0.4)),
+    "one rate": lambda: typical_bench((0.3,)),
+    "failing": failing_bench,
+    "nothing run": lambda: make_bench([]),
+    "nothing sent": lambda: only(Scenario.S3, [], 0.5),
+    "one token": lambda: only(Scenario.S0, ONE_TOKEN, 0.1),
+    "no real-time": lambda: only(Scenario.S2, [make_record(BE, due_s=20.0, gaps_s=[0.1, 0.1])]),
+    "open only": lambda: only(Scenario.S0, [make_record(due_s=20.0, outcome=Outcome.OPEN)], 0.1),
 }
-each_bench = pytest.mark.parametrize("bench", BENCHES.values(), ids=BENCHES.keys())
+
+
+@functools.cache
+def bench_named(name: str) -> BenchResult:
+    """Made when it is needed: some take seconds, and every worker of the tests imports this."""
+    return BENCHES[name]()
+
+
+@pytest.fixture
+def bench(request: pytest.FixtureRequest) -> BenchResult:
+    return bench_named(request.param)
+
+
+each_bench = pytest.mark.parametrize("bench", list(BENCHES), indirect=True)
 
 
 class Page(HTMLParser):
@@ -136,7 +150,7 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 @functools.cache
 def page_named(name: str) -> str:
     """Drawing takes a while."""
-    return page(BENCHES[name])
+    return page(bench_named(name))
 
 
 def terminal(bench: BenchResult, width: int = 100) -> str:
@@ -152,7 +166,7 @@ def test_json_comes_back_as_it_was(bench: BenchResult) -> None:
 
 
 def test_json_has_the_names_of_vllm_beside_ours() -> None:
-    bench = BENCHES["typical"]
+    bench = bench_named("typical")
     for tree, result in zip(json.loads(bench.to_json())["results"], bench.results, strict=True):
         assert set(NAMES) <= set(tree)
         assert tree["label"] == result.scenario.label
@@ -180,7 +194,7 @@ def test_json_has_the_names_of_vllm_beside_ours() -> None:
     ],
 )
 def test_other_json_is_refused(change: object) -> None:
-    tree = json.loads(BENCHES["one rate"].to_json())
+    tree = json.loads(bench_named("one rate").to_json())
     assert callable(change)
     change(tree)
     with pytest.raises(BadResultsError):
@@ -195,7 +209,7 @@ def test_what_is_no_result_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("name", ["failing", "nothing run", "one token"])
 def test_all_files_are_written(name: str, tmp_path: Path) -> None:
-    bench = BENCHES[name]
+    bench = bench_named(name)
     paths = write_report(tmp_path / "new" / "folder", bench)
     assert all(path.stat().st_size for path in paths if bench.results)
     names = {path.name for path in paths}
@@ -270,7 +284,7 @@ def test_names_of_request_files_are_plain() -> None:
     ),
 )
 def test_page_needs_nothing_else(name: str) -> None:
-    html, bench = page_named(name), BENCHES[name]
+    html, bench = page_named(name), bench_named(name)
     found = Page(html)
     assert all(link.startswith("data:image/png;base64,") for link in found.links)
     assert not {"script", "link", "iframe", "object", "base", "form"} & set(found.tags)
@@ -284,7 +298,9 @@ def test_page_needs_nothing_else(name: str) -> None:
 @pytest.mark.parametrize("where", ["terminal", "page"])
 def test_failing_server_is_shown_as_such(where: str) -> None:
     shown = (
-        terminal(BENCHES["failing"]) if where == "terminal" else Page(page_named("failing")).text
+        terminal(bench_named("failing"))
+        if where == "terminal"
+        else Page(page_named("failing")).text
     )
     text = " ".join(shown.split())
     assert f"5 of 7 real-time requests were not completed: 5 x {REFUSAL}" in text
@@ -295,7 +311,7 @@ def test_failing_server_is_shown_as_such(where: str) -> None:
 
 
 def test_failing_server_is_in_the_json() -> None:
-    [failing, well] = json.loads(BENCHES["failing"].to_json())["results"]
+    [failing, well] = json.loads(bench_named("failing").to_json())["results"]
     assert (failing["completed"], failing["failed"], failing["open"]) == (0, 5, 2)
     assert failing["median_ttft_ms"] is None
     assert failing["by_class"]["rt"]["reasons"] == {REFUSAL: 5}
@@ -307,7 +323,7 @@ def test_failing_server_is_in_the_json() -> None:
 
 
 def test_a_server_that_does_well_gives_no_warning() -> None:
-    bench = BENCHES["one token"]
+    bench = bench_named("one token")
     assert warnings(bench) == []
     assert "warning" not in terminal(bench)
     assert "Warnings" not in page_named("one token")
@@ -339,7 +355,7 @@ def test_client_that_takes_too_much_of_the_machine_is_warned_of() -> None:
 
 
 def test_terminal_shows_the_share_of_best_effort_work_alone() -> None:
-    bench = BENCHES["one rate"]
+    bench = bench_named("one rate")
     text = terminal(bench)
     mixed = next(result for result in bench.results if result.scenario is Scenario.S3)
     share = bench.be_efficiency(mixed, Scenario.S2)
@@ -359,7 +375,7 @@ def test_terminal_shows_the_share_of_best_effort_work_alone() -> None:
     ],
 )
 def test_verdict_is_one_sentence(name: str, words: list[str]) -> None:
-    text = verdict(BENCHES[name])
+    text = verdict(bench_named(name))
     assert all(word in text for word in words), text
     assert text.endswith(".") and ". " not in text
 
@@ -379,7 +395,7 @@ def test_capacity_is_said_in_words() -> None:
         command=COMMAND, target="bros", policy="rr", asked=0.99, rate=None, tried=tried
     )
     some = dataclasses.replace(none, policy="bros", rate=0.1, asked=0.75)
-    bench = make_bench(BENCHES["one rate"].results, [none, some])
+    bench = make_bench(bench_named("one rate").results, [none, some])
     for text in (Page(page(bench)).text, " ".join(terminal(bench).split())):
         assert "At no rate tried does rr keep at least 99 %" in text
         assert "within their objectives: 80 of 100 decided requests at 0.1/s." in text
@@ -390,7 +406,7 @@ def test_capacity_is_said_in_words() -> None:
 
 
 def test_comparison_finds_the_runs_that_belong_together() -> None:
-    bench = BENCHES["typical"]
+    bench = bench_named("typical")
     mixed = [result for result in bench.results if result.scenario is Scenario.S3]
     for result in mixed:
         alone, bound = bench.like(result, Scenario.S0), bench.like(result, Scenario.S2)
@@ -480,7 +496,7 @@ def test_page_says_how_each_run_was_made() -> None:
 
 
 def test_a_run_and_a_search_take_the_place_of_their_like() -> None:
-    bench = BENCHES["one rate"]
+    bench = bench_named("one rate")
     old = bench.results[1]
     new = dataclasses.replace(old, server_version="new")
     other = dataclasses.replace(old, rt_rate=9.0)
@@ -524,7 +540,7 @@ def texts_of(figure: Figure) -> str:
 
 @pytest.mark.parametrize("name", ["typical", "one rate"])
 def test_plots_have_titles_units_and_every_server(name: str) -> None:
-    found = figures(BENCHES[name], LIGHT)
+    found = figures(bench_named(name), LIGHT)
     assert list(found)[:5] == ["attainment", "be_throughput", "ttft", "tpot", "normalized_latency"]
     assert len([key for key in found if key.startswith("timeline")]) == 2
     units = dict(zip(found, ("%", "tokens/s", "ms", "ms", "ms"), strict=False))
@@ -539,7 +555,7 @@ def test_plots_have_titles_units_and_every_server(name: str) -> None:
 
 
 def test_lines_are_those_of_the_runs() -> None:
-    bench = BENCHES["typical"]
+    bench = bench_named("typical")
     [ax] = figures(bench, DARK)["attainment"].get_axes()
     lines = {line.get_label(): line for line in ax.get_lines()}
     runs = sorted(
@@ -556,9 +572,9 @@ def test_lines_are_those_of_the_runs() -> None:
 
 
 def test_no_plot_of_nothing() -> None:
-    assert figures(BENCHES["nothing run"], LIGHT) == {}
-    assert set(figures(BENCHES["no real-time"], LIGHT)) == {"be_throughput"}
-    assert "tpot" not in figures(BENCHES["one token"], LIGHT)
+    assert figures(bench_named("nothing run"), LIGHT) == {}
+    assert set(figures(bench_named("no real-time"), LIGHT)) == {"be_throughput"}
+    assert "tpot" not in figures(bench_named("one token"), LIGHT)
 
 
 def test_timeline_shows_only_what_the_server_says() -> None:
@@ -596,7 +612,7 @@ def test_live_view_is_a_panel_on_a_terminal() -> None:
 
 
 def test_classes_are_kept_apart_in_the_details() -> None:
-    bench = BENCHES["one rate"]
+    bench = bench_named("one rate")
     text = Page(page_named("one rate")).text
     for result in bench.results:
         for kind, part in zip((RT, BE), (result.rt, result.be), strict=True):

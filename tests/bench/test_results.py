@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,14 +35,19 @@ COMMANDS = st.builds(
     ),
     slo=st.builds(Slo, st.none() | st.floats(0.01, 9.0), st.none() | st.floats(0.01, 9.0)),
 )
-RUNS = typical_bench((0.3,)).results
+
+
+@functools.cache
+def typical_runs() -> Sequence[ScenarioResult]:
+    """It takes a second, and every worker of the tests imports this."""
+    return typical_bench((0.3,)).results
 
 
 @st.composite
 def runs(draw: st.DrawFn) -> ScenarioResult:
     samples = st.builds(ServerSample, FINITE, st.dictionaries(TEXT, FINITE, max_size=2))
     return dataclasses.replace(
-        draw(st.sampled_from(RUNS)),
+        draw(st.sampled_from(typical_runs())),
         command=draw(COMMANDS),
         target=draw(TEXT),
         policy=draw(st.none() | TEXT),
