@@ -85,7 +85,7 @@ def test_edges_depths_and_ancestors_are_those_of_the_program(
         size = random.randint(1, len(shuffled))
         graph.add(shuffled[:size], 0.0)
         del shuffled[:size]
-        graph.check_integrity()
+        graph.check_integrity({})
     naive = NaiveGraph(calls)
     for call in graph.calls.values():
         for llm_call in call.llm_calls:
@@ -142,7 +142,7 @@ def test_cycles_and_second_producers_are_refused_and_nothing_is_added(
         else:
             graph.add(batch, 0.0)
             accepted += batch
-        graph.check_integrity()
+        graph.check_integrity({})
 
 
 def test_the_path_of_a_cycle_is_named() -> None:
@@ -174,7 +174,7 @@ def test_a_later_llm_call_may_need_what_the_first_one_leads_to() -> None:
         [llm("talk", ("", "question"), ("answer", "thanks")), native("n", "question", "answer")],
         0.0,
     )
-    graph.check_integrity()
+    graph.check_integrity({})
     with pytest.raises(ConflictError) as refused:
         graph.add([llm("t", ("back", "there"), ("", "end")), native("m", "end", "back")], 0.0)
     assert refused.value.code == "cyclic"
