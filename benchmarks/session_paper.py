@@ -678,6 +678,12 @@ MIXED_PAPER = {
 }
 
 
+def mixed_paper(name: str) -> tuple[float, float, float] | None:
+    """The paper's row of a mix with this name; None if it has none."""
+    way = next(mix.way for mix in MIXES if mix.name == name)
+    return MIXED_PAPER.get(way.name)
+
+
 def mixed(world: World, mix: Mix, seconds: float) -> Row:
     """Chats, one per second, beside as many consecutive map-reduce programs as engines."""
     chats: list[ChatRecord] = []
@@ -824,8 +830,7 @@ def show_gpts(console: Console, figure: Mapping[str, Sequence[Row]]) -> None:
 def show_mixed(console: Console, figure: Row) -> None:
     table = Table("figure 19", "chat ms/token", "paper", "decode ms", "paper", "program s", "paper")
     for way, row in figure.items():
-        published = MIXED_PAPER.get(way.partition(", documents ")[0])
-        normalized, decode, program = published or ("", "", "")
+        normalized, decode, program = mixed_paper(way) or ("", "", "")
         table.add_row(
             way,
             *(f"{row['normalized_ms']:.0f}", f"{normalized}"),

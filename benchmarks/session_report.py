@@ -20,10 +20,10 @@ from session_paper import (
     GPTS_PAPER,
     GPTS_RATES,
     LATENCY,
-    MIXED_PAPER,
     MIXED_S,
     MIXED_SEEDS,
     OVERLOADED_S,
+    mixed_paper,
     ratios_of,
     sustained,
     values_of,
@@ -355,7 +355,7 @@ def _paper_mixed(figure: Row) -> Iterator[str]:
     )
     rows = []
     for way, row in figure.items():
-        published = MIXED_PAPER.get(way.partition(", documents ")[0])
+        published = mixed_paper(way)
         cells = [
             f"{row['normalized_ms']:.0f}",
             f"{row['decode_ms']:.1f}",

@@ -540,7 +540,7 @@ _HEADERS = {
 }
 
 
-class EventStream(Response):
+class EventStream(Response, ABC):
     """A response of server-sent events.
 
     The status line is sent with the first event, so an error before it has its own status. A later
@@ -558,9 +558,9 @@ class EventStream(Response):
         self._stopping = stopping
         self._begun = False
 
+    @abstractmethod
     async def send_all(self) -> None:
         """Call `send_events` for all events but those of `ending`."""
-        raise NotImplementedError
 
     def ending(self) -> bytes:
         """The last events, before `done`."""
@@ -574,10 +574,10 @@ class EventStream(Response):
         """The response of a failure before anything was sent."""
         return failure.to_response()
 
+    @abstractmethod
     async def close(self) -> None:
         """Release the source of the events. Always called, after `send_all` and before the last
         events are sent."""
-        raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send, self._send_body = send, scope.get(DIRECT_SEND, send)
