@@ -41,6 +41,8 @@ class Prices:
     pair_s: per pair of a prompt token and a token before it.
     row_s: per output token.
     context_s: per pair of an output token and a token before it.
+    hinges: (knot, slope) pairs, each adding slope seconds for every output token of a step above
+        knot: the price of a row depends on how many there are.
     """
 
     constant_s: float = 0.0
@@ -48,6 +50,7 @@ class Prices:
     pair_s: float = 0.0
     row_s: float = 1e-3
     context_s: float = 0.0
+    hinges: tuple[tuple[int, float], ...] = ()
 
     def prefill_s(self, tokens: int, context: int = 0) -> float:
         """Seconds to prefill `tokens` prompt tokens after `context` cached ones."""
@@ -55,8 +58,10 @@ class Prices:
 
     def decode_s(self, tokens: float, context: int, rows: float = 1.0) -> float:
         """Seconds to decode `tokens` output tokens after `context`, in steps of `rows` rows."""
-        each = self.constant_s / max(1.0, rows) + self.row_s
-        return tokens * (each + self.context_s * context)
+        rows = max(1.0, rows)
+        bent_s = sum(slope * (rows - knot) for knot, slope in self.hinges if rows > knot)
+        each_s = (self.constant_s + bent_s) / rows + self.row_s
+        return tokens * (each_s + self.context_s * context)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import random
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from bros.core.interfaces import EngineInfo, Executor, Grouping
 from bros.core.plan import Chunk, KvCopies, SampleSpec, SharedPrefix, StepPlan
 from bros.core.request import SamplingParams
 from bros.executor.models.layers import token_padding
+from bros.kernels.dispatch import compiled_digest
 from bros.scheduler.build import step_bounds
 from bros.scheduler.cost_model import CostModel
 from bros.scheduler.fitting import ChunkShape, CopySample, Fit, Sample, StepShape, fit, with_copies
@@ -493,7 +494,8 @@ def step_time_model(
     """The cost model of config.profile, else of a stored profile, else of a quick measurement.
 
     folders: where profiles are stored, see profiles.profile_folders. A quick profile is stored in
-        the first folder unless its error is above MAX_STORED_ERROR.
+        the first folder unless its error is above MAX_STORED_ERROR, and is used until the software
+        changes: decisions by the prices of older kernels are wrong by factors.
     report: called with one line for each long operation and each warning.
 
     Measuring overwrites the KV memory. Raises ConfigError if config.profile cannot be read.
@@ -501,7 +503,7 @@ def step_time_model(
     key = profile_key(config, info)
     if config.profile is not None:
         return _load_given(Path(config.profile).expanduser(), key, report).model
-    found = find_profile(folders, key, report, _quick_tokens(config, info))
+    found = find_profile(folders, key, report, _quick_tokens(config, info), _versions())
     if found is not None:
         return found.model
     report("Measuring step times for some seconds; `bros profile` measures them thoroughly ...")
@@ -615,13 +617,17 @@ def _profile(
         key=profile_key(config, info),
         kind=kind,
         model=with_copies(fitting.model, copies, _overlaps(info)),
-        versions=versions(),
+        versions=_versions(),
         date=iso_date(clock),
         steps=len(samples),
         max_step_tokens=max(sum(chunk.tokens for chunk in s.chunks) for s in samples),
         fitted=fitting.fitted,
         held_out=fitting.held_out,
     )
+
+
+def _versions() -> Mapping[str, str]:
+    return versions(compiled_digest())
 
 
 def _load_given(path: Path, key: ProfileKey, report: Callable[[str], None]) -> Profile:

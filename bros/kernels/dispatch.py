@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import zlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,6 +69,14 @@ def compiled_kernels() -> CpuKernels | None:
         return _load_cpu_kernels()
     except ImportError:
         return None
+
+
+def compiled_digest() -> str:
+    """Digest of the compiled kernels' file, which tells builds apart; empty if there are none."""
+    spec = importlib.util.find_spec("bros.kernels._C")
+    if spec is None or spec.origin is None:
+        return ""
+    return f"{zlib.crc32(Path(spec.origin).read_bytes()):08x}"
 
 
 def _load_cpu_kernels() -> CpuKernels:

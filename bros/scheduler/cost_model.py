@@ -202,10 +202,10 @@ class CostModel:
         return self.seconds(load)
 
     def prices(self, most_tokens: int) -> Prices:
-        """What work costs beside other work, for a router.
+        """What work costs beside other work, for routers and for predictions of whole calls.
 
         A prompt token costs the mean slope from half of `most_tokens`, the most tokens of a step,
-        to all of them.
+        to all of them. Output tokens cost what they do in a step of their own, without padding.
         """
         half = max(1, most_tokens // 2)
         token_s = (self._products(2 * half) - self._products(half)) / half
@@ -215,6 +215,7 @@ class CostModel:
             pair_s=self.pair_s,
             row_s=self.token_s + self.sample_s,
             context_s=self.context_s + self.unique_context_s,
+            hinges=self.hinges,
         )
 
     def _products(self, tokens: int) -> float:

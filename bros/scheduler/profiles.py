@@ -316,10 +316,12 @@ def find_profile(
     key: ProfileKey,
     report: Callable[[str], None],
     step_tokens: int = 0,
+    versions: Mapping[str, str] | None = None,
 ) -> Profile | None:
     """The best profile for `key`: a measured one before a quick one, then the first folder's.
 
     step_tokens: a quick profile counts only if it was measured with steps of so many tokens.
+    versions: a quick profile counts only if it was measured with this software; None: with any.
     report: called with a message for each file that cannot be used.
     """
     found = []
@@ -330,16 +332,22 @@ def find_profile(
             except ConfigError as error:
                 report(str(error))
                 continue
-            too_small = profile.kind == QUICK and profile.max_step_tokens < step_tokens
-            if profile.key == key and not too_small:
+            counts = profile.kind != QUICK or (
+                profile.max_step_tokens >= step_tokens and versions in (None, profile.versions)
+            )
+            if profile.key == key and counts:
                 found.append(profile)
     return min(found, key=lambda profile: KINDS.index(profile.kind), default=None)
 
 
-def versions() -> dict[str, str]:
-    """Versions of the software that step times depend on."""
+def versions(compiled: str) -> dict[str, str]:
+    """Versions of the software that step times depend on.
+
+    compiled: which build of the compiled kernels, "" without them.
+    """
     return {
         "bros": __version__,
+        "compiled": compiled,
         "torch": metadata.version("torch"),
         "python": platform.python_version(),
     }

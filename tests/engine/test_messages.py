@@ -126,7 +126,9 @@ output = of(
     retry_after_s=st.none() | number,
 )
 token_output = st.tuples(text, st.integers(0, 2**31 - 1))
-info = of(EngineInfo, eos_token_ids=token_ids.map(tuple), prices=st.none() | st.builds(Prices))
+hinges = st.lists(st.tuples(count, number), max_size=2).map(tuple)
+prices = st.none() | of(Prices, hinges=hinges)
+info = of(EngineInfo, eos_token_ids=token_ids.map(tuple), prices=prices)
 report = of(EngineReport, kept=st.lists(st.tuples(text, count), max_size=3).map(tuple))
 
 COMMAND_VALUES = {

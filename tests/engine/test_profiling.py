@@ -406,6 +406,18 @@ def test_what_was_measured_once_is_kept(tmp_path: Path) -> None:
     assert not (tmp_path / "shipped").exists()
 
 
+def test_other_kernels_are_measured_anew(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    case.model()
+    (path,) = (tmp_path / "mine").rglob("*.json")
+    stored = load_profile(path)
+    older = {**stored.versions, "compiled": "older"}
+    path.write_text(dataclasses.replace(stored, versions=older).to_json())
+    case.model()
+    assert case.executor.shapes
+    assert load_profile(path).versions == stored.versions
+
+
 def test_other_settings_are_measured_anew(tmp_path: Path) -> None:
     case = Case(tmp_path)
     case.model()

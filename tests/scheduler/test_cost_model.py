@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -260,6 +261,26 @@ def test_without_bends_prices_say_what_the_model_says(
     load.add_row(context)
     row_s = model.seconds(load)
     assert prices.decode_s(1, context + 1) == pytest.approx(row_s)
+
+
+@given(
+    rows=st.integers(1, 300),
+    knots=st.sets(st.integers(1, 200), max_size=3),
+    slopes=st.lists(st.floats(0, 1e-2), min_size=4, max_size=4),
+    context=st.integers(0, 5000),
+)
+def test_prices_of_rows_bend_where_the_model_does(
+    rows: int, knots: set[int], slopes: list[float], context: int
+) -> None:
+    changes = [after - before for before, after in itertools.pairwise(slopes)]
+    model = CostModel(
+        constant_s=0.02, token_s=slopes[0], sample_s=2e-4, pair_s=0.0, context_s=1e-6,
+        hinges=tuple(zip(sorted(knots), changes, strict=False)),
+    )  # fmt: skip
+    load = StepLoad()
+    load.add_rows(rows, rows * context)
+    found_s = rows * model.prices(1024).decode_s(1, context + 1, rows)
+    assert found_s == pytest.approx(model.seconds(load))
 
 
 def test_a_token_of_a_prompt_costs_what_it_does_in_steps_that_are_full() -> None:

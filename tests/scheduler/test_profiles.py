@@ -261,6 +261,16 @@ def test_a_quick_one_does_not_hide_a_thorough_one_in_a_later_folder(tmp_path: Pa
     assert find_profile(folders, KEY, ignore, step_tokens=256) == PROFILE
 
 
+def test_a_quick_one_of_other_software_is_measured_anew(tmp_path: Path) -> None:
+    now, before = versions("1234abcd"), versions("an older build")
+    quick = dataclasses.replace(PROFILE, kind=QUICK, versions=before)
+    quick.save(tmp_path)
+    assert find_profile([tmp_path], KEY, ignore, versions=before) == quick
+    assert find_profile([tmp_path], KEY, ignore, versions=now) is None
+    dataclasses.replace(quick, kind=MEASURED).save(tmp_path)
+    assert find_profile([tmp_path], KEY, ignore, versions=now) is not None, "asked for by a person"
+
+
 def test_measured_goes_before_quick_in_one_folder(tmp_path: Path) -> None:
     quick = dataclasses.replace(PROFILE, kind=QUICK)
     quick.save(tmp_path).rename(tmp_path / KEY.device / "a.json")
@@ -293,9 +303,9 @@ def test_dates_are_utc_and_from_the_clock() -> None:
 
 
 def test_versions_name_what_times_depend_on() -> None:
-    found = versions()
-    assert found.keys() == {"bros", "torch", "python"}
-    assert found["bros"] == bros.__version__
+    found = versions("1234abcd")
+    assert found.keys() == {"bros", "compiled", "torch", "python"}
+    assert found["bros"] == bros.__version__ and found["compiled"] == "1234abcd"
 
 
 def test_the_users_folder_is_asked_before_what_comes_with_bros(tmp_path: Path) -> None:
