@@ -42,7 +42,7 @@ def reasons(core: SessionStateMachine) -> dict[str, str]:
 
 
 def predict(core: SessionStateMachine, seconds: dict[str, float], now: float = 0.0) -> Forecast:
-    def rest_s(llm_call: LlmCall) -> float:
+    def rest_s(llm_call: LlmCall, beside: float | None) -> float:
         return seconds[llm_call.call.id]
 
     return whole(forecast(core.graph.calls.values(), rest_s, now))
@@ -150,7 +150,7 @@ def test_a_forecast_is_the_longest_path(calls: list[NewCall], data: st.DataObjec
         own = 0 if llm_call.native else seconds[llm_call]
         return own + max((naive_end(t) for t in llm_call.open_predecessors()), default=3.0)
 
-    found = whole(forecast(core.graph.calls.values(), lambda t: float(seconds[t]), 3.0))
+    found = whole(forecast(core.graph.calls.values(), lambda t, beside: float(seconds[t]), 3.0))
     running = {t for t in seconds if t.open and t.wanted}
     assert found.end_s == {llm_call: naive_end(llm_call) for llm_call in running}
     on_paths = [each for path in found.paths for each in path.calls]

@@ -89,13 +89,14 @@ class CallWork:
     prompt_tokens: length of its prompt.
     cached_tokens: prompt tokens that are expected to be cached.
     output_tokens: expected output tokens.
-    members: LLM calls that are prefilled and decode together with it, itself included.
+    members: mean number of LLM calls of its session that are prefilled and decode together with it,
+        itself included.
     """
 
     prompt_tokens: float
     cached_tokens: float
     output_tokens: float
-    members: int = 1
+    members: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,13 +209,16 @@ class Estimates:
         cached_tokens: float,
         prices: Prices | None,
         service_class: ServiceClass = ServiceClass.RT,
+        members: float = 1.0,
     ) -> float:
-        """Predicted seconds to compute the part of a prompt that is not cached.
+        """Predicted seconds to compute the parts of so many prompts that are not cached.
 
         prices: None if the engine has no cost model.
         """
         slope = self._prefill_slope(service_class, prices)
-        return slope * model_prefill_s(prompt_tokens, cached_tokens, prices)
+        constant_s = (prices or GUESSED_PRICES).constant_s
+        each_s = model_prefill_s(prompt_tokens, cached_tokens, prices)
+        return slope * (constant_s + members * each_s)
 
     def _prefill_slope(self, service_class: ServiceClass, prices: Prices | None) -> float:
         stats = self._classes[service_class]
@@ -257,8 +261,9 @@ class Estimates:
         context = work.prompt_tokens + work.output_tokens / 2
         return (
             self.queueing_s(service_class, now)
-            + work.members
-            * self.prefill_s(work.prompt_tokens, work.cached_tokens, prices, service_class)
+            + self.prefill_s(
+                work.prompt_tokens, work.cached_tokens, prices, service_class, work.members
+            )
             + self.decode_s(work.output_tokens, context, prices, service_class, work.members)
         )
 
@@ -278,7 +283,8 @@ class Estimates:
             return
         stats = self._classes[call.service_class]
         own_s = model_prefill_s(call.prompt_tokens, call.cached_tokens, prices)
-        prefill_s = call.prefilled_before_s + own_s
+        constant_s = (prices or GUESSED_PRICES).constant_s
+        prefill_s = constant_s + call.prefilled_before_s + own_s
         if prices is None and call.prompt_tokens - call.cached_tokens >= _LEAST_COMPUTED:
             stats.prefills.append(call.ttft_s / prefill_s)
         stats.firsts.append((prefill_s, call.ttft_s))
@@ -316,10 +322,9 @@ class Estimates:
 
 
 def model_prefill_s(prompt_tokens: float, cached_tokens: float, prices: Prices | None) -> float:
-    """Seconds of a prefill in one step by the cost model alone."""
-    prices = prices or GUESSED_PRICES
+    """Seconds that a prefill adds to steps with other work, by the cost model alone."""
     computed = round(max(0.0, prompt_tokens - cached_tokens))
-    return prices.constant_s + prices.prefill_s(computed, round(cached_tokens))
+    return (prices or GUESSED_PRICES).prefill_s(computed, round(cached_tokens))
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> float | None:

@@ -132,11 +132,20 @@ Pausing = Generator[None, None, Forecast]
 """A forecast in the making: it yields where other work may run, and returns the forecast."""
 
 
-def forecast(calls: Iterable[Call], rest_s: Callable[[LlmCall], float], now: float) -> Pausing:
+Rest = Callable[[LlmCall, float | None], float]
+"""Predicts the seconds that an LLM call takes from now if it has started, else from its start.
+
+Its second argument is how many LLM calls of the session run meanwhile on average, itself included;
+None if that is not known yet.
+"""
+
+
+def forecast(calls: Iterable[Call], rest_s: Rest, now: float) -> Pausing:
     """Predict when the open, wanted LLM calls of these calls end.
 
     Each runs when its predecessors have ended, as if clients ran their functions and set their
-    values in no time. rest_s: predicted seconds from then on, or from now if it has started.
+    values in no time. Calls that run at the same time slow each other down, whether they are a task
+    group or not: the first pass tells which do, the second one has the times.
     """
     found = [t for call in calls for t in call.llm_calls if t.wanted and t.open]
     before: dict[LlmCall, Sequence[LlmCall]] = dict.fromkeys(found, ())
@@ -149,16 +158,17 @@ def forecast(calls: Iterable[Call], rest_s: Callable[[LlmCall], float], now: flo
             yield
     waiting_for = {llm_call: len(earlier) for llm_call, earlier in before.items()}
     order = [llm_call for llm_call in found if not waiting_for[llm_call]]
-    end_s: dict[LlmCall, float] = {}
     for number, llm_call in enumerate(order, start=1):  # the loop appends to `order`
-        start_s = max((end_s[earlier] for earlier in before[llm_call]), default=now)
-        end_s[llm_call] = start_s + (0.0 if llm_call.native else max(0.0, rest_s(llm_call)))
         for later in after.get(llm_call, ()):
             waiting_for[later] -= 1
             if not waiting_for[later]:
                 order.append(later)
         if not number % _SLICE:
             yield
+    spans = yield from _spans(order, before, rest_s, now, {})
+    beside = yield from _concurrency(spans)
+    spans = yield from _spans(order, before, rest_s, now, beside)
+    end_s = {llm_call: span.end_s for llm_call, span in spans.items()}
     critical: dict[LlmCall, None] = {}
     paths = []
     sinks = [
@@ -180,6 +190,64 @@ def forecast(calls: Iterable[Call], rest_s: Callable[[LlmCall], float], now: flo
             in_order = tuple(dict.fromkeys(llm_call.call for llm_call in reversed(chain)))
             paths.append(CriticalPath(variable, in_order, end_s[producer], slack_s))
     return Forecast(end_s, critical.keys(), paths)
+
+
+class _Span(NamedTuple):
+    """When an LLM call is predicted to run."""
+
+    start_s: float
+    end_s: float
+
+
+def _concurrency(
+    spans: Mapping[LlmCall, _Span],
+) -> Generator[None, None, Mapping[LlmCall, float]]:
+    """How many LLM calls run while each of these does, itself included: the mean over its span."""
+    changes: dict[float, int] = {}
+    for number, (llm_call, (start_s, end_s)) in enumerate(spans.items(), start=1):
+        if not llm_call.native:
+            changes[start_s] = changes.get(start_s, 0) + 1
+            changes[end_s] = changes.get(end_s, 0) - 1
+        if not number % _SLICE:
+            yield
+    sums: dict[float, float] = {}  # time -> integral of the number of running calls up to it
+    running, total, last_s = 0, 0.0, 0.0
+    for number, time_s in enumerate(sorted(changes), start=1):
+        total += running * (time_s - last_s)
+        sums[time_s] = total
+        running, last_s = running + changes[time_s], time_s
+        if not number % _SLICE:
+            yield
+    found: dict[LlmCall, float] = {}
+    for number, (llm_call, (start_s, end_s)) in enumerate(spans.items(), start=1):
+        if end_s > start_s:
+            found[llm_call] = (sums[end_s] - sums[start_s]) / (end_s - start_s)
+        if not number % _SLICE:
+            yield
+    return found
+
+
+def _spans(
+    order: Sequence[LlmCall],
+    before: Mapping[LlmCall, Sequence[LlmCall]],
+    rest_s: Rest,
+    now: float,
+    beside: Mapping[LlmCall, float],
+) -> Generator[None, None, Mapping[LlmCall, _Span]]:
+    """When each LLM call runs. `order` has those that it waits for, `before`, before it.
+
+    beside: see `Rest`, as far as it is known.
+    """
+    spans: dict[LlmCall, _Span] = {}
+    for number, llm_call in enumerate(order, start=1):
+        start_s = max((spans[earlier].end_s for earlier in before[llm_call]), default=now)
+        seconds = 0.0
+        if not llm_call.native:
+            seconds = max(0.0, rest_s(llm_call, beside.get(llm_call)))
+        spans[llm_call] = _Span(start_s, start_s + seconds)
+        if not number % _SLICE:
+            yield
+    return spans
 
 
 def _deadline_s(variable: Variable) -> float | None:

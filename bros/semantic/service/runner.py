@@ -15,6 +15,7 @@ records a request of a plain OpenAI client in a session.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -159,10 +160,14 @@ class ProgramRunner:
 
     # Insight for views
 
-    def rest_s(self, session: ServedSession, llm_call: LlmCall) -> float:
-        """Predicted seconds that an open LLM call takes from now, or from its start, in its present
-        class."""
+    def rest_s(
+        self, session: ServedSession, llm_call: LlmCall, beside: float | None = None
+    ) -> float:
+        """Predicted seconds that an open LLM call takes in its present class, see
+        explanation.Rest."""
         work, prices, now = self._work(session, llm_call), self._prices, self._clock.now()
+        if beside is not None:
+            work = dataclasses.replace(work, members=beside)
         call_record = session.records.get(llm_call.call.id) or CallRecord()
         record = call_record.llm_calls.get(llm_call.index, LlmCallRecord())
         real_time = llm_call.label.level is Level.RT

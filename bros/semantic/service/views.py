@@ -37,8 +37,10 @@ _SLICE = 50
 class Insight(Protocol):
     """What is known about LLM calls beside the session's graph and records."""
 
-    def rest_s(self, session: ServedSession, llm_call: LlmCall) -> float:
-        """Predicted seconds that an open LLM call takes from now, or from its start."""
+    def rest_s(
+        self, session: ServedSession, llm_call: LlmCall, beside: float | None = None
+    ) -> float:
+        """See explanation.Rest."""
         ...
 
     def prefill_s(self, record: LlmCallRecord) -> float:
@@ -75,8 +77,8 @@ def view_session(session: ServedSession, insight: Insight, now: float) -> Viewin
     graph = session.machine.graph
     calls = tuple(graph.calls.values())
 
-    def rest_s(llm_call: LlmCall) -> float:
-        return insight.rest_s(session, llm_call)
+    def rest_s(llm_call: LlmCall, beside: float | None) -> float:
+        return insight.rest_s(session, llm_call, beside)
 
     outlook = yield from forecast(calls, rest_s, now)
     viewer = _Viewer(session, insight, outlook, now)
