@@ -195,6 +195,37 @@ def test_members_of_a_group_do_not_count_as_load_of_others(
         assert estimates.seconds(WORK, prices, 0.0) == pytest.approx(alone_s, rel=0.1)
 
 
+@given(
+    rows=st.lists(st.integers(1, 8), min_size=40, max_size=40).filter(lambda r: len(set(r)) > 3),
+    slower=st.floats(0.5, 2.0),
+    others_s=st.floats(0.0, 0.1),
+)
+def test_decode_steps_of_any_size_are_predicted_from_steps_of_some(
+    rows: list[int], slower: float, others_s: float
+) -> None:
+    """A slower machine and rows of others are told apart."""
+    prices = Prices(constant_s=0.02, row_s=0.003, hinges=((4, -0.002),))
+    estimates = Estimates()
+
+    def step_s(count: int) -> float:
+        return slower * count * prices.decode_s(1, 60, count) + others_s
+
+    for count in rows:
+        call = ObservedCall(
+            service_class=RT,
+            prompt_tokens=10,
+            cached_tokens=0,
+            output_tokens=100,
+            ttft_s=0.02,
+            decode_s=99 * step_s(count),
+            rows=count,
+        )
+        estimates.observe(F, call, prices, 0.0)
+    for count in (1, 3, 8):
+        found_s = estimates.decode_s(50, 60, prices, RT, count)
+        assert found_s == pytest.approx(50 * step_s(count), rel=0.05)
+
+
 def test_random_queueing_hardly_ever_moves_the_prefill() -> None:
     """Calls that did not wait agree on what a prompt token takes, those that waited do not."""
     moved = 0

@@ -119,6 +119,31 @@ def test_the_critical_path_and_the_slack_of_what_is_beside_it() -> None:
     assert found.slack_s(by_call["a"]) == 1.0
 
 
+def test_calls_that_run_at_the_same_time_slow_each_other_down() -> None:
+    """Also if they are no task group, because each leads to a value of its own."""
+    core = core_of(
+        llm("a1", ("x", "a")), llm("a2", ("a", "A")), llm("b1", ("x", "b")), llm("b2", ("b", "B"))
+    )
+    core.set("x", "text", 0.0)
+    for name in ("A", "B"):
+        core.want(name, LATENCY, 0.0)
+    alone = {"a1": 2.0, "a2": 2.0, "b1": 1.0, "b2": 3.0}
+    beside: dict[str, float] = {}
+
+    def rest_s(llm_call: LlmCall, together: float | None) -> float:
+        if together is not None:
+            beside[llm_call.call.id] = together
+        return alone[llm_call.call.id] * (together or 1.0)
+
+    found = whole(forecast(core.graph.calls.values(), rest_s, 0.0))
+    assert beside == {"a1": 2.0, "a2": 2.0, "b1": 2.0, "b2": 2.0}
+    assert sorted(found.end_s.values()) == [2.0, 4.0, 8.0, 8.0]
+    core.finished(llm_calls(core)["b1", 0], "done", None, 0.0)
+    alone["b2"] = 1.0
+    whole(forecast(core.graph.calls.values(), rest_s, 0.0))
+    assert beside == {"a1": 1.5, "a2": 1.0, "b1": 2.0, "b2": 2.0}
+
+
 def test_a_chain_of_requested_values_has_one_path() -> None:
     core = core_of(*(llm(f"c{n}", (f"v{n}", f"v{n + 1}")) for n in range(2000)))
     for n in (500, 1000, 2000):
