@@ -9,9 +9,6 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-import alembic.command
-import alembic.config
-import alembic.util
 import sqlalchemy as sa
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.pool import ConnectionPoolEntry
@@ -39,8 +36,6 @@ _RETRYABLE_SQLITE_CODES = frozenset(
     }
 )
 """Needed because sqlite3 raises OperationalError also for permanent errors like a missing table."""
-
-logging.getLogger("alembic").setLevel(logging.WARNING)
 
 
 class Database:
@@ -121,7 +116,7 @@ def open_database(url: str | None, folder: Path) -> Database:
     try:
         database = Database(engine)
         with _creation_lock(folder) if url is None else contextlib.nullcontext():
-            _migrate(database)
+            _bring_to_this_version(database)
         return database
     except (StoreError, StoreFullError) as error:
         engine.dispose()
@@ -182,17 +177,40 @@ def _creation_lock(folder: Path) -> Iterator[None]:
         yield
 
 
-def _migrate(database: Database) -> None:
+def _bring_to_this_version(database: Database) -> None:
+    """Create the tables in an empty database, and migrate older ones. Raises StoreError."""
+    with database.write(exclusive=True) as connection:
+        if not sa.inspect(connection).has_table(_VERSION.name):
+            METADATA.create_all(connection, checkfirst=False)
+            new_id = sa.text(_NEW_ID[connection.dialect.name])
+            connection.execute(sa.insert(STORES).from_select(["id"], sa.select(new_id)))
+            _VERSION.create(connection)
+            connection.execute(sa.insert(_VERSION).values(version_num=NEWEST))
+        elif connection.execute(sa.select(_VERSION.c.version_num)).scalar() != NEWEST:
+            migrate(connection)
+
+
+def migrate(connection: sa.Connection) -> None:
+    """Run the migrations that the database still lacks, all of them in an empty one.
+
+    Raises StoreError if it was made by a newer version of bros.
+    """
+    # Imported late: most stores are new or of this version, and Alembic takes a tenth of the start
+    # of a server.
+    import alembic.command
+    import alembic.config
+    import alembic.util
+
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     config = alembic.config.Config()
     config.set_main_option("script_location", "bros.batch:migrations")
-    with database.write(exclusive=True) as connection:
-        config.attributes["connection"] = connection
-        try:
-            alembic.command.upgrade(config, "head")
-        except alembic.util.CommandError as error:
-            raise StoreError(
-                f"it was made by another version of bros, which this one cannot read ({error})"
-            ) from error
+    config.attributes["connection"] = connection
+    try:
+        alembic.command.upgrade(config, "head")
+    except alembic.util.CommandError as error:
+        raise StoreError(
+            f"it was made by another version of bros, which this one cannot read ({error})"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -227,6 +245,22 @@ def _is_retryable(error: sa.exc.DBAPIError) -> bool:
 _BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")  # only INTEGER autoincrements in SQLite
 
 METADATA = sa.MetaData()
+
+NEWEST = "0003"
+"""The newest migration, which leaves these tables."""
+
+# Alembic's own table, with one row.
+_VERSION = sa.Table(
+    "alembic_version",
+    sa.MetaData(),
+    sa.Column("version_num", sa.String(32), nullable=False),
+    sa.PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
+)
+
+_NEW_ID = {
+    "sqlite": "lower(hex(randomblob(8)))",
+    "postgresql": "substr(md5(random()::text || clock_timestamp()::text), 1, 16)",
+}
 
 # One row: the id of this store.
 STORES = sa.Table("stores", METADATA, sa.Column("id", sa.Text, primary_key=True))

@@ -8,7 +8,6 @@ from multiprocessing.context import ForkServerContext
 _PRELOADED = [
     "pytest",
     "psycopg",
-    "alembic.command",
     "bros.batch.runner",
     "bros.batch.store",
     "torch.distributed",
