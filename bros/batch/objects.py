@@ -88,17 +88,25 @@ class LineError:
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """Tokens of one row, or the sum over a batch."""
+    """Tokens of one row, or the sum over a batch.
+
+    prompt_tokens: of prompts, cached ones included.
+    cached_tokens: prompt tokens that were cached.
+    output_tokens: generated tokens, reasoning included.
+    reasoning_tokens: generated tokens that are reasoning.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    reasoning_tokens: int = 0
 
     def __add__(self, other: TokenUsage) -> TokenUsage:
         return TokenUsage(
             self.prompt_tokens + other.prompt_tokens,
             self.cached_tokens + other.cached_tokens,
             self.output_tokens + other.output_tokens,
+            self.reasoning_tokens + other.reasoning_tokens,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 
@@ -50,19 +50,19 @@ def _errors_json(errors: Sequence[LineError]) -> str:
 
 
 def _batch_of(row: sa.Row[tuple[object, ...]]) -> Batch:
-    fields = dict(row._mapping)
+    values = dict(row._mapping)
     for name in _STORE_ONLY:
-        del fields[name]
-    tokens = [fields.pop(name) for name in ("prompt_tokens", "cached_tokens", "output_tokens")]
-    metadata, errors = fields.pop("metadata"), fields.pop("errors")
-    status, outcome = fields.pop("status"), fields.pop("outcome")
+        del values[name]
+    usage = TokenUsage(**{field.name: values.pop(field.name) for field in fields(TokenUsage)})
+    metadata, errors = values.pop("metadata"), values.pop("errors")
+    status, outcome = values.pop("status"), values.pop("outcome")
     return Batch(
-        **fields,
+        **values,
         status=BatchStatus(status),
         outcome=BatchStatus(outcome) if outcome else None,
         metadata=None if metadata is None else json.loads(metadata),
         errors=tuple(LineError(**error) for error in json.loads(errors or "[]")),
-        usage=TokenUsage(*tokens),
+        usage=usage,
     )
 
 
@@ -389,9 +389,7 @@ class BatchStore:
                 .values(
                     completed=BATCHES.c.completed + ok,
                     failed=BATCHES.c.failed + failed,
-                    prompt_tokens=BATCHES.c.prompt_tokens + usage.prompt_tokens,
-                    cached_tokens=BATCHES.c.cached_tokens + usage.cached_tokens,
-                    output_tokens=BATCHES.c.output_tokens + usage.output_tokens,
+                    **{name: BATCHES.c[name] + added for name, added in asdict(usage).items()},
                     expected_at=expected_at,
                     faults=0,
                 )

@@ -52,7 +52,7 @@ def ended(store: Store, outcome: BatchStatus, lease: Lease | None = None) -> Bat
 
 
 def outcome(line: int, ok: bool = True, tokens: int = 1) -> RowOutcome:
-    usage = TokenUsage(10 * tokens, 5 * tokens, tokens)
+    usage = TokenUsage(10 * tokens, 5 * tokens, 2 * tokens, tokens)
     return RowOutcome(line, ok, f'{{"line": {line}}}', usage)
 
 
@@ -356,7 +356,7 @@ def test_outcomes_are_counted_and_added_up(store: Store) -> None:
     store.batches.commit(lease, [outcome(4, tokens=4)], NOW + 50)
     batch = store.batches.get("ann", "batch_1")
     assert counts(batch) == (4, 2, 1)
-    assert batch.usage == TokenUsage(70, 35, 7)
+    assert batch.usage == TokenUsage(70, 35, 14, 7)
     assert batch.expected_at == NOW + 50
     assert [row.line for row in store.batches.pending("batch_1", -1, 10)] == [3]
 
@@ -368,7 +368,7 @@ def test_the_first_outcome_of_a_row_counts(store: Store) -> None:
         store.batches.commit(lease, [outcome(1, ok=False), outcome(2)], None)
     batch = store.batches.get("ann", "batch_1")
     assert counts(batch) == (3, 2, 0)
-    assert batch.usage == TokenUsage(20, 10, 2)
+    assert batch.usage == TokenUsage(20, 10, 4, 2)
     assert list(store.batches.results("batch_1", ok=True)) == [
         ("row-1", outcome(1).result),
         ("row-2", outcome(2).result),
@@ -459,7 +459,7 @@ def test_files_take_over_from_the_rows(store: Store) -> None:
     assert (batch.status, batch.completed_at) == (BatchStatus.COMPLETED, NOW + 8)
     assert (batch.output_file_id, batch.error_file_id) == ("file-out", "file-err")
     assert counts(batch) == (5, 2, 3)  # what was never run has failed
-    assert batch.usage == TokenUsage(30, 15, 3)
+    assert batch.usage == TokenUsage(30, 15, 6, 3)
     assert batch.expected_at is None
     for file_id in ("file-out", "file-err"):
         file = store.files.get("ann", file_id, NOW)

@@ -151,6 +151,21 @@ async def test_usage(server: BatchServer) -> None:
     }
 
 
+async def test_usage_of_reasoning(tmp_path: Path) -> None:
+    """output_tokens_details.reasoning_tokens: the sum of those of the rows"""
+    async with batch_server(tmp_path, reasoning_format="think") as server:
+        server.engine.text = "<think>Hm, hm.</think>Yes."
+        done = await server.wait(await server.submit(chat_row(1), chat_row(2), endpoint=CHAT))
+        results = await server.results(done.output_file_id)
+        details = [
+            line["response"]["body"]["usage"]["completion_tokens_details"]["reasoning_tokens"]
+            for line in results.values()
+        ]
+        assert done.usage is not None and min(details) > 0
+        assert done.usage.output_tokens_details.reasoning_tokens == sum(details)
+        assert sum(details) < done.usage.output_tokens
+
+
 # How a batch goes
 
 

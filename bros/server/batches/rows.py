@@ -127,10 +127,14 @@ class EngineRowHandler:
             described = describe(error)
             return RowReply(described.status, described.to_json(endpoint))
         usage = exchange.answer.usage()
-        cached = usage.prompt_tokens_details.cached_tokens
-        return RowReply(
-            200, reply, TokenUsage(usage.prompt_tokens, cached, usage.completion_tokens)
+        details = usage.completion_tokens_details
+        tokens = TokenUsage(
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.prompt_tokens_details.cached_tokens,
+            output_tokens=usage.completion_tokens,
+            reasoning_tokens=0 if details is None else details.reasoning_tokens,
         )
+        return RowReply(200, reply, tokens)
 
     async def _pool(self, call: AnyPoolingCall, tenant: str, due_in_s: float) -> RowReply:
         """Run a row for embeddings or scores once. Failures of the engine mean that the row must be
@@ -150,7 +154,7 @@ class EngineRowHandler:
             raise RowPostponedError(str(error), error.retry_after_s) from error
         except (EngineDeadError, GenerationFailedError) as error:
             raise RowInterruptedError(str(error)) from error
-        tokens = TokenUsage(exchange.usage.prompt_tokens, exchange.cached_tokens, 0)
+        tokens = TokenUsage(exchange.usage.prompt_tokens, exchange.cached_tokens)
         return RowReply(200, reply.decode(), tokens)
 
 

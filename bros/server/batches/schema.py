@@ -121,7 +121,7 @@ class InputTokensDetails(BaseModel):
 
 
 class OutputTokensDetails(BaseModel):
-    reasoning_tokens: Literal[0] = 0
+    reasoning_tokens: int
 
 
 class BatchUsage(BaseModel):
@@ -130,7 +130,7 @@ class BatchUsage(BaseModel):
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails = OutputTokensDetails()
+    output_tokens_details: OutputTokensDetails
     total_tokens: int
 
 
@@ -194,6 +194,7 @@ class BatchObject(BaseModel):
                 input_tokens=usage.prompt_tokens,
                 input_tokens_details=InputTokensDetails(cached_tokens=usage.cached_tokens),
                 output_tokens=usage.output_tokens,
+                output_tokens_details=OutputTokensDetails(reasoning_tokens=usage.reasoning_tokens),
                 total_tokens=usage.prompt_tokens + usage.output_tokens,
             ),
             metadata=None if batch.metadata is None else dict(batch.metadata),
