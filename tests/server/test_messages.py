@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from bros.core.errors import QueueFullError
@@ -18,7 +18,10 @@ from bros.core.request import ServiceClass
 from support.batch_server import BatchServer, batch_server
 from support.scripted_server import LiveServer, live_server
 
-EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+if TYPE_CHECKING:
+    import anthropic
+    from anthropic.types import Message
+
 HI: Any = [{"role": "user", "content": "Hi"}]
 WEATHER: Any = {
     "name": "weather",
@@ -26,6 +29,16 @@ WEATHER: Any = {
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+
+
+def sdk() -> Any:
+    """Anthropic's package. All workers collect this file, and it takes a second to import."""
+    return importlib.import_module("anthropic")
+
+
+@functools.cache
+def stream_events() -> TypeAdapter[Any]:
+    return TypeAdapter(sdk().types.RawMessageStreamEvent)
 
 
 @pytest.fixture
@@ -36,8 +49,8 @@ async def live() -> AsyncIterator[LiveServer]:
 
 @pytest.fixture
 async def client(live: LiveServer) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    http = anthropic.DefaultAsyncHttpxClient(verify=False)
-    async with anthropic.AsyncAnthropic(
+    http = sdk().DefaultAsyncHttpxClient(verify=False)
+    async with sdk().AsyncAnthropic(
         base_url=live.url, api_key="secret", max_retries=0, http_client=http
     ) as made:
         yield made
@@ -45,8 +58,8 @@ async def client(live: LiveServer) -> AsyncIterator[anthropic.AsyncAnthropic]:
 
 async def create(client: anthropic.AsyncAnthropic, **fields: Any) -> Message:
     fields = {"model": "scripted", "max_tokens": 200, "messages": HI, **fields}
-    found = await client.messages.create(**fields)
-    assert isinstance(found, Message)
+    found: Message = await client.messages.create(**fields)
+    assert found.type == "message"
     return found
 
 
@@ -72,7 +85,7 @@ async def test_a_message(live: LiveServer, client: anthropic.AsyncAnthropic) -> 
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 5, 0.9)
     assert sampling.max_tokens == 200 and request.service_class is ServiceClass.RT
-    Message.model_validate(message.model_dump(), strict=True)
+    type(message).model_validate(message.model_dump(), strict=True)
 
 
 async def test_why_it_stopped(live: LiveServer, client: anthropic.AsyncAnthropic) -> None:
@@ -97,7 +110,7 @@ async def events_of(live: LiveServer, **fields: Any) -> list[dict[str, Any]]:
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         if event["type"] not in ("ping", "error"):
-            EVENTS.validate_python(event, strict=True)
+            stream_events().validate_python(event, strict=True)
         found.append(event)
     return found
 
@@ -238,7 +251,7 @@ async def test_what_cannot_be_honoured_is_refused_by_name(
 ) -> None:
     extra = {name: fields[name] for name in ("container", "temperature") if name in fields}
     fields = {name: value for name, value in fields.items() if name not in extra}
-    with pytest.raises(anthropic.BadRequestError) as refused:
+    with pytest.raises(sdk().BadRequestError) as refused:
         await create(client, **fields, extra_body=extra)
     assert refused.value.type == "invalid_request_error"
     body: Any = refused.value.body
@@ -248,22 +261,22 @@ async def test_what_cannot_be_honoured_is_refused_by_name(
 async def test_errors_have_the_envelope_of_the_client(
     live: LiveServer, client: anthropic.AsyncAnthropic
 ) -> None:
-    with pytest.raises(anthropic.NotFoundError) as missing:
+    with pytest.raises(sdk().NotFoundError) as missing:
         await create(client, model="claude")
     assert missing.value.type == "not_found_error"
-    with pytest.raises(anthropic.AuthenticationError) as locked:
+    with pytest.raises(sdk().AuthenticationError) as locked:
         await client.with_options(api_key="wrong").messages.create(
             model="scripted", max_tokens=9, messages=HI
         )
     assert locked.value.type == "authentication_error"
     live.server.engine.refusal = QueueFullError(8, 3.0)
-    with pytest.raises(anthropic.RateLimitError) as busy:
+    with pytest.raises(sdk().RateLimitError) as busy:
         await create(client)
     assert busy.value.type == "rate_limit_error"
     assert busy.value.response.headers["retry-after"] == "3"
     live.server.engine.refusal = None
     live.server.engine.fail_after = 3
-    with pytest.raises(anthropic.APIStatusError, match="overflowed"):
+    with pytest.raises(sdk().APIStatusError, match="overflowed"):
         async with client.messages.stream(model="scripted", max_tokens=50, messages=HI) as stream:
             await stream.get_final_message()
 
@@ -281,8 +294,8 @@ async def _rows(server: BatchServer) -> None:
 
     done = await server.wait(await server.submit(line(1), endpoint="/v1/messages"))
     (result,) = (await server.results(done.output_file_id)).values()
-    message = Message.model_validate(result["response"]["body"])
-    assert message.content[0].text == "Hello world"  # type: ignore[union-attr]
+    message = sdk().types.Message.model_validate(result["response"]["body"])
+    assert message.content[0].text == "Hello world"
     assert message.usage.service_tier == "batch"
     bad = await server.wait(await server.submit(line(1, messages=[]), endpoint="/v1/messages"))
     assert bad.errors is not None and bad.errors.data is not None
