@@ -293,7 +293,7 @@ def random_case(rng: random.Random) -> Case:
                                 rng.choice([RT, BE])))  # fmt: skip
         if rng.random() < 0.5:
             others.append(Other(rng.randrange(replicas), groups[0].prefix, 0))
-    device, perf = rng.choice([A6000, A100, FAST]), rng.choice([Perf.LATENCY, Perf.TTFT])
+    device, perf = rng.choice([A6000, A100, FAST]), rng.choice([Perf.LATENCY, Perf.THROUGHPUT])
     return Case(replicas, tuple(groups), tuple(others), perf, device)
 
 

@@ -97,7 +97,7 @@ def reduce(count: int = 8) -> CallSpec:
     return call(f"{inputs} {{{{output:all}}}}", name="reduce", sampling={"max_tokens": 4})
 
 
-@pytest.mark.parametrize("perf", [Perf.LATENCY, Perf.TTFT], ids=["real-time", "best-effort"])
+@pytest.mark.parametrize("perf", [Perf.TTFT, Perf.THROUGHPUT], ids=["real-time", "best-effort"])
 @virtually
 async def test_maps_over_one_long_prefix_are_one_decision_and_stay_together(perf: Perf) -> None:
     router = Router()

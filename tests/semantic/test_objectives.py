@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +31,7 @@ from support.naive_programs import (
 from support.tier import examples
 
 LATENCY = Criteria(perf=Perf.LATENCY)
-STREAMED = Criteria(perf=Perf.TTFT)
+DUE_LATER = Criteria(perf=Perf.TTFT, deadline_s=1e6)
 THROUGHPUT = Criteria(perf=Perf.THROUGHPUT)
 RT, GROUP, BATCH = Level.RT, Level.GROUP, Level.THROUGHPUT
 
@@ -111,18 +113,17 @@ def test_maps_are_a_task_group_of_their_reduce() -> None:
     assert groups(core) == {"out:1": {"m0", "m1", "m2"}}
 
 
-@pytest.mark.parametrize(
-    "wanted",
-    [Criteria(perf=Perf.TTFT), Criteria(perf=Perf.TPOT), Criteria(deadline_s=50.0)],
-    ids=["ttft", "tpot", "deadline"],
-)
-def test_only_latency_makes_a_group_real_time(wanted: Criteria) -> None:
+@pytest.mark.parametrize("perf", [Perf.LATENCY, Perf.TTFT, Perf.TPOT])
+def test_a_group_is_real_time_if_a_client_waits_and_names_no_deadline(perf: Perf) -> None:
     core = core_of(*map_reduce(3))
-    core.want("out", wanted, 0.0)
+    core.want("out", Criteria(perf=perf), 0.0)
+    assert levels(core) == {**{f"m{i}": (RT, 1) for i in range(3)}, "reduce": (RT, 0)}
+    core = core_of(*map_reduce(3))
+    core.want("out", Criteria(perf=perf, deadline_s=50.0), 0.0)
     assert levels(core) == {**{f"m{i}": (GROUP, 1) for i in range(3)}, "reduce": (RT, 0)}
-    core.want("out", LATENCY, 0.0)
+    core.want("out", Criteria(perf=perf), 0.0)
     assert {level for level, _ in levels(core).values()} == {RT}
-    core.want("out", wanted, 0.0)
+    core.want("out", Criteria(perf=perf, deadline_s=50.0), 0.0)
     assert {level for level, _ in levels(core).values()} == {RT}, "also what was labeled anew"
 
 
@@ -198,7 +199,7 @@ def test_a_call_before_two_sinks_is_submitted_in_the_more_urgent_group() -> None
         llm("q", ("va vb", "out2")),
     )
     core.want("out1", THROUGHPUT, 0.0)
-    core.want("out2", STREAMED, 0.0)
+    core.want("out2", DUE_LATER, 0.0)
     group = llm_calls(core)["a", 0].group
     assert group is not None and group.id == "out2:1"
 
@@ -210,7 +211,7 @@ def test_two_sinks_share_what_both_need() -> None:
         llm("p", ("va vb", "out1")),
         llm("q", ("va", "out2")),
     )
-    core.want("out1", STREAMED, 0.0)
+    core.want("out1", DUE_LATER, 0.0)
     assert levels(core)["a"] == (GROUP, 1)
     core.want("out2", LATENCY, 0.0)
     assert levels(core)["a"] == (RT, 1), "it alone gates the second one"
@@ -256,7 +257,7 @@ def test_asking_again_only_makes_it_stricter() -> None:
     core.set("x1", "text", 0.0)
     core.want("out", THROUGHPUT, 0.0)
     core.take_actions()
-    core.want("out", STREAMED, 1.0)
+    core.want("out", DUE_LATER, 1.0)
     assert levels(core) == {**{f"m{i}": (GROUP, 1) for i in range(3)}, "reduce": (RT, 0)}
     assert not promoted(core), "this group is best-effort"
     core.want("out", THROUGHPUT, 2.0)
@@ -264,7 +265,7 @@ def test_asking_again_only_makes_it_stricter() -> None:
     core.want("v1", Criteria(perf=Perf.TPOT, tpot_s=0.05, ttft_s=0.3), 3.0)
     assert promoted(core) == {"m1"}
     core.want("v1", Criteria(perf=Perf.TTFT, ttft_s=0.1), 4.0)
-    assert llm_calls(core)["m1", 0].label == Label(
+    assert replace(llm_calls(core)["m1", 0].label, deadline_s=None) == Label(
         level=RT,
         objectives=frozenset({Perf.THROUGHPUT, Perf.TPOT, Perf.TTFT}),
         ttft_s=0.1,
@@ -299,7 +300,7 @@ def test_a_group_remains_the_same_while_its_program_grows() -> None:
     """Twenty maps come one by one; most have finished when the last ones come."""
     names = [f"v{i}" for i in range(20)]
     core = core_of(llm("reduce", (" ".join(names), "out")))
-    core.want("out", STREAMED, 0.0)
+    core.want("out", DUE_LATER, 0.0)
     out = core.graph.variables["out"]
     seen = []
     for i, name in enumerate(names):
@@ -324,7 +325,7 @@ def test_a_group_remains_the_same_while_its_program_grows() -> None:
 def test_who_joins_a_group_of_stragglers_is_no_straggler_yet() -> None:
     maps = [llm(f"m{i}", ("", f"v{i}")) for i in range(4)]
     core = core_of(*maps[:2], llm("r", ("v0 v1 v2 v3", "out")))
-    core.want("out", STREAMED, 0.0)
+    core.want("out", DUE_LATER, 0.0)
     finish(core, "m0")
     assert levels(core)["m1"] == (RT, 1)
     core.submit(maps[2:], 1.0)
@@ -411,7 +412,7 @@ def test_the_last_members_before_a_value_for_throughput_stay_best_effort() -> No
         core.set(f"x{i}", "text", 0.0)
     finish(core, "m0", "m1")
     assert levels(core)["m2"] == (BATCH, 1) and not promoted(core)
-    core.want("out", STREAMED, 1.0)
+    core.want("out", DUE_LATER, 1.0)
     assert promoted(core) == {"m2"}, "now a client waits for what follows"
 
 
@@ -422,7 +423,7 @@ def test_the_last_members_before_a_value_for_throughput_stay_best_effort() -> No
 def test_stragglers_of_a_group_are_promoted(members: int, over: int, left: int) -> None:
     """left: how many are promoted after `over` are; at most a tenth of the group, or one."""
     core = core_of(*map_reduce(members))
-    core.want("out", STREAMED, 0.0)
+    core.want("out", DUE_LATER, 0.0)
     for i in range(members):
         core.set(f"x{i}", "text", 0.0)
     core.take_actions()
@@ -435,7 +436,7 @@ def test_stragglers_of_a_group_are_promoted(members: int, over: int, left: int) 
 
 def test_stragglers_that_have_not_started_start_real_time() -> None:
     core = core_of(*map_reduce(2))
-    core.want("out", STREAMED, 0.0)
+    core.want("out", DUE_LATER, 0.0)
     core.set("x0", "text", 0.0)
     finish(core, "m0")
     assert llm_calls(core)["m1", 0].label.level is RT

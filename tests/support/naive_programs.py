@@ -199,7 +199,7 @@ class NaiveObjectives:
         else:
             times = [s for llm_call in at_stage if (s := latest[llm_call]) is not None]
             deadline_s = min(times, default=None)
-            urgent = criteria.perf is Perf.LATENCY and criteria.deadline_s is None
+            urgent = criteria.deadline_s is None
             level = Level.RT if urgent else Level.GROUP
             self._group(sink, stage, at_stage, deadline_s, level)
             label = Label(level=Level.GROUP, deadline_s=deadline_s)

@@ -84,7 +84,8 @@ class Want:
     """All criteria that clients have requested for one variable so far.
 
     label: label of its producer from all criteria except THROUGHPUT; None if there are none.
-    urgent: whether a client requested LATENCY without a deadline: as soon as possible.
+    urgent: whether a client waits for it, or for its first token, without naming a deadline: as
+        soon as possible.
     batch: whether a client requested THROUGHPUT.
     batch_deadline_s: earliest deadline among the THROUGHPUT criteria.
     """
@@ -106,11 +107,10 @@ class Want:
             tpot_s=criteria.tpot_s,
             deadline_s=deadline_s,
         )
-        urgent = criteria.perf is Perf.LATENCY and deadline_s is None
         return replace(
             self,
             label=asked if self.label is None else self.label.merged(asked),
-            urgent=self.urgent or urgent,
+            urgent=self.urgent or deadline_s is None,
         )
 
 

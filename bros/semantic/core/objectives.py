@@ -11,7 +11,7 @@
 The stage of an LLM call is its longest distance in calls to the producer of the sink. An LLM call
 that is alone at its stage delays everything after it, so it is real-time. Of several at one stage
 only the completion of the last one counts, so they form a task group and run as a large batch: as
-real-time requests if a client waits for the sink with LATENCY, else as best-effort requests. Before
+real-time requests if a client waits for the sink, as best-effort requests before a deadline. Before
 a sink that is requested for THROUGHPUT all calls are best-effort, and task groups only say which of
 them a router places together.
 Native functions and further LLM calls of one call add no distance. The latest finish time of an
