@@ -86,7 +86,12 @@ class RouterClient:
 
     @property
     def alive(self) -> bool:
-        return any(replica.client.alive for replica in self._replicas if not replica.gone)
+        return self.num_alive > 0
+
+    @property
+    def num_alive(self) -> int:
+        """Number of replicas that run."""
+        return sum(replica.client.alive for replica in self._replicas if not replica.gone)
 
     @property
     def num_lost(self) -> int:

@@ -216,6 +216,7 @@ def with_sessions(state: ServerState) -> ServerState:
             max_calls=config.session_max_calls,
         ),
         placements=None if state.replicas is None else state.replicas.placement,
+        engines=lambda: 1 if state.replicas is None else state.replicas.num_alive,
         threads=state.threads,
         transforms=TransformProcesses() if os.name == "posix" else None,
         accounts=state.accounts,

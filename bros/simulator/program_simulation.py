@@ -162,7 +162,14 @@ async def program_server(
     settings = SessionSettings(ttl_s=86_400.0, max_wait_s=1e6)
     placements = engine.placement if isinstance(engine, RouterClient) else None
     service = SessionService(
-        generator, engine, tokenizer, clock, ids, settings, placements=placements
+        generator,
+        engine,
+        tokenizer,
+        clock,
+        ids,
+        settings,
+        placements=placements,
+        engines=lambda: replicas,
     )
     sweep = asyncio.create_task(service.run())
     try:

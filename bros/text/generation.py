@@ -135,8 +135,34 @@ class _Turn:
             choice.forward()
 
 
+class OpenRequests:
+    """Real-time requests of a server that have not ended.
+
+    count: their number now.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._seconds = 0.0
+        self._as_of_s = clock.now()
+        self.count = 0
+
+    def change(self, by: int) -> None:
+        """So many more have begun, or fewer."""
+        self._seconds = self.seconds()
+        self._as_of_s = self._clock.now()
+        self.count += by
+
+    def seconds(self) -> float:
+        """Request-seconds: the time integral of their number until now."""
+        return self._seconds + self.count * (self._clock.now() - self._as_of_s)
+
+
 class TextGenerator:
-    """Starts generations on an engine. One per server."""
+    """Starts generations on an engine. One per server.
+
+    open: the real-time requests that it has started, those of `without_limits` included.
+    """
 
     def __init__(
         self,
@@ -146,11 +172,14 @@ class TextGenerator:
         ids: IdGenerator,
         accounts: TenantAccounts | None = None,
         public: PublicPrefixes = NO_PUBLIC_PREFIXES,
+        open_requests: OpenRequests | None = None,
     ) -> None:
         """accounts: count the open requests of each tenant; None: there are no limits.
         public: what tenants share.
+        open_requests: counts real-time requests; None: a new one.
         """
         self.public = public
+        self.open = open_requests or OpenRequests(clock)
         self._engine = engine
         self._tokenizer = tokenizer
         self._clock = clock
@@ -161,7 +190,12 @@ class TextGenerator:
     def without_limits(self) -> TextGenerator:
         """The same without limits of tenants, for requests whose number is limited otherwise."""
         return TextGenerator(
-            self._engine, self._tokenizer, self._clock, self._ids, public=self.public
+            self._engine,
+            self._tokenizer,
+            self._clock,
+            self._ids,
+            public=self.public,
+            open_requests=self.open,
         )
 
     async def start(
@@ -224,8 +258,9 @@ class TextGenerator:
             held.release()
             raise
         parsing = parsing or AnswerParsing(None, self._tokenizer.detokenizer)
+        opened = self.open if service_class is ServiceClass.RT else None
         return Generation(
-            self._engine, base_id, requests, streams, sampling, parsing, self._turn, held
+            self._engine, base_id, requests, streams, sampling, parsing, self._turn, held, opened
         )
 
     def _check(self, prompt: Sequence[int], sampling: SamplingParams, param: str) -> None:
@@ -281,8 +316,13 @@ class Generation:
         parsing: AnswerParsing,
         turn: _Turn,
         held: Holding,
+        opened: OpenRequests | None,
     ) -> None:
-        """Made by TextGenerator.start. held: what the requests count as until all have ended."""
+        """Made by TextGenerator.start.
+
+        held: what the requests count as until all have ended.
+        opened: counts them as well; None: nothing does.
+        """
         self.request_id = request_id
         self.is_parsed = parsing.parser is not None
         self._engine = engine
@@ -293,6 +333,9 @@ class Generation:
         self._service_classes = tuple(stream.service_class for stream in streams)
         self._unread = len(requests)
         self._held = held
+        self._opened = opened
+        if opened is not None:
+            opened.change(len(requests))
         self._filled: list[_Choice] = []
         self._failure: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -390,6 +433,8 @@ class Generation:
         and from a cancelled task: the clean-up then completes in the background."""
         if self._closing is None:
             self._held.release()
+            if self._opened is not None:
+                self._opened.change(-self._unread)
             self._unread = 0
             self._filled = []
             self.wake()
@@ -422,6 +467,8 @@ class Generation:
         """The end of a choice has been read."""
         self._unread -= 1
         self._held.resize(self._unread)
+        if self._opened is not None:
+            self._opened.change(-1)
 
     def wake(self, error: Exception | None = None) -> None:
         """End `forward`, which raises the error, or `_wait`."""

@@ -226,6 +226,29 @@ def test_decode_steps_of_any_size_are_predicted_from_steps_of_some(
         assert found_s == pytest.approx(50 * step_s(count), rel=0.05)
 
 
+def test_requests_of_others_that_are_open_now_count_beside_the_usual_number() -> None:
+    prices, estimates = Prices(constant_s=0.02, row_s=0.003), Estimates()
+
+    def decode_s(rows: float) -> float:
+        return 50 * rows * prices.decode_s(1, 60, rows)
+
+    for others in (2.0, 4.0) * 20:
+        call = ObservedCall(
+            service_class=RT,
+            prompt_tokens=10,
+            cached_tokens=0,
+            output_tokens=51,
+            ttft_s=0.02,
+            decode_s=decode_s(1.0 + others),
+            others=others,
+        )
+        estimates.observe(F, call, prices, 0.0)
+    for now in (0, 3, 8):
+        expected_s = decode_s(1.0 + (now + 3.0) / 2)
+        found_s = estimates.decode_s(50, 60, prices, RT, 1.0, now)
+        assert found_s == pytest.approx(expected_s, rel=0.05)
+
+
 def test_random_queueing_hardly_ever_moves_the_prefill() -> None:
     """Calls that did not wait agree on what a prompt token takes, those that waited do not."""
     moved = 0

@@ -178,6 +178,29 @@ async def test_without_an_id_one_is_made() -> None:
     await first.aclose()
 
 
+async def test_real_time_requests_count_until_they_end() -> None:
+    engine, clock = ScriptedEngine(), ManualClock(start_s=5.0)
+    starts = generator(engine, clock)
+    both = await starts.start([PROMPT], SamplingParams(n=2), request_id="r")
+    batch = ServiceClass.BE
+    await starts.start([PROMPT], SamplingParams(), request_id="be", service_class=batch)
+    other = await starts.without_limits().start([PROMPT], SamplingParams(), request_id="o")
+    assert starts.open.count == 3
+    clock.advance(2.0)
+    engine.say("x", FinishReason.STOP, to="r-0")
+    await anext(both)
+    assert (starts.open.count, starts.open.seconds()) == (2, 6.0)
+    clock.advance(1.0)
+    await both.aclose()
+    await both.aclose()
+    assert (starts.open.count, starts.open.seconds()) == (1, 8.0)
+    engine.streams["o"].put(EngineDeadError("gone"))
+    with pytest.raises(EngineDeadError):
+        await anext(other)
+    clock.advance(9.0)
+    assert (starts.open.count, starts.open.seconds()) == (0, 8.0)
+
+
 @pytest.mark.parametrize(
     ("seed", "expected"),
     [(None, [None] * 3), (7, [7, 8, 9]), (MAX_SEED - 1, [MAX_SEED - 1, MAX_SEED, -MAX_SEED - 1])],

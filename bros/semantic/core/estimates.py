@@ -64,6 +64,9 @@ _LEAST_SLOPES = 10
 _AGREEMENT = 2.0
 """Slopes agree if the quarter points of all of them are at most this factor apart."""
 
+_OTHERS_NOW = 0.5
+"""How much the requests that are open now count in a prediction; the usual number has the rest."""
+
 FIRST_GUESS_CHARS = 4.0
 """Characters per token of a prompt before the first observation."""
 
@@ -97,12 +100,14 @@ class CallWork:
     output_tokens: expected output tokens.
     members: mean number of LLM calls of its session that are prefilled and decode together with it,
         itself included.
+    others: real-time requests beside its session that are open now.
     """
 
     prompt_tokens: float
     cached_tokens: float
     output_tokens: float
     members: float = 1.0
+    others: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +122,7 @@ class ObservedCall:
     ttft_s: from the moment when its inputs were set to its first token.
     decode_s: from its first token to its last.
     rows: mean number of LLM calls of its session that decoded meanwhile, itself included.
+    others: mean number of real-time requests beside its session that were open meanwhile.
     prefilled_before_s: `model_prefill_s` of other calls of its session before its first token.
     prefilled_after_s: the same between its first token and its last.
     """
@@ -128,6 +134,7 @@ class ObservedCall:
     ttft_s: float
     decode_s: float
     rows: float = 1.0
+    others: float = 0.0
     prefilled_before_s: float = 0.0
     prefilled_after_s: float = 0.0
 
@@ -176,6 +183,7 @@ class _Line:
 @dataclass(slots=True)
 class _ClassStats:
     """queueing_s: as of the time queued_s.
+    others: real-time requests beside the session that were open.
     first: times to first token over predicted prefills. A prompt token takes as long whether calls
         wait in queues or not.
     step: seconds per output token over predicted decode steps. Rows of others come and go.
@@ -183,6 +191,7 @@ class _ClassStats:
 
     queueing_s: float = 0.0
     queued_s: float = 0.0
+    others: Average = field(default_factory=Average)
     first: _Line = field(default_factory=lambda: _Line(keeps=True))
     step: _Line = field(default_factory=lambda: _Line(keeps=False))
 
@@ -262,13 +271,17 @@ class Estimates:
         prices: Prices | None,
         service_class: ServiceClass,
         rows: float = 1.0,
+        others: float = 0.0,
     ) -> float:
         """Predicted seconds to decode so many tokens after `context`.
 
         rows: rows of the same program in these steps.
+        others: real-time requests beside it that are open now.
         """
-        step = self._classes[service_class].step
-        step_s = _step_s(context, rows, prices)
+        stats = self._classes[service_class]
+        step, usual = stats.step, stats.others.mean
+        # Those that are open now end meanwhile, and as many as usual take their place.
+        step_s = _step_s(context, rows + _OTHERS_NOW * others + (1.0 - _OTHERS_NOW) * usual, prices)
         corrected_s = step.slope * step_s + step.offset_s
         limit = _CORRECTION_LIMIT
         return tokens * min(max(corrected_s, step_s / limit), step_s * limit)
@@ -291,7 +304,9 @@ class Estimates:
             + self.prefill_s(
                 work.prompt_tokens, work.cached_tokens, prices, service_class, work.members
             )
-            + self.decode_s(work.output_tokens, context, prices, service_class, work.members)
+            + self.decode_s(
+                work.output_tokens, context, prices, service_class, work.members, work.others
+            )
         )
 
     def observe_tokens(self, function: Function, output_tokens: int) -> None:
@@ -322,7 +337,9 @@ class Estimates:
             context = call.prompt_tokens + call.output_tokens / 2
             decode_s = call.decode_s - slope * call.prefilled_after_s
             took_s = decode_s / (call.output_tokens - 1)
-            stats.step.add(_step_s(context, max(1.0, call.rows), prices), took_s, prices is None)
+            stats.others.add(call.others, self._weight)
+            step_s = _step_s(context, max(1.0, call.rows) + call.others, prices)
+            stats.step.add(step_s, took_s, prices is None)
 
     def observe_prompt(self, function: Function, chars: float, tokens: int) -> None:
         """A prompt of so many characters has so many tokens."""

@@ -148,6 +148,10 @@ class LlmCallWatcher(Protocol):
         """The engine has generated more. text: the whole text of the current submission."""
         ...
 
+    def ended(self) -> None:
+        """What the engine had accepted has ended, however."""
+        ...
+
 
 class LlmCallGenerator:
     """Runs all LLM calls of one engine."""
@@ -220,7 +224,10 @@ class LlmCallGenerator:
         )
         async with generation:
             watcher.accepted(request_id, generation.service_classes[0])
-            answer, reason = await self._collect(generation, progress)
+            try:
+                answer, reason = await self._collect(generation, progress)
+            finally:
+                watcher.ended()
         _check_complete(request.sampling, answer, reason)
         return answer
 

@@ -24,6 +24,7 @@ from bros.semantic.schema import (
     Sharing,
     SubmittedCall,
 )
+from bros.text.generation import OpenRequests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +86,15 @@ _KEPT_ANSWERS = 8
 
 
 class LoadMark(NamedTuple):
-    """The OwnLoad of a session at one time."""
+    """The load of an engine at one time.
+
+    prefilled_s, decoded_s: see the OwnLoad of the session.
+    others_s: request-seconds of real-time requests that are not of the session.
+    """
 
     prefilled_s: float = 0.0
     decoded_s: float = 0.0
+    others_s: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -97,32 +103,50 @@ class OwnLoad:
 
     prefilled_s: predicted seconds of all their prefills so far.
     decoded_s: row-seconds: the time integral of `decoding`.
+    opened_s: request-seconds: the time integral of `open`.
     decoding: LLM calls that are being decoded.
+    open: LLM calls that are real-time requests of the engine.
     as_of_s: time of these figures.
     """
 
     prefilled_s: float = 0.0
     decoded_s: float = 0.0
+    opened_s: float = 0.0
     decoding: int = 0
+    open: int = 0
     as_of_s: float = 0.0
 
-    def at(self, now: float) -> LoadMark:
-        """The figures at the present time."""
-        self.decoded_s += self.decoding * (now - self.as_of_s)
-        self.as_of_s = now
-        return LoadMark(self.prefilled_s, self.decoded_s)
+    def at(self, now: float, open_requests: OpenRequests) -> LoadMark:
+        """The load at the present time. open_requests: those of all sessions and clients."""
+        self._count(now)
+        others_s = open_requests.seconds() - self.opened_s
+        return LoadMark(self.prefilled_s, self.decoded_s, others_s)
 
-    def begin_decode(self, prefill_s: float, now: float) -> LoadMark:
+    def begin(self, now: float) -> None:
+        """A real-time request of an LLM call has begun."""
+        self._count(now)
+        self.open += 1
+
+    def end(self, now: float) -> None:
+        """It has ended."""
+        self._count(now)
+        self.open -= 1
+
+    def begin_decode(self, prefill_s: float, now: float) -> None:
         """A prefill of so many predicted seconds has ended, and the decode begins."""
-        self.at(now)
+        self._count(now)
         self.prefilled_s += prefill_s
         self.decoding += 1
-        return self.at(now)
 
     def end_decode(self, now: float) -> None:
         """A decode has ended."""
-        self.at(now)
+        self._count(now)
         self.decoding -= 1
+
+    def _count(self, now: float) -> None:
+        self.decoded_s += self.decoding * (now - self.as_of_s)
+        self.opened_s += self.open * (now - self.as_of_s)
+        self.as_of_s = now
 
 
 @dataclass(eq=False, slots=True)

@@ -52,6 +52,7 @@ from bros.semantic.service.live import (
     CallRecord,
     GroupStart,
     LlmCallRecord,
+    LoadMark,
     ServedSession,
     SessionSettings,
     call_state,
@@ -89,10 +90,12 @@ class ProgramRunner:
         threads: FairThreads,
         transforms: TransformRunner,
         placements: Placements | None,
+        engines: Callable[[], int],
         accounts: TenantAccounts,
     ) -> None:
         self._engine = engine
         self._placements = placements or (lambda request_id: None)
+        self._engines = engines
         self._tokenizer = tokenizer
         self._clock = clock
         self._settings = settings
@@ -100,6 +103,7 @@ class ProgramRunner:
         self._encoder = PieceEncoder(tokenizer)
         self._prompter = Prompter(self._encoder, threads, transforms, engine)
         self._llm_calls = LlmCallGenerator(generator, engine, clock, settings)
+        self._open = generator.open
         self._prefiller = Prefiller(
             self._prompter, engine, clock, settings, accounts, generator.public
         )
@@ -158,6 +162,10 @@ class ProgramRunner:
         work = self._work(session, llm_call)
         return self._estimates.seconds(work, self._prices, self._clock.now())
 
+    def load(self, session: ServedSession) -> LoadMark:
+        """The load of the engine at the present time."""
+        return session.load.at(self._clock.now(), self._open)
+
     # Insight for views
 
     def rest_s(
@@ -176,7 +184,7 @@ class ProgramRunner:
         left = work.output_tokens - record.output_tokens if started else work.output_tokens
         context = work.prompt_tokens + record.output_tokens
         decode_s = self._estimates.decode_s(
-            max(1.0, left), context, prices, service_class, work.members
+            max(1.0, left), context, prices, service_class, work.members, work.others
         )
         if started:
             return decode_s
@@ -285,7 +293,7 @@ class ProgramRunner:
                         start.leave(llm_call)
                     return
                 record = session.record(llm_call.call.id).llm_call(llm_call.index)
-                record.started = session.load.at(self._clock.now())
+                record.started = self.load(session)
                 task = asyncio.create_task(self._run(session, llm_call, start))
                 session.tasks[llm_call] = task
                 if start is not None:
@@ -442,8 +450,9 @@ class ProgramRunner:
         assert llm_call.ready_s is not None, "the LLM call has been started"
         first_s = now if llm_call.first_token_s is None else llm_call.first_token_s
         alike = record.attempts == 1 and not record.promoted
-        load = session.load.at(now)
+        load = self.load(session)
         first = record.decoding or load
+        decoded_s = max(now - first_s, 1e-9)
         own_s = 0.0 if record.decoding is None else self.model_prefill_s(record)
         observed = ObservedCall(
             service_class=record.service_class if alike else None,
@@ -452,7 +461,8 @@ class ProgramRunner:
             output_tokens=generated.output_tokens,
             ttft_s=first_s - llm_call.ready_s,
             decode_s=now - first_s,
-            rows=(load.decoded_s - first.decoded_s) / max(now - first_s, 1e-9),
+            rows=(load.decoded_s - first.decoded_s) / decoded_s,
+            others=max(0.0, load.others_s - first.others_s) / decoded_s / max(1, self._engines()),
             prefilled_before_s=first.prefilled_s - record.started.prefilled_s - own_s,
             prefilled_after_s=load.prefilled_s - first.prefilled_s,
         )
@@ -473,6 +483,7 @@ class ProgramRunner:
         """
         call, members = llm_call.call, max((len(g.members) for g in llm_call.groups), default=1)
         output = self._expected_tokens(session.tenant, llm_call, members)
+        others = max(0, self._open.count - session.load.open) / max(1, self._engines())
         call_record = session.records.get(call.id) or CallRecord()
         record = call_record.llm_calls.get(llm_call.index, LlmCallRecord())
         if record.prompt_tokens:
@@ -481,6 +492,7 @@ class ProgramRunner:
                 cached_tokens=max(record.cached_tokens, record.requested_tokens),
                 output_tokens=output,
                 members=members,
+                others=others,
             )
         previous = llm_call.previous
         known_from = 0 if previous is None else previous.prompt_end + 1
@@ -492,7 +504,11 @@ class ProgramRunner:
             share = self._estimates.cached_share(_function(session.tenant, call))
             cached = min(max(record.prefilled_tokens, share * prompt), prompt)
         return CallWork(
-            prompt_tokens=prompt, cached_tokens=cached, output_tokens=output, members=members
+            prompt_tokens=prompt,
+            cached_tokens=cached,
+            output_tokens=output,
+            members=members,
+            others=others,
         )
 
     def _piece_tokens(self, session: ServedSession, call: Call, pieces: Sequence[Piece]) -> float:
@@ -585,6 +601,8 @@ class _Watcher:
         self._superseded = tuple(self._call.pinned)
         if self._llm_call.next is not None:
             self._call.pinned.add(request_id)
+        if self._submitted_class is ServiceClass.RT:
+            self._session.load.begin(self._clock.now())
         if self._submitted_class is ServiceClass.BE and self._llm_call.label.level is Level.RT:
             # Its label has risen since `terms`, when the engine had no request to promote.
             self._runner.promote(self._session, self._llm_call)
@@ -594,9 +612,8 @@ class _Watcher:
         record.cached_tokens, record.output_tokens = cached_tokens, output_tokens
         if output_tokens and self._llm_call.first_token_s is None:
             now = self._clock.now()
-            record.decoding = self._session.load.begin_decode(
-                self._runner.model_prefill_s(record), now
-            )
+            self._session.load.begin_decode(self._runner.model_prefill_s(record), now)
+            record.decoding = self._runner.load(self._session)
             self._session.machine.first_token(self._llm_call, now)
             self._runner.carry_out(self._session)
         if output_tokens and self._superseded:  # this request now holds the KV that they pinned
@@ -606,6 +623,10 @@ class _Watcher:
         if len(text) > len(record.text):
             record.text = text
             self._session.streamed.notify(self._llm_call.output)
+
+    def ended(self) -> None:
+        if self._submitted_class is ServiceClass.RT:
+            self._session.load.end(self._clock.now())
 
 
 def _known_chars(session: ServedSession, pieces: Sequence[Piece]) -> tuple[int, list[LlmCall]]:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bros.core.clock import Clock
@@ -298,11 +298,13 @@ class SessionService:
         ids: IdGenerator,
         settings: SessionSettings,
         placements: Placements | None = None,
+        engines: Callable[[], int] = lambda: 1,
         threads: FairThreads | None = None,
         transforms: TransformRunner | None = None,
         accounts: TenantAccounts | None = None,
     ) -> None:
         """placements: tells where a router has placed an engine request; None without a router.
+        engines: number of engines that share the requests.
         threads: for work on long texts; None: threads of its own.
         transforms: runs transforms that may take long, closed at the end of `run`; None: `threads`.
         accounts: count what the service holds for each tenant; None: there are no limits.
@@ -322,6 +324,7 @@ class SessionService:
             threads,
             transforms or TransformThreads(threads),
             placements,
+            engines,
             self._accounts,
         )
         self._reader = SubmissionReader(tokenizer, ids.new, settings.max_tokens)
