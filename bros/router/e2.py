@@ -324,9 +324,6 @@ computed no prefix twice instead of up to 18. With a weight of 0.5 for idle repl
 on three idle ones takes 1.06 times as long as with the best placement, with one of 0.1 programs on
 CPUs take 1.05 times as long at low load."""
 
-_MANY_ROWS = 1_000_000
-"""With so many rows the constant part of a step is no cost of one row."""
-
 
 class _Own(NamedTuple):
     """Seconds of a member's work."""
@@ -425,11 +422,15 @@ class _Ahead:
 
     def delay_s(self, replica: Replica, group: QueryGroup) -> float:
         """By how much it delays the group."""
-        row_s = max(
-            replica.decode_s(replica.expected_output(query.request), query.length, _MANY_ROWS)
-            for query in group.queries
-        )
-        return self.prefill_s + min(self.decode_s, self.rows * row_s)
+        members = len(group.queries)
+        together = members + self.rows
+
+        def added_s(query: RoutingQuery) -> float:
+            tokens = replica.expected_output(query.request)
+            alone_s = members * replica.decode_s(tokens, query.length, members)
+            return together * replica.decode_s(tokens, query.length, together) - alone_s
+
+        return self.prefill_s + min(self.decode_s, max(map(added_s, group.queries)))
 
     @property
     def weight(self) -> float:
