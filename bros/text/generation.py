@@ -143,8 +143,7 @@ class OpenRequests:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._seconds = 0.0
-        self._as_of_s = clock.now()
+        self._seconds = self._as_of_s = 0.0
         self.count = 0
 
     def change(self, by: int) -> None:
@@ -155,6 +154,8 @@ class OpenRequests:
 
     def seconds(self) -> float:
         """Request-seconds: the time integral of their number until now."""
+        if not self.count:
+            return self._seconds
         return self._seconds + self.count * (self._clock.now() - self._as_of_s)
 
 
