@@ -9,9 +9,9 @@
                step, for all calls of the session that run together; times the slope of time to
                first token over it in recent calls of the class
     decode     per expected output token, `Prices.decode_s` in steps with a row of each call of the
-               session that runs together with it, on the line through the actual seconds per token
-               of recent calls of the class: its slope is how fast the machine is, its offset what
-               rows of others and the pace add
+               session that runs together with it and of real-time requests of others, on the line
+               through the actual seconds per token of recent calls of the class: its slope is how
+               fast the machine is, its offset what best-effort rows and the pace add
 
 No figure mixes two of these parts: a call that was cached or queued, or was preempted while it
 decoded, changes only the part that it tells something about. What other calls of its own session
@@ -186,7 +186,7 @@ class _ClassStats:
     others: real-time requests beside the session that were open.
     first: times to first token over predicted prefills. A prompt token takes as long whether calls
         wait in queues or not.
-    step: seconds per output token over predicted decode steps. Rows of others come and go.
+    step: seconds per output token over predicted decode steps. Best-effort rows come and go.
     """
 
     queueing_s: float = 0.0
