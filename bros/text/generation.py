@@ -13,11 +13,11 @@ for deltas, or has the output forwarded to a sink, which costs no task switch pe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-from bros.core.clock import Clock
+from bros.core.clock import Clock, Occupancy
 from bros.core.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
 from bros.core.interfaces import EngineClient, RequestStream
 from bros.core.request import (
@@ -135,30 +135,6 @@ class _Turn:
             choice.forward()
 
 
-class OpenRequests:
-    """Real-time requests of a server that have not ended.
-
-    count: their number now.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._seconds = self._as_of_s = 0.0
-        self.count = 0
-
-    def change(self, by: int) -> None:
-        """So many more have begun, or fewer."""
-        self._seconds = self.seconds()
-        self._as_of_s = self._clock.now()
-        self.count += by
-
-    def seconds(self) -> float:
-        """Request-seconds: the time integral of their number until now."""
-        if not self.count:
-            return self._seconds
-        return self._seconds + self.count * (self._clock.now() - self._as_of_s)
-
-
 class TextGenerator:
     """Starts generations on an engine. One per server.
 
@@ -173,14 +149,14 @@ class TextGenerator:
         ids: IdGenerator,
         accounts: TenantAccounts | None = None,
         public: PublicPrefixes = NO_PUBLIC_PREFIXES,
-        open_requests: OpenRequests | None = None,
+        open_requests: Occupancy | None = None,
     ) -> None:
         """accounts: count the open requests of each tenant; None: there are no limits.
         public: what tenants share.
-        open_requests: counts real-time requests; None: a new one.
+        open_requests: where real-time requests are counted; None: a new one.
         """
         self.public = public
-        self.open = open_requests or OpenRequests(clock)
+        self.open = Occupancy() if open_requests is None else open_requests
         self._engine = engine
         self._tokenizer = tokenizer
         self._clock = clock
@@ -259,10 +235,13 @@ class TextGenerator:
             held.release()
             raise
         parsing = parsing or AnswerParsing(None, self._tokenizer.detokenizer)
-        opened = self.open if service_class is ServiceClass.RT else None
+        opened = self._count_open if service_class is ServiceClass.RT else None
         return Generation(
             self._engine, base_id, requests, streams, sampling, parsing, self._turn, held, opened
         )
+
+    def _count_open(self, by: int) -> None:
+        self.open.change(by, self._clock.now())
 
     def _check(self, prompt: Sequence[int], sampling: SamplingParams, param: str) -> None:
         info = self._engine.info
@@ -317,12 +296,12 @@ class Generation:
         parsing: AnswerParsing,
         turn: _Turn,
         held: Holding,
-        opened: OpenRequests | None,
+        opened: Callable[[int], None] | None,
     ) -> None:
         """Made by TextGenerator.start.
 
         held: what the requests count as until all have ended.
-        opened: counts them as well; None: nothing does.
+        opened: called with how many more of them are open, or fewer; None: nothing counts them.
         """
         self.request_id = request_id
         self.is_parsed = parsing.parser is not None
@@ -336,7 +315,7 @@ class Generation:
         self._held = held
         self._opened = opened
         if opened is not None:
-            opened.change(len(requests))
+            opened(len(requests))
         self._filled: list[_Choice] = []
         self._failure: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -435,7 +414,7 @@ class Generation:
         if self._closing is None:
             self._held.release()
             if self._opened is not None:
-                self._opened.change(-self._unread)
+                self._opened(-self._unread)
             self._unread = 0
             self._filled = []
             self.wake()
@@ -469,7 +448,7 @@ class Generation:
         self._unread -= 1
         self._held.resize(self._unread)
         if self._opened is not None:
-            self._opened.change(-1)
+            self._opened(-1)
 
     def wake(self, error: Exception | None = None) -> None:
         """End `forward`, which raises the error, or `_wait`."""

@@ -98,6 +98,20 @@ def observed(
     )
 
 
+def decoded(seconds: float, *, rows: float = 1.0, others: float = 0.0) -> ObservedCall:
+    """A call of 10 and 100 tokens that took so long from its first token on."""
+    return ObservedCall(
+        service_class=RT,
+        prompt_tokens=10,
+        cached_tokens=0,
+        output_tokens=100,
+        ttft_s=0.02,
+        decode_s=seconds,
+        rows=rows,
+        others=others,
+    )
+
+
 def test_a_call_takes_its_queueing_its_prefill_and_its_decode() -> None:
     estimates = Estimates(weight=0.5)
     assert estimates.seconds(WORK, PRICES, 0.0) == pytest.approx(1.5 + 1.0)
@@ -211,16 +225,7 @@ def test_decode_steps_of_any_size_are_predicted_from_steps_of_some(
         return slower * count * prices.decode_s(1, 60, count) + others_s
 
     for count in rows:
-        call = ObservedCall(
-            service_class=RT,
-            prompt_tokens=10,
-            cached_tokens=0,
-            output_tokens=100,
-            ttft_s=0.02,
-            decode_s=99 * step_s(count),
-            rows=count,
-        )
-        estimates.observe(F, call, prices, 0.0)
+        estimates.observe(F, decoded(99 * step_s(count), rows=count), prices, 0.0)
     for count in (1, 3, 8):
         found_s = estimates.decode_s(50, 60, prices, RT, count)
         assert found_s == pytest.approx(50 * step_s(count), rel=0.05)
@@ -229,22 +234,13 @@ def test_decode_steps_of_any_size_are_predicted_from_steps_of_some(
 def test_requests_of_others_that_are_open_now_count_beside_the_usual_number() -> None:
     prices, estimates = Prices(constant_s=0.02, row_s=0.003), Estimates()
 
-    def decode_s(rows: float) -> float:
-        return 50 * rows * prices.decode_s(1, 60, rows)
+    def step_s(rows: float) -> float:
+        return rows * prices.decode_s(1, 60, rows)
 
     for others in (2.0, 4.0) * 20:
-        call = ObservedCall(
-            service_class=RT,
-            prompt_tokens=10,
-            cached_tokens=0,
-            output_tokens=51,
-            ttft_s=0.02,
-            decode_s=decode_s(1.0 + others),
-            others=others,
-        )
-        estimates.observe(F, call, prices, 0.0)
+        estimates.observe(F, decoded(99 * step_s(1.0 + others), others=others), prices, 0.0)
     for now in (0, 3, 8):
-        expected_s = decode_s(1.0 + (now + 3.0) / 2)
+        expected_s = 50 * step_s(1.0 + (now + 3.0) / 2)
         found_s = estimates.decode_s(50, 60, prices, RT, 1.0, now)
         assert found_s == pytest.approx(expected_s, rel=0.05)
 

@@ -27,7 +27,7 @@ from bros.simulator.programs import fixed_length
 from bros.simulator.simulation import BLOCK_SIZE, Device, device_of, read_profile
 from bros.simulator.virtual_loop import LoopClock, run_virtual, virtual_engine
 from support.program_engine import TOKENIZER, byte_ids, make_service
-from support.programs import LATENCY, TENANT, THROUGHPUT, call
+from support.programs import DUE_LATER, LATENCY, TENANT, THROUGHPUT, call
 from support.tier import by_tier, seed
 
 PROFILES = [Path(__file__).resolve().parents[2] / "profiles"]
@@ -51,10 +51,6 @@ TOLERANCE = 1.05
 """The router may be so much later than the best fixed placement: a split that saves less than
 three tenths of the time to compute the common prefix again is left out, because other requests may
 come meanwhile, and it does not know before which of two equal replicas a step ends first."""
-
-
-DUE_LATER = Criteria(deadline_s=1e6)
-"""Its groups are best-effort until then."""
 
 
 @dataclass(frozen=True)

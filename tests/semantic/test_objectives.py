@@ -28,11 +28,9 @@ from support.naive_programs import (
     programs,
     variables,
 )
+from support.programs import DUE_LATER, LATENCY, THROUGHPUT
 from support.tier import examples
 
-LATENCY = Criteria(perf=Perf.LATENCY)
-DUE_LATER = Criteria(perf=Perf.TTFT, deadline_s=1e6)
-THROUGHPUT = Criteria(perf=Perf.THROUGHPUT)
 RT, GROUP, BATCH = Level.RT, Level.GROUP, Level.THROUGHPUT
 
 

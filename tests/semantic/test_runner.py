@@ -18,7 +18,16 @@ from support.program_engine import (
     echo,
     text_of,
 )
-from support.programs import LATENCY, TENANT, THROUGHPUT, Desk, call, native, virtually
+from support.programs import (
+    DUE_LATER,
+    LATENCY,
+    TENANT,
+    THROUGHPUT,
+    Desk,
+    call,
+    native,
+    virtually,
+)
 
 LONG = "You are a very careful reviewer of code that others have written. "
 
@@ -315,7 +324,7 @@ async def test_the_last_of_a_group_is_promoted() -> None:
         *(call(f"Part {i} {{{{output:m{i}}}}}") for i in range(4)),
         call("{{m0}}{{m1}}{{m2}}{{m3}}{{output:r}}", sampling={"max_tokens": 5}),
     )
-    desk.want("r", Criteria(deadline_s=1e6))
+    desk.want("r", DUE_LATER)
     await asyncio.sleep(1.0)
     assert set(desk.engine.promoted) == {requests[3]}
     assert desk.view(requests[3]).service_class is ServiceClass.RT

@@ -18,6 +18,8 @@ T = TypeVar("T")
 TENANT = "tenant"
 LATENCY = Criteria(perf=Perf.LATENCY)
 THROUGHPUT = Criteria(perf=Perf.THROUGHPUT)
+DUE_LATER = Criteria(perf=Perf.TTFT, deadline_s=1e6)
+"""Task groups before such a value are best-effort until its deadline is at risk."""
 
 
 def call(template: str, name: str = "", **fields: Any) -> CallSpec:

@@ -189,16 +189,16 @@ async def test_real_time_requests_count_until_they_end() -> None:
     clock.advance(2.0)
     engine.say("x", FinishReason.STOP, to="r-0")
     await anext(both)
-    assert (starts.open.count, starts.open.seconds()) == (2, 6.0)
+    assert (starts.open.count, starts.open.seconds(clock.now())) == (2, 6.0)
     clock.advance(1.0)
     await both.aclose()
     await both.aclose()
-    assert (starts.open.count, starts.open.seconds()) == (1, 8.0)
+    assert (starts.open.count, starts.open.seconds(clock.now())) == (1, 8.0)
     engine.streams["o"].put(EngineDeadError("gone"))
     with pytest.raises(EngineDeadError):
         await anext(other)
     clock.advance(9.0)
-    assert (starts.open.count, starts.open.seconds()) == (0, 8.0)
+    assert (starts.open.count, starts.open.seconds(clock.now())) == (0, 8.0)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from bros.core.clock import Occupancy
 from bros.core.interfaces import Placement
 from bros.core.request import RequestGroup, ServiceClass
 from bros.core.tenants import Holding
@@ -24,7 +25,6 @@ from bros.semantic.schema import (
     Sharing,
     SubmittedCall,
 )
-from bros.text.generation import OpenRequests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,8 @@ _KEPT_ANSWERS = 8
 class LoadMark(NamedTuple):
     """The load of an engine at one time.
 
-    prefilled_s, decoded_s: see the OwnLoad of the session.
+    prefilled_s: see the OwnLoad of the session.
+    decoded_s: row-seconds of LLM calls of the session that are being decoded.
     others_s: request-seconds of real-time requests that are not of the session.
     """
 
@@ -102,51 +103,18 @@ class OwnLoad:
     """What the LLM calls of a session have had the engine do, to tell it from load of others.
 
     prefilled_s: predicted seconds of all their prefills so far.
-    decoded_s: row-seconds: the time integral of `decoding`.
-    opened_s: request-seconds: the time integral of `open`.
     decoding: LLM calls that are being decoded.
     open: LLM calls that are real-time requests of the engine.
-    as_of_s: time of these figures.
     """
 
     prefilled_s: float = 0.0
-    decoded_s: float = 0.0
-    opened_s: float = 0.0
-    decoding: int = 0
-    open: int = 0
-    as_of_s: float = 0.0
+    decoding: Occupancy = field(default_factory=Occupancy)
+    open: Occupancy = field(default_factory=Occupancy)
 
-    def at(self, now: float, open_requests: OpenRequests) -> LoadMark:
+    def at(self, now: float, open_requests: Occupancy) -> LoadMark:
         """The load at the present time. open_requests: those of all sessions and clients."""
-        self._count(now)
-        others_s = open_requests.seconds() - self.opened_s
-        return LoadMark(self.prefilled_s, self.decoded_s, others_s)
-
-    def begin(self, now: float) -> None:
-        """A real-time request of an LLM call has begun."""
-        self._count(now)
-        self.open += 1
-
-    def end(self, now: float) -> None:
-        """It has ended."""
-        self._count(now)
-        self.open -= 1
-
-    def begin_decode(self, prefill_s: float, now: float) -> None:
-        """A prefill of so many predicted seconds has ended, and the decode begins."""
-        self._count(now)
-        self.prefilled_s += prefill_s
-        self.decoding += 1
-
-    def end_decode(self, now: float) -> None:
-        """A decode has ended."""
-        self._count(now)
-        self.decoding -= 1
-
-    def _count(self, now: float) -> None:
-        self.decoded_s += self.decoding * (now - self.as_of_s)
-        self.opened_s += self.open * (now - self.as_of_s)
-        self.as_of_s = now
+        others_s = open_requests.seconds(now) - self.open.seconds(now)
+        return LoadMark(self.prefilled_s, self.decoding.seconds(now), others_s)
 
 
 @dataclass(eq=False, slots=True)

@@ -162,15 +162,16 @@ class ProgramRunner:
         work = self._work(session, llm_call)
         return self._estimates.seconds(work, self._prices, self._clock.now())
 
+    def _per_engine(self, requests: float) -> float:
+        return max(0.0, requests) / max(1, self._engines())
+
     def load(self, session: ServedSession) -> LoadMark:
         """The load of the engine at the present time."""
         return session.load.at(self._clock.now(), self._open)
 
     # Insight for views
 
-    def rest_s(
-        self, session: ServedSession, llm_call: LlmCall, beside: float | None = None
-    ) -> float:
+    def rest_s(self, session: ServedSession, llm_call: LlmCall, beside: float | None) -> float:
         """Predicted seconds that an open LLM call takes in its present class, see
         explanation.Rest."""
         work, prices, now = self._work(session, llm_call), self._prices, self._clock.now()
@@ -363,7 +364,7 @@ class ProgramRunner:
         record = session.record(llm_call.call.id).llm_call(llm_call.index)
         record.text = ""
         if record.decoding is not None:
-            session.load.end_decode(self._clock.now())
+            session.load.decoding.change(-1, self._clock.now())
             record.decoding = None
         if record.request_id is not None:  # while the router remembers it
             record.placement = self._placements(record.request_id)
@@ -462,7 +463,7 @@ class ProgramRunner:
             ttft_s=first_s - llm_call.ready_s,
             decode_s=now - first_s,
             rows=(load.decoded_s - first.decoded_s) / decoded_s,
-            others=max(0.0, load.others_s - first.others_s) / decoded_s / max(1, self._engines()),
+            others=self._per_engine((load.others_s - first.others_s) / decoded_s),
             prefilled_before_s=first.prefilled_s - record.started.prefilled_s - own_s,
             prefilled_after_s=load.prefilled_s - first.prefilled_s,
         )
@@ -483,7 +484,7 @@ class ProgramRunner:
         """
         call, members = llm_call.call, max((len(g.members) for g in llm_call.groups), default=1)
         output = self._expected_tokens(session.tenant, llm_call, members)
-        others = max(0, self._open.count - session.load.open) / max(1, self._engines())
+        others = self._per_engine(self._open.count - session.load.open.count)
         call_record = session.records.get(call.id) or CallRecord()
         record = call_record.llm_calls.get(llm_call.index, LlmCallRecord())
         if record.prompt_tokens:
@@ -602,7 +603,7 @@ class _Watcher:
         if self._llm_call.next is not None:
             self._call.pinned.add(request_id)
         if self._submitted_class is ServiceClass.RT:
-            self._session.load.begin(self._clock.now())
+            self._session.load.open.change(1, self._clock.now())
         if self._submitted_class is ServiceClass.BE and self._llm_call.label.level is Level.RT:
             # Its label has risen since `terms`, when the engine had no request to promote.
             self._runner.promote(self._session, self._llm_call)
@@ -612,7 +613,8 @@ class _Watcher:
         record.cached_tokens, record.output_tokens = cached_tokens, output_tokens
         if output_tokens and self._llm_call.first_token_s is None:
             now = self._clock.now()
-            self._session.load.begin_decode(self._runner.model_prefill_s(record), now)
+            self._session.load.prefilled_s += self._runner.model_prefill_s(record)
+            self._session.load.decoding.change(1, now)
             record.decoding = self._runner.load(self._session)
             self._session.machine.first_token(self._llm_call, now)
             self._runner.carry_out(self._session)
@@ -626,7 +628,7 @@ class _Watcher:
 
     def ended(self) -> None:
         if self._submitted_class is ServiceClass.RT:
-            self._session.load.end(self._clock.now())
+            self._session.load.open.change(-1, self._clock.now())
 
 
 def _known_chars(session: ServedSession, pieces: Sequence[Piece]) -> tuple[int, list[LlmCall]]:

@@ -37,9 +37,7 @@ _SLICE = 50
 class Insight(Protocol):
     """What is known about LLM calls beside the session's graph and records."""
 
-    def rest_s(
-        self, session: ServedSession, llm_call: LlmCall, beside: float | None = None
-    ) -> float:
+    def rest_s(self, session: ServedSession, llm_call: LlmCall, beside: float | None) -> float:
         """See explanation.Rest."""
         ...
 
