@@ -7,6 +7,8 @@ sampler are replaced by constants, so that a step consists of host work only. Ca
 decode steps of 32 and 128 rows with 300 to 1,000 tokens of context each, without a shared prefix
 ("alone") and with a prefix of 512 tokens shared by every 8 rows ("shared").
 
+Garbage is collected as in an engine process.
+
 To compare two versions, run the script with PYTHONPATH set to each of them in turn.
 """
 
@@ -22,6 +24,7 @@ import torch
 from harness import FAST, benchmark_parser, greedy_request, model_free_info, save
 
 from bros.core.clock import SystemClock
+from bros.core.collector import Collector
 from bros.core.config import EngineConfig
 from bros.core.interfaces import Grouping
 from bros.core.plan import SampledToken
@@ -127,11 +130,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     times: dict[str, list[float]] = {}
-    for _ in range(args.rounds):
-        for rows in ROWS:
-            for shared in (False, True):
-                case = f"{rows} rows, {'shared' if shared else 'alone'}"
-                times.setdefault(case, []).extend(run(rows, shared, args.steps))
+    with Collector():
+        for _ in range(args.rounds):
+            for rows in ROWS:
+                for shared in (False, True):
+                    case = f"{rows} rows, {'shared' if shared else 'alone'}"
+                    times.setdefault(case, []).extend(run(rows, shared, args.steps))
     medians = {case: statistics.median(found) for case, found in times.items()}
     for case, median in medians.items():
         print(f"{case:18} {median:7.3f} ms per step")
