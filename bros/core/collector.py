@@ -22,9 +22,12 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
-THRESHOLDS = (700, 5, 1)
-"""Of gc.set_threshold. A generation is collected when its count exceeds its threshold, so the
-oldest one is with 701 * 6 * 2 = 8,412 objects, which takes 1 to 4 ms."""
+THRESHOLDS = (1400, 1, 1)
+"""Of gc.set_threshold. The youngest generation is collected with 1,401 objects, the next one at
+every third of these collections, and the oldest one at the first collection after two of those:
+with 1,401 * (2 * 3 + 1) = 9,807 objects, which takes 1 to 4 ms. A step of 128 rows makes about
+1,300 objects and frees them again: with 700 for the youngest generation it was collected in every
+step, which took 10 % of the host's time (benchmarks/step_host_speed.py)."""
 _DUE = 100_000
 """Objects frozen since the last full collection from which an idle process makes the next one."""
 _OVERDUE = 2_000_000

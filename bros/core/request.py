@@ -428,7 +428,7 @@ class PooledTokens:
     values: bytes
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen: see plan.py
+@dataclass(slots=True)  # not frozen, for speed: see plan.py
 class RequestOutput:
     """One request's output of one step. The last output has a finish_reason.
 

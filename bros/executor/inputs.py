@@ -59,8 +59,8 @@ def build_inputs(plan: StepPlan) -> StepInputs:
     token_ids = array("i")
     for chunk in chunks:
         token_ids.extend(chunk.token_ids)
-    starts = np.array([chunk.start for chunk in chunks], np.int32)
-    widths = np.array([len(chunk.segments) for chunk in chunks], np.int32)
+    starts = _int32([chunk.start for chunk in chunks])
+    widths = _int32([len(chunk.segments) for chunk in chunks])
     if len(token_ids) == len(chunks):  # only decode rows
         query_start = np.arange(len(chunks) + 1, dtype=np.int32)
         positions = starts
@@ -69,7 +69,10 @@ def build_inputs(plan: StepPlan) -> StepInputs:
         query_start = offsets(lengths)
         positions = np.arange(len(token_ids), dtype=np.int32)
         positions += np.repeat(starts - query_start[:-1], lengths)
-    sampled = [index for index, chunk in enumerate(chunks) if chunk.sample is not None]
+    samples = [(chunk.request_id, chunk.sample) for chunk in chunks if chunk.sample is not None]
+    ends = query_start[1:]
+    if len(samples) < len(chunks):
+        ends = ends[[index for index, chunk in enumerate(chunks) if chunk.sample is not None]]
     attention = AttentionBatch(
         query_start=torch.from_numpy(query_start),
         segment_start=torch.from_numpy(offsets(widths // SEGMENT_WIDTH)),
@@ -83,10 +86,8 @@ def build_inputs(plan: StepPlan) -> StepInputs:
         positions=torch.from_numpy(positions),
         slots=_tensor(bytearray().join([chunk.slots for chunk in chunks])),
         attention=with_shared_parts(attention, plan.shared),
-        sample_rows=torch.from_numpy(query_start[1:][sampled] - 1),
-        samples=tuple(
-            [(chunk.request_id, chunk.sample) for chunk in chunks if chunk.sample is not None]
-        ),
+        sample_rows=torch.from_numpy(ends - 1),
+        samples=tuple(samples),
         read_rows=read_rows,
         num_scored=num_scored,
         readouts=readouts,
@@ -148,6 +149,11 @@ def with_shared_parts(batch: AttentionBatch, shared: Sequence[SharedPrefix]) -> 
             segments=torch.from_numpy(np.concatenate(pieces)),
         ),
     )
+
+
+def _int32(values: list[int]) -> NDArray[np.int32]:
+    """np.array(values) in half the time."""
+    return np.frombuffer(array("i", values), np.int32)
 
 
 def _tensor(buffer: array[int] | bytearray) -> Tensor:

@@ -140,12 +140,18 @@ class Stacks:
 
     def grow(self, block: int, side: Side, count: int) -> array[int] | None:
         """`push` for the owner of a side that is not empty; None if there is no room."""
-        mine = self._heights[side]
-        low, high = mine[block], mine[block] + count
-        if high + self._heights[1 - side][block] > self.block_size:
+        mine, size = self._heights[side], self.block_size
+        low = mine[block]
+        high = low + count
+        if high + self._heights[1 - side][block] > size:
             return None
         mine[block] = high
-        return self.slots(block, side, low, high)
+        # `slots` without its call, since every decode row of every step comes here.
+        if side is Side.LEFT:
+            first = block * size + 1
+            return self._numbers[first + low : first + high]
+        last = (block + 1) * size
+        return self._numbers[last - low : last - high : -1]
 
     def pop(self, block: int, side: Side, count: int) -> int:
         """Pop the `count` >= 1 tokens pushed last on a side; returns how many are left.

@@ -112,14 +112,16 @@ class Holding:
 
     def grow(self, count: int) -> array[int]:
         """Record the next `count` tokens on top of the tail; returns the segments before that."""
-        before = self.segments[:]
-        self.pushed_last = [(self.tail, count)]
-        runs, last = self.runs[self.tail], self.num_tokens
-        if sum(runs[-1]) == last:
-            runs[-1][1] += count
+        segments, tail, last = self.segments, self.tail, self.num_tokens
+        before = segments[:]
+        self.pushed_last = [(tail, count)]
+        runs = self.runs[tail]
+        run = runs[-1]
+        if run[0] + run[1] == last:
+            run[1] += count
         else:
             self._lengthen(runs, last, count)
-        self.segments[self._segment_index[self.tail] + self._top] += self._up * count
+        segments[self._segment_index[tail] + self._top] += self._up * count
         self.num_tokens = last + count
         return before
 

@@ -226,6 +226,26 @@ class KvCacheManager:
         holding.num_tokens += num_tokens
         return before, slots
 
+    def append_rows(
+        self, request_ids: Sequence[str], first: int
+    ) -> list[tuple[array[int], array[int]]]:
+        """Append one token to each of request_ids[first:], as long as rule 1 is enough.
+
+        Returns what `append` does, of these requests in order. The next one, if there is any, needs
+        `append`, which may need a block; with 16 tokens in a block, 15 of 16 decode rows do not.
+        """
+        by_id, grow = self._by_id, self._stacks.grow
+        places = []
+        for index in range(first, len(request_ids)):
+            holding = by_id.get(request_ids[index])
+            if holding is None or holding.missing or holding.tail < 0:
+                break
+            slots = grow(holding.tail, holding.side, 1)
+            if slots is None:
+                break
+            places.append((holding.grow(1), slots))
+        return places
+
     def truncate(self, request_id: str, num_tokens: int) -> None:
         """Undo the latest append of a request, before which it had `num_tokens`.
 

@@ -80,7 +80,7 @@ class StepMemory:
         self._free_rows = {
             ServiceClass.BE: max_holders - len(running),
             ServiceClass.RT: max_holders
-            - sum(state.service_class is ServiceClass.RT for state in running),
+            - sum([state.service_class is ServiceClass.RT for state in running]),
         }
         self._expected_tokens = expected_tokens
         self._prefill_seconds = prefill_seconds
@@ -179,21 +179,29 @@ class StepMemory:
 
     def reserve_rows(self, states: Sequence[RequestState]) -> int:
         """See Reservations: one token for each of these decode rows, which have no missing ones."""
-        append, granted, victims = self._kv.append, self.granted, self._victim_ids
+        kv, granted = self._kv, self.granted
         self.refusal = "memory"
         self._asked_for_victims = False
-        for count, state in enumerate(states):
-            if self.losses and state.request_id in self.losses:
+        ids = [state.request_id for state in states]
+        if self.losses:
+            preempted = (index for index, name in enumerate(ids) if name in self.losses)
+            del ids[next(preempted, len(ids)) :]
+        count = 0
+        while True:
+            places = kv.append_rows(ids, count)
+            granted.update(zip(ids[count:], places, strict=False))
+            count += len(places)
+            if count == len(ids):
                 return count
-            self._requester = state
-            places = append(state.request_id, 1, state.side, victims, state.match)
-            if places is None:
+            state = self._requester = states[count]
+            one = kv.append(ids[count], 1, state.side, self._victim_ids, state.match)
+            if one is None:
                 return count
-            granted[state.request_id] = places
+            granted[ids[count]] = one
+            count += 1
             if self._asked_for_victims:
                 self._note_losses(state)
-                return count + 1
-        return len(states)
+                return count
 
     def may_cancel(self, state: RequestState) -> bool:
         """Whether its reservation preempted no tokens, so that it can be canceled."""

@@ -586,7 +586,7 @@ class _Packer(Generic[C]):
             return 0
         if limit_s is None:
             limit_s, now = self._limit_s, self._now
-            if any(row.deadline_s - now < limit_s for row in rows):
+            if min([row.deadline_s for row in rows]) - now < limit_s:
                 return 0
         context = sum([row.num_computed_tokens for row in rows])
         load.add_rows(len(rows), context)

@@ -376,7 +376,7 @@ class Scheduler:
             for state in step.prefilled
             if self._states.get(state.request_id) is state
         ]
-        states, take_token = self._states, self._take_token
+        states, add_token = self._states, self._add_token
         for sample in result.samples:
             state = states.get(sample.request_id)
             if state is None or state.arrival_index >= step.new_request:
@@ -389,13 +389,15 @@ class Scheduler:
                 outputs.append(_error_output(state, sample.error))
                 continue
             first = state.record.last_token_s is None
+            reason = add_token(state, sample.token_id, now)
+            if reason is not None:
+                self._complete(state, reason, now)
+            logprobs = (sample.logprobs,) if sample.logprobs else ()
+            cached_tokens = state.num_reused or 0 if first else 0
+            # Without names, which would take twice the time for each token of each request.
             outputs.append(
                 RequestOutput(
-                    request_id=sample.request_id,
-                    token_ids=(sample.token_id,),
-                    logprobs=(sample.logprobs,) if sample.logprobs else (),
-                    finish_reason=take_token(state, sample.token_id, now),
-                    cached_tokens=state.num_reused or 0 if first else 0,
+                    sample.request_id, (sample.token_id,), logprobs, reason, cached_tokens
                 )
             )
         return outputs
@@ -591,12 +593,6 @@ class Scheduler:
         self._queues.start(state)
         self._prefixes.dequeue(state)
         state.record.event(now, "scheduled")
-
-    def _take_token(self, state: RequestState, token_id: int, now: float) -> FinishReason | None:
-        reason = self._add_token(state, token_id, now)
-        if reason is not None:
-            self._complete(state, reason, now)
-        return reason
 
     def _add_token(
         self, state: RequestState, token_id: int, now: float, num_before: int = 0

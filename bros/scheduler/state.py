@@ -316,7 +316,8 @@ class RequestState:
             tokens.append(token_id)
         if self.running:  # else it lost its memory meanwhile and has a new deadline already
             self.late = False
-            self.deadline_s = self.paced_deadline_s(_MAX_GAP)
+            if self.slo.tpot_s is not None:
+                self.deadline_s = self.paced_deadline_s(_MAX_GAP)
         if token_id in self.stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(tokens) >= self.max_length else None

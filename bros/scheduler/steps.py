@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -138,8 +139,6 @@ class StepLedger:
         """Record a committed step. queues: after the commit."""
         assert len(self._running) < 2, "at most two steps are in flight"
         self.count += 1
-        taken = {state.request_id for state, _ in packing.selected}
-        reasons = {state.request_id: reason for state, reason in packing.passed_over}
         step = Step(
             number=self.count,
             packing=packing,
@@ -153,11 +152,7 @@ class StepLedger:
                 for service_class, waiting in queues.waiting.items()
                 if waiting
             ],
-            idle=[
-                (state, reasons.get(state.request_id) or _why_stopped(packing, state.service_class))
-                for state in queues.running
-                if state.request_id not in taken
-            ],
+            idle=_idle(packing, queues.running),
         )
         self._running.append(step)
 
@@ -266,6 +261,21 @@ def _why_waiting(packing: Packing[RequestState], service_class: ServiceClass) ->
         if state.service_class is service_class and not state.running:
             return reason
     return _why_stopped(packing, service_class)
+
+
+def _idle(
+    packing: Packing[RequestState], running: Sequence[RequestState]
+) -> list[tuple[RequestState, str]]:
+    """See Step. running: after the commit, so that all selected requests are among them."""
+    if len(running) == len(packing.selected):
+        return []
+    selected = {state.request_id for state, _ in packing.selected}
+    reasons = {state.request_id: reason for state, reason in packing.passed_over}
+    return [
+        (state, reasons.get(state.request_id) or _why_stopped(packing, state.service_class))
+        for state in running
+        if state.request_id not in selected
+    ]
 
 
 def _why_stopped(packing: Packing[RequestState], service_class: ServiceClass) -> str:

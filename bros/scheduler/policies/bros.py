@@ -172,9 +172,12 @@ class Capacity:
 
     def held_by(self, states: Sequence[RequestState]) -> int:
         """KV tokens of these requests, where shared blocks count once."""
+        tokens = sum([state.num_computed_tokens for state in states])
+        all_shared = self.all_shared_tokens()
+        if not all_shared:
+            return tokens
         shared = sum(map(self.shared_tokens, states))
-        own = sum(state.num_computed_tokens for state in states) - shared
-        return own + min(shared, self.all_shared_tokens())
+        return tokens - shared + min(shared, all_shared)
 
 
 class OverloadGuard:
