@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -401,6 +403,54 @@ def test_incremental_is_from_scratch_in_any_order(
             label.merged(now[llm_call]) == now[llm_call] for llm_call, label in before.items()
         )
         before = now
+
+
+@settings(max_examples=examples(40))
+@given(programs(), st.data())
+def test_deadlines_never_fall_along_a_path_and_are_one_in_a_group(
+    calls: list[NewCall], data: st.DataObject
+) -> None:
+    """Also where members of one group are due at different times, by what comes after them."""
+    seconds = {call.id: data.draw(st.integers(1, 9).map(float)) for call in calls}
+    core = SessionStateMachine("s", estimate=lambda llm_call: seconds[llm_call.call.id])
+    core.submit(calls, 0.0)
+    asked = data.draw(criteria())
+    core.want(data.draw(st.sampled_from(variables(calls))), asked, 0.0)
+    for llm_call in llm_calls(core).values():
+        for before in _model_calls_before(llm_call):
+            assert _deadline_s(before) <= _deadline_s(llm_call)
+    for group in {group for t in llm_calls(core).values() for group in t.groups}:
+        if asked.perf is not Perf.THROUGHPUT:
+            assert len({_deadline_s(member) for member in group.members}) == 1
+
+
+def _deadline_s(llm_call: LlmCall) -> float:
+    deadline_s = llm_call.label.deadline_s
+    return math.inf if deadline_s is None else deadline_s
+
+
+def _model_calls_before(llm_call: LlmCall) -> Iterator[LlmCall]:
+    """What it waits for, through native functions."""
+    for before in llm_call.open_predecessors():
+        if before.native:
+            yield from _model_calls_before(before)
+        else:
+            yield before
+
+
+def test_members_due_at_different_times_hand_the_earliest_one_on() -> None:
+    """```
+    a ──▶ m1 ──▶ x (8 s) ──▶ out       m1 must end at 92 s - 8 s, m2 at 92 s - 1 s;
+    b ──▶ m2 ──▶ y (1 s) ──▶ out       as members of one group both at 84 s, b and a before it
+    ```"""
+    seconds = {"x": 8.0, "out": 8.0}
+    core = SessionStateMachine("s", estimate=lambda each: seconds.get(each.call.id, 1.0))
+    names = (("a", "in", "va"), ("b", "in", "vb"), ("m1", "va", "v1"), ("m2", "vb", "v2"))
+    later = (("x", "v1", "vx"), ("y", "v2", "vy"), ("out", "vx vy", "o"))
+    core.submit([llm(name, (read, made)) for name, read, made in (*names, *later)], 0.0)
+    core.want("o", replace(LATENCY, deadline_s=100.0), 0.0)
+    found = {call: t.label.deadline_s for (call, _), t in llm_calls(core).items()}
+    assert found == {"out": 100, "x": 92, "y": 92, "m1": 84, "m2": 84, "a": 83, "b": 83}
 
 
 def test_the_last_members_before_a_value_for_throughput_stay_best_effort() -> None:

@@ -154,13 +154,10 @@ class NaiveObjectives:
         requests = [llm_call for llm_call in region if not llm_call.native]
         for llm_call in requests:
             self.stages[llm_call.id][sink] = self._stage(graph, llm_call, sink, region)
-        latest = {
-            llm_call.id: self._latest(graph, llm_call, sink, criteria, region)
-            for llm_call in requests
-        }
         by_stage: dict[int, set[TurnId]] = {}
         for llm_call in requests:
             by_stage.setdefault(self.stages[llm_call.id][sink], set()).add(llm_call.id)
+        latest = self._latest(graph, sink, criteria, region, by_stage)
         if criteria.perf is Perf.THROUGHPUT:
             for stage, at_stage in by_stage.items():
                 self._group(sink, stage, at_stage, None, Level.THROUGHPUT)
@@ -238,20 +235,36 @@ class NaiveObjectives:
     def _latest(
         self,
         graph: NaiveGraph,
-        llm_call: PlainTurn,
         sink: str,
         criteria: Criteria,
         region: set[PlainTurn],
-    ) -> float | None:
-        if criteria.deadline_s is None:
-            return None
-        times = [criteria.deadline_s] if llm_call is graph.producer[sink] else []
-        for after, _ in graph.after(llm_call):
-            if after in region:
-                then_s = self._latest(graph, after, sink, criteria, region)
-                assert then_s is not None
-                times.append(then_s - (0.0 if after.native else self.estimates[after.id[0]]))
-        return min(times)
+        by_stage: Mapping[int, set[TurnId]],
+    ) -> Mapping[TurnId, float | None]:
+        """A call ends before each call after it begins. Members of a group end when the first one
+        of them has to, which moves only what is before the group."""
+        deadline_s = criteria.deadline_s
+        if deadline_s is None:
+            return dict.fromkeys((llm_call.id for llm_call in region), None)
+        group_of: dict[TurnId, set[TurnId]] = {}
+        if criteria.perf is not Perf.THROUGHPUT:
+            for stage, ids in by_stage.items():
+                if stage and _several_calls(ids):
+                    group_of.update(dict.fromkeys(ids, ids))
+
+        def alone_s(llm_call: PlainTurn) -> float:
+            times = [deadline_s] if llm_call is graph.producer[sink] else []
+            for after, _ in graph.after(llm_call):
+                if after in region:
+                    members = group_of.get(llm_call.id, ())
+                    then_s = alone_s(after) if after.id in members else finish_s(after)
+                    times.append(then_s - (0.0 if after.native else self.estimates[after.id[0]]))
+            return min(times)
+
+        def finish_s(llm_call: PlainTurn) -> float:
+            members = group_of.get(llm_call.id, {llm_call.id})
+            return min(alone_s(graph.llm_calls[member]) for member in members)
+
+        return {llm_call.id: finish_s(llm_call) for llm_call in region}
 
 
 def _several_calls(at_stage: set[TurnId]) -> bool:

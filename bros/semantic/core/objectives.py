@@ -15,7 +15,8 @@ real-time requests if a client waits for the sink, as best-effort requests befor
 a sink that is requested for THROUGHPUT all calls are best-effort, and task groups only say which of
 them a router places together.
 Native functions and further LLM calls of one call add no distance. The latest finish time of an
-LLM call is the latest start time of its consumers.
+LLM call is the latest start time of its consumers; members of a task group share the earliest one
+among them, so that deadlines never fall from a call to one that waits for it.
 
 `deduce` labels the ancestors of one variable. `Labeler` does that for all variables of a session,
 a bounded number of LLM calls at a time, so that a long chain whose values are all requested does
@@ -25,8 +26,9 @@ not block the event loop. `DeadlineWatch` finds groups whose deadlines are at ri
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from bros.core.request import ServiceClass, Slo
@@ -85,22 +87,23 @@ def deduce(sink: Variable, estimate: Estimate) -> Deduced:
         drop_groups(sink)
         return Deduced([], [])
     stages = _stages(order)
-    for llm_call, stage in stages.items():
-        llm_call.stages[sink] = stage
     by_stage: dict[int, list[LlmCall]] = {}
     for llm_call, stage in stages.items():
-        by_stage.setdefault(stage, []).append(llm_call)
+        if not llm_call.native:
+            llm_call.stages[sink] = stage
+            by_stage.setdefault(stage, []).append(llm_call)
     deduced = Deduced([], [], sum(1 + len(llm_call.inputs) for llm_call in order))
     _keep_groups(sink, by_stage)
     if want.label is not None:
-        latest = _latest_finish(order, want.label.deadline_s, estimate)
+        groups = {stage for stage in by_stage if _is_group(sink, stage, by_stage[stage])}
+        latest = _latest_finish(stages, want.label.deadline_s, estimate, groups)
         for stage, members in by_stage.items():
             _label_stage(sink, stage, members, latest, deduced)
     if want.batch:
         if want.label is None:
             for stage, members in by_stage.items():
                 _join_group(sink, stage, members, Level.THROUGHPUT)
-        latest = _latest_finish(order, want.batch_deadline_s, estimate)
+        latest = _latest_finish(stages, want.batch_deadline_s, estimate)
         for stage, members in by_stage.items():
             _label_batch(sink, stage, members, latest, deduced)
     deduced.changed[:] = dict.fromkeys(deduced.changed)
@@ -181,10 +184,10 @@ def _alone(members: Sequence[LlmCall]) -> bool:
 
 
 def _stages(order: Sequence[LlmCall]) -> dict[LlmCall, int]:
-    """Stages of these LLM calls except native ones. order[0] produces the sink.
+    """Stages of these LLM calls, in their order. order[0] produces the sink.
 
-    A native call adds no distance: its producers get the stage that it would have. Only a native
-    call that produces the sink counts, as stage 0.
+    A native call adds no distance: its producers get its stage. Only a native call that produces
+    the sink counts, as stage 0.
     """
     stages: dict[LlmCall, int] = dict.fromkeys(order, 0)
     for llm_call in order:
@@ -197,28 +200,52 @@ def _stages(order: Sequence[LlmCall]) -> dict[LlmCall, int]:
             producer = variable.producer
             if variable.pending and producer is not None:
                 stages[producer] = max(stages[producer], producer_stage)
-    return {llm_call: stage for llm_call, stage in stages.items() if not llm_call.native}
+    return stages
 
 
 def _latest_finish(
-    order: Sequence[LlmCall], deadline_s: float | None, estimate: Estimate
+    stages: Mapping[LlmCall, int],
+    deadline_s: float | None,
+    estimate: Estimate,
+    groups: Container[int] = (),
 ) -> Mapping[LlmCall, float]:
-    """Latest finish time of each LLM call in seconds; empty without a deadline."""
+    """Latest finish time of each LLM call in seconds; empty without a deadline.
+
+    stages: consumers before producers; the first call produces the sink.
+    groups: stages whose calls form a task group, which has one latest finish time.
+    """
     if deadline_s is None:
         return {}
-    latest = {order[0]: deadline_s}
-    for llm_call in order:
-        start_s = latest[llm_call] - (0.0 if llm_call.native else estimate(llm_call))
-        for before in llm_call.open_predecessors():
-            latest[before] = min(latest.get(before, start_s), start_s)
+    latest = {next(iter(stages)): deadline_s}
+    in_order = sorted(stages, key=stages.__getitem__)  # stable: still consumers before producers
+    for stage, at_stage in itertools.groupby(in_order, stages.__getitem__):
+        llm_calls = list(at_stage)
+        for llm_call in llm_calls:
+            start_s = latest[llm_call] - (0.0 if llm_call.native else estimate(llm_call))
+            for before in llm_call.open_predecessors():
+                latest[before] = min(latest.get(before, start_s), start_s)
+        if stage in groups:
+            members = [llm_call for llm_call in llm_calls if not llm_call.native]
+            shared_s = min(latest[member] for member in members)
+            for member in members:
+                latest[member] = shared_s
+                start_s = shared_s - estimate(member)
+                for before in member.open_predecessors():
+                    if stages[before] > stage:  # else it is a member, too
+                        latest[before] = min(latest[before], start_s)
     return latest
+
+
+def _is_group(sink: Variable, stage: int, members: Sequence[LlmCall]) -> bool:
+    """Whether the calls of a stage form a task group: they are of several calls, or were."""
+    return stage > 0 and (stage in sink.groups or not _alone(members))
 
 
 def _join_group(
     sink: Variable, stage: int, members: Sequence[LlmCall], level: Level
 ) -> TaskGroup | None:
     """The task group of a stage with these members; None if it has none."""
-    if not stage or (stage not in sink.groups and _alone(members)):
+    if not _is_group(sink, stage, members):
         return None
     group = sink.groups.setdefault(stage, TaskGroup(sink, stage))
     group.set_members(members)
