@@ -8,7 +8,9 @@ the bottleneck. The clients are raw sockets in this process: each sends one chat
 events until the stream ends. Only the processor time of the server process counts.
 
 --trees: source trees whose servers are compared; their rounds alternate.
---files: lists the files of bros/ whose functions the server calls during a streamed request.
+--files: lists the files of bros/ whose functions the server calls for a streamed request. Left out
+    are tasks that ran before it came and are not its own: the watch on the event loop, the
+    supervisor of the engine. tests/server/test_request_path.py limits the number.
 --profile: cProfile of one round.
 """
 
@@ -277,44 +279,78 @@ def report(rounds: Sequence[Round]) -> None:
 # ---- Probing the server process
 
 
+class CalledFiles:
+    """The files of a package whose functions are called between `begin` and `end`.
+
+    Calls in tasks that existed at `begin` do not count, since no request that comes later is
+    theirs; nor does the resumption of a coroutine.
+
+    names: relative to the folder of the package, in order of the first call.
+    """
+
+    def __init__(self, package: Path) -> None:
+        self.names: list[str] = []
+        self._package = package
+        self._seen: set[str] = set()
+        self._background: set[asyncio.Task[Any]] = set()
+
+    def begin(self) -> None:
+        """Call it on the thread of the running event loop."""
+        self._background = asyncio.all_tasks()
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+
+    def end(self) -> None:
+        threading.setprofile(None)
+        sys.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, argument: object) -> None:
+        path = frame.f_code.co_filename
+        if event != "call" or path in self._seen or not _is_new_call(frame):
+            return
+        if not Path(path).is_relative_to(self._package) or _running_task() in self._background:
+            return
+        self._seen.add(path)
+        self.names.append(Path(path).relative_to(self._package.parent).as_posix())
+
+
+def _running_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # a thread without an event loop
+        return None
+
+
+def _is_new_call(frame: FrameType) -> bool:
+    """Whether the frame is not that of a coroutine which is resumed."""
+    code = frame.f_code.co_code
+    resumes = opcode.opname[code[frame.f_lasti]] == "RESUME" and code[frame.f_lasti + 1] & 3 != 0
+    return not resumes
+
+
 def serve_probed(probe: str, result: Path, arguments: Sequence[str]) -> None:
     """Run bros with `arguments`; record from SIGUSR1 to SIGUSR2. probe: files or profile."""
-    package = str(Path(__import__("bros").__file__).parent)
-    seen: dict[str, None] = {}
+    called = CalledFiles(Path(__import__("bros").__file__).parent)
     profile = cProfile.Profile(time.process_time)
-
-    def note(frame: FrameType, event: str, argument: object) -> None:
-        name = frame.f_code.co_filename
-        if event == "call" and name.startswith(package) and _begins(frame):
-            seen.setdefault(os.path.relpath(name, os.path.dirname(package)))
 
     def begin(*_: object) -> None:
         if probe == "profile":
             profile.enable()
         else:
-            threading.setprofile(note)
-            sys.setprofile(note)
+            called.begin()
 
     def end(*_: object) -> None:
         if probe == "profile":
             profile.disable()
             profile.dump_stats(result)
         else:
-            sys.setprofile(None)
-            result.write_text("\n".join(seen), encoding="utf-8")
+            called.end()
+            result.write_text("\n".join(called.names), encoding="utf-8")
 
     signal.signal(signal.SIGUSR1, begin)
     signal.signal(signal.SIGUSR2, end)
     sys.argv = ["bros", *arguments]
     runpy.run_module("bros", run_name="__main__")
-
-
-def _begins(frame: FrameType) -> bool:
-    """Whether the frame is a new call. A resumed coroutine is not: the server's main task resumes
-    whenever uvicorn's timer fires."""
-    code = frame.f_code.co_code
-    resumes = opcode.opname[code[frame.f_lasti]] == "RESUME" and code[frame.f_lasti + 1] & 3 != 0
-    return not resumes
 
 
 def probe(tree: str, kind: str, result: Path, args: argparse.Namespace) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -54,25 +53,3 @@ def process_cpu_s() -> float:
 def thread_cpu_s() -> float:
     """Processor seconds that the calling thread has used so far."""
     return time.thread_time()
-
-
-@dataclass(slots=True)
-class Occupancy:
-    """How many of something there are, and the time integral of that number.
-
-    count: their number now.
-    total_s: their number times seconds, until as_of_s.
-    """
-
-    count: int = 0
-    total_s: float = 0.0
-    as_of_s: float = 0.0
-
-    def change(self, by: int, now: float) -> None:
-        """So many more have come, or fewer."""
-        self.total_s, self.as_of_s = self.seconds(now), now
-        self.count += by
-
-    def seconds(self, now: float) -> float:
-        """The integral until now."""
-        return self.total_s + self.count * (now - self.as_of_s)

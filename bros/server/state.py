@@ -38,20 +38,25 @@ from bros.text.tokenizer import Tokenizer
 _CAPACITY = 4096
 """More requests than an engine keeps traces of, in less than a megabyte."""
 
+_SINGLE = (1, 1)
+"""One prompt with one choice, as nearly all requests have; not remembered."""
+
 
 class RecentRequests:
-    """Numbers of prompts and choices of the latest requests; the oldest are dropped."""
+    """Numbers of prompts and choices of the latest requests that have several; the oldest are
+    dropped."""
 
     def __init__(self, capacity: int = _CAPACITY) -> None:
         self._shapes: FairMemory[str, tuple[int, int]] = FairMemory(capacity)
 
     def note(self, tenant: str, request_id: str, *, prompts: int, n: int) -> None:
         """The engine has accepted a request with this many prompts and n choices each."""
-        self._shapes.put(tenant, request_id, (prompts, n))
+        if (prompts, n) != _SINGLE:
+            self._shapes.put(tenant, request_id, (prompts, n))
 
     def parts(self, request_id: str) -> tuple[str, ...]:
         """The engine's ids of its choices, by index; the id itself if the request is unknown."""
-        return choice_ids(request_id, *(self._shapes.get(request_id) or (1, 1)))
+        return choice_ids(request_id, *(self._shapes.get(request_id) or _SINGLE))
 
 
 # ---- Files and batches.

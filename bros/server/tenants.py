@@ -135,8 +135,9 @@ def load_tenants(config: ServerConfig) -> Tenants:
     return Tenants(keys, limits)
 
 
-def public_prefixes(config: ServerConfig, tokenizer: Tokenizer) -> PublicPrefixes:
-    """What tenants share by --share-prefix and --public-prefix. Raises ConfigError."""
+def public_prefixes(config: ServerConfig, tokenizer: Tokenizer) -> PublicPrefixes | None:
+    """What tenants share by --share-prefix and --public-prefix; None: nothing. Raises
+    ConfigError."""
     if config.share_prefix == "all":
         return PublicPrefixes(all_tokens=True)
     texts = []
@@ -145,7 +146,7 @@ def public_prefixes(config: ServerConfig, tokenizer: Tokenizer) -> PublicPrefixe
             texts.append(Path(name).expanduser().read_text(encoding="utf-8").rstrip("\n"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--public-prefix: cannot read {name}: {error}") from error
-    return PublicPrefixes.of(tokenizer, texts)
+    return PublicPrefixes.of(tokenizer, texts) if texts else None
 
 
 def _limits(options: Sequence[str], number: int) -> dict[str, int | None]:

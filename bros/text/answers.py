@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from bros.text.detokenizer import CONTROL, IncrementalDetokenizer
+from bros.text.tokenizer import CONTROL, IncrementalDetokenizer
 
 # ---- The parts of an answer.
 

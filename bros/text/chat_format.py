@@ -32,8 +32,7 @@ from bros.text.answers import (
     PythonicCalls,
     ReasoningReader,
 )
-from bros.text.detokenizer import CONTROL, IncrementalDetokenizer
-from bros.text.tokenizer import Tokenizer
+from bros.text.tokenizer import CONTROL, IncrementalDetokenizer, Tokenizer
 from bros.text.tools import (
     HERMES_SYNTAX,
     LLAMA3_SYNTAX,
@@ -341,7 +340,9 @@ class ChatFormat:
         The work grows with the schemas of the tools. Raises InvalidRequestError naming the field
         that cannot be enforced.
         """
-        if self.tools is None or not (use.enforced or (use.allowed and answer is not None)):
+        if self.tools is None or not (use.required or use.allowed):
+            return None
+        if answer is None and not use.enforced:
             return None
         markers = {"BEGIN": self.tools.begin, "END": self.tools.end, "ARGS": "[ARGS]"}
         grammar = CallGrammar(

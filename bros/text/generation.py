@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-from bros.core.clock import Clock, Occupancy
+from bros.core.clock import Clock
 from bros.core.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
 from bros.core.interfaces import EngineClient, RequestStream
 from bros.core.request import (
@@ -37,8 +37,8 @@ from bros.core.request import (
 )
 from bros.core.tenants import REQUESTS, Holding, TenantAccounts
 from bros.text.answers import AnswerParser, AnswerParsing, AnswerPart, TextPart
-from bros.text.detokenizer import StopMatcher
-from bros.text.public_prefixes import NO_PUBLIC_PREFIXES, PublicPrefixes
+from bros.text.public_prefixes import PublicPrefixes
+from bros.text.stop_strings import StopMatcher
 from bros.text.tokenizer import Tokenizer
 
 _NO_SLO = Slo()
@@ -135,6 +135,28 @@ class _Turn:
             choice.forward()
 
 
+@dataclass(slots=True)
+class Occupancy:
+    """How many of something there are, and the time integral of that number.
+
+    count: their number now.
+    total_s: their number times seconds, until as_of_s.
+    """
+
+    count: int = 0
+    total_s: float = 0.0
+    as_of_s: float = 0.0
+
+    def change(self, by: int, now: float) -> None:
+        """So many more have come, or fewer."""
+        self.total_s, self.as_of_s = self.seconds(now), now
+        self.count += by
+
+    def seconds(self, now: float) -> float:
+        """The integral until now."""
+        return self.total_s + self.count * (now - self.as_of_s)
+
+
 class TextGenerator:
     """Starts generations on an engine. One per server.
 
@@ -148,11 +170,11 @@ class TextGenerator:
         clock: Clock,
         ids: IdGenerator,
         accounts: TenantAccounts | None = None,
-        public: PublicPrefixes = NO_PUBLIC_PREFIXES,
+        public: PublicPrefixes | None = None,
         open_requests: Occupancy | None = None,
     ) -> None:
         """accounts: count the open requests of each tenant; None: there are no limits.
-        public: what tenants share.
+        public: what tenants share; None: nothing.
         open_requests: where real-time requests are counted; None: a new one.
         """
         self.public = public
@@ -217,7 +239,7 @@ class TextGenerator:
                 arrival_s=self._clock.now() if arrival_s is None else arrival_s,
                 tenant=tenant,
                 user=user,
-                public_tokens=self.public.count(prompt, cache_salt),
+                public_tokens=0 if self.public is None else self.public.count(prompt, cache_salt),
                 cache_salt=cache_salt,
                 hints=hints,
             )

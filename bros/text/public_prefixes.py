@@ -48,9 +48,6 @@ class PublicPrefixes:
         return max((_common(prefix, token_ids) for prefix in self._prefixes), default=0)
 
 
-NO_PUBLIC_PREFIXES = PublicPrefixes()
-
-
 def _of_chat(tokenizer: Tokenizer, text: str) -> list[list[int]]:
     """What all chats with this system message begin with; [] if the template knows none."""
     system = {"role": "system", "content": text}

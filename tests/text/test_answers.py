@@ -29,7 +29,7 @@ from bros.text.answers import (
     TextPart,
     ToolCall,
 )
-from bros.text.detokenizer import CONTROL
+from bros.text.tokenizer import CONTROL
 from support.tier import examples
 
 NAMES = frozenset({"f", "get_weather", "search-all"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.text.public_prefixes import NO_PUBLIC_PREFIXES, PublicPrefixes
+from bros.text.public_prefixes import PublicPrefixes
 from support.scripted_server import make_tokenizer
 
 SYSTEM = "Be kind & brief."
@@ -44,6 +44,6 @@ def test_a_text_is_public_as_prompt_and_as_system_message() -> None:
 
 def test_all_or_nothing() -> None:
     prompt = [1, 2, 3]
-    assert NO_PUBLIC_PREFIXES.count(prompt) == 0
+    assert PublicPrefixes().count(prompt) == 0
     everything = PublicPrefixes(all_tokens=True)
     assert everything.count(prompt) > 10**9 and everything.count(prompt, cache_salt="s") == 0

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from bros.core.clock import Occupancy
 from bros.core.interfaces import Placement
 from bros.core.request import RequestGroup, ServiceClass
 from bros.core.tenants import Holding
@@ -25,6 +24,7 @@ from bros.semantic.schema import (
     Sharing,
     SubmittedCall,
 )
+from bros.text.generation import Occupancy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -187,7 +187,7 @@ class Prefiller:
         clock: Clock,
         settings: SessionSettings,
         accounts: TenantAccounts,
-        public: PublicPrefixes,
+        public: PublicPrefixes | None,
     ) -> None:
         self._accounts = accounts
         self._public = public
@@ -247,7 +247,7 @@ class Prefiller:
                 service_class=ServiceClass.BE,
                 arrival_s=self._clock.now(),
                 tenant=session.tenant,
-                public_tokens=self._public.count(token_ids),
+                public_tokens=0 if self._public is None else self._public.count(token_ids),
                 prefill_only=True,
                 hints=Hints(
                     program=session.uid,

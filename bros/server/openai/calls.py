@@ -423,6 +423,8 @@ def _plain(message: ChatMessage) -> dict[str, Any]:
 
 def tool_use(definitions: Sequence[ToolDefinition] | None, choice: ToolChoice | None) -> ToolUse:
     """What a request allows the model. Raises InvalidRequestError naming the wrong field."""
+    if not definitions and choice in (None, "auto"):
+        return NO_TOOLS
     functions = [definition.function for definition in definitions or ()]
     names = [function.name for function in functions]
     repeated = next((name for i, name in enumerate(names) if name in names[:i]), None)
@@ -565,7 +567,8 @@ class ChatCall:
         )
         if not prompt.token_ids:
             raise InvalidRequestError("The messages result in an empty prompt.", param="messages")
-        check_size([prompt.token_ids], self.sampling)
+        if self.sampling.prompt_logprobs is not None:
+            check_size([prompt.token_ids], self.sampling.prompt_logprobs, self.sampling.n)
         self._reasoning = prompt.reasoning
         self._use_grammar(prompt.reasoning)
         return [prompt.token_ids]
@@ -656,7 +659,8 @@ class CompletionCall:
             lambda: [self._token_ids(prompt) for prompt in self.body.prompt],
             size,
         )
-        check_size(self._prompt_ids, self.sampling)
+        if self.sampling.prompt_logprobs is not None:
+            check_size(self._prompt_ids, self.sampling.prompt_logprobs, self.sampling.n)
         return self._prompt_ids
 
     def parsing(self) -> None:

@@ -1,4 +1,4 @@
-"""Runs a call on the engine and builds its response, for HTTP requests and rows of batches."""
+"""Chat and text completions: from the HTTP request, or the row of a batch, to the response."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from bros.core.interfaces import EngineInfo
 from bros.core.request import NO_HINTS, Hints, ServiceClass, Slo
 from bros.semantic.service.runner import PlainCall
 from bros.server.errors import renaming_fields
-from bros.server.http import CancelOnDisconnect, offload
-from bros.server.openai.calls import Call, Tier, response_tier, slo_of, tier_of
+from bros.server.http import CancelOnDisconnect, offload, read_as
+from bros.server.openai.calls import CALLS, Call, Tier, response_tier, slo_of, tier_of
 from bros.server.openai.prompt_logprobs import NUMBER_CHARS, num_numbers
 from bros.server.openai.stream import Answer, AnswerStream, ChunkFrame, Observer
-from bros.server.sessions.joining import SessionObserver
+from bros.server.sessions.joining import SESSION_HEADERS, SessionObserver, deadline_ms, join
 from bros.server.state import ServerState
 from bros.text.generation import choice_ids
 
@@ -91,8 +91,9 @@ class Exchange:
         TextGenerator.start raise."""
         state, call = self._state, self._call
         prompts = await call.prompts(self._tenant)
-        with renaming_fields(call.field_names):
-            await state.check_grammar(self._tenant, call.sampling.grammar)
+        if call.sampling.grammar is not None:
+            with renaming_fields(call.field_names):
+                await state.check_grammar(self._tenant, call.sampling.grammar)
         generation = await state.generator.start(
             prompts,
             call.sampling,
@@ -150,6 +151,30 @@ class Exchange:
         frame = ChunkFrame(call.chunk_kind, self.header, include_usage=include_usage)
         writer, offloaded = call.writer(frame), partial(offload, self._state, self._tenant)
         return AnswerStream(self.answer, writer, self._state.stopping, offloaded)
+
+
+async def create_chat_completion(request: Request) -> Response:
+    """Generate the next message of a conversation; with stream, as server-sent events."""
+    return await _generate(request)
+
+
+async def create_completion(request: Request) -> Response:
+    """Continue prompts; with stream, as server-sent events."""
+    return await _generate(request)
+
+
+async def _generate(request: Request) -> Response:
+    state = ServerState.of(request)
+    arrival_s = state.clock.now()
+    make = CALLS[request.scope["path"]]
+    fields, call = await read_as(
+        request, state.max_body_bytes, lambda fields: (fields, make(state, fields))
+    )
+    session_call = due_ms = None
+    if fields.get("metadata") or any(name in request.headers for name in SESSION_HEADERS):
+        session_call = join(request, fields, call)
+        due_ms = None if session_call is None else deadline_ms(fields)
+    return await respond(request, call, arrival_s, session_call, due_ms)
 
 
 async def respond(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from bros.core.errors import InvalidRequestError
-from bros.core.request import PromptLogprobs, SamplingParams
+from bros.core.request import PromptLogprobs
 from bros.server.openai.schema import PromptLogprob
 from bros.text.tokenizer import Tokenizer
 
@@ -21,12 +21,12 @@ NUMBER_CHARS = 100
 """Rendering a log-probability takes as long as so many characters of text."""
 
 
-def check_size(prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
-    """Raises InvalidRequestError if the log-probabilities of these prompts are too many."""
-    top = sampling.prompt_logprobs
-    if top is None:
-        return
-    numbers = sum(map(len, prompts)) * (1 + top) * sampling.n
+def check_size(prompts: Sequence[Sequence[int]], top: int, n: int) -> None:
+    """Raises InvalidRequestError if the log-probabilities of these prompts are too many.
+
+    top: most likely tokens per position. n: choices per prompt.
+    """
+    numbers = sum(map(len, prompts)) * (1 + top) * n
     if numbers > MAX_NUMBERS:
         raise InvalidRequestError(
             f"The prompts would have {numbers} log-probabilities, more than {MAX_NUMBERS}: send "

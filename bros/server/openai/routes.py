@@ -1,4 +1,4 @@
-"""Chat and text completions, /v1/models, /tokenize and /detokenize."""
+"""The routes of chat and text completions, /v1/models, /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from bros.server.http import (
     validate,
 )
 from bros.server.openai.calls import (
-    CALLS,
     check_counts,
     encode_chat,
     encode_text,
     tool_use,
 )
-from bros.server.openai.exchange import respond
+from bros.server.openai.exchange import create_chat_completion, create_completion
 from bros.server.openai.schema import (
     ChatCompletion,
     ChatCompletionRequest,
@@ -38,30 +37,7 @@ from bros.server.openai.schema import (
     TokenizeRequest,
 )
 from bros.server.operations.openapi import ApiRoute, Schemas
-from bros.server.sessions.joining import deadline_ms, join
 from bros.server.state import ServerState
-
-
-async def create_chat_completion(request: Request) -> Response:
-    """Generate the next message of a conversation; with stream, as server-sent events."""
-    return await _generate(request)
-
-
-async def create_completion(request: Request) -> Response:
-    """Continue prompts; with stream, as server-sent events."""
-    return await _generate(request)
-
-
-async def _generate(request: Request) -> Response:
-    state = ServerState.of(request)
-    arrival_s = state.clock.now()
-    make = CALLS[request.scope["path"]]
-    fields, call = await read_as(
-        request, state.max_body_bytes, lambda fields: (fields, make(state, fields))
-    )
-    session_call = join(request, fields, call)
-    due_ms = None if session_call is None else deadline_ms(fields)
-    return await respond(request, call, arrival_s, session_call, due_ms)
 
 
 def _objective(meaning: str, name: str) -> dict[str, Any]:

@@ -669,7 +669,7 @@ class AnswerStream(EventStream):
 
     async def _written(self, deltas: Sequence[TextDelta]) -> bytes:
         """Their events; log-probabilities of long prompts are written on a thread."""
-        numbers = sum(num_numbers(delta.prompt_logprobs) for delta in deltas)
+        numbers = sum(num_numbers(each.prompt_logprobs) for each in deltas if each.prompt_logprobs)
 
         def write() -> bytes:
             return b"".join(map(self._writer.write, deltas))

@@ -25,7 +25,9 @@ from bros.server.state import ServerState
 from bros.text.answers import ParsedAnswer
 from bros.text.generation import TextDelta
 
-_SESSION_HEADERS = ("x-bros-session", "x-dynamo-session-id")
+SESSION_HEADERS = ("x-bros-session", "x-dynamo-session-id")
+"""Each names the session of a request; the body's metadata may name it instead."""
+
 _NODE_HEADERS = ("x-bros-node",)
 _INPUT_HEADERS = ("x-bros-inputs",)
 _SESSION_FIELD, _NODE_FIELD, _INPUT_FIELD = "bros_session", "bros_node", "bros_inputs"
@@ -43,7 +45,7 @@ def join(request: Request, fields: Mapping[str, Any], call: Call) -> PlainCall |
     state = ServerState.of(request)
     if state.sessions is None:
         return None
-    session_id, param = _find(request, fields, _SESSION_HEADERS, _SESSION_FIELD)
+    session_id, param = _find(request, fields, SESSION_HEADERS, _SESSION_FIELD)
     if session_id is None:
         return None
     if not _ID.fullmatch(session_id):
