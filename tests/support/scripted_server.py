@@ -35,6 +35,7 @@ from bros.core.request import (
     Slo,
     TokenLogprobs,
 )
+from bros.engine.client import OutputStream
 from bros.scheduler.admission import Limits
 from bros.server.app import create_app
 from bros.server.build import with_jobs, with_sessions
@@ -147,7 +148,7 @@ class ScriptedEngine:
         self.info = dataclasses.replace(self.info, max_model_len=max_model_len)
         self._limits = dataclasses.replace(self._limits, max_model_len=max_model_len)
 
-    async def submit(self, request: EngineRequest) -> PlayedStream:
+    async def submit(self, request: EngineRequest) -> OutputStream:
         if not self.alive:
             raise EngineDeadError("The engine is not running.")
         self._limits.check(request)
