@@ -422,24 +422,24 @@ class Job:
                     context.store.pending, self.batch.id, rank, _PAGE
                 ):
                     for ref in page:
-                        await self._acquire_place()
-                        running = group.create_task(self._run_row(rows, ref))
-                        # A callback, because a task that is cancelled before it starts runs no
-                        # `finally`.
-                        running.add_done_callback(lambda _: context.limiter.release())
+                        await self._start_row(group, rows, ref)
                     rank = page[-1].rank
 
-    async def _acquire_place(self) -> None:
-        """Wait until a row may start: admitted by the limiter, and the lease has not run out
-        (leases are not renewed while the store is unavailable)."""
+    async def _start_row(self, group: asyncio.TaskGroup, rows: _Input, ref: RowRef) -> None:
+        """Run a row as a task of the group, once it may start: it is admitted by the limiter, until
+        the task ends, and the lease has not run out (leases are not renewed while the store is
+        unavailable)."""
         limiter = self._context.limiter
         await limiter.acquire((self.batch.expires_at, self.batch.created_at))
         try:
             while self._now() >= self.lease_until_s:
                 await asyncio.sleep(_MIN_PAUSE_S)
-        except asyncio.CancelledError:
+            running = group.create_task(self._run_row(rows, ref))
+        except BaseException:
             limiter.release()
             raise
+        # A callback, because a task that is cancelled before it starts runs no `finally`.
+        running.add_done_callback(lambda _: limiter.release())
 
     async def _run_row(self, rows: _Input, ref: RowRef) -> None:
         context, began_s = self._context, self._context.clock.now()

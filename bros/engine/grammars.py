@@ -353,7 +353,8 @@ class _Output:
     _count: tokens that it has advanced over; the constraint speaks for the token after these.
     _known: bytes of the end of the free text that are there; None: the grammar applies.
     _mask: computed mask; holds if _has_mask.
-    _computing: held by the thread that computes the mask ahead of time; None: none does.
+    _computing: set when the mask is computed that a thread computes ahead of time; until then no
+        other thread may use the matcher. None: no thread computes one.
     """
 
     def __init__(
@@ -380,7 +381,7 @@ class _Output:
         self._count = 0
         self._mask: NDArray[np.uint8] | None = None
         self._has_mask = False
-        self._computing: threading.Lock | None = None
+        self._computing: threading.Event | None = None
 
     # ---- GrammarState.
 
@@ -473,22 +474,21 @@ class _Output:
     def _compute_ahead(self) -> None:
         if self._known is not None or self._matcher.is_stopped():
             return
-        self._computing = lock = threading.Lock()
-        lock.acquire()
+        self._computing = computed = threading.Event()
 
         def compute() -> None:
             try:
                 with contextlib.suppress(ValueError):  # raised again where the mask is needed
                     self._compute_mask()
             finally:
-                lock.release()
+                computed.set()
 
         self._worker.put(compute)
 
     def _join(self) -> None:
         """Wait until no other thread uses the matcher."""
         if self._computing is not None:
-            self._computing.acquire()
+            self._computing.wait()
             self._computing = None
 
     def _wait_for_mask(self) -> NDArray[np.uint8]:

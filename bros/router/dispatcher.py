@@ -61,25 +61,31 @@ class _WithdrawnError(Exception):
 class _Suspects:
     """Starts requests that are one loss short of _MAX_LOSSES one at a time.
 
-    waits -- acquire --> starts -- release: first output, end, or engine lost --> next
+    waits ── begin ──▶ starting ── end ──▶ the next one begins
+
+    A start begins before the request is placed again. It ends with the first output, or when the
+    request is detached from its replica. A refusal does not end it: the request tries the next
+    replica.
+
+    starting: the request that starts now, whose `suspect` is then True; None: none does.
     """
 
     def __init__(self) -> None:
-        self._starting: RoutedRequest | None = None
-        self._released = asyncio.Event()
+        self.starting: RoutedRequest | None = None
+        self._ended = asyncio.Event()
 
-    async def acquire(self, item: RoutedRequest) -> None:
-        """Wait until no other request starts; then this one does, until `release`."""
-        while self._starting is not None:
-            await self._released.wait()
-        self._starting, item.suspect = item, True
-        self._released.clear()
+    async def begin(self, item: RoutedRequest) -> None:
+        """Wait until no other request starts; then this one does."""
+        while self.starting is not None:
+            await self._ended.wait()
+        self.starting, item.suspect = item, True
+        self._ended.clear()
 
-    def release(self, item: RoutedRequest) -> None:
-        """Let the next request start, if this is the one that starts."""
-        if self._starting is item:
-            self._starting, item.suspect = None, False
-            self._released.set()
+    def end(self, item: RoutedRequest) -> None:
+        """The request has started or is detached. No effect if it is not the one that starts."""
+        if self.starting is item:
+            self.starting, item.suspect = None, False
+            self._ended.set()
 
 
 class Dispatcher:
@@ -206,11 +212,10 @@ class Dispatcher:
 
     def _on_withdrawn(self, item: RoutedRequest) -> None:
         """Detach a withdrawn request from its replica, which may still run it."""
-        self._suspects.release(item)
         if item.replica is not None:
             item.unreleased.add(item.replica)
             item.replica.stuck = item.on_live_engine
-        self._replica_set.detach(item)
+        self._detach(item)
         self.moved += 1
 
     # Outputs
@@ -265,7 +270,7 @@ class Dispatcher:
     async def _continue(self, item: RoutedRequest) -> None:
         try:
             if item.losses >= _MAX_LOSSES - 1:
-                await self._suspects.acquire(item)
+                await self._suspects.begin(item)
             inner = await self._place(item, can_wait=True)
         except Exception as error:
             self._fail(item, error)
@@ -312,15 +317,20 @@ class Dispatcher:
     ) -> None:
         """End a request without a last output from an engine."""
         self._disconnect(item)
-        self._replica_set.detach(item)
+        self._detach(item)
         item.end(reason, error, retry_after_s)
         self._remove(item)
 
     def _remove(self, item: RoutedRequest) -> None:
         """Remove a request from the open ones."""
-        self._suspects.release(item)
-        self._replica_set.detach(item)
+        self._detach(item)
         self.open.pop(item.id, None)
+
+    def _detach(self, item: RoutedRequest, *, cached: bool = False) -> None:
+        """Remove a request from its replica, if it has one, and end its start. cached: it ran to
+        its end."""
+        self._suspects.end(item)
+        self._replica_set.detach(item, cached=cached)
 
     def _must_continue(self, item: RoutedRequest, output: RequestOutput) -> bool:
         """Whether a request that its engine has ended continues on another replica: it was moved,
@@ -341,14 +351,13 @@ class Dispatcher:
             item.refusals[replica] = refused
         else:
             return False
-        self._suspects.release(item)
-        self._replica_set.detach(item)
+        self._detach(item)
         return True
 
     def _deliver(self, item: RoutedRequest, output: RequestOutput) -> None:
         reason = output.finish_reason
         if not item.has_output and (output.token_ids or reason is FinishReason.LENGTH):
-            self._suspects.release(item)
+            self._suspects.end(item)
             self._replica_set.on_first_output(item, output.cached_tokens)
             item.refusals.clear()
         if reason is None:
@@ -358,15 +367,14 @@ class Dispatcher:
             self._remember(item.id, EndedRequest(item.replica, item.placed))
         self._disconnect(item)
         item.forward(output)
-        self._replica_set.detach(item, cached=reason.complete)
+        self._detach(item, cached=reason.complete)
         self._remove(item)
 
     def _on_engine_lost(self, item: RoutedRequest, error: EngineDeadError) -> None:
         """Detach a request whose engine is lost. Raises _LostTooOftenError."""
-        self._suspects.release(item)
         if item.replica is not None and item.on_live_engine:
             self._replica_set.mark_down(item.replica)
-        self._replica_set.detach(item)
+        self._detach(item)
         item.losses += 1
         if item.losses >= _MAX_LOSSES:
             raise _LostTooOftenError(
