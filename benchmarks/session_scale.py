@@ -95,7 +95,7 @@ class InstantEngine:
         self.info = EngineInfo(
             model="instant", weights="none", kernels="none", kv_dtype="none", device="none",
             max_model_len=1_000_000, vocab_size=TOKENIZER.vocab_size, block_size=16,
-            num_kv_blocks=1000, policy="bros", eos_token_ids=(),
+            num_kv_blocks=1000, policy="bros", yields=True, eos_token_ids=(),
         )  # fmt: skip
         self.holding = False
         self.failing: set[str] = set()

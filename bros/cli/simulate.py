@@ -61,7 +61,7 @@ from bros.core.config import POLICIES, EngineConfig
 from bros.core.config_sources import given_flags, load_config, near_matches
 from bros.core.errors import ConfigError
 from bros.router.state import ROUTERS
-from bros.scheduler.build import unused_options, without_effect
+from bros.scheduler.build import needs_cost_model, unused_options, without_effect
 from bros.scheduler.profiles import Profile, available_cores, profile_folders
 from bros.simulator.fleet import (
     FleetReport,
@@ -604,11 +604,12 @@ def _scenario_json(scenario: SimulatedScenario) -> dict[str, Any]:
 
 
 def _engine_config(engine: EngineConfig, policy: str, alone: bool) -> EngineConfig:
-    """The options with one of the policies; --overload is reset for policies that lack it."""
-    changes = {"policy": policy}
-    if policy != "bros" and not alone:
-        changes["overload"] = "late"
-    return dataclasses.replace(with_step_bounds(engine), **changes)  # type: ignore[arg-type]
+    """The options with one of the policies; --overload is reset for policies that cannot act on
+    it, because they do not know how long steps take."""
+    config = dataclasses.replace(with_step_bounds(engine), policy=policy)
+    if alone or needs_cost_model(config):
+        return config
+    return dataclasses.replace(config, overload="late")
 
 
 def _warn_of_unused(

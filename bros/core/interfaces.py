@@ -87,6 +87,8 @@ class EngineInfo:
     """Facts about an engine that do not change while it runs.
 
     default_slo: objectives of real-time requests that name none.
+    yields: best-effort work yields to real-time requests: it gets only the time and memory that
+        they leave. That follows from the policy.
     grouping: which shared prefixes kernels read once; None if each row reads its own.
     tp: number of ranks.
     prices: None if the engine has no cost model.
@@ -109,6 +111,7 @@ class EngineInfo:
     max_queue: int = 2**31 - 1
     eos_token_ids: tuple[int, ...] = ()
     default_slo: Slo = Slo(ttft_s=0.4, tpot_s=0.2)
+    yields: bool = False
     grouping: Grouping | None = None
     tp: int = 1
     prices: Prices | None = None

@@ -15,6 +15,7 @@ from bros.engine.group import Group
 from bros.engine.profiling import step_time_model
 from bros.executor.model_store import ModelFiles
 from bros.scheduler.build import (
+    best_effort_yields,
     build_scheduler,
     needs_cost_model,
     unused_options,
@@ -42,7 +43,7 @@ def build_engine(
     """
     executor, info = (group or Group(config)).lead(files)
     slo = Slo(ttft_s=config.slo_ttft / 1000, tpot_s=config.slo_tpot / 1000)
-    info = dataclasses.replace(info, default_slo=slo)
+    info = dataclasses.replace(info, default_slo=slo, yields=best_effort_yields(config))
     unused = unused_options(config)
     if unused:
         report(without_effect(unused, config.policy))

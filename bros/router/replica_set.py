@@ -234,12 +234,11 @@ class ReplicaHandle:
     def facts(self) -> ReplicaFacts:
         """What the fleet needs to know about it. It must be up."""
         assert self.info is not None
-        yields = self.info.policy == "bros"
         return ReplicaFacts(
             capacity_tokens=self.info.num_kv_blocks * self.info.block_size,
             prices=self.info.prices or Prices(),
-            yields=yields,
-            ttft_s=self.info.default_slo.ttft_s if yields else None,
+            yields=self.info.yields,
+            ttft_s=self.info.default_slo.ttft_s if self.info.yields else None,
         )
 
     def retain_counters(self) -> None:

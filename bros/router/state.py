@@ -61,7 +61,7 @@ class ReplicaFacts:
     """What the router needs to know about an engine.
 
     capacity_tokens: size of its KV cache.
-    yields: whether its best-effort work yields to real-time work (policy bros).
+    yields: whether its best-effort work yields to real-time work, see EngineInfo.
     ttft_s: TTFT objective of real-time requests that set none; None if there is no default.
     """
 

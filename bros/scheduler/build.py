@@ -45,6 +45,12 @@ def needs_cost_model(config: EngineConfig) -> bool:
     return config.policy == BrosPolicy.name
 
 
+def best_effort_yields(config: EngineConfig) -> bool:
+    """See Policy.best_effort_yields; of the policy that the options name."""
+    kinds = (BrosPolicy, *_ORDER_POLICIES)
+    return next(kind.best_effort_yields for kind in kinds if kind.name == config.policy)
+
+
 def unused_options(config: EngineConfig) -> list[str]:
     """Flags that differ from their defaults but have no effect under the policy."""
     if config.policy == BrosPolicy.name:

@@ -498,7 +498,7 @@ def build_fleet_simulation(
         oracle=oracle_of(requests, scenario.seed),
     )
     bounds = scenario.config.step_bounds(scenario.device.name)
-    yields = scenario.config.policy == "bros"
+    yields = engine_info(scenario.config, scenario.device).yields
     facts = ReplicaFacts(
         capacity_tokens=scenario.device.kv_blocks * BLOCK_SIZE,
         prices=scenario.device.steps.prices(bounds.tokens),

@@ -35,7 +35,7 @@ from bros.core.request import (
     Slo,
 )
 from bros.engine.engine import Engine
-from bros.scheduler.build import build_scheduler
+from bros.scheduler.build import best_effort_yields, build_scheduler
 from bros.scheduler.cost_model import CostModel, StepLoad
 from bros.scheduler.profiles import Profile, load_profile
 from bros.scheduler.scheduler import Scheduler
@@ -548,6 +548,7 @@ def engine_info(config: EngineConfig, device: Device) -> EngineInfo:
         policy=config.policy,
         max_queue=config.max_queue,
         default_slo=slo_of(config),
+        yields=best_effort_yields(config),
         prices=device.steps.prices(with_step_bounds(config).step_bounds("cpu").tokens),
     )
 

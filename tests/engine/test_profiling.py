@@ -49,6 +49,7 @@ INFO = EngineInfo(
     block_size=16,
     num_kv_blocks=1456,
     policy="bros",
+    yields=True,
 )
 TINY = dataclasses.replace(INFO, max_model_len=64, num_kv_blocks=32, vocab_size=10)
 DEFAULTS = EngineConfig()

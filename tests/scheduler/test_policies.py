@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bros.core.config import EngineConfig
+from bros.core.config import POLICIES, EngineConfig
 from bros.core.request import FinishReason, ServiceClass, Slo
-from bros.scheduler.build import unused_options
+from bros.scheduler.build import best_effort_yields, unused_options
 from bros.scheduler.cost_model import StepTimePredictor
 from bros.scheduler.policies.bros import BrosPolicy, BrosSettings, Capacity, OverloadGuard
 from bros.scheduler.state import Queues, RequestState
@@ -607,3 +607,8 @@ def test_an_interrupted_request_that_waits_gets_a_new_deadline_whenever_it_misse
         ("new", pytest.approx(2.4)),
         ("begun", 2.5),
     ]
+
+
+def test_best_effort_work_yields_to_real_time_requests_under_bros_only() -> None:
+    yielding = [name for name in POLICIES if best_effort_yields(EngineConfig(policy=name))]
+    assert yielding == ["bros"]

@@ -26,7 +26,7 @@ STEP_S = 0.01
 INFO = EngineInfo(
     model="killable", weights="none", kernels="none", kv_dtype="none", device="none",
     max_model_len=1000, vocab_size=VOCAB, block_size=4, num_kv_blocks=100, policy="bros",
-    max_queue=10, eos_token_ids=(EOS,),
+    yields=True, max_queue=10, eos_token_ids=(EOS,),
 )  # fmt: skip
 
 

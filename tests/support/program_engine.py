@@ -78,7 +78,7 @@ class ProgramEngine:
         self.info = EngineInfo(
             model="fake", weights="none", kernels="none", kv_dtype="none", device="none",
             max_model_len=MAX_LEN, vocab_size=TOKENIZER.vocab_size, block_size=BLOCK,
-            num_kv_blocks=1000, policy="bros", eos_token_ids=(EOS,),
+            num_kv_blocks=1000, policy="bros", yields=True, eos_token_ids=(EOS,),
         )  # fmt: skip
 
     async def submit(self, request: EngineRequest) -> PlayedStream:

@@ -33,6 +33,8 @@ class Proposal:
 class Policy(Protocol):
     """Orders requests and bounds steps; never allocates.
 
+    best_effort_yields: whether best-effort work gets only the time and memory that real-time
+        requests leave.
     predictor: predicts step times; None if the policy does not use them.
     new_requests_preempt: whether requests that hold no KV memory may preempt others.
     expected_tokens: how many more tokens a request is likely to generate; None if best-effort
@@ -41,6 +43,9 @@ class Policy(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def best_effort_yields(self) -> bool: ...
 
     @property
     def predictor(self) -> StepTimePredictor | None: ...
@@ -108,6 +113,7 @@ class OrderPolicy:
     """Base of the policies that only order requests, without predicted step times."""
 
     name = "base"
+    best_effort_yields = False
     new_requests_preempt = True
     aborts_steps = False
     predictor: StepTimePredictor | None = None

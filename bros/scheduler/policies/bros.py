@@ -385,6 +385,7 @@ class BrosPolicy:
     """See the top of this file; implements Policy."""
 
     name = "bros"
+    best_effort_yields = True
     new_requests_preempt = True
 
     def __init__(
