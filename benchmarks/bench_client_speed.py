@@ -22,7 +22,7 @@ from rich.console import Console
 from bros.bench.client import AiohttpTransport, Client, Outcome
 from bros.bench.dialects import RequestFormat, dialect_of
 from bros.bench.load import LoadResult, OfferedLoad, drive
-from bros.bench.plan import Piece, Planned, Session, Turn
+from bros.bench.plan import Piece, Planned, Session, SessionRequest
 from bros.core.clock import SystemClock, process_cpu_s
 from bros.core.request import ServiceClass
 from bros.scheduler.profiles import available_cores
@@ -94,7 +94,9 @@ def load(streams: int, duration_s: float) -> OfferedLoad:
     times = [i / 4 for i in range(int(4 * duration_s))]
     return OfferedLoad(
         duration_s=duration_s,
-        sessions=[Session(at, (Turn(planned(f"rt{at}", ServiceClass.RT)),)) for at in times],
+        sessions=[
+            Session(at, (SessionRequest(planned(f"rt{at}", ServiceClass.RT)),)) for at in times
+        ],
         backlog=(planned(f"be{i}", ServiceClass.BE) for i in itertools.count()),
         in_flight=streams,
     )

@@ -27,9 +27,9 @@ from bros.core.request import ServiceClass, Slo
 from bros.workload.attainment import (
     Attainment,
     Judged,
-    State,
     Summary,
     Timeline,
+    TimelineOutcome,
     gaps_s,
     tokens_on_time,
 )
@@ -38,7 +38,10 @@ from bros.workload.attainment import judge as judge_timeline
 # ---- One request.
 
 
-_STATES = {Outcome.OPEN: State.OPEN, Outcome.COMPLETED: State.COMPLETED}
+_TIMELINE_OUTCOMES = {
+    Outcome.OPEN: TimelineOutcome.OPEN,
+    Outcome.COMPLETED: TimelineOutcome.COMPLETED,
+}
 
 
 def judge(record: Record, slo: Slo | None, until_s: float) -> Judged:
@@ -54,7 +57,7 @@ def timeline(record: Record) -> Timeline:
         start_s=start_s(record),
         times_s=record.chunk_times_s,
         tokens=output_tokens(record),
-        state=_STATES.get(record.outcome, State.LOST),
+        outcome=_TIMELINE_OUTCOMES.get(record.outcome, TimelineOutcome.LOST),
         end_s=record.end_s,
     )
 

@@ -45,9 +45,10 @@ class Planned:
         return sum(piece.tokens for piece in self.prompt)
 
 
-class Turn(NamedTuple):
-    """One request of a session.
+class SessionRequest(NamedTuple):
+    """One turn of a session.
 
+    request: what the turn sends.
     think_s: seconds between the end of the previous response and this request; the first turn is
         sent when the session begins.
     """
@@ -60,7 +61,7 @@ class Session(NamedTuple):
     """Consecutive requests of one user. at_s: begin, in seconds after the start of the run."""
 
     at_s: float
-    turns: tuple[Turn, ...]
+    turns: tuple[SessionRequest, ...]
 
 
 class Backlog(Protocol):
@@ -84,8 +85,13 @@ def digest(sessions: Sequence[Session], backlog: Sequence[Planned]) -> str:
     """
     hashed = hashlib.sha256()
     for session in sessions:
-        turns = tuple(turn._replace(request=_without_slo(turn.request)) for turn in session.turns)
-        hashed.update(repr(session._replace(turns=turns)).encode())
+        # The form of earlier versions, so that equal requests have equal digests in old results.
+        turns = "".join(
+            f"Turn(request={_without_slo(turn.request)!r}, think_s={turn.think_s!r}), "
+            for turn in session.turns
+        )
+        ends = 1 if len(session.turns) == 1 else 2  # as in the repr of a tuple
+        hashed.update(f"Session(at_s={session.at_s!r}, turns=({turns[:-ends]}))".encode())
     for request in backlog:
         hashed.update(repr(_without_slo(request)).encode())
     return hashed.hexdigest()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from bros.bench.plan import Backlog, Piece, Planned, Session, Turn, digest
+from bros.bench.plan import Backlog, Piece, Planned, Session, SessionRequest, digest
 from bros.bench.results import CapacityTrial, Scenario
 from bros.bench.workloads.catalogue import Encoder, find_content
 from bros.bench.workloads.contents import (
@@ -108,7 +108,7 @@ class Fitter:
 
     def session(self, session: Session) -> Session | None:
         """The session with the turns that fit; None if the first one does not."""
-        turns: list[Turn] = []
+        turns: list[SessionRequest] = []
         for turn in session.turns:
             request = self.request(turn.request)
             if request is None:

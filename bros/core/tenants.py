@@ -1,8 +1,8 @@
 """What the server holds for each tenant, and the limits of that.
 
-    hold, count ──▶ Holding ── resize ──▶ release      its owner releases it, at whatever end
-                       │
-                       └── counts until then in `used` of its tenant and resource
+    hold, count ──▶ QuotaHold ── resize ──▶ release    its owner releases it, at whatever end
+                        │
+                        └── counts until then in `used` of its tenant and resource
 
 Files, batches and responses outlive the process, so the store counts those; their limits are here,
 too.
@@ -211,14 +211,14 @@ class TenantAccounts:
         """All that is held: (tenant, resource) -> amount above 0."""
         return {key: amount for key, amount in self._used.items() if amount}
 
-    def hold(self, tenant: str, resource: Resource, amount: int = 1) -> Holding:
+    def hold(self, tenant: str, resource: Resource, amount: int = 1) -> QuotaHold:
         """Count so much more. Raises what `check` raises."""
         self.check(tenant, resource, amount)
         return self.count(tenant, resource, amount)
 
-    def count(self, tenant: str, resource: Resource, amount: int = 1) -> Holding:
+    def count(self, tenant: str, resource: Resource, amount: int = 1) -> QuotaHold:
         """Count so much more, whatever the limit: `check` came before."""
-        return Holding(self, tenant, resource, amount)
+        return QuotaHold(self, tenant, resource, amount)
 
     def check(self, tenant: str, resource: Resource, more: int = 1) -> None:
         """Raises what `check_limit` raises if the tenant may not hold so much more."""
@@ -228,12 +228,12 @@ class TenantAccounts:
         """A client got a TenantLimitError."""
         self._refused[tenant, resource] += 1
 
-    def check_integrity(self, holdings: Mapping[Holding, int]) -> None:
-        """Raise AssertionError unless exactly these holdings are counted, with these amounts."""
+    def check_integrity(self, holds: Mapping[QuotaHold, int]) -> None:
+        """Raise AssertionError unless exactly these are counted, with these amounts."""
         counted: Counter[tuple[str, Resource]] = Counter()
-        for holding, amount in holdings.items():
-            assert holding.amount == amount
-            counted[holding.tenant, holding.resource] += amount
+        for hold, amount in holds.items():
+            assert hold.amount == amount
+            counted[hold.tenant, hold.resource] += amount
         assert self.held == {key: amount for key, amount in counted.items() if amount}
 
     def _add(self, tenant: str, resource: Resource, amount: int) -> None:
@@ -244,7 +244,7 @@ class TenantAccounts:
             del self._used[key]  # tenants without keys of their own must not add up
 
 
-class Holding:
+class QuotaHold:
     """Something held for a tenant, until `release`. Also a context manager that releases it."""
 
     __slots__ = ("_accounts", "_released", "amount", "resource", "tenant")

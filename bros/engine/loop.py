@@ -128,7 +128,7 @@ def run_engine(
         if collector is not None:
             collector.collect_if_due(idle=idle)
         commands = [*deferred, *transport.receive(wait=idle)]
-        progress.turns += 1
+        progress.iterations += 1
         progress.idle = False
         deferred.clear()
         for command in compiling.ready(commands):

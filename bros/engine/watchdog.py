@@ -1,7 +1,7 @@
-"""Notices a turn of the engine's loop that hangs, for instance in a native library.
+"""Notices an iteration of the engine's loop that hangs, for instance in a native library.
 
-    engine's thread       | turn 7 | idle ... | turn 8 (a step that never ends) ...............
-    heartbeats' thread    ^    ^    ^    ^    ^    ^    ^    ^    ^    ^  hung: no more heartbeats
+    engine's thread      | iteration 7 | idle ... | iteration 8 (a step that never ends) ......
+    heartbeats' thread   ^    ^    ^    ^    ^    ^    ^    ^    ^    ^  hung: no more heartbeats
 
 A long step is not a hang, so the limit follows from the expected times of the steps that run. A
 check counts only the time in which this process could have made progress: not while it is stopped,
@@ -36,18 +36,19 @@ first launched: one kernel takes Triton seconds (executor/loader.py)."""
 class Progress:
     """What the engine's thread tells of its loop.
 
-    turns: turns that have begun; a turn handles commands and runs a step.
+    iterations: how many have begun; an iteration handles commands and runs a step.
     idle: it waits for a command.
     """
 
-    turns: int = 0
+    iterations: int = 0
     idle: bool = True
 
 
 class Watchdog:
     """Says whether the engine's thread hangs. Ask it every `every_s` seconds, from another thread.
 
-    A turn hangs if it has lasted for `least_s` and for _FACTOR times as long as its steps should.
+    An iteration hangs if it has lasted for `least_s` and for _FACTOR times as long as its steps
+    should.
     """
 
     def __init__(
@@ -57,32 +58,32 @@ class Watchdog:
         *,
         least_s: float,
         every_s: float,
-        held_up_s: Callable[[], float],
+        starved_s: Callable[[], float],
         compiles: bool = False,
     ) -> None:
         """expected: how long the steps in flight should take together.
-        held_up_s: for how long this process could not make progress since the last call.
+        starved_s: for how long this process could not make progress since the last call.
         compiles: the device's kernels are compiled when they are first launched.
         """
         self._progress = progress
         self._expected = expected
         self._least_s = least_s
         self._every_s = every_s
-        self._held_up_s = held_up_s
+        self._starved_s = starved_s
         self._compiles = compiles
-        self._turns = -1  # when it was last asked
-        self._counted_s = 0.0  # of the present turn
+        self._iterations = -1  # when it was last asked
+        self._counted_s = 0.0  # of the present iteration
 
     def check(self) -> str | None:
         """Why the engine counts as hung; None if it does not."""
-        turns, idle = self._progress.turns, self._progress.idle
-        held_up_s = 0.0 if idle else self._held_up_s()
-        if idle or turns != self._turns:
-            self._turns, self._counted_s = turns, 0.0
+        iterations, idle = self._progress.iterations, self._progress.idle
+        starved_s = 0.0 if idle else self._starved_s()
+        if idle or iterations != self._iterations:
+            self._iterations, self._counted_s = iterations, 0.0
             return None
         # Checks and not a clock: a process that was stopped or suspended has missed the checks.
-        self._counted_s += max(0.0, self._every_s - held_up_s)
-        # The turn had lasted for half a check, on average, when the first check saw it.
+        self._counted_s += max(0.0, self._every_s - starved_s)
+        # The iteration had lasted for half a check, on average, when the first check saw it.
         lasted_s = self._counted_s + self._every_s / 2
         if lasted_s < self._least_s:
             return None
@@ -101,7 +102,7 @@ class Watchdog:
         return max(least_s, _FACTOR * expected.seconds)
 
 
-class HeldUp:
+class StarvationClock:
     """For how long a process could not make progress, as far as the kernel tells. Linux only;
     elsewhere 0."""
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from bros.router.forest import PrefixNode
-from bros.router.state import Replica, ReplicaWork, State
+from bros.router.state import Replica, ReplicaWork, RouterState
 
 _MIN_REQUESTS = 10
 """Requests in each half of the window that a comparison of their TTFT needs."""
@@ -36,7 +36,7 @@ class Balancer:
         self._period_s = period_s
         self._next_s = 0.0
 
-    def run(self, state: State, now: float) -> None:
+    def run(self, state: RouterState, now: float) -> None:
         """Move prefixes from heavy to light replicas, and replicate one if moving does not help."""
         if now < self._next_s:
             return
@@ -89,7 +89,7 @@ def _recompute_s(key: PrefixNode, replica: Replica) -> float:
     return replica.prefill_s(key.end - cached, cached)
 
 
-def _replicate(state: State, heavy: Replica, light: Replica, now: float) -> None:
+def _replicate(state: RouterState, heavy: Replica, light: Replica, now: float) -> None:
     """Add the lightest replica to the homes of the heaviest one's most expensive prefix, if TTFT
     there keeps growing, or if the prefix takes too much of its time."""
     keys = _movable_keys(heavy)
@@ -103,7 +103,7 @@ def _replicate(state: State, heavy: Replica, light: Replica, now: float) -> None
         key.homes = (*homes, light.number)
 
 
-def _ttft_grows(state: State, replica: Replica, now: float) -> bool:
+def _ttft_grows(state: RouterState, replica: Replica, now: float) -> bool:
     """Whether mean TTFT in the later half of the window is `replicate` times the earlier half's."""
     early, early_s, later, later_s = replica.ttft_history.halves(now)
     if min(early, later) < _MIN_REQUESTS:
@@ -111,7 +111,7 @@ def _ttft_grows(state: State, replica: Replica, now: float) -> bool:
     return later_s / later >= state.settings.replicate * early_s / early
 
 
-def _exceeds_share(state: State, key: tuple[PrefixNode, float], now: float) -> bool:
+def _exceeds_share(state: RouterState, key: tuple[PrefixNode, float], now: float) -> bool:
     """Whether a prefix takes more than its share of the window, or of the time so far."""
     passed_s = max(_MIN_PERIOD_S, min(state.settings.window_s, now - state.since_s))
     return key[1] > _MAX_PREFIX_SHARE * passed_s
@@ -166,7 +166,7 @@ class Planner:
     _load_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     _planned_load_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
 
-    def run(self, state: State, now: float) -> None:
+    def run(self, state: RouterState, now: float) -> None:
         """Make a new plan every few seconds."""
         if now < self._next_s:
             return
@@ -180,7 +180,7 @@ class Planner:
             for key, homes in self._plan.items():
                 key.homes = homes
 
-    def record(self, state: State, work: ReplicaWork, length: int) -> None:
+    def record(self, state: RouterState, work: ReplicaWork, length: int) -> None:
         """Compare where a request of `length` prompt tokens went with where the plan has it."""
         homes = self._plan.get(work.key) if work.key is not None else None
         if not homes or work.key is None:
@@ -208,7 +208,7 @@ class Planner:
         )
 
 
-def plan(state: State, replicas: Sequence[Replica]) -> dict[PrefixNode, tuple[int, ...]]:
+def plan(state: RouterState, replicas: Sequence[Replica]) -> dict[PrefixNode, tuple[int, ...]]:
     """key node -> the replicas that should have it."""
     keys = {key: sum(key.load.values()) for replica in replicas for key in replica.keys}
     full_s = _MAX_PLANNED_SHARE * state.settings.window_s

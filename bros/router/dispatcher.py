@@ -58,7 +58,7 @@ class _WithdrawnError(Exception):
     """A request was withdrawn from a replica that has not answered whether it accepts it."""
 
 
-class _Suspects:
+class _SuspectGate:
     """Starts requests that are one loss short of _MAX_LOSSES one at a time.
 
     waits ── begin ──▶ starting ── end ──▶ the next one begins
@@ -105,7 +105,7 @@ class Dispatcher:
         self.moved = 0
         self.closing: str | None = None
         self._replica_set = replica_set
-        self._suspects = _Suspects()
+        self._suspect_gate = _SuspectGate()
 
     async def start(self, item: RoutedRequest) -> None:
         """Find a replica that accepts a request, and connect its outputs to its stream.
@@ -270,7 +270,7 @@ class Dispatcher:
     async def _continue(self, item: RoutedRequest) -> None:
         try:
             if item.losses >= _MAX_LOSSES - 1:
-                await self._suspects.begin(item)
+                await self._suspect_gate.begin(item)
             inner = await self._place(item, can_wait=True)
         except Exception as error:
             self._fail(item, error)
@@ -329,7 +329,7 @@ class Dispatcher:
     def _detach(self, item: RoutedRequest, *, cached: bool = False) -> None:
         """Remove a request from its replica, if it has one, and end its start. cached: it ran to
         its end."""
-        self._suspects.end(item)
+        self._suspect_gate.end(item)
         self._replica_set.detach(item, cached=cached)
 
     def _must_continue(self, item: RoutedRequest, output: RequestOutput) -> bool:
@@ -357,7 +357,7 @@ class Dispatcher:
     def _deliver(self, item: RoutedRequest, output: RequestOutput) -> None:
         reason = output.finish_reason
         if not item.has_output and (output.token_ids or reason is FinishReason.LENGTH):
-            self._suspects.end(item)
+            self._suspect_gate.end(item)
             self._replica_set.on_first_output(item, output.cached_tokens)
             item.refusals.clear()
         if reason is None:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from bros.core.request import EngineRequest
 from bros.router.forest import PrefixNode
-from bros.router.state import RT, Replica, RoutingQuery, State
+from bros.router.state import RT, Replica, RouterState, RoutingQuery
 
 # ---- The cost of a request on a replica (Preble 3.2, LoadCost), in seconds of that replica.
 #
@@ -49,13 +49,13 @@ class Cost(NamedTuple):
         return self.load_s + self.evicted_s + self.prefill_s + self.late_s
 
 
-def cost_of(state: State, query: RoutingQuery, replica: Replica) -> Cost:
+def cost_of(state: RouterState, query: RoutingQuery, replica: Replica) -> Cost:
     """The cost of a request on one candidate."""
     load_s, prefill_s, late_s = _terms_without_evictions(state, query, replica)
     return Cost(load_s, evicted_s(state, query, replica), prefill_s, late_s)
 
 
-def cheapest(state: State, query: RoutingQuery, among: list[Replica]) -> Replica:
+def cheapest(state: RouterState, query: RoutingQuery, among: list[Replica]) -> Replica:
     """The replica with the lowest cost; of equal ones the first."""
     # The cost of evictions is slow to compute and never negative: the other terms are a lower
     # bound, which rules out most replicas.
@@ -73,7 +73,7 @@ def cheapest(state: State, query: RoutingQuery, among: list[Replica]) -> Replica
 
 
 def _terms_without_evictions(
-    state: State, query: RoutingQuery, replica: Replica
+    state: RouterState, query: RoutingQuery, replica: Replica
 ) -> tuple[float, float, float]:
     prefill_s = query.prefill_s(replica)
     return (
@@ -83,7 +83,7 @@ def _terms_without_evictions(
     )
 
 
-def _late_s(state: State, query: RoutingQuery, replica: Replica, prefill_s: float) -> float:
+def _late_s(state: RouterState, query: RoutingQuery, replica: Replica, prefill_s: float) -> float:
     """The first token waits for the prefill of other requests, but decoding runs beside it."""
     ttft_s = query.request.slo.ttft_s or replica.facts.ttft_s
     if query.service_class is not RT or ttft_s is None:
@@ -92,7 +92,7 @@ def _late_s(state: State, query: RoutingQuery, replica: Replica, prefill_s: floa
     return max(0.0, first_s - ttft_s) * state.settings.late_weight
 
 
-def evicted_s(state: State, query: RoutingQuery, replica: Replica) -> float:
+def evicted_s(state: RouterState, query: RoutingQuery, replica: Replica) -> float:
     """Seconds to recompute what a replica evicts for a prompt: its least recently used idle nodes,
     until the prompt fits, each as often as requests of the window went there with it. A node that
     only one request had is not shared and costs nothing."""
@@ -131,7 +131,7 @@ _DECODE_MARGIN = 0.1
 class E2:
     """The E2 policy. It has no state of its own: nodes remember their homes (PrefixNode.homes)."""
 
-    def choose(self, state: State, query: RoutingQuery) -> tuple[Replica, str]:
+    def choose(self, state: RouterState, query: RoutingQuery) -> tuple[Replica, str]:
         candidates = list(query.candidates)
         if len(candidates) == 1:
             return candidates[0], "only"
@@ -148,7 +148,7 @@ class E2:
 
 
 def _with_prefix(
-    state: State, query: RoutingQuery, candidates: Sequence[Replica], cached: int
+    state: RouterState, query: RoutingQuery, candidates: Sequence[Replica], cached: int
 ) -> tuple[list[Replica], str]:
     """The replicas that have the cached prefix of the request, or the homes of its key, and why.
 
@@ -160,15 +160,15 @@ def _with_prefix(
     assert key is not None, "the first node always qualifies"
     least = _NEARLY_ALL * cached
     holders = [r for r in candidates if query.matched.get(r.number, 0) >= least]
-    parked = [replica for replica in holders if replica.number == query.parked]
-    if parked:
-        return parked, "parked"
+    pinned = [replica for replica in holders if replica.number == query.pinned]
+    if pinned:
+        return pinned, "pinned"
     homes, reason = _assigned_replicas(state, key, candidates)
     return (homes, reason) if homes else (holders, "exploit")
 
 
 def _with_evicted_prefix(
-    state: State, query: RoutingQuery, candidates: Sequence[Replica]
+    state: RouterState, query: RoutingQuery, candidates: Sequence[Replica]
 ) -> tuple[list[Replica], str]:
     """The replicas that an evicted prefix went to within the window, and those that have most of
     the rest of it.
@@ -198,7 +198,7 @@ def _with_evicted_prefix(
 
 
 def _assigned_replicas(
-    state: State, key: PrefixNode, candidates: Sequence[Replica]
+    state: RouterState, key: PrefixNode, candidates: Sequence[Replica]
 ) -> tuple[list[Replica], str]:
     """The homes of a prefix among the candidates; none if it has not been moved."""
     homes = [replica for replica in candidates if replica.number in (key.homes or ())]
@@ -206,7 +206,7 @@ def _assigned_replicas(
 
 
 def _recompute_target(
-    state: State, query: RoutingQuery, found: Replica, others: Sequence[Replica]
+    state: RouterState, query: RoutingQuery, found: Replica, others: Sequence[Replica]
 ) -> Replica | None:
     """The least loaded other replica, if waiting at `found` takes `patience` times as long as
     recomputing the prefix there, and what is evicted for it; else None."""
@@ -225,7 +225,9 @@ def _recompute_target(
     return lightest if wait_s > patience * recompute_s else None
 
 
-def _explore(state: State, query: RoutingQuery, candidates: list[Replica]) -> tuple[Replica, str]:
+def _explore(
+    state: RouterState, query: RoutingQuery, candidates: list[Replica]
+) -> tuple[Replica, str]:
     """The cheapest replica, or a decode-heavy one: prefill is bound by compute and decoding by
     memory, so they run well together. The extra cost must not exceed the prefill itself."""
     found = cheapest(state, query, candidates)
@@ -238,7 +240,7 @@ def _explore(state: State, query: RoutingQuery, candidates: list[Replica]) -> tu
     return found, "explore"
 
 
-def _decode_heavy(state: State, candidates: Sequence[Replica]) -> list[Replica]:
+def _decode_heavy(state: RouterState, candidates: Sequence[Replica]) -> list[Replica]:
     """Where answers take more of the time than they should, and than they do on average, unless
     these have been given much more than others."""
     settings = state.settings
@@ -263,7 +265,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last = -1
 
-    def choose(self, state: State, query: RoutingQuery) -> tuple[Replica, str]:
+    def choose(self, state: RouterState, query: RoutingQuery) -> tuple[Replica, str]:
         later = [replica for replica in query.candidates if replica.number > self._last]
         found = min(later or query.candidates, key=attrgetter("number"))
         self._last = found.number
@@ -273,7 +275,7 @@ class RoundRobin:
 class LeastLoaded:
     """The replica with the least open work; of equal ones, the least loaded within the window."""
 
-    def choose(self, state: State, query: RoutingQuery) -> tuple[Replica, str]:
+    def choose(self, state: RouterState, query: RoutingQuery) -> tuple[Replica, str]:
         service_class = query.service_class
 
         def load(replica: Replica) -> tuple[float, float]:
@@ -291,7 +293,7 @@ class OraclePartition:
     def __init__(self, part_of: Callable[[EngineRequest], int]) -> None:
         self._part_of = part_of
 
-    def choose(self, state: State, query: RoutingQuery) -> tuple[Replica, str]:
+    def choose(self, state: RouterState, query: RoutingQuery) -> tuple[Replica, str]:
         candidates = sorted(query.candidates, key=attrgetter("number"))
         return candidates[self._part_of(query.request) % len(candidates)], "oracle"
 
@@ -314,18 +316,22 @@ _MAX_KV_SHARE = 0.75
 
 
 _IDLE_WEIGHT = 0.3
-"""What a second of computing a prefix again counts on a replica without other work, where requests
-that arrive meanwhile lose it; where others have work, they lose all of it.
+"""A group that is split computes its common prefix again on every further replica, and other
+requests wait for that. This is the weight of a second of such work on a replica that has no other
+work, where only requests that arrive meanwhile wait. On a replica that has other work it is 1.
 
-Simulated programs of 6 maps over 800 tokens on three replicas: as a Poisson process (LLaMA-7B on
-A6000, a small model on CPUs) they took 0.98 to 0.51 times as long as with the share of the last
-three minutes that the replicas were busy in place of both weights, and 12 of them, three at once,
-computed no prefix twice instead of up to 18. With a weight of 0.5 for idle replicas a group alone
-on three idle ones takes 1.06 times as long as with the best placement, with one of 0.1 programs on
-CPUs take 1.05 times as long at low load."""
+Measured with simulated programs of 6 maps over 800 tokens on three replicas, against one weight for
+all replicas, the share of the last three minutes in which they were busy:
+
+- Programs that arrive as a Poisson process (LLaMA-7B on A6000, a small model on CPUs) take 0.98 to
+  0.51 times as long.
+- 12 programs, three at once, compute no prefix twice; with the one weight they did so up to 18
+  times.
+- If the idle weight is 0.5, a group alone on three idle replicas takes 1.06 times as long as with
+  the best placement. If it is 0.1, programs on CPUs take 1.05 times as long at low load."""
 
 
-class _Own(NamedTuple):
+class _MemberWork(NamedTuple):
     """Seconds of a member's work."""
 
     prefill_s: float
@@ -345,18 +351,18 @@ class QueryGroup:
         cached = min(most, self.common)
         return replica.prefill_s(self.common - cached, cached)
 
-    def own(self, query: RoutingQuery, replica: Replica, rows: int) -> _Own:
+    def member_work(self, query: RoutingQuery, replica: Replica, rows: int) -> _MemberWork:
         """A member's work without the common prefix. rows: members that decode together."""
         cached = max(query.matched.get(replica.number, 0), self.common)
         answer = replica.expected_output(query.request)
-        return _Own(
+        return _MemberWork(
             replica.prefill_s(max(query.length - cached, 0), cached),
             replica.decode_s(answer, query.length, rows),
         )
 
-    def own_s(self, query: RoutingQuery, replica: Replica, rows: int) -> float:
-        """The seconds of `own`."""
-        return sum(self.own(query, replica, rows))
+    def member_work_s(self, query: RoutingQuery, replica: Replica, rows: int) -> float:
+        """The seconds of `member_work`."""
+        return sum(self.member_work(query, replica, rows))
 
     def fits(self, replica: Replica, count: int) -> bool:
         """Whether a share of 1 / count leaves room in the KV cache."""
@@ -385,7 +391,7 @@ def _cost_s(splits: Sequence[_Split]) -> float:
     return max(split.done_s for split in splits) + sum(split.others_s for split in splits)
 
 
-def place_groups(state: State, groups: Sequence[QueryGroup]) -> dict[str, Replica]:
+def place_groups(state: RouterState, groups: Sequence[QueryGroup]) -> dict[str, Replica]:
     """request id -> its replica, for groups that arrived together. All have the same candidates.
 
     Groups that are split delay each other, since each needs its common prefix computed on more
@@ -407,7 +413,7 @@ def place_groups(state: State, groups: Sequence[QueryGroup]) -> dict[str, Replic
 
 
 @dataclass(slots=True)
-class _Ahead:
+class _WorkBefore:
     """What a replica has to do before or beside a group: prompts come before its own, and the rows
     that decode make each of its steps longer.
 
@@ -434,25 +440,25 @@ class _Ahead:
 
     @property
     def weight(self) -> float:
-        """What others lose of each second that the replica computes something again."""
+        """Weight of a second in which the replica computes a common prefix again."""
         return 1.0 if self.rows else _IDLE_WEIGHT
 
 
-def _plan(state: State, groups: Sequence[QueryGroup], limit: int) -> list[_Split]:
+def _plan(state: RouterState, groups: Sequence[QueryGroup], limit: int) -> list[_Split]:
     """A split of each group over at most `limit` replicas; the one with most work comes first."""
     first = groups[0].queries[0]
     ahead = {}
     for replica in first.candidates:
         open_s = state.open_s(replica, first.service_class)
         queue_s = state.queue_s(replica, first.service_class)
-        ahead[replica] = _Ahead(queue_s, open_s - queue_s, replica.open_work.num_requests)
+        ahead[replica] = _WorkBefore(queue_s, open_s - queue_s, replica.open_work.num_requests)
     found = []
     for group in sorted(
         groups, key=lambda group: _work_s(group, first.candidates[0]), reverse=True
     ):
         split = _split(group, ahead, limit)
         for replica, queries in split.members.items():
-            own = [group.own(query, replica, len(queries)) for query in queries]
+            own = [group.member_work(query, replica, len(queries)) for query in queries]
             ahead[replica].prefill_s += group.common_s(replica) + sum(
                 each.prefill_s for each in own
             )
@@ -464,11 +470,11 @@ def _plan(state: State, groups: Sequence[QueryGroup], limit: int) -> list[_Split
 
 def _work_s(group: QueryGroup, replica: Replica) -> float:
     rows = len(group.queries)
-    own_s = sum(group.own_s(query, replica, rows) for query in group.queries)
+    own_s = sum(group.member_work_s(query, replica, rows) for query in group.queries)
     return group.common_s(replica) + own_s
 
 
-def _split(group: QueryGroup, ahead: Mapping[Replica, _Ahead], limit: int) -> _Split:
+def _split(group: QueryGroup, ahead: Mapping[Replica, _WorkBefore], limit: int) -> _Split:
     """The cheapest split of a group over those that can start it soonest.
 
     ahead: by candidate. limit: most replicas, unless it does not fit.
@@ -491,13 +497,13 @@ def _assign(
     group: QueryGroup,
     replicas: Sequence[Replica],
     begin_s: Mapping[Replica, float],
-    ahead: Mapping[Replica, _Ahead],
+    ahead: Mapping[Replica, _WorkBefore],
 ) -> _Split:
     """Split the members, sorted by tokens, into runs, one per replica, that are done at about the
     same time."""
     queries = sorted(group.queries, key=_token_bytes)
     rows = -(-len(queries) // len(replicas))
-    own_s = [group.own_s(query, replicas[0], rows) for query in queries]
+    own_s = [group.member_work_s(query, replicas[0], rows) for query in queries]
     done_s = (sum(own_s) + sum(begin_s[replica] for replica in replicas)) / len(replicas)
     members: dict[Replica, list[RoutingQuery]] = {replica: [] for replica in replicas}
     index, until_s, passed_s = 0, max(0.0, done_s - begin_s[replicas[0]]), 0.0
@@ -509,7 +515,8 @@ def _assign(
         passed_s += seconds
     members = {replica: queries for replica, queries in members.items() if queries}
     ends_s = [
-        begin_s[replica] + sum(group.own_s(query, replica, len(queries)) for query in queries)
+        begin_s[replica]
+        + sum(group.member_work_s(query, replica, len(queries)) for query in queries)
         for replica, queries in members.items()
     ]
     again_s = [ahead[replica].weight * group.common_s(replica) for replica in members]

@@ -38,9 +38,9 @@ from bros.router.state import (
     ReplicaFacts,
     ReplicaWork,
     RouterSettings,
+    RouterState,
     RoutingPolicy,
     RoutingQuery,
-    State,
     TtftHistory,
 )
 
@@ -140,8 +140,8 @@ def _collect(leaf: PrefixNode, kept: int, cached: dict[PrefixNode, int]) -> None
 # ---- The fleet.
 
 
-_MAX_PARKED = 100_000
-"""Programs whose parked replica is remembered."""
+_MAX_PINNED = 100_000
+"""Programs whose pinned replica is remembered."""
 
 
 class Fleet:
@@ -161,12 +161,12 @@ class Fleet:
         """balances: move and replicate prefixes, and place task groups as one (E2)."""
         self.policy = policy
         self._block_size = block_size
-        self.state = State(settings, Forest(block_size, settings.max_tokens))
+        self.state = RouterState(settings, Forest(block_size, settings.max_tokens))
         self._balances = balances
         self._balancer = Balancer()
         self._planner = None if settings.plan == "off" else Planner(settings.plan == "on")
         self._ledger = Ledger(self.state)
-        self._parked: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self._pinned: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self._next = 0
 
     @property
@@ -204,9 +204,9 @@ class Fleet:
         del self.state.replicas[replica]
         self.state.forest.drop_cache(replica)
         self._size_forest()
-        for program, (number, _) in list(self._parked.items()):
+        for program, (number, _) in list(self._pinned.items()):
             if number == replica:
-                del self._parked[program]
+                del self._pinned[program]
         return list(lost)
 
     def set_draining(self, replica: int, draining: bool) -> None:
@@ -286,7 +286,7 @@ class Fleet:
             self._ledger.settle(work, 0.0, 0.0)
             self._uncache(work)
         if cached:
-            self._park(request, work.replica, now)
+            self._note_pinned(request, work.replica, now)
         self.state.forest.prune(work.leaf)
 
     def apply_report(self, replica: int, report: EngineReport, now: float) -> None:
@@ -301,7 +301,7 @@ class Fleet:
         state.forest.check_integrity()
         self._ledger.check_integrity()
         assert state.forest.caches.keys() == state.replicas.keys()
-        assert all(number in state.replicas for number, _ in self._parked.values())
+        assert all(number in state.replicas for number, _ in self._pinned.values())
         for replica in state.replicas.values():
             assert replica.works.keys() <= replica.origins.keys()
 
@@ -311,7 +311,7 @@ class Fleet:
         forest = self.state.forest
         pieces = forest.pieces(request)
         path = forest.walk(forest.root(request), pieces)
-        parked = self._parked.get(request.hints.program) if request.hints.program else None
+        pinned = self._pinned.get(request.hints.program) if request.hints.program else None
         return RoutingQuery(
             request=request,
             pieces=pieces,
@@ -319,7 +319,7 @@ class Fleet:
             length=len(request.prompt_token_ids),
             matched=self.state.matched(path),
             candidates=candidates,
-            parked=parked[0] if parked is not None and parked[1] > now else None,
+            pinned=pinned[0] if pinned is not None and pinned[1] > now else None,
         )
 
     def _route_one(
@@ -404,14 +404,14 @@ class Fleet:
         forest.mark_used(leaf, replica.number)
         forest.evict(replica.number, replica.facts.capacity_tokens)
 
-    def _park(self, request: EngineRequest, replica: int, now: float) -> None:
+    def _note_pinned(self, request: EngineRequest, replica: int, now: float) -> None:
         """Remember the replica that pins a request's KV for the next call of its program."""
         program, keep_s = request.hints.program, request.hints.keep_s
         if program and keep_s > 0.0:
-            self._parked[program] = (replica, now + keep_s)
-            self._parked.move_to_end(program)
-            if len(self._parked) > _MAX_PARKED:
-                self._parked.popitem(last=False)
+            self._pinned[program] = (replica, now + keep_s)
+            self._pinned.move_to_end(program)
+            if len(self._pinned) > _MAX_PINNED:
+                self._pinned.popitem(last=False)
 
     def _uncache(self, work: ReplicaWork) -> None:
         """Unmark the prompt of a request that was never computed: nodes that were not cached before

@@ -84,7 +84,7 @@ class Decision:
         decode    the replica is decode-heavy
         moved     a home of the prefix, after rebalancing or replication
         planned   a home of the prefix, by the plan
-        parked    the KV of the program's previous call is pinned there
+        pinned    the KV of the program's previous call is pinned there
         group     placed with its task group
         only      no other candidate
         turn, least, oracle    the policies rr, least and oracle
@@ -296,7 +296,7 @@ class RoutingQuery:
     length: tokens of its prompt.
     matched: replica -> prompt tokens that are cached there; replicas without any may be missing.
     candidates: replicas that may get it.
-    parked: the replica that pins the KV of the program's previous call.
+    pinned: the replica that pins the KV of the program's previous call.
     """
 
     request: EngineRequest
@@ -305,7 +305,7 @@ class RoutingQuery:
     length: int
     matched: dict[int, int]
     candidates: Sequence[Replica]
-    parked: int | None = None
+    pinned: int | None = None
 
     @property
     def service_class(self) -> ServiceClass:
@@ -326,7 +326,7 @@ class RoutingQuery:
 
 
 @dataclass(slots=True)
-class State:
+class RouterState:
     """The whole state that policies decide on.
 
     num_routed: requests routed so far.
@@ -395,7 +395,7 @@ class State:
 class RoutingPolicy(Protocol):
     """Chooses among candidates. It must not change the router's state."""
 
-    def choose(self, state: State, query: RoutingQuery) -> tuple[Replica, str]:
+    def choose(self, state: RouterState, query: RoutingQuery) -> tuple[Replica, str]:
         """The replica and the `reason` of the Decision. There is at least one candidate."""
         ...
 
@@ -409,7 +409,7 @@ class Ledger:
     works: request id -> open request.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: RouterState) -> None:
         self._state = state
         self._window: deque[ReplicaWork] = deque()
         self.works: dict[str, ReplicaWork] = {}

@@ -245,7 +245,7 @@ def checked_seconds(name: str, value: float | None, *, zero: bool = False) -> fl
     return value
 
 
-class Sharing(enum.StrEnum):
+class SharingMode(enum.StrEnum):
     """Who shares the KV of what comes after the first placeholder of a session's templates.
 
     TENANT: all requests of the API key.
@@ -271,11 +271,11 @@ class CreateSession:
         "what comes after the first placeholder of a template",
     ] = ""
     sharing: Annotated[
-        Sharing,
+        SharingMode,
         "tenant: all requests of the API key share the KV of this session's prompts, or those "
         "sessions that have the same tenant field. session: what comes after the first placeholder "
         "of a template is shared within this session only",
-    ] = Sharing.TENANT
+    ] = SharingMode.TENANT
     sampling: Annotated[Sampling | None, "Default sampling parameters of outputs"] = None
     id: Annotated[
         Id | None, "Must not begin with sess-; if omitted, the server generates an id"
@@ -625,7 +625,7 @@ class SessionSummary:
     expires_in_s: Annotated[float | None, "null while a request runs or a client waits in it"]
     criteria: Criteria
     tenant: str
-    sharing: Sharing
+    sharing: SharingMode
     metadata: Mapping[str, str]
 
 

@@ -20,7 +20,14 @@ from dataclasses import dataclass
 from bros.core.interfaces import ClassStats
 from bros.core.request import ServiceClass, Slo
 from bros.simulator.simulation import SimulatedRequest, SimulationResult
-from bros.workload.attainment import Attainment, State, Summary, Timeline, judge, tokens_on_time
+from bros.workload.attainment import (
+    Attainment,
+    Summary,
+    Timeline,
+    TimelineOutcome,
+    judge,
+    tokens_on_time,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +131,7 @@ def _class_report(result: SimulationResult, service_class: ServiceClass, slo: Sl
     ]
     finished = [record for record in records if record.finished]
     latencies = [(r.token_times_s[-1] - r.arrival_s) / len(r.token_times_s) for r in finished]
-    refused = sum(timeline.state is State.LOST for timeline in timelines)
+    refused = sum(timeline.outcome is TimelineOutcome.LOST for timeline in timelines)
     done = sum(r.finished and r.token_times_s[-1] >= since_s for r in all_records)
     output_tokens = sum(
         len(r.token_times_s) - bisect.bisect_left(r.token_times_s, since_s) for r in all_records
@@ -156,14 +163,14 @@ def _class_report(result: SimulationResult, service_class: ServiceClass, slo: Sl
 
 
 def _timeline(record: SimulatedRequest) -> Timeline:
-    state = State.OPEN
+    outcome = TimelineOutcome.OPEN
     if record.finished:
-        state = State.COMPLETED
+        outcome = TimelineOutcome.COMPLETED
     elif record.refused or record.finish is not None:
-        state = State.LOST
+        outcome = TimelineOutcome.LOST
     return Timeline(
         start_s=record.arrival_s,
         times_s=record.token_times_s,
         tokens=len(record.token_times_s),
-        state=state,
+        outcome=outcome,
     )

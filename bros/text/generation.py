@@ -35,7 +35,7 @@ from bros.core.request import (
     TokenLogprobs,
     expanded,
 )
-from bros.core.tenants import REQUESTS, Holding, TenantAccounts
+from bros.core.tenants import REQUESTS, QuotaHold, TenantAccounts
 from bros.text.answers import AnswerParser, AnswerParsing, AnswerPart, TextPart
 from bros.text.public_prefixes import PublicPrefixes
 from bros.text.stop_strings import StopMatcher
@@ -115,7 +115,7 @@ class DeltaSink(Protocol):
         ...
 
 
-class _Turn:
+class _OutputForwarder:
     """Choices whose slots were filled in the current turn of the event loop.
 
     They forward their output at its end, so outputs of several steps in one turn become one.
@@ -183,7 +183,7 @@ class TextGenerator:
         self._tokenizer = tokenizer
         self._clock = clock
         self._ids = ids
-        self._turn = _Turn()
+        self._forwarder = _OutputForwarder()
         self._accounts = accounts or TenantAccounts()
 
     def without_limits(self) -> TextGenerator:
@@ -259,7 +259,15 @@ class TextGenerator:
         parsing = parsing or AnswerParsing(None, self._tokenizer.detokenizer)
         opened = self._count_open if service_class is ServiceClass.RT else None
         return Generation(
-            self._engine, base_id, requests, streams, sampling, parsing, self._turn, held, opened
+            self._engine,
+            base_id,
+            requests,
+            streams,
+            sampling,
+            parsing,
+            self._forwarder,
+            held,
+            opened,
         )
 
     def _count_open(self, by: int) -> None:
@@ -316,8 +324,8 @@ class Generation:
         streams: Sequence[RequestStream],
         sampling: SamplingParams,
         parsing: AnswerParsing,
-        turn: _Turn,
-        held: Holding,
+        forwarder: _OutputForwarder,
+        held: QuotaHold,
         opened: Callable[[int], None] | None,
     ) -> None:
         """Made by TextGenerator.start.
@@ -345,7 +353,7 @@ class Generation:
         self._aborts: list[asyncio.Future[None]] = []
         self._closing: asyncio.Future[None] | None = None
         self._choices = [
-            _Choice(i, request.request_id, sampling, parsing, self, turn)
+            _Choice(i, request.request_id, sampling, parsing, self, forwarder)
             for i, request in enumerate(requests)
         ]
         for choice, stream in zip(self._choices, streams, strict=True):
@@ -550,7 +558,15 @@ class _Choice:
     __slots__ = (
         *("_detokenizer", "_generation", "_is_plain", "_logprobs", "_matcher", "_parser", "_parts"),
         "_prompt_logprobs",
-        *("_sampling", "_texts", "_token_ids", "_turn", "cached_tokens", "error", "finish_reason"),
+        *(
+            "_sampling",
+            "_texts",
+            "_token_ids",
+            "_forwarder",
+            "cached_tokens",
+            "error",
+            "finish_reason",
+        ),
         *("finished", "index", "num_output_tokens", "reasoning_tokens", "request_id"),
         *("retry_after_s", "stop_reason"),
     )
@@ -562,7 +578,7 @@ class _Choice:
         sampling: SamplingParams,
         parsing: AnswerParsing,
         generation: Generation,
-        turn: _Turn,
+        forwarder: _OutputForwarder,
     ) -> None:
         self.index = index
         self.request_id = request_id
@@ -574,7 +590,7 @@ class _Choice:
         self.error: str | None = None
         self.retry_after_s: float | None = None
         self._generation: Generation | None = generation
-        self._turn = turn
+        self._forwarder = forwarder
         self._sampling = sampling
         self._detokenizer = parsing.detokenizer()
         self._matcher = StopMatcher(sampling.stop) if sampling.stop else None
@@ -610,7 +626,7 @@ class _Choice:
         if generation.sink is None:
             generation.on_filled(self)
         else:
-            self._turn.add(self)
+            self._forwarder.add(self)
 
     def end(self) -> None:
         """Ignore further outputs. It forgets the generation, so that both are freed without the

@@ -30,7 +30,7 @@ from bros.core.errors import BrosError, RanksLostError
 from bros.core.rank_env import torchrun_rank_env
 from bros.engine.loop import run_engine
 from bros.engine.parent import end_with_parent, end_with_server, obey_parent_only
-from bros.engine.watchdog import HeldUp, Progress, Watchdog
+from bros.engine.watchdog import Progress, StarvationClock, Watchdog
 from bros.executor.model_store import ModelFiles
 from bros.transport.ipc import ZmqTransport, heartbeats, send_failure
 
@@ -166,7 +166,7 @@ def _watched(
         engine.expected,
         least_s=_STEP_SHARE * timeout_s,
         every_s=every_s,
-        held_up_s=HeldUp(os.getpid(), every_s),
+        starved_s=StarvationClock(os.getpid(), every_s),
         compiles=engine.info.device != "cpu",
     )
 

@@ -19,7 +19,7 @@ from bros.core.errors import EngineDeadError
 from bros.core.interfaces import EngineInfo
 from bros.engine.client import MessageClient
 from bros.engine.messages import Command, Failed, Heartbeat, Ready, Shutdown
-from bros.engine.watchdog import HeldUp
+from bros.engine.watchdog import StarvationClock
 from bros.executor.model_store import ModelFiles
 from bros.transport.ipc import Endpoints, command_codec, open_socket, reply_codec
 from bros.transport.process import HEARTBEATS_PER_TIMEOUT, LaunchSpec
@@ -41,13 +41,13 @@ _DRAIN_S = 0.1
 class HeartbeatMonitor:
     """Detects that a process sends no heartbeats any more."""
 
-    def __init__(self, timeout_s: float, held_up_s: Callable[[], float] = lambda: 0.0) -> None:
-        """held_up_s: for how long the process could not make progress since the last call, because
+    def __init__(self, timeout_s: float, starved_s: Callable[[], float] = lambda: 0.0) -> None:
+        """starved_s: for how long the process could not make progress since the last call, because
         it waited for a core or a debugger held it; called HEARTBEATS_PER_TIMEOUT times per timeout.
         This time does not count."""
         self._timeout_s = timeout_s
         self._every_s = timeout_s / HEARTBEATS_PER_TIMEOUT
-        self._held_up_s = held_up_s
+        self._starved_s = starved_s
         self._silent_s: float | None = None  # None before the first heartbeat
 
     def seen(self) -> None:
@@ -61,7 +61,7 @@ class HeartbeatMonitor:
             # waiting heartbeats in between.
             await asyncio.sleep(self._every_s)
             if self._silent_s is not None:
-                self._silent_s += max(0.0, self._every_s - self._held_up_s())
+                self._silent_s += max(0.0, self._every_s - self._starved_s())
 
 
 class SupervisedClient(MessageClient, ABC):
@@ -190,9 +190,11 @@ class SupervisedClient(MessageClient, ABC):
         """Clear what is known of the last engine."""
         self._failure = ""  # why the engine failed, if the engine or this client has said so
         self._was_ready = self._host_unavailable = False
-        self._rank_held_up: Callable[[], float] | None = None  # of the pid of its first heartbeat
+        self._rank_starvation: Callable[[], float] | None = (
+            None  # of the pid of its first heartbeat
+        )
         self._rank_heartbeats = (
-            HeartbeatMonitor(self._rank_heartbeat_timeout_s, self._rank_held_up_s)
+            HeartbeatMonitor(self._rank_heartbeat_timeout_s, self._rank_starved_s)
             if self._rank_heartbeat_timeout_s
             else None
         )
@@ -238,12 +240,12 @@ class SupervisedClient(MessageClient, ABC):
 
         stack.push_async_callback(_cancel, asyncio.create_task(watch(), name="engine-watch"))
 
-    def _rank_held_up_s(self) -> float:
-        return self._rank_held_up() if self._rank_held_up is not None else 0.0
+    def _rank_starved_s(self) -> float:
+        return self._rank_starvation() if self._rank_starvation is not None else 0.0
 
-    def _held_up(self, pid: int, every_s: float) -> Callable[[], float] | None:
-        """How to find out for how long the engine could not make progress (HeldUp); None if it is
-        not on this machine.
+    def _starvation_clock(self, pid: int, every_s: float) -> Callable[[], float] | None:
+        """How to find out for how long the engine could not make progress (StarvationClock); None
+        if it is not on this machine.
 
         pid: on its machine.
         """
@@ -255,9 +257,9 @@ class SupervisedClient(MessageClient, ABC):
             self._failure = self._failure or message.message
         if isinstance(message, Ready | Heartbeat):
             of_host = isinstance(message, Heartbeat) and message.host
-            if isinstance(message, Heartbeat) and not of_host and self._rank_held_up is None:
+            if isinstance(message, Heartbeat) and not of_host and self._rank_starvation is None:
                 every_s = (self._rank_heartbeat_timeout_s or 0.0) / HEARTBEATS_PER_TIMEOUT
-                self._rank_held_up = self._held_up(message.pid, every_s)
+                self._rank_starvation = self._starvation_clock(message.pid, every_s)
             heartbeats = self._host_heartbeats if of_host else self._rank_heartbeats
             if heartbeats is not None:
                 heartbeats.seen()
@@ -388,8 +390,8 @@ class ProcessEngineClient(SupervisedClient):
         """Of the engine process or the launcher; not None while the engine is alive."""
         return self._process.pid if self._process else None
 
-    def _held_up(self, pid: int, every_s: float) -> Callable[[], float] | None:
-        return HeldUp(pid, every_s)
+    def _starvation_clock(self, pid: int, every_s: float) -> Callable[[], float] | None:
+        return StarvationClock(pid, every_s)
 
     def _kill(self) -> None:
         if self._process is not None:

@@ -146,7 +146,7 @@ class NoRoomError(EngineDeadError):
     """No node has enough free resources for a replica."""
 
 
-class Placement:
+class RayPlacement:
     """Resources reserved on one node until `release`. If the node is lost, Ray finds another."""
 
     def __init__(self, allocation: NodeAllocation, timeout_s: float) -> None:
@@ -305,7 +305,7 @@ class RayEngineClient(SupervisedClient):
         self._data_dir = data_dir
         self._log_level = log_level
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._placement: Placement | None = None
+        self._placement: RayPlacement | None = None
         self._killed = asyncio.Event()
         self.pid: int | None = None  # of the actor, while it runs
 
@@ -340,7 +340,7 @@ class RayEngineClient(SupervisedClient):
 
     async def _run_host(self, stack: contextlib.AsyncExitStack, endpoints: Endpoints) -> str:
         """Run an engine on a node until it ends; returns the reason."""
-        self._placement = self._placement or Placement(self._allocation, _PLACEMENT_TIMEOUT_S)
+        self._placement = self._placement or RayPlacement(self._allocation, _PLACEMENT_TIMEOUT_S)
         spec = HostSpec(
             config=self._config,
             data_dir=self._data_dir,

@@ -85,7 +85,7 @@ class Summary:
 # ---- One request against its objectives.
 
 
-class State(enum.Enum):
+class TimelineOutcome(enum.Enum):
     """Of a request when its client stops observing. LOST: refused, failed or cut short."""
 
     OPEN = enum.auto()
@@ -106,7 +106,7 @@ class Timeline:
     start_s: float
     times_s: Sequence[float]
     tokens: int
-    state: State
+    outcome: TimelineOutcome
     end_s: float | None = None
 
 
@@ -132,7 +132,7 @@ def judge(request: Timeline, slo: Slo, until_s: float) -> Judged:
     both_met: bool | None = None
     if ttft_met is False or tpot_met is False:
         both_met = False
-    elif request.state is State.COMPLETED and slo != Slo():
+    elif request.outcome is TimelineOutcome.COMPLETED and slo != Slo():
         both_met = True
     late = (not request.times_s and ttft_met is False) or tpot_met is False
     return Judged(
@@ -141,7 +141,7 @@ def judge(request: Timeline, slo: Slo, until_s: float) -> Judged:
         ttft_met=ttft_met,
         tpot_met=tpot_met,
         both_met=both_met,
-        overdue=request.state is State.OPEN and late,
+        overdue=request.outcome is TimelineOutcome.OPEN and late,
     )
 
 
@@ -158,9 +158,11 @@ def tokens_on_time(
         return Attainment(met, decided)
     gaps = gaps_s(times)
     met += sum(within(gap, tpot_s) for gap in gaps)
-    is_open = request.state is State.OPEN
+    is_open = request.outcome is TimelineOutcome.OPEN
     overdue = is_open and not within(until_s - times[-1], tpot_s)
-    return Attainment(met, decided + len(gaps) + (overdue or request.state is State.LOST))
+    return Attainment(
+        met, decided + len(gaps) + (overdue or request.outcome is TimelineOutcome.LOST)
+    )
 
 
 def gaps_s(times_s: Sequence[float]) -> list[float]:
@@ -175,10 +177,10 @@ def _ttft(
     if request.times_s:
         seconds = request.times_s[0] - request.start_s
         return seconds, _met(seconds, limit_s)
-    if request.state is State.COMPLETED:  # without text, or not streamed
+    if request.outcome is TimelineOutcome.COMPLETED:  # without text, or not streamed
         assert request.end_s is not None, "it was completed, but at no time"
         return None, _met(request.end_s - request.start_s, limit_s)
-    if request.state is State.LOST:
+    if request.outcome is TimelineOutcome.LOST:
         return None, None if limit_s is None else False
     waited_s = until_s - request.start_s
     return (waited_s, False) if _met(waited_s, limit_s) is False else (None, None)
@@ -189,11 +191,11 @@ def _tpot(
 ) -> tuple[float | None, bool | None]:
     """(TPOT in seconds, whether it met `limit_s`)"""
     times = request.times_s
-    if request.state is State.LOST:
+    if request.outcome is TimelineOutcome.LOST:
         return None, None if limit_s is None else False
-    if not times or (request.state is State.COMPLETED and request.tokens < 2):
+    if not times or (request.outcome is TimelineOutcome.COMPLETED and request.tokens < 2):
         return None, None
-    if request.state is State.COMPLETED:
+    if request.outcome is TimelineOutcome.COMPLETED:
         mean = (times[-1] - times[0]) / (request.tokens - 1)
         return mean, _met(mean, limit_s)
     at_best = (until_s - times[0]) / len(times)  # if the next token came right now

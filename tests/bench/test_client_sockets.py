@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from bros.bench.client import AiohttpTransport, Client, Outcome, Record
 from bros.bench.dialects import RequestFormat, dialect_of
 from bros.bench.load import PREPARE_AHEAD_S, LoadResult, OfferedLoad, drive
-from bros.bench.plan import Session, Turn
+from bros.bench.plan import Session, SessionRequest
 from bros.core.clock import SystemClock
 from support.bench_server import event, planned, render, text, usage
 
@@ -246,7 +246,7 @@ async def test_times_over_a_real_connection() -> None:
             writer.write(chunked(event("[DONE]")) + LAST)
 
     sessions = [
-        Session(0.02 * i, (Turn(planned(f"s{i}", prompt=i, output=tokens)),))
+        Session(0.02 * i, (SessionRequest(planned(f"s{i}", prompt=i, output=tokens)),))
         for i in range(1, streams + 1)
     ]
     starts: list[float] = []

@@ -23,7 +23,7 @@ from bros.bench.load import (
     OfferedLoad,
     drive,
 )
-from bros.bench.plan import Planned, Session, Turn
+from bros.bench.plan import Planned, Session, SessionRequest
 from bros.core.request import ServiceClass
 from bros.simulator.virtual_loop import START_S, LoopClock, VirtualLoop, run_virtual
 from support.bench_server import FakeHttp, Script, Seen, answer, event, planned, render, text
@@ -49,7 +49,7 @@ def run(
 
 
 def at(time_s: float, *names: str, think_s: float = 0.0) -> Session:
-    return Session(time_s, tuple(Turn(planned(name), think_s) for name in names))
+    return Session(time_s, tuple(SessionRequest(planned(name), think_s) for name in names))
 
 
 def backlog(limit: int | None = None) -> Iterator[Planned]:
@@ -175,7 +175,7 @@ def test_random_sessions_to_the_microsecond(
         plan, due = [], begin
         for place, (think, first, second) in enumerate(turns):
             name = f"{number}.{place}"
-            plan.append(Turn(planned(name), think / 1e6))
+            plan.append(SessionRequest(planned(name), think / 1e6))
             scripts[name] = Script(
                 pieces=[
                     (first / 1e6, event(text("a"))),

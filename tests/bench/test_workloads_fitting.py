@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.bench.plan import Piece, Planned, Session, Turn
+from bros.bench.plan import Piece, Planned, Session, SessionRequest
 from bros.bench.planning import FitCounts, FittedBacklog, Fitter, Overlong, fit
 from bros.bench.workloads.contents import (
     ChatContent,
@@ -30,7 +30,7 @@ def request(pieces: list[int], output: int, name: str = "r") -> Planned:
 
 
 def session(*requests: Planned) -> Session:
-    return Session(1.0, tuple(Turn(planned, 0.5) for planned in requests))
+    return Session(1.0, tuple(SessionRequest(planned, 0.5) for planned in requests))
 
 
 def lengths(sessions: list[Session]) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bros.core.errors import InvalidRequestError, TenantLimitError
 from bros.core.fair import FairMemory
-from bros.core.tenants import Holding, Resource, TenantAccounts, TenantLimits
+from bros.core.tenants import QuotaHold, Resource, TenantAccounts, TenantLimits
 from support.tier import examples
 
 TENANTS = ["ann", "bob"]
@@ -36,33 +36,33 @@ STEPS = st.lists(
 @given(STEPS)
 def test_what_is_counted_is_what_is_held(steps: list[tuple[object, ...]]) -> None:
     accounts = TenantAccounts({"ann": LIMITS}, TenantLimits())
-    holdings: list[Holding] = []
-    amounts: dict[Holding, int] = {}
+    holds: list[QuotaHold] = []
+    amounts: dict[QuotaHold, int] = {}
     for step in steps:
         match step:
             case ("hold", str(tenant), Resource() as resource, int(amount)):
                 used, limit = accounts.used(tenant, resource), accounts.limits(tenant).of(resource)
                 fits = limit is None or used + amount <= limit
                 try:
-                    holding = accounts.hold(tenant, resource, amount)
+                    hold = accounts.hold(tenant, resource, amount)
                 except TenantLimitError:
                     assert not fits and limit is not None and amount <= limit
                 except InvalidRequestError:
                     assert not fits and limit is not None and amount > limit
                 else:
                     assert fits
-                    holdings.append(holding)
-                    amounts[holding] = amount
-            case ("resize", int(number), int(amount)) if number < len(holdings):
-                holdings[number].resize(amount)
-                if holdings[number] in amounts:
-                    amounts[holdings[number]] = amount
-            case ("release", int(number)) if number < len(holdings):
-                holdings[number].release()
-                amounts.pop(holdings[number], None)
+                    holds.append(hold)
+                    amounts[hold] = amount
+            case ("resize", int(number), int(amount)) if number < len(holds):
+                holds[number].resize(amount)
+                if holds[number] in amounts:
+                    amounts[holds[number]] = amount
+            case ("release", int(number)) if number < len(holds):
+                holds[number].release()
+                amounts.pop(holds[number], None)
         accounts.check_integrity(amounts)
-    for holding in holdings:
-        holding.release()
+    for hold in holds:
+        hold.release()
     assert accounts.held == {}
 
 

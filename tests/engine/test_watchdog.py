@@ -1,4 +1,4 @@
-"""When a turn of the engine's loop counts as hung, and when it is only long."""
+"""When an iteration of the engine's loop counts as hung, and when it is only long."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from bros.core.plan import StepPlan
 from bros.core.request import ServiceClass
-from bros.engine.watchdog import HeldUp, Progress, Watchdog, is_traced
+from bros.engine.watchdog import Progress, StarvationClock, Watchdog, is_traced
 from bros.scheduler.steps import ExpectedTime
 from support.tier import examples
 from support.virtual_time import VirtualRun, plan_seconds
@@ -32,7 +32,7 @@ FACTOR, START_S, COMPILING_S = 20.0, 300.0, 60.0
 def make(
     progress: Progress,
     expected: Callable[[], ExpectedTime] = lambda: USUAL,
-    held_up_s: Callable[[], float] = lambda: 0.0,
+    starved_s: Callable[[], float] = lambda: 0.0,
     compiles: bool = False,
 ) -> Watchdog:
     return Watchdog(
@@ -40,7 +40,7 @@ def make(
         expected,
         least_s=LEAST_S,
         every_s=EVERY_S,
-        held_up_s=held_up_s,
+        starved_s=starved_s,
         compiles=compiles,
     )
 
@@ -51,22 +51,23 @@ def checks_until_hung(watchdog: Watchdog, most: int = 100_000) -> int:
 
 @settings(max_examples=examples(25, long=500))
 @given(st.floats(0, 20), st.booleans(), st.booleans(), st.booleans())
-def test_a_turn_hangs_once_it_has_taken_much_longer_than_expected(
+def test_an_iteration_hangs_once_it_has_taken_much_longer_than_expected(
     seconds: float, is_start: bool, has_new_size: bool, compiles: bool
 ) -> None:
     watchdog = make(
-        Progress(turns=1, idle=False),
+        Progress(iterations=1, idle=False),
         lambda: ExpectedTime(seconds, is_start, has_new_size),
         compiles=compiles,
     )
     least_s = COMPILING_S if has_new_size and compiles else LEAST_S
     limit_s = max(START_S if is_start else least_s, FACTOR * seconds)
-    # The first check sees a turn that has lasted for half a second; each later one adds a second.
+    # The first check sees an iteration that has lasted for half a second; each later one adds a
+    # second.
     assert checks_until_hung(watchdog) == math.ceil(limit_s / EVERY_S - 0.5 - 1e-9)
 
 
 def test_the_reason_says_what_was_expected() -> None:
-    watchdog = make(Progress(turns=1, idle=False), lambda: ExpectedTime(0.5))
+    watchdog = make(Progress(iterations=1, idle=False), lambda: ExpectedTime(0.5))
     for _ in range(10):
         assert watchdog.check() is None
     assert watchdog.check() == (
@@ -76,12 +77,12 @@ def test_the_reason_says_what_was_expected() -> None:
 
 @settings(max_examples=examples(25, long=500))
 @given(st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=50))
-def test_turns_that_end_and_idle_times_never_hang(turns: list[tuple[int, bool]]) -> None:
-    """Each turn sees fewer checks than would be too many; while idle there may be any number."""
+def test_iterations_that_end_and_idle_times_never_hang(iterations: list[tuple[int, bool]]) -> None:
+    """Each iteration sees fewer checks than would be too many, an idle loop any number."""
     progress = Progress()
     watchdog = make(progress)
-    for checks, idle in turns:
-        progress.turns += 1
+    for checks, idle in iterations:
+        progress.iterations += 1
         progress.idle = False
         assert all(watchdog.check() is None for _ in range(checks))
         if idle:
@@ -91,20 +92,20 @@ def test_turns_that_end_and_idle_times_never_hang(turns: list[tuple[int, bool]])
 
 @settings(max_examples=examples(25, long=500))
 @given(st.lists(st.floats(0, 5), max_size=200))
-def test_time_in_which_the_process_could_not_run_does_not_count(held_up: list[float]) -> None:
+def test_time_in_which_the_process_could_not_run_does_not_count(starved: list[float]) -> None:
     """As on a machine that is busy with other processes. Afterwards a hang is noticed as usual."""
-    progress = Progress(turns=1, idle=False)
-    left = iter(held_up)
-    watchdog = make(progress, held_up_s=lambda: next(left, 0.0))
-    own_s = [max(0.0, EVERY_S - held_up_s) for held_up_s in (held_up + [0.0] * 20)[1:]]
+    progress = Progress(iterations=1, idle=False)
+    left = iter(starved)
+    watchdog = make(progress, starved_s=lambda: next(left, 0.0))
+    own_s = [max(0.0, EVERY_S - starved_s) for starved_s in (starved + [0.0] * 20)[1:]]
     found = checks_until_hung(watchdog)
     assert sum(own_s[:found]) >= LEAST_S - EVERY_S / 2 > sum(own_s[: found - 1])
 
 
 def test_a_process_in_a_debugger_does_not_hang() -> None:
     held = [math.inf] * 1000
-    held_up_s = lambda: held.pop() if held else 0.0  # noqa: E731
-    watchdog = make(Progress(turns=1, idle=False), held_up_s=held_up_s)
+    starved_s = lambda: held.pop() if held else 0.0  # noqa: E731
+    watchdog = make(Progress(iterations=1, idle=False), starved_s=starved_s)
     assert checks_until_hung(watchdog) == 1000 + LEAST_S / EVERY_S - 1
 
 
@@ -122,7 +123,7 @@ class WatchedRun(VirtualRun):
         self._next_check_s = 0.0
 
     def step(self) -> StepPlan | None:
-        self._progress.turns += 1
+        self._progress.iterations += 1
         plan = self.scheduler.schedule(self.now)
         if plan is None:
             return None
@@ -161,7 +162,7 @@ def test_a_step_that_never_ends_is_noticed_within_ten_seconds(policy: str) -> No
     for n in range(3):
         run.work(f"usual{n}", 40)
     run.submit("hangs", 40, ServiceClass.BE, salt=3, max_tokens=6)
-    run._progress.turns += 1
+    run._progress.iterations += 1
     assert run.scheduler.schedule(run.now) is not None
     assert checks_until_hung(run.watchdog) <= 9
 
@@ -169,7 +170,7 @@ def test_a_step_that_never_ends_is_noticed_within_ten_seconds(policy: str) -> No
 def test_the_first_steps_of_an_engine_may_take_minutes() -> None:
     run = WatchedRun("fcfs", 1.0)
     run.submit("first", 40, ServiceClass.BE, max_tokens=6)
-    run._progress.turns += 1
+    run._progress.iterations += 1
     assert run.scheduler.schedule(run.now) is not None
     assert checks_until_hung(run.watchdog) == START_S / EVERY_S
 
@@ -188,7 +189,7 @@ def _a_plan() -> StepPlan:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_threads_that_wait_for_a_core_hold_a_process_up() -> None:
     """Two threads on one core wait for each other."""
-    held_up, ended = HeldUp(os.getpid(), 0.01), threading.Event()
+    starved_s, ended = StarvationClock(os.getpid(), 0.01), threading.Event()
     core = min(os.sched_getaffinity(0))
 
     def burn() -> None:
@@ -200,8 +201,8 @@ def test_threads_that_wait_for_a_core_hold_a_process_up() -> None:
     for thread in threads:
         thread.start()
     try:
-        held_up()
-        while not held_up() > 0:
+        starved_s()
+        while not starved_s() > 0:
             threads[0].join(0.01)
     finally:
         ended.set()
@@ -235,11 +236,11 @@ def test_a_wait_for_a_core_counts_while_it_lasts() -> None:
             stack.callback(process.kill)
             assert process.stdout is not None and process.stdout.readline() == b"begins\n"
             started.append(process.pid)
-        held_up = HeldUp(started[0], every_s)
-        held_up()
+        starved_s = StarvationClock(started[0], every_s)
+        starved_s()
         for _ in range(checks):
             time.sleep(every_s)
-            total_s += held_up()
+            total_s += starved_s()
     assert total_s > checks * every_s / 2
 
 

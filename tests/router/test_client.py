@@ -289,7 +289,7 @@ async def test_cancelling_a_submission_aborts_the_request(group: Group) -> None:
 
 
 @in_group
-async def test_parked_kv_is_released_where_it_is(group: Group) -> None:
+async def test_pinned_kv_is_released_where_it_is(group: Group) -> None:
     await collect(group.client, ask("a", 2))
     await group.client.release("a")
     (had,) = [engine for engine in group.engines if "a" in engine.submitted]

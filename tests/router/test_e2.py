@@ -258,12 +258,12 @@ def test_prompts_go_where_answers_take_the_time() -> None:
     assert decide(calm, ask("new", [50] * 30))[1] == "explore"
 
 
-def test_a_program_comes_back_to_where_it_is_parked() -> None:
+def test_a_program_comes_back_to_where_it_is_pinned() -> None:
     fleet = fleet_of(2, history=0.0)
     hints = Hints(program="p", keep_s=60.0)
     there = serve(fleet, ask("a", range(10 * BLOCK + 1), hints=hints), 0.0)
     request = ask("b", [*range(10 * BLOCK + 1), 1, 2, 3], hints=hints)
-    assert decide(fleet, request, 1.0)[:2] == (there, "parked")
+    assert decide(fleet, request, 1.0)[:2] == (there, "pinned")
     later = ask("c", [*range(10 * BLOCK + 1), 4, 5, 6], hints=Hints(program="p"))
     assert decide(fleet, later, 100.0)[:2] == (there, "exploit")
 
@@ -421,7 +421,7 @@ def test_what_is_evicted_is_priced_where_it_lies() -> None:
     assert evicted_s == pytest.approx(2 * PRICES.prefill_s(5 * BLOCK, 20 * BLOCK))
 
 
-def test_a_parked_replica_that_has_lost_it_is_as_good_as_any() -> None:
+def test_a_replica_that_has_lost_what_it_pinned_is_as_good_as_any() -> None:
     fleet = fleet_of(2, history=0.0)
     hints = Hints(program="p", keep_s=60.0)
     prompt = list(range(10 * BLOCK + 1))

@@ -8,7 +8,7 @@ import pytest
 
 from bros.core.errors import QueueFullError
 from bros.core.request import EngineRequest, ServiceClass, Slo
-from bros.semantic.schema import CallSpec, Criteria, Message, Parameter, Perf, Sharing
+from bros.semantic.schema import CallSpec, Criteria, Message, Parameter, Perf, SharingMode
 from support.program_engine import (
     BLOCK,
     STEP_S,
@@ -462,8 +462,8 @@ async def test_who_may_share_what() -> None:
     create = desk.service.create
     shared = [desk.session, create(TENANT).id]
     scoped = [create(TENANT, scope="team").id for _ in range(2)]
-    alone = [create(TENANT, sharing=Sharing.SESSION).id for _ in range(2)]
-    alone.append(create(TENANT, scope="team", sharing=Sharing.SESSION).id)
+    alone = [create(TENANT, sharing=SharingMode.SESSION).id for _ in range(2)]
+    alone.append(create(TENANT, scope="team", sharing=SharingMode.SESSION).id)
     sessions = [(TENANT, session) for session in (*shared, *scoped, *alone)]
     sessions.append(("other", create("other").id))
     for tenant, session in sessions:
@@ -495,7 +495,7 @@ async def test_who_may_share_what() -> None:
 
 @virtually
 async def test_what_is_prefilled_ahead_is_private_as_the_prompt_is() -> None:
-    for sharing in Sharing:
+    for sharing in SharingMode:
         desk = Desk()
         desk.session = desk.service.create(TENANT, sharing=sharing).id
         long = "long enough to be worth it, " * 4
@@ -509,7 +509,7 @@ async def test_what_is_prefilled_ahead_is_private_as_the_prompt_is() -> None:
         for each in (ahead, whole):
             assert each.kv_salt == whole.kv_salt
             assert each.hints.private_salt == whole.hints.private_salt
-            assert each.hints.private_from == (None if sharing is Sharing.TENANT else 0)
+            assert each.hints.private_from == (None if sharing is SharingMode.TENANT else 0)
 
 
 @virtually

@@ -18,7 +18,7 @@ from bros.semantic.errors import (
     SessionGoneError,
     UpstreamError,
 )
-from bros.semantic.schema import CallSpec, Criteria, Role, Sharing, SubmittedCall
+from bros.semantic.schema import CallSpec, Criteria, Role, SharingMode, SubmittedCall
 
 
 def shout(name: str, placeholder: str, prompt: str) -> str:
@@ -59,7 +59,7 @@ class FakeBackend:
         criteria: Criteria | None,
         ttl_s: float | None,
         tenant: str,
-        sharing: Sharing,
+        sharing: SharingMode,
         metadata: Mapping[str, str],
     ) -> str:
         self.created.append((criteria, ttl_s, tenant, sharing, dict(metadata)))

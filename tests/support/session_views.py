@@ -12,7 +12,7 @@ from bros.semantic.schema import (
     CallView,
     Criteria,
     SessionView,
-    Sharing,
+    SharingMode,
     VariableState,
     VariableView,
 )
@@ -64,7 +64,7 @@ def make_session(calls: Sequence[CallView], names: Mapping[str, str] | None = No
         expires_in_s=None,
         ttl_s=600.0,
         tenant="",
-        sharing=Sharing.TENANT,
+        sharing=SharingMode.TENANT,
         criteria=Criteria(),
         metadata={},
         calls=tuple(calls),

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from bros.bench.plan import Piece, Planned, Session, Turn
+from bros.bench.plan import Piece, Planned, Session, SessionRequest
 from bros.core.errors import ConfigError
 from bros.core.request import ServiceClass, Slo
 from bros.workload.arrivals import BE_SIZES, RT_SIZES, RequestSizes, generator
@@ -431,14 +431,14 @@ class RequestTemplate:
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise ConfigError(f"prompts cannot be cut to {self.max_prompt_tokens} tokens")
 
-    def turns(self, number: int, conversation: Conversation) -> tuple[Turn, ...]:
+    def turns(self, number: int, conversation: Conversation) -> tuple[SessionRequest, ...]:
         """The requests of conversation `number`, counted from 0."""
         name = f"{self.name}-{number}"
         if len(conversation) == 1:
             return (self._turn(name, conversation[0]),)
         return tuple(self._turn(f"{name}.{k}", draft) for k, draft in enumerate(conversation))
 
-    def _turn(self, name: str, draft: Draft) -> Turn:
+    def _turn(self, name: str, draft: Draft) -> SessionRequest:
         prompt = draft.prompt
         if self.max_prompt_tokens is not None:
             prompt = cut(prompt, self.max_prompt_tokens)
@@ -450,7 +450,7 @@ class RequestTemplate:
             forced=self.forced,
             slo=self.slo,
         )
-        return Turn(planned, draft.think_s)
+        return SessionRequest(planned, draft.think_s)
 
 
 RT_TEMPLATE = RequestTemplate(ServiceClass.RT, "rt")

@@ -64,7 +64,7 @@ _HEADER = len(_Header._fields)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class DecodedStep:
     """A decoded step.
 
     inputs: of the plan, but with `samples` and `readouts` empty: only rank 0 has the logits.
@@ -171,7 +171,7 @@ class PlanDecoder:
         self._number = 0
         self._starts, self._numbers = _NO_ROWS
 
-    def __call__(self, message: Message) -> Step | None:
+    def __call__(self, message: Message) -> DecodedStep | None:
         """The step to compute, None for the message `stop`.
 
         Tensors may share the memory of the message and must not be changed.
@@ -214,7 +214,7 @@ class PlanDecoder:
             at, found = read.take(header.pending), read.take(header.pending)
             sources = torch.full((header.tokens,), -1, dtype=torch.int32)
             sources.numpy()[at] = found
-        return Step(inputs, copies, header.kind == _ABORTABLE_STEP, sources)
+        return DecodedStep(inputs, copies, header.kind == _ABORTABLE_STEP, sources)
 
 
 class _Reader:

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
 from bros.core.loop_thread import LoopThread
-from bros.semantic.schema import CallSpec, Criteria, Sharing, SubmittedCall
+from bros.semantic.schema import CallSpec, Criteria, SharingMode, SubmittedCall
 
 
 class Backend(Protocol):
@@ -24,7 +24,7 @@ class Backend(Protocol):
         criteria: Criteria | None,
         ttl_s: float | None,
         tenant: str,
-        sharing: Sharing,
+        sharing: SharingMode,
         metadata: Mapping[str, str],
     ) -> str:
         """Returns the id of the session."""

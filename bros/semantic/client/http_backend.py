@@ -39,7 +39,7 @@ from bros.semantic.schema import (
     FailCall,
     SessionSummary,
     SetVariable,
-    Sharing,
+    SharingMode,
     SubmitProgram,
     SubmittedCall,
     SubmittedProgram,
@@ -64,7 +64,7 @@ class HttpBackend:
         criteria: Criteria | None,
         ttl_s: float | None,
         tenant: str,
-        sharing: Sharing,
+        sharing: SharingMode,
         metadata: Mapping[str, str],
     ) -> str:
         body = CreateSession(

@@ -13,7 +13,7 @@ from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.executor.model_store import default_cache_dir
 from bros.semantic.client.connection import Backend
-from bros.semantic.schema import CallSpec, Criteria, Sharing, SubmittedCall, to_json
+from bros.semantic.schema import CallSpec, Criteria, SharingMode, SubmittedCall, to_json
 from bros.semantic.service.live import SessionSettings
 from bros.semantic.service.service import SessionService
 from bros.transport.local import open_local
@@ -32,7 +32,7 @@ class LocalBackend:
         criteria: Criteria | None,
         ttl_s: float | None,
         tenant: str,
-        sharing: Sharing,
+        sharing: SharingMode,
         metadata: Mapping[str, str],
     ) -> str:
         view = self._service.create(

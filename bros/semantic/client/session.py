@@ -55,7 +55,7 @@ from bros.semantic.errors import (
     SessionLimitError,
     UpstreamError,
 )
-from bros.semantic.schema import CallSpec, Criteria, Perf, Sharing, checked_seconds
+from bros.semantic.schema import CallSpec, Criteria, Perf, SharingMode, checked_seconds
 
 T = TypeVar("T")
 
@@ -130,7 +130,7 @@ class Session:
         criteria: Criteria | Perf | str | None = None,
         ttl: float | None = None,
         tenant: str = "",
-        sharing: Sharing | str = Sharing.TENANT,
+        sharing: SharingMode | str = SharingMode.TENANT,
         metadata: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
@@ -324,11 +324,11 @@ def _criteria(value: Criteria | Perf | str | None) -> Criteria | None:
     return Criteria(perf=_perf(value))
 
 
-def _sharing(value: Sharing | str) -> Sharing:
+def _sharing(value: SharingMode | str) -> SharingMode:
     try:
-        return Sharing(value)
+        return SharingMode(value)
     except ValueError:
-        names = ", ".join(Sharing)
+        names = ", ".join(SharingMode)
         raise ValueError(f"sharing must be one of {names}, not {value!r}") from None
 
 
@@ -358,7 +358,7 @@ class AsyncSession:
         criteria: Criteria | None,
         ttl_s: float | None,
         tenant: str,
-        sharing: Sharing,
+        sharing: SharingMode,
         metadata: Mapping[str, str],
     ) -> None:
         self._session = session

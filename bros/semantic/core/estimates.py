@@ -146,17 +146,17 @@ class _FunctionStats:
     chars_per_token: Average = field(default_factory=Average)
 
 
-class _Line:
+class _Calibration:
     """Actual seconds over predicted ones in recent calls, as slope * predicted + offset.
 
     Both are medians. Until the slope is known it is 1, or with GUESSED_PRICES, which may be wrong
     by any factor, the median of actual / predicted.
 
-    keeps: a known slope remains while later calls do not agree on one.
+    keeps_slope: a known slope remains while later calls do not agree on one.
     """
 
-    def __init__(self, *, keeps: bool) -> None:
-        self._keeps = keeps
+    def __init__(self, *, keeps_slope: bool) -> None:
+        self._keeps_slope = keeps_slope
         self._points: deque[tuple[float, float]] = deque(maxlen=_RECENT)
         self._until_slope = 0
         self._known: float | None = None
@@ -169,7 +169,7 @@ class _Line:
         self._until_slope -= 1
         if self._until_slope <= 0:
             self._until_slope = _EVERY if len(self._points) >= _EVERY * _EVERY else 1
-            self._known = _slope(self._points) or (self._known if self._keeps else None)
+            self._known = _slope(self._points) or (self._known if self._keeps_slope else None)
         if self._known is not None:
             self.slope = self._known
         elif guessed:
@@ -181,19 +181,22 @@ class _Line:
 
 
 @dataclass(slots=True)
-class _ClassStats:
-    """queueing_s: as of the time queued_s.
+class _ClassEstimates:
+    """What recent calls of a class tell.
+
+    queueing_s: as of the time queued_s.
     others: real-time requests beside the session that were open.
     first: times to first token over predicted prefills. A prompt token takes as long whether calls
         wait in queues or not.
-    step: seconds per output token over predicted decode steps. Best-effort rows come and go.
+    step: seconds per output token over predicted decode steps. The number of best-effort rows
+        varies between steps.
     """
 
     queueing_s: float = 0.0
     queued_s: float = 0.0
     others: Average = field(default_factory=Average)
-    first: _Line = field(default_factory=lambda: _Line(keeps=True))
-    step: _Line = field(default_factory=lambda: _Line(keeps=False))
+    first: _Calibration = field(default_factory=lambda: _Calibration(keeps_slope=True))
+    step: _Calibration = field(default_factory=lambda: _Calibration(keeps_slope=False))
 
 
 class Estimates:
@@ -209,7 +212,7 @@ class Estimates:
         self._weight = weight
         self._functions: FairMemory[Function, _FunctionStats] = FairMemory(MAX_NAMES)
         self._chars_per_token: dict[str, Average] = {}  # by tenant
-        self._classes = {service_class: _ClassStats() for service_class in ServiceClass}
+        self._classes = {service_class: _ClassEstimates() for service_class in ServiceClass}
 
     def expected_tokens(self, function: Function, max_tokens: int | None) -> float:
         """Expected output tokens of a call; at least 1, at most max_tokens."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from bros.core.interfaces import Placement
 from bros.core.request import RequestGroup, ServiceClass
-from bros.core.tenants import Holding
+from bros.core.tenants import QuotaHold
 from bros.semantic.core.nodes import Call, Level, LlmCall, Variable
 from bros.semantic.core.prompt import Prompt, PromptSharing, RequestedPrefixes
 from bros.semantic.core.retention import SessionLimits
@@ -21,7 +21,7 @@ from bros.semantic.schema import (
     CallState,
     Criteria,
     PrefixView,
-    Sharing,
+    SharingMode,
     SubmittedCall,
 )
 from bros.text.generation import Occupancy
@@ -296,7 +296,7 @@ class ServedSession:
     uid: str
     tenant: str
     scope: str
-    shared_with: Sharing
+    shared_with: SharingMode
     criteria: Criteria
     sampling: Mapping[str, Any]
     metadata: Mapping[str, str]
@@ -307,8 +307,8 @@ class ServedSession:
     machine: SessionStateMachine
     sharing: PromptSharing
     requested_prefixes: RequestedPrefixes
-    held: Holding
-    held_chars: Holding
+    held: QuotaHold
+    held_chars: QuotaHold
     load: OwnLoad = field(default_factory=OwnLoad)
     records: dict[str, CallRecord] = field(default_factory=dict)
     pending: deque[tuple[Action, Mapping[LlmCall, GroupStart]]] = field(default_factory=deque)

@@ -68,7 +68,7 @@ class Prompter:
         async with record.lock:
             prompt = record.prompt
             assert prompt is not None, "the call is open and not native"
-            turn, limit = _Turn(), self._engine.info.max_model_len
+            yielder, limit = _LoopYielder(), self._engine.info.max_model_len
             for piece in llm_call.call.pieces[prompt.num_pieces : llm_call.prompt_end]:
                 first = not prompt.num_tokens
                 variable: Variable | None = None
@@ -80,10 +80,10 @@ class Prompter:
                     if prompt.num_tokens >= limit:
                         raise PromptTooLongError(prompt.num_tokens, limit, exact=False)
                     if isinstance(piece, Text):
-                        await turn.take(len(piece.text))
+                        await yielder.before(len(piece.text))
                         prompt.add(await self._constant(session.tenant, piece.text, first=first))
                     elif variable is not None:
-                        await turn.take(len(variable.text or ""))
+                        await yielder.before(len(variable.text or ""))
                         value = await self._value(session.tenant, piece, variable, first=first)
                         prompt.add(value, variable.id)
                 except PromptTooLongError as error:
@@ -149,7 +149,7 @@ class Prompter:
         return await self._threads.run(tenant, work, num_chars)
 
 
-class _Turn:
+class _LoopYielder:
     """Lets other tasks run between the pieces of a prompt that are done on the event loop.
 
     Without it, 1,000 values of 3,900 characters in one call held the loop for four seconds.
@@ -158,7 +158,7 @@ class _Turn:
     def __init__(self) -> None:
         self._chars = 0
 
-    async def take(self, num_chars: int) -> None:
+    async def before(self, num_chars: int) -> None:
         """A piece of this many characters comes next."""
         if num_chars > _LONG_CHARS:
             return  # on a thread

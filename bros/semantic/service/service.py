@@ -42,7 +42,7 @@ from bros.semantic.schema import (
     SessionFigures,
     SessionSummary,
     SessionView,
-    Sharing,
+    SharingMode,
     SubmittedCall,
     VariableView,
 )
@@ -264,9 +264,9 @@ def _text_so_far(session: ServedSession, variable: Variable) -> str:
     return session.record(llm_call.call.id).llm_call(llm_call.index).text
 
 
-def _private_salt(uid: str, scope: str, shared_with: Sharing) -> str | None:
+def _private_salt(uid: str, scope: str, shared_with: SharingMode) -> str | None:
     """The PromptSharing.private_salt of a session. Neither form is ever one of the other kind."""
-    if shared_with is Sharing.SESSION:
+    if shared_with is SharingMode.SESSION:
         return f"session:{uid}"
     return f"scope:{scope}" if scope else None
 
@@ -353,7 +353,7 @@ class SessionService:
         criteria: Criteria | None = None,
         ttl_s: float | None = None,
         scope: str = "",
-        sharing: Sharing = Sharing.TENANT,
+        sharing: SharingMode = SharingMode.TENANT,
         session_id: str | None = None,
         metadata: Mapping[str, str] | None = None,
         sampling: Mapping[str, Any] | None = None,
@@ -644,7 +644,7 @@ class SessionService:
         session_id: str | None,
         *,
         scope: str = "",
-        shared_with: Sharing = Sharing.TENANT,
+        shared_with: SharingMode = SharingMode.TENANT,
         **fields: Any,
     ) -> ServedSession:
         """Open a session with this id, or with a generated one.

@@ -36,16 +36,16 @@ _STEP = re.compile(
     r"""|(?P<all>\.\*|\[\s*\*\s*\])"""
 )
 
-Step = str | int | slice | None
+PathStep = str | int | slice | None
 """A name, an index, a range, or None for all items."""
 
 
-def parse_path(path: str) -> tuple[Step, ...]:
+def parse_path(path: str) -> tuple[PathStep, ...]:
     """Parse a path; the leading $ is optional. Raises ArgumentError."""
     rest = path.removeprefix("$")
     if rest and rest[0] not in ".[" and not path.startswith("$"):
         rest = "." + rest
-    steps: list[Step] = []
+    steps: list[PathStep] = []
     at = 0
     while at < len(rest):
         match = _STEP.match(rest, at)
@@ -59,7 +59,7 @@ def parse_path(path: str) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def select(value: Any, steps: Sequence[Step]) -> Any:
+def select(value: Any, steps: Sequence[PathStep]) -> Any:
     """The value at a path. Raises TransformError if a path to one value does not exist."""
     for position, step in enumerate(steps):
         if step is None or isinstance(step, slice):
@@ -72,7 +72,7 @@ def select(value: Any, steps: Sequence[Step]) -> Any:
     return value
 
 
-def _select_in_all(parts: list[Any], steps: Sequence[Step]) -> list[Any]:
+def _select_in_all(parts: list[Any], steps: Sequence[PathStep]) -> list[Any]:
     found: list[Any] = []
     several = any(step is None or isinstance(step, slice) for step in steps)
     for part in parts:
@@ -88,7 +88,7 @@ def _select_in_all(parts: list[Any], steps: Sequence[Step]) -> list[Any]:
     return found
 
 
-def _step(match: re.Match[str]) -> Step:
+def _step(match: re.Match[str]) -> PathStep:
     if match["all"]:
         return None
     if match["index"]:

@@ -101,7 +101,7 @@ _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _TransformStep:
     written: str
     function: Function
     index: int | slice | None
@@ -134,7 +134,7 @@ class Transforms:
     """
 
     source: str
-    _steps: tuple[_Step, ...] = field(repr=False, compare=False)
+    _steps: tuple[_TransformStep, ...] = field(repr=False, compare=False)
 
     def quickly(self, text: str) -> str | None:
         """The result, if it takes a few milliseconds at most; None if it may take longer.
@@ -169,7 +169,7 @@ class Transforms:
             raise TransformError(f"{self.source}: {error}") from error
 
     @staticmethod
-    def _apply(step: _Step, text: str, left_s: float) -> str:
+    def _apply(step: _TransformStep, text: str, left_s: float) -> str:
         try:
             return step(text, left_s)
         except TransformError as error:
@@ -198,7 +198,7 @@ class _Parser:
         self._param = param
         self._at = 0
 
-    def steps(self) -> tuple[_Step, ...]:
+    def steps(self) -> tuple[_TransformStep, ...]:
         steps = [self._step()]
         while self._at < len(self._source):
             if self._source[self._at] != "|":
@@ -209,7 +209,7 @@ class _Parser:
             self._refuse(f"There are more than {MAX_STEPS} transforms")
         return tuple(steps)
 
-    def _step(self) -> _Step:
+    def _step(self) -> _TransformStep:
         start = self._at
         name = _NAME.match(self._source, start)
         if name is None:
@@ -221,7 +221,7 @@ class _Parser:
         arguments = self._arguments() if self._next() == "(" else []
         function = self._build(entry, arguments, start)
         index = self._index(entry) if self._next() == "[" else None
-        return _Step(self._source[start : self._at].strip(), function, index, entry.quick)
+        return _TransformStep(self._source[start : self._at].strip(), function, index, entry.quick)
 
     def _build(self, entry: Entry, arguments: Sequence[str], start: int) -> Function:
         after = self._at

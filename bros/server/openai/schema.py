@@ -638,7 +638,7 @@ class TracePlacement(BaseModel):
         description="What decided: exploit (the prefix is cached there), again (it was cached "
         "there), explore (lowest cost), decode (the replica is decode-heavy), moved (a home of the "
         "prefix after rebalancing or replication), planned (a home of the prefix by the plan), "
-        "parked (the KV of the program's previous call is pinned there), group (placed with its "
+        "pinned (the KV of the program's previous call is pinned there), group (placed with its "
         "task group), only (no other candidate), or the policy"
     )
     expected_tokens: int = Field(

@@ -24,7 +24,7 @@ from bros.core.plan import (
 )
 from bros.core.request import SamplingParams, ServiceClass
 from bros.executor.inputs import PendingTokens, StepInputs, build_inputs
-from bros.executor.parallel.plan_codec import Message, PlanDecoder, PlanEncoder, Step
+from bros.executor.parallel.plan_codec import DecodedStep, Message, PlanDecoder, PlanEncoder
 from support.scheduling import make_scheduler, request
 from support.tier import examples
 from support.toy_model import ToyModel
@@ -143,7 +143,7 @@ def tensors(inputs: StepInputs) -> dict[str, Tensor]:
     } | parts
 
 
-def check(step: Step | None, plan: StepPlan) -> None:
+def check(step: DecodedStep | None, plan: StepPlan) -> None:
     """The tensors are those that build_inputs makes."""
     assert step is not None
     expected = tensors(build_inputs(plan))
