@@ -115,7 +115,7 @@ class FairGate:
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue(slots, per_tenant)
 
     async def run(self, tenant: str, work: Callable[[], T], executor: Executor | None = None) -> T:
-        """Do `work` on a thread of `executor`, by default the loop's, when it is its turn.
+        """Do `work` on a thread of `executor`, by default the loop's, when the queue admits it.
 
         If the caller is cancelled, waiting work is not done; work that runs cannot be stopped, and
         keeps its slot until it ends.

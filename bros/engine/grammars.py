@@ -312,8 +312,9 @@ class _Vocabulary:
 class _FreeText:
     """The free text before a grammar, which ends with `after`.
 
-    A token must not go on behind it, because the matcher takes whole tokens only. So where `after`
-    is complete but for its last bytes, the tokens that would complete it and go on are refused.
+    A token must not extend past it, because the matcher takes whole tokens only. So where `after`
+    is complete but for its last bytes, the tokens that would complete it and extend past it are
+    refused.
     """
 
     def __init__(self, after: bytes, vocabulary: _Vocabulary) -> None:
@@ -329,7 +330,7 @@ class _FreeText:
         ]
 
     def refused(self, known: int) -> frozenset[int]:
-        """Tokens that go on behind `after`, where its first `known` bytes are there."""
+        """Tokens that extend past `after`, where its first `known` bytes are there."""
         return self._overrun[known]
 
     def follow(self, known: int, token_id: int) -> int | None:

@@ -136,7 +136,7 @@ class RouterClient:
         return item.stream
 
     async def abort(self, request_id: str) -> None:
-        """Stop a request and free its KV at the next iteration. Unknown ids are ignored."""
+        """Stop a request and free its KV at the next step. Unknown ids are ignored."""
         item = self._dispatcher.open.get(request_id)
         if item is None:
             return

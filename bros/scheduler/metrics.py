@@ -141,7 +141,7 @@ class RequestRecord:
             self.late_tokens += 1
         if self.first_token_s is None:
             self.first_token_s = now
-            self.event(now, "goes on" if self.resumed else "first token")
+            self.event(now, "resumed" if self.resumed else "first token")
             if not self.resumed:
                 self.pace_from_s = now
         self.last_token_s = now

@@ -127,7 +127,7 @@ class Reservations(Protocol[_C]):
     def common_parts(self, candidate: _C) -> Sequence[tuple[Hashable, int]]:
         """(id, tokens) of the pieces of its cached prefix that it shares with others, in order.
 
-        A request that has a piece has all of it, and the pieces before it.
+        A request holds a piece whole, with every piece before it.
         """
         ...
 

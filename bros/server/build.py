@@ -311,7 +311,7 @@ def _banner(url: str, state: ServerState, config: EngineConfig) -> str:
         f"\n  bros is ready at {shown_url}\n"
         f"  model    {state.model_name} ({info.weights} weights, {info.kernels} kernels{ranks})\n"
         f"  context  {info.max_model_len} tokens{kv}\n"
-        f"  policy   {info.policy}; up to {rows} requests and {tokens} tokens in one iteration\n\n"
+        f"  policy   {info.policy}; up to {rows} requests and {tokens} tokens in one step\n\n"
         f"  curl {shown_url}/v1/{path} -H 'Content-Type: application/json'{key} \\\n"
         f"    -d '{json.dumps(body)}'\n"
     )

@@ -107,11 +107,11 @@ class DeltaSink(Protocol):
         ...
 
     def put_text(self, index: int, text: str, num_tokens: int) -> None:
-        """New text of one choice, without logprobs; the choice goes on."""
+        """New text of an unfinished choice, without logprobs."""
         ...
 
     def put(self, delta: TextDelta) -> None:
-        """New output of one choice, which goes on."""
+        """New output of an unfinished choice."""
         ...
 
 
@@ -556,17 +556,9 @@ class _Choice:
     """
 
     __slots__ = (
-        *("_detokenizer", "_generation", "_is_plain", "_logprobs", "_matcher", "_parser", "_parts"),
-        "_prompt_logprobs",
-        *(
-            "_sampling",
-            "_texts",
-            "_token_ids",
-            "_forwarder",
-            "cached_tokens",
-            "error",
-            "finish_reason",
-        ),
+        *("_detokenizer", "_forwarder", "_generation", "_is_plain", "_logprobs", "_matcher"),
+        *("_parser", "_parts", "_prompt_logprobs"),
+        *("_sampling", "_texts", "_token_ids", "cached_tokens", "error", "finish_reason"),
         *("finished", "index", "num_output_tokens", "reasoning_tokens", "request_id"),
         *("retry_after_s", "stop_reason"),
     )

@@ -190,9 +190,8 @@ class SupervisedClient(MessageClient, ABC):
         """Clear what is known of the last engine."""
         self._failure = ""  # why the engine failed, if the engine or this client has said so
         self._was_ready = self._host_unavailable = False
-        self._rank_starvation: Callable[[], float] | None = (
-            None  # of the pid of its first heartbeat
-        )
+        # Of the pid of its first heartbeat.
+        self._rank_starvation: Callable[[], float] | None = None
         self._rank_heartbeats = (
             HeartbeatMonitor(self._rank_heartbeat_timeout_s, self._rank_starved_s)
             if self._rank_heartbeat_timeout_s

@@ -116,7 +116,7 @@ def test_parse_bytes_is_number_times_unit(
         ({"max_num_seqs": 64, "max_batch_tokens": 256}, (64, 256), (64, 256)),
     ],
 )
-def test_how_much_fits_an_iteration_depends_on_the_device_unless_it_is_given(
+def test_how_much_fits_a_step_depends_on_the_device_unless_it_is_given(
     given: dict[str, int], on_cpu: tuple[int, int], on_gpu: tuple[int, int]
 ) -> None:
     config = EngineConfig(**given)  # type: ignore[arg-type]

@@ -224,7 +224,7 @@ def test_it_has_no_first_token_and_the_gap_counts_for_its_pace(arrival_s: float)
     trace = trace_of(dataclasses.replace(asked, resumed=5), engine)
     assert (trace.prompt_tokens, trace.output_tokens) == (7, 8)
     assert trace.ttft_s is None and trace.tpot_s == pytest.approx(0.15)
-    assert [what for _, what in trace.events][1:3] == ["scheduled", "goes on"]
+    assert [what for _, what in trace.events][1:3] == ["scheduled", "resumed"]
     assert trace.late_tokens == 3
     counts = engine.stats().by_class[ServiceClass.RT]
     # Four intervals that were kept, and three steps: 0.85 s for seven.

@@ -143,9 +143,9 @@ None if that is not known yet.
 def forecast(calls: Iterable[Call], rest_s: Rest, now: float) -> Pausing:
     """Predict when the open, wanted LLM calls of these calls end.
 
-    Each runs when its predecessors have ended, as if clients ran their functions and set their
-    values in no time. Calls that run at the same time slow each other down, whether they are a task
-    group or not: the first pass tells which do, the second one has the times.
+    Each runs when its predecessors have ended; client functions, and values that clients set, are
+    assumed to take 0 s. Calls that run at the same time slow each other down, whether they are a
+    task group or not: the first pass tells which do, the second one has the times.
     """
     found = [t for call in calls for t in call.llm_calls if t.wanted and t.open]
     before: dict[LlmCall, Sequence[LlmCall]] = dict.fromkeys(found, ())

@@ -242,7 +242,7 @@ class LlmCall:
 
     inputs: variables in the prompt that no earlier LLM call of the same call reads.
     wanted: whether a requested value depends on it, so that it may run.
-    num_missing: number of pending inputs, and of set ones that it has not been told of (see
+    num_missing: number of pending inputs and of set inputs whose notification is pending (see
         `SessionStateMachine.inform`), plus one while the previous LLM call is unfinished.
     depth: number of LLM calls on the longest path to it.
     label: its scheduling objective.

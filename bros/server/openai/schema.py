@@ -664,9 +664,9 @@ class ChoiceTrace(BaseModel):
     )
     waits_ms: dict[str, float] = Field(
         description="How long it could have run and did not, by reason: time (no time was left "
-        "in the iteration), rows (the batch was full), tokens (the token budget was used up), "
+        "in the step), rows (the batch was full), tokens (the token budget was used up), "
         "memory (no KV blocks), turn (the policy served others first), yielded (it ran, but "
-        "the iteration was aborted for the first token of another request)"
+        "the step was aborted for the first token of another request)"
     )
     events: list[TraceEvent]
     finish_reason: FinishReason | None = Field(description="null until it is finished")

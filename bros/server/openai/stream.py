@@ -53,7 +53,7 @@ class Observer(Protocol):
     def on_delta(self, delta: TextDelta) -> None: ...
 
     def on_text(self, index: int, text: str, num_tokens: int) -> None:
-        """A delta of a choice that goes on: `num_tokens` new tokens, one or more."""
+        """A delta of an unfinished choice: `num_tokens` new tokens, one or more."""
         ...
 
     def on_error(self, message: str) -> None:
@@ -244,7 +244,7 @@ class CompletionLogprobsWriter:
             self._write_echo(lists, self._echo, prompt)
         for entry in entries:
             data = self._tokenizer.token_bytes(entry.token_id)
-            # Byte by byte: where the first one does not go on with the character that is begun,
+            # Byte by byte: where the first one does not continue the character that is begun,
             # that one ends before this token, as one U+FFFD.
             begun, chars = self._utf8.getstate()[0], self._utf8.decode(data[:1])
             broken = begun + data[:1] != _REPLACEMENT and begun != b"" and chars[:1] == "\ufffd"
@@ -393,7 +393,10 @@ class ChunkWriter(ABC):
 
     @abstractmethod
     def _choice(self, index: int, text: str, logprobs: str) -> str:
-        """The JSON of a choice that goes on. text, logprobs: JSON."""
+        """The JSON of an unfinished choice.
+
+        text, logprobs: JSON.
+        """
 
     @abstractmethod
     def _events(self, delta: TextDelta, begins: bool) -> str:

@@ -64,8 +64,8 @@ _ENGINE_GAUGES: Mapping[str, tuple[str, str]] = MappingProxyType(
             "kv_blocks_cached",
             "Idle blocks of the prefix cache; they count as free",
         ),
-        "kv_blocks_parked": (
-            "kv_blocks_parked",
+        "kv_blocks_pinned": (
+            "kv_blocks_pinned",
             "Cached blocks pinned for later calls of a session, in use or idle; evicted last",
         ),
         "host_kv_blocks_total": (
@@ -76,7 +76,7 @@ _ENGINE_GAUGES: Mapping[str, tuple[str, str]] = MappingProxyType(
             "host_kv_blocks_used",
             "Host blocks with copies. Old copies can be evicted, so a full pool is not a shortage",
         ),
-        "batch_size": ("batch_size", "Most requests in the next iteration, up to --max-num-seqs"),
+        "batch_size": ("batch_size", "Most requests in the next step, up to --max-num-seqs"),
         "safety_factor": (
             "safety_factor",
             "Factor on predicted step times, as a safety margin. If it stays far above 1, measure "
@@ -88,14 +88,14 @@ _ENGINE_GAUGES: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 _ENGINE_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "steps": ("engine_steps", "Iterations run"),
+        "steps": ("engine_steps", "Steps run"),
         "step_s": (
             "engine_step_seconds",
-            "Total duration of all iterations. Divided by bros_engine_steps: the mean",
+            "Total duration of all steps. Divided by bros_engine_steps: the mean",
         ),
         "predicted_s": (
             "engine_step_predicted_seconds",
-            "Duration of iterations as the cost model predicted it, 0 if the policy has no cost "
+            "Duration of steps as the cost model predicted it, 0 if the policy has no cost "
             "model. A lasting difference to bros_engine_step_seconds means a stale profile",
         ),
         "step_error_s": (
@@ -105,16 +105,16 @@ _ENGINE_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "be_tax_s": (
             "be_tax_seconds",
-            "Time that best-effort work added to iterations with real-time requests. Divided by "
+            "Time that best-effort work added to steps with real-time requests. Divided by "
             "bros_engine_step_seconds: the cost of sharing. To reduce it, lower --rt-wait",
         ),
         "abandoned_steps": (
             "engine_steps_abandoned",
-            "Iterations aborted for a real-time request that arrived while they ran",
+            "Steps aborted for a real-time request that arrived while they ran",
         ),
         "abandoned_s": (
             "engine_steps_abandoned_seconds",
-            "Time spent in aborted iterations. Divided by bros_engine_step_seconds: their cost. "
+            "Time spent in aborted steps. Divided by bros_engine_step_seconds: their cost. "
             "To reduce it, lower --rt-wait",
         ),
         "forced_tokens": (
@@ -128,11 +128,11 @@ _ENGINE_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "grammar_compile_s": (
             "grammar_compile_seconds",
-            "Time that compiling grammars took, beside the iterations",
+            "Time that compiling grammars took, beside the steps",
         ),
         "mask_wait_s": (
             "mask_wait_seconds",
-            "Time that iterations waited for what a grammar allows. Divided by "
+            "Time that steps waited for what a grammar allows. Divided by "
             "bros_engine_step_seconds: the cost of grammars",
         ),
         "batch_resets": (
