@@ -305,7 +305,10 @@ class CheckedInput:
 
 @dataclass(slots=True)
 class _Scan:
-    """What was found up to a line. places: (line, custom_id, offset, length) of each row."""
+    """What was found up to a line.
+
+    places: (line, custom_id, offset, length) of each row.
+    """
 
     errors: list[LineError] = field(default_factory=list)
     custom_ids: set[str] = field(default_factory=set)

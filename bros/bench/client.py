@@ -93,7 +93,10 @@ class Failure(Exception):
 
 
 class ResponseReader:
-    """Reads the events of one response into its record. done: the server has sent [DONE]."""
+    """Reads the events of one response into its record.
+
+    done: the server has sent [DONE].
+    """
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -333,7 +336,10 @@ Render = Callable[[Planned], tuple[Sequence[int], str]]
 
 
 class Prepared(NamedTuple):
-    """The body of a request. problem: why it could not be built; then the body is empty."""
+    """The body of a request.
+
+    problem: why it could not be built; then the body is empty.
+    """
 
     body: bytes
     problem: str | None = None

@@ -130,7 +130,10 @@ async def drive(
 
 
 class _Run:
-    """One run. records: of the requests that have come due so far."""
+    """One run.
+
+    records: of the requests that have come due so far.
+    """
 
     def __init__(self, load: OfferedLoad, sender: LoadSender, clock: Clock) -> None:
         self._load = load

@@ -58,7 +58,10 @@ class SessionRequest(NamedTuple):
 
 
 class Session(NamedTuple):
-    """Consecutive requests of one user. at_s: begin, in seconds after the start of the run."""
+    """Consecutive requests of one user.
+
+    at_s: begin, in seconds after the start of the run.
+    """
 
     at_s: float
     turns: tuple[SessionRequest, ...]

@@ -166,7 +166,10 @@ def fit(sessions: Iterable[Session], limit: int, overlong: Overlong, factor: flo
 
 @dataclass(frozen=True, slots=True)
 class FittedBacklog:
-    """A plan.Backlog with fitted requests. counts: of the requests iterated over so far."""
+    """A plan.Backlog with fitted requests.
+
+    counts: of the requests iterated over so far.
+    """
 
     backlog: Backlog
     fitter: Fitter

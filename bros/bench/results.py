@@ -162,7 +162,10 @@ class ScenarioResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityTrial:
-    """One run of a capacity search. both_met: attainment of both objectives."""
+    """One run of a capacity search.
+
+    both_met: attainment of both objectives.
+    """
 
     rate: float
     both_met: Attainment

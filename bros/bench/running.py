@@ -58,7 +58,10 @@ class BatchJobError(BrosError):
 
 
 class BatchSample(NamedTuple):
-    """Cumulative rows and tokens of the batch. at_s: seconds after the start of the run."""
+    """Cumulative rows and tokens of the batch.
+
+    at_s: seconds after the start of the run.
+    """
 
     at_s: float
     completed: float
@@ -382,8 +385,9 @@ _DEFAULT_CONTEXT = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchTarget:
-    """A running server. name: unique in a comparison.
+    """A running server.
 
+    name: unique in a comparison.
     policy: of bros' scheduler or for the report; None if unknown.
     model: name in requests; None: the first one that the server has.
     """
@@ -422,7 +426,10 @@ class RunOptions:
 
 
 class MeasuredRun(NamedTuple):
-    """The outcome of a case. notes: human-readable remarks on its plan."""
+    """The outcome of a case.
+
+    notes: human-readable remarks on its plan.
+    """
 
     result: ScenarioResult
     records: Sequence[Record]

@@ -52,7 +52,10 @@ class BusyError(NoAnswerError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteError:
-    """An error in an input file. line: counted from 1; None: the whole file."""
+    """An error in an input file.
+
+    line: counted from 1; None: the whole file.
+    """
 
     line: int | None
     code: str | None

@@ -397,7 +397,10 @@ def _read(flag: str, folder: Path) -> BenchResult:
 
 
 class _Bench:
-    """The runs of one command. result: of the finished ones."""
+    """The runs of one command.
+
+    result: of the finished ones.
+    """
 
     def __init__(
         self, settings: BenchSettings, tokenizer: Tokenizer, clock: Clock, console: Console

@@ -40,7 +40,10 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Tested:
-    """The self-test of one back end. failure: None if all checks passed."""
+    """The self-test of one back end.
+
+    failure: None if all checks passed.
+    """
 
     backend: Backend
     checks: tuple[Check, ...]

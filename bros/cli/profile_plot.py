@@ -86,7 +86,10 @@ def _plain_ticks(axes: Axes, both: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Series:
-    """Samples of one kind. filled: held out; hollow markers: the model was fitted to them."""
+    """Samples of one kind.
+
+    filled: held out; hollow markers: the model was fitted to them.
+    """
 
     label: str
     samples: list[Sample]

@@ -273,7 +273,10 @@ def _check_size(schema: Schema, param: str) -> None:
 
 
 class _Schema:
-    """A schema that is being checked. param: the request's field."""
+    """A schema that is being checked.
+
+    param: the request's field.
+    """
 
     def __init__(self, root: Schema, param: str) -> None:
         self._root = root

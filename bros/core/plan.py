@@ -202,7 +202,10 @@ class StepPlan:
 
 @dataclass(slots=True)
 class SampledToken:
-    """The token sampled after a chunk. error: why sampling failed."""
+    """The token sampled after a chunk.
+
+    error: why sampling failed.
+    """
 
     request_id: str
     token_id: int

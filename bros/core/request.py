@@ -53,7 +53,10 @@ class FinishReason(enum.StrEnum):
 
 class Pooling(enum.StrEnum):
     """Which hidden states of a text become its embedding: that of the last token, the mean of all,
-    or that of the first token. SCORE: the one number of a model's score head."""
+    or that of the first token.
+
+    SCORE: the one number of a model's score head.
+    """
 
     LAST = "last"
     MEAN = "mean"
@@ -378,7 +381,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokenLogprobs(TokenLogprobs):
-    """Log-probabilities at one prompt position. rank: 1 for the most likely token."""
+    """Log-probabilities at one prompt position.
+
+    rank: 1 for the most likely token.
+    """
 
     rank: int = 1
 

@@ -95,7 +95,10 @@ class GrammarCounters:
 
 @dataclass(slots=True)
 class _Compiled:
-    """A grammar that is or was compiled. error: why it cannot be used."""
+    """A grammar that is or was compiled.
+
+    error: why it cannot be used.
+    """
 
     grammar: Grammar
     matcher: LLMatcher | None = None

@@ -433,7 +433,10 @@ def measure_copies(
 
 
 class _CopyPlanMaker:
-    """Makes steps of one row with copies of scattered blocks. max_tokens: the largest copy."""
+    """Makes steps of one row with copies of scattered blocks.
+
+    max_tokens: the largest copy.
+    """
 
     def __init__(self, info: EngineInfo, max_tokens: int, rng: random.Random) -> None:
         self._size = info.block_size

@@ -34,7 +34,9 @@ cache of a core."""
 
 
 class ReadRequest(NamedTuple):
-    """request_id: whose chunk it is. start: position of the chunk's first token."""
+    """request_id: whose chunk it is.
+    start: position of the chunk's first token.
+    """
 
     request_id: str
     start: int

@@ -142,7 +142,9 @@ def _check_resumed(request: EngineRequest) -> None:
 
 
 class Admission:
-    """max_queue: see `check_queue`. default_slo: see `objectives`."""
+    """max_queue: see `check_queue`.
+    default_slo: see `objectives`.
+    """
 
     def __init__(
         self,

@@ -67,7 +67,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StoredFigures:
-    """by_status: numbers of batches by status. usage: what the store holds for each tenant."""
+    """by_status: numbers of batches by status.
+    usage: what the store holds for each tenant.
+    """
 
     by_status: Mapping[str, int]
     usage: Mapping[tuple[str, Resource], int]

@@ -44,7 +44,10 @@ VOCAB = 1 << 16
 
 
 class Part(NamedTuple):
-    """A part of a prompt. name: what it contains; None for the output of an earlier request."""
+    """A part of a prompt.
+
+    name: what it contains; None for the output of an earlier request.
+    """
 
     name: str | None
     tokens: int

@@ -37,7 +37,9 @@ class Encoding(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """calls: in topological order. results: the variables that the user gets."""
+    """calls: in topological order.
+    results: the variables that the user gets.
+    """
 
     calls: Sequence[CallSpec]
     results: Sequence[str]
@@ -374,7 +376,10 @@ class End(Protocol):
 
 @dataclass(slots=True)
 class Run:
-    """The run of a program. seconds: from the first request to the last value."""
+    """The run of a program.
+
+    seconds: from the first request to the last value.
+    """
 
     seconds: float
     values: dict[str, str]

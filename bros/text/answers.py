@@ -48,7 +48,10 @@ class ReasoningPart(NamedTuple):
 
 
 class CallBegin(NamedTuple):
-    """A tool call. number: 0, 1, ... in one answer."""
+    """A tool call.
+
+    number: 0, 1, ... in one answer.
+    """
 
     number: int
     name: str
@@ -72,7 +75,10 @@ AnswerPart = TextPart | ReasoningPart | CallBegin | CallArguments | CallEnd
 
 @dataclass(slots=True)
 class ToolCall:
-    """A complete call. arguments: JSON text, as the model has written it."""
+    """A complete call.
+
+    arguments: JSON text, as the model has written it.
+    """
 
     name: str
     arguments: str = ""

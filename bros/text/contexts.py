@@ -68,7 +68,10 @@ class TokenContext:
 
 @dataclass(frozen=True, slots=True)
 class GenerationJob:
-    """Append `token_ids` to the context and generate more. sampling: with n = 1."""
+    """Append `token_ids` to the context and generate more.
+
+    sampling: with n = 1.
+    """
 
     context: TokenContext
     token_ids: Sequence[int]

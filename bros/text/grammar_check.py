@@ -149,7 +149,10 @@ def main() -> None:
 
 
 class _Compiler:
-    """Compiles as the engine does. error: why it cannot."""
+    """Compiles as the engine does.
+
+    error: why it cannot.
+    """
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         from bros.engine.grammars import load_tokenizer

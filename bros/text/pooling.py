@@ -65,7 +65,9 @@ class PoolingInput:
 
 @dataclass(frozen=True, slots=True)
 class PooledResult:
-    """values: the embedding as the model has it, or one score. cached_tokens: see RequestOutput."""
+    """values: the embedding as the model has it, or one score.
+    cached_tokens: see RequestOutput.
+    """
 
     values: Vector
     cached_tokens: int

@@ -49,7 +49,10 @@ class StopMatcher:
 
 
 class _Pattern:
-    """Knuth-Morris-Pratt. matched: characters of `text` that the input so far ends with."""
+    """Knuth-Morris-Pratt.
+
+    matched: characters of `text` that the input so far ends with.
+    """
 
     __slots__ = ("_borders", "matched", "text")
 

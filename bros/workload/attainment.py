@@ -86,7 +86,10 @@ class Summary:
 
 
 class TimelineOutcome(enum.Enum):
-    """Of a request when its client stops observing. LOST: refused, failed or cut short."""
+    """Of a request when its client stops observing.
+
+    LOST: refused, failed or cut short.
+    """
 
     OPEN = enum.auto()
     COMPLETED = enum.auto()

@@ -62,7 +62,10 @@ from bros.workload.attainment import Summary
 
 
 class PageRow(NamedTuple):
-    """A row of the table of commands. values: one per command, in their order."""
+    """A row of the table of commands.
+
+    values: one per command, in their order.
+    """
 
     name: str
     values: tuple[str, ...]

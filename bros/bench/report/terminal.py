@@ -98,7 +98,10 @@ _RECENT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassProgress:
-    """One class so far. tokens_per_s: prompt and output, over the last _RECENT_S."""
+    """One class so far.
+
+    tokens_per_s: prompt and output, over the last _RECENT_S.
+    """
 
     running: int
     completed: int

@@ -220,7 +220,10 @@ class RecordedSizes:
 
 
 class Trace(NamedTuple):
-    """The requests of a file and their arrival times. skipped: rows that were left out."""
+    """The requests of a file and their arrival times.
+
+    skipped: rows that were left out.
+    """
 
     content: RecordedContent | RecordedSizes
     arrivals: RecordedArrivals

@@ -175,8 +175,9 @@ class EncoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """words: [vocab, hidden]; positions: [max_positions, hidden]; types: [types, hidden].
-
+    """words: [vocab, hidden].
+    positions: [max_positions, hidden].
+    types: [types, hidden].
     head: from the hidden states of first tokens [texts, hidden] to scores [texts, 1]; None if the
         model has no score head.
     """

@@ -43,7 +43,11 @@ _NEW = -1  # index in the previous step of a row that was not in it
 
 
 class _Header(NamedTuple):
-    """number: of the message. kind: see above. The others count what follows."""
+    """The start of a message. The fields after `kind` count what follows.
+
+    number: of the message.
+    kind: see above.
+    """
 
     number: int
     kind: int

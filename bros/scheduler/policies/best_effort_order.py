@@ -43,7 +43,9 @@ _Arrival = tuple[float, int]
 
 @dataclass(slots=True)
 class _Place:
-    """first: the arrival of the first request. last_s: that of the last one."""
+    """first: the arrival of the first request.
+    last_s: that of the last one.
+    """
 
     first: _Arrival
     last_s: float
@@ -145,7 +147,10 @@ _LOOKED_UP = 8
 
 
 class PrefixGroups:
-    """Implements StartOrder. look_up: updates `num_computed_tokens` of a waiting request."""
+    """Implements StartOrder.
+
+    look_up: updates `num_computed_tokens` of a waiting request.
+    """
 
     def __init__(self, max_wait_s: float, look_up: Callable[[RequestState], None]) -> None:
         self._max_wait_s = max_wait_s

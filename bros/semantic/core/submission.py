@@ -426,7 +426,10 @@ class _ProgramCache:
 
 
 class _ParameterReader:
-    """Validates one parameter. index: its position; None for a placeholder without a parameter."""
+    """Validates one parameter.
+
+    index: its position; None for a placeholder without a parameter.
+    """
 
     def __init__(self, index: int | None, parameter: Parameter) -> None:
         self.parameter = parameter

@@ -504,7 +504,10 @@ class TokenLogprob(TopLogprob):
 
 
 class PromptLogprob(BaseModel):
-    """One token at a position of a prompt. rank: 1 for the most likely one."""
+    """One token at a position of a prompt.
+
+    rank: 1 for the most likely one.
+    """
 
     logprob: float
     rank: int
