@@ -500,7 +500,7 @@ def process_figures(pid: int) -> Json | None:
     }
 
 
-HELD = ("kv_blocks", "parked_blocks", "open_requests", "sessions", "tasks", "processes")
+HELD = ("kv_blocks", "pinned_blocks", "open_requests", "sessions", "tasks", "processes")
 """What a sample has of the whole server."""
 
 
@@ -546,7 +546,7 @@ class Watch:
             "load_average": os.getloadavg()[0],
             "up": sum(replica["state"] == "up" for replica in replicas),
             "kv_blocks": metrics["bros_kv_blocks_used"] + metrics["bros_kv_blocks_shared"],
-            "parked_blocks": metrics["bros_kv_blocks_parked"],
+            "pinned_blocks": metrics["bros_kv_blocks_pinned"],
             "open_requests": sum(replica["open"] for replica in replicas)
             + metrics["bros_requests_running"]
             + metrics["bros_requests_waiting"],

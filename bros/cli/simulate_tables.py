@@ -60,9 +60,9 @@ def _print_load(console: Console, label: str, rows: Sequence[Row]) -> None:
         )
         console.print(_best_effort(rows))
     aborted = [
-        f"{scenario.config.policy} {report.abandoned_steps} ({report.abandoned_s:.1f} s)"
+        f"{scenario.config.policy} {report.aborted_steps} ({report.aborted_s:.1f} s)"
         for scenario, report in rows
-        if report.abandoned_steps
+        if report.aborted_steps
     ]
     if aborted:
         console.print(f"Steps aborted for a first token: {', '.join(aborted)}\n")

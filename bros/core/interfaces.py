@@ -139,10 +139,10 @@ class EngineReport:
     a little after they are cached.
 
     version: increases by one with each report.
-    full: this report is a digest: `kept` lists every request that has cached blocks.
-    kept: (request id, tokens) of requests whose cached prefix has changed: that many of the first
-        tokens of prompt and output are cached, up to the last block that this request was the
-        first to compute. Blocks that it found in the cache belong to the request that computed
+    full: this report is a digest: `cached_prefixes` lists every request that has cached blocks.
+    cached_prefixes: (request id, tokens) of requests whose cached prefix has changed: that many of
+        the first tokens of prompt and output are cached, up to the last block that this request was
+        the first to compute. Blocks that it found in the cache belong to the request that computed
         them. A later pair overrides an earlier one. A request whose last own block was evicted is
         listed once more, with the tokens before its first own block.
     running: requests that hold KV memory.
@@ -154,7 +154,7 @@ class EngineReport:
 
     version: int
     full: bool = False
-    kept: tuple[tuple[str, int], ...] = ()
+    cached_prefixes: tuple[tuple[str, int], ...] = ()
     running: int = 0
     waiting: int = 0
     used_blocks: int = 0
@@ -187,7 +187,7 @@ class ClassStats:
     output_tokens: generated tokens.
     finished: finished requests.
     preemptions: number of times a request lost KV memory to another request.
-    kv_taken: tokens whose KV was preempted.
+    kv_preempted: tokens whose KV was preempted.
     kv_copied: preempted tokens that were checkpointed to the host.
     kv_restored: tokens that were restored from the host.
     prefix_tokens: prompt tokens that were cached when their request began.
@@ -212,7 +212,7 @@ class ClassStats:
     output_tokens: int = 0
     finished: int = 0
     preemptions: int = 0
-    kv_taken: int = 0
+    kv_preempted: int = 0
     kv_copied: int = 0
     kv_restored: int = 0
     prefix_tokens: int = 0
@@ -238,10 +238,10 @@ class EngineStats:
     step_s: duration of completed steps.
     predicted_s: duration that the cost model predicted for them.
     step_error_s: sum over steps of abs(duration - prediction).
-    be_tax_s: how much shorter the steps with real-time work would have been without their
+    be_added_s: how much shorter the steps with real-time work would have been without their
         best-effort work, by the cost model.
-    abandoned_steps: steps that were aborted for a real-time arrival; no other field counts them.
-    abandoned_s: duration of aborted steps.
+    aborted_steps: steps that were aborted for a real-time arrival; no other field counts them.
+    aborted_s: duration of aborted steps.
     safety_factor: factor on the predictions of the cost model.
     batch_size: maximum rows that the policy allows in the next step.
     batch_resets: number of times the policy reset the batch size.
@@ -249,7 +249,7 @@ class EngineStats:
     kv_blocks_total: blocks of the KV cache.
     kv_blocks_shared: used blocks that several requests may hold.
     kv_blocks_cached: idle blocks of the prefix cache.
-    kv_blocks_parked: pinned blocks (Hints.keep_s), whether in use, idle, or evicted since.
+    kv_blocks_pinned: pinned blocks (Hints.keep_s), whether in use, idle, or evicted since.
     host_kv_blocks_used: host blocks with copies of KV.
     host_kv_blocks_total: host blocks for copies of preempted KV.
     forced_tokens: output tokens that a grammar forced, so that they were not sampled.
@@ -262,9 +262,9 @@ class EngineStats:
     step_s: float = 0.0
     predicted_s: float = 0.0
     step_error_s: float = 0.0
-    be_tax_s: float = 0.0
-    abandoned_steps: int = 0
-    abandoned_s: float = 0.0
+    be_added_s: float = 0.0
+    aborted_steps: int = 0
+    aborted_s: float = 0.0
     safety_factor: float = 1.0
     batch_size: int = 0
     batch_resets: int = 0
@@ -272,7 +272,7 @@ class EngineStats:
     kv_blocks_total: int = 0
     kv_blocks_shared: int = 0
     kv_blocks_cached: int = 0
-    kv_blocks_parked: int = 0
+    kv_blocks_pinned: int = 0
     host_kv_blocks_used: int = 0
     host_kv_blocks_total: int = 0
     forced_tokens: int = 0

@@ -66,14 +66,14 @@ def update_forest(forest: Forest, replica: Replica, report: EngineReport) -> Non
         replica.digest_version = report.version
         _apply_digest(forest, replica, report)
         return
-    for request_id, kept in report.kept:
+    for request_id, kept in report.cached_prefixes:
         origin = replica.origins.get(request_id)
         if origin is not None and origin.version < report.version:
             origin.version = report.version
-            _apply_kept(forest, replica, request_id, origin, kept)
+            _apply_cached_prefix(forest, replica, request_id, origin, kept)
 
 
-def _apply_kept(
+def _apply_cached_prefix(
     forest: Forest, replica: Replica, request_id: str, origin: Origin, kept: int
 ) -> None:
     """Mark the first `kept` tokens of a request's path as cached, and the rest as evicted."""
@@ -100,7 +100,7 @@ def _apply_digest(forest: Forest, replica: Replica, report: EngineReport) -> Non
     """Mark as cached what a digest lists and what open requests have or will compute, and
     everything else as evicted."""
     number, origins = replica.number, replica.origins
-    named = {request_id: kept for request_id, kept in report.kept if request_id in origins}
+    named = dict(pair for pair in report.cached_prefixes if pair[0] in origins)
     for request_id in named:
         origin = origins[request_id]
         origin.version = report.version

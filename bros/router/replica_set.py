@@ -51,7 +51,7 @@ _MAX_QUEUE = 2**31 - 1
 _GAUGES = frozenset(
     {
         *("batch_size", "kv_blocks_used", "kv_blocks_total", "kv_blocks_shared"),
-        *("kv_blocks_cached", "kv_blocks_parked", "host_kv_blocks_used", "host_kv_blocks_total"),
+        *("kv_blocks_cached", "kv_blocks_pinned", "host_kv_blocks_used", "host_kv_blocks_total"),
         *("running", "waiting", "kv_blocks"),
     }
 )
@@ -129,8 +129,11 @@ Restart = Callable[[], Awaitable[None]]
 
 
 class ReplicaState(enum.StrEnum):
-    """UP: accepts requests. DRAINING: only finishes its open requests. DRAINED: has none left.
-    RESTARTING: an operator restarts its engine. DOWN: its engine is lost but may come back.
+    """UP: accepts requests.
+    DRAINING: only finishes its open requests.
+    DRAINED: has none left.
+    RESTARTING: an operator restarts its engine.
+    DOWN: its engine is lost but may come back.
     GONE: its engine does not come back.
     """
 

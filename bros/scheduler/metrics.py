@@ -240,7 +240,7 @@ class ClassCounters:
         self.output_tokens = 0
         self.finished = 0
         self.preemptions = 0
-        self.kv_taken = self.kv_copied = self.kv_restored = 0
+        self.kv_preempted = self.kv_copied = self.kv_restored = 0
         self.prefix_tokens = 0
         self.relegated = 0
         self.promoted = 0
@@ -297,7 +297,7 @@ class ClassCounters:
             output_tokens=self.output_tokens,
             finished=self.finished,
             preemptions=self.preemptions,
-            kv_taken=self.kv_taken,
+            kv_preempted=self.kv_preempted,
             kv_copied=self.kv_copied,
             kv_restored=self.kv_restored,
             prefix_tokens=self.prefix_tokens,

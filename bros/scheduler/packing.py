@@ -466,7 +466,7 @@ class _Packer(Generic[C]):
         self._replaced = False
         self._has_credit = False
         # Whether this step may preempt, so that copies to the host have to be predicted.
-        self._tight = memory.is_tight(bounds.rows, bounds.tokens)
+        self._memory_is_tight = memory.is_tight(bounds.rows, bounds.tokens)
         self._urgent_copied = 0
         self._common = CommonContext(memory, predictor)
         self._safety_factor = predictor.safety_factor
@@ -582,7 +582,7 @@ class _Packer(Generic[C]):
         """
         packing, load, common = self.packing, self.packing.load, self._common
         rows = rows[: max(0, min(most - len(packing.selected), self._tokens_left))]
-        if not rows or self._tight:
+        if not rows or self._memory_is_tight:
             return 0
         if limit_s is None:
             limit_s, now = self._limit_s, self._now
@@ -685,7 +685,7 @@ class _Packer(Generic[C]):
     def _take_row(self, candidate: C, limit_s: float) -> str | None:
         """`_take` for a decode row, with one prediction of the time."""
         packing, load = self.packing, self.packing.load
-        copied = self._copies_for(candidate, 1) if self._tight else 0
+        copied = self._copies_for(candidate, 1) if self._memory_is_tight else 0
         shared = self._common.join(candidate) if self._common.exists else 0
         load.add_row(candidate.num_computed_tokens, candidate.num_missing, shared)
         if copied:
@@ -768,7 +768,7 @@ class _Packer(Generic[C]):
         load, missing = self.packing.load, candidate.num_missing
         context = candidate.num_computed_tokens
         sampled = candidate.samples and num_tokens == candidate.remaining
-        copied = self._copies_for(candidate, num_tokens) if self._tight else 0
+        copied = self._copies_for(candidate, num_tokens) if self._memory_is_tight else 0
         load.add(num_tokens, context, sampled, swapped=missing)
         load.copy_out(copied)
         seconds = self._predictor.safe_seconds(load)

@@ -140,7 +140,7 @@ class Reporter:
         return EngineReport(
             version=self._version,
             full=full,
-            kept=tuple(kept.items()),
+            cached_prefixes=tuple(kept.items()),
             running=running,
             waiting=waiting,
             used_blocks=used_blocks,
@@ -272,7 +272,7 @@ class Scheduler:
                 state.record.wait("grammar", compiled_s)
         look_up(self._kv, state)
         self._admission.classify(state, self._steps.ends_s(now), now)
-        self._policy.place(state, now)
+        self._policy.assign_rank(state, now)
         self._arrivals += 1
         self._states[request.request_id] = state
         state.record.event(now, f"queued as {state.service_class.value}")
@@ -308,7 +308,7 @@ class Scheduler:
         state.promote(promoted_objectives(state, slo, self._default_slo, now), now)
         if not state.running:
             look_up(self._kv, state)
-        self._policy.place(state, now)
+        self._policy.assign_rank(state, now)
         if state.running:  # it need not recompute anything, so the usual deadline holds
             state.late, state.deadline_s = False, state.record.due_s
         self._queues.put_back(state)
@@ -350,7 +350,7 @@ class Scheduler:
         )  # fmt: skip
         if not packing.selected:
             return None
-        self._policy.chosen(packing)
+        self._policy.on_step_committed(packing)
         self._preempt_victims(memory, now)
         chunks = self._commit(packing, memory, now)
         self._steps.begin(packing, predictor, self._queues, self._arrivals, now)
@@ -365,7 +365,7 @@ class Scheduler:
         """
         step, seconds, be_waits = self._steps.end(now, self._policy.predictor, self._queues)
         assert result.step == step.number, "steps end in their order"
-        self._policy.settle(step.packing, seconds, be_waits)
+        self._policy.on_step_done(step.packing, seconds, be_waits)
         if not step.assumed_done:
             wrong = {sample.request_id for sample in result.samples if sample.error is not None}
             wrong.update(read.request_id for read in result.readouts if read.error is not None)
@@ -458,7 +458,7 @@ class Scheduler:
     def abort_step(self, plan: StepPlan, now: float) -> None:
         """Undo the step that was scheduled last: none of its tokens counts as computed."""
         step, seconds = self._steps.abort_step(now, self._queues)
-        self._policy.aborted(step.packing, seconds)
+        self._policy.on_step_aborted(step.packing, seconds)
         for chunk in plan.chunks:
             state = self._states.get(chunk.request_id)
             if state is None or state.arrival_index >= step.new_request:
@@ -497,9 +497,9 @@ class Scheduler:
             step_s=steps.seconds,
             predicted_s=steps.predicted_s,
             step_error_s=steps.error_s,
-            be_tax_s=steps.be_tax_s,
-            abandoned_steps=steps.aborted,
-            abandoned_s=steps.abandoned_s,
+            be_added_s=steps.be_added_s,
+            aborted_steps=steps.aborted,
+            aborted_s=steps.aborted_s,
             safety_factor=predictor.safety_factor if predictor else 1.0,
             batch_size=rows,
             batch_resets=resets,
@@ -507,7 +507,7 @@ class Scheduler:
             kv_blocks_total=kv.num_blocks,
             kv_blocks_shared=kv.num_shared_blocks,
             kv_blocks_cached=kv.num_cached_blocks,
-            kv_blocks_parked=kv.num_pinned_blocks,
+            kv_blocks_pinned=kv.num_pinned_blocks,
             host_kv_blocks_used=kv.num_host_blocks_used,
             host_kv_blocks_total=kv.num_host_blocks,
             by_class={
@@ -681,7 +681,7 @@ class Scheduler:
         for request_id, lost in memory.losses.items():
             state = self._states[request_id]
             counters = self._counters[state.service_class]
-            counters.kv_taken += lost.tokens
+            counters.kv_preempted += lost.tokens
             counters.kv_copied += lost.copied
             if state.num_missing == 0:  # else it was preempted before and not restored since
                 counters.preemptions += 1
@@ -690,7 +690,7 @@ class Scheduler:
             state.num_computed_tokens = cuts.get(request_id, state.num_computed_tokens)
             state.num_missing = self._kv.num_missing(request_id)
             if state.num_computed_tokens == 0:
-                self._policy.place(state, now)
+                self._policy.assign_rank(state, now)
                 self._wait(state)
                 state.record.event(now, "starts over")
 

@@ -141,7 +141,7 @@ class RequestState:
         self.running = False
         self.match = NO_MATCH
         self.prefix_keys: list[bytes] = []
-        self.rank: Rank = (arrival_index,)  # until Policy.place
+        self.rank: Rank = (arrival_index,)  # until Policy.assign_rank
         self.queue_key: Rank = self.rank
         self.late = False
         self.record = RequestRecord(arrival_s(request, now), slo, request.resumed, now)

@@ -122,9 +122,9 @@ class StepLedger:
         self.seconds = 0.0
         self.predicted_s = 0.0
         self.error_s = 0.0
-        self.be_tax_s = 0.0
+        self.be_added_s = 0.0
         self.aborted = 0
-        self.abandoned_s = 0.0
+        self.aborted_s = 0.0
         self._usual = UsualTimes()
         self._running: deque[Step] = deque()
 
@@ -206,7 +206,7 @@ class StepLedger:
         self._running.clear()
         seconds = now - step.began_s
         self.aborted += 1
-        self.abandoned_s += seconds
+        self.aborted_s += seconds
         _note_waits(step, seconds, queues)
         return step, seconds
 
@@ -234,8 +234,8 @@ class StepLedger:
         self.error_s += abs(seconds - step.expected_s)
         if packing.num_urgent and packing.seconds:
             # Best-effort rows may even save time, if more rows then share a prefix.
-            tax_s = max(packing.seconds - packing.urgent_s, 0.0)
-            self.be_tax_s += seconds * tax_s / packing.seconds
+            added_s = max(packing.seconds - packing.urgent_s, 0.0)
+            self.be_added_s += seconds * added_s / packing.seconds
         predictor.observe(packing.load, seconds)
 
 

@@ -72,8 +72,8 @@ class Report:
     busy: share of the time in which a step ran, aborted ones included.
     steps: completed steps.
     mean_step_s: of completed steps.
-    abandoned_steps: steps that were aborted for a first token.
-    abandoned_s: time of these steps.
+    aborted_steps: steps that were aborted for a first token.
+    aborted_s: time of these steps.
     skipped: requests that were too long to be served.
     digest: of all records.
     """
@@ -83,8 +83,8 @@ class Report:
     idle_s: float
     steps: int
     mean_step_s: float | None
-    abandoned_steps: int
-    abandoned_s: float
+    aborted_steps: int
+    aborted_s: float
     skipped: int
     digest: str
     by_class: dict[ServiceClass, ClassReport]
@@ -102,15 +102,15 @@ def report_of(result: SimulationResult, slo: Slo) -> Report:
     seconds = result.end_s - before.time_s
     busy_s = result.busy_s - before.busy_s
     steps = result.steps - before.steps
-    abandoned_s = result.stats.abandoned_s - before.stats.abandoned_s
+    aborted_s = result.stats.aborted_s - before.stats.aborted_s
     return Report(
         end_s=result.end_s,
         busy=busy_s / seconds if seconds else 0.0,
         idle_s=result.idle_s - before.idle_s,
         steps=steps,
-        mean_step_s=(busy_s - abandoned_s) / steps if steps else None,
-        abandoned_steps=result.stats.abandoned_steps - before.stats.abandoned_steps,
-        abandoned_s=abandoned_s,
+        mean_step_s=(busy_s - aborted_s) / steps if steps else None,
+        aborted_steps=result.stats.aborted_steps - before.stats.aborted_steps,
+        aborted_s=aborted_s,
         skipped=result.skipped,
         digest=result.digest(),
         by_class=by_class,

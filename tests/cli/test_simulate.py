@@ -173,9 +173,9 @@ def test_aborted_steps_are_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
     arguments = ("--policy", "bros,fcfs", "--rt-rate", "1", "--duration", "60", "--jobs", "1")
     content = run_json(tmp_path / "out.json", *arguments, "--profile", str(slow))
     bros, fcfs = (run["results"] for run in content["runs"])  # type: ignore[attr-defined]
-    assert bros["abandoned_steps"] > 0 and bros["abandoned_s"] > 0
-    assert (fcfs["abandoned_steps"], fcfs["abandoned_s"]) == (0, 0)
-    line = f"bros {bros['abandoned_steps']} ({bros['abandoned_s']:.1f} s)"
+    assert bros["aborted_steps"] > 0 and bros["aborted_s"] > 0
+    assert (fcfs["aborted_steps"], fcfs["aborted_s"]) == (0, 0)
+    line = f"bros {bros['aborted_steps']} ({bros['aborted_s']:.1f} s)"
     assert f"Steps aborted for a first token: {line}\n" in capsys.readouterr().out
 
 

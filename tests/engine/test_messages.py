@@ -129,7 +129,7 @@ token_output = st.tuples(text, st.integers(0, 2**31 - 1))
 hinges = st.lists(st.tuples(count, number), max_size=2).map(tuple)
 prices = st.none() | of(Prices, hinges=hinges)
 info = of(EngineInfo, eos_token_ids=token_ids.map(tuple), prices=prices)
-report = of(EngineReport, kept=st.lists(st.tuples(text, count), max_size=3).map(tuple))
+report = of(EngineReport, cached_prefixes=st.lists(st.tuples(text, count), max_size=3).map(tuple))
 
 COMMAND_VALUES = {
     Submit: st.builds(Submit, request),

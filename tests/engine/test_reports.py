@@ -75,7 +75,7 @@ class View:
         self.versions.append(report.version)
         if report.full:
             self.there.clear()
-        for name, tokens in report.kept:
+        for name, tokens in report.cached_prefixes:
             text = self.texts[name]
             assert tokens <= len(text) and tokens % SIZE == 0
             ends = range(SIZE, len(text) + 1, SIZE)
@@ -136,13 +136,15 @@ def test_there_are_no_reports_without_a_subscriber_and_a_full_one_comes_first() 
     engine.subscribe()
     first = engine.report()
     assert first is not None and first.slowdown < 1.0, "steps take less than was said"
-    expected = EngineReport(version=1, full=True, kept=(("a", 8),), running=1, used_blocks=2)
+    expected = EngineReport(
+        version=1, full=True, cached_prefixes=(("a", 8),), running=1, used_blocks=2
+    )
     assert dataclasses.replace(first, slowdown=1.0) == expected
     assert engine.report() is None
     drain(engine)
     second = engine.report()
     assert second is not None
-    assert (second.version, second.full, second.kept) == (2, False, ())
+    assert (second.version, second.full, second.cached_prefixes) == (2, False, ())
     assert (second.running, second.used_blocks, second.cached_blocks) == (0, 0, 2)
 
 
@@ -175,7 +177,7 @@ def test_notices_come_ten_times_a_second_and_when_the_engine_rests_and_digests_a
     full = [number for number, report in enumerate(reports) if report.full]
     assert len(full) == 2 and 85 <= full[1] <= 101, "the second one after ten seconds"
     assert 150 <= len(reports) <= 175, "seventeen seconds"
-    kept = dict(pair for report in reports for pair in report.kept)
+    kept = dict(pair for report in reports for pair in report.cached_prefixes)
     assert reports[-1].running == 0 and kept == {"a": 152, "b": 1700}
     assert isinstance(talk.replies[-1], Reported)
 
@@ -193,7 +195,7 @@ async def test_a_client_hears_of_an_engine_on_a_thread() -> None:
     assert await heard.get() == EngineReport(version=1, full=True)
     async for _ in await client.submit(ask("a", [1] * 8)):
         pass
-    while not (report := await heard.get()).kept:
+    while not (report := await heard.get()).cached_prefixes:
         pass
-    assert report.kept == (("a", 8),)
+    assert report.cached_prefixes == (("a", 8),)
     await client.close()

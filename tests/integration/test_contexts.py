@@ -52,4 +52,4 @@ async def test_forks_of_a_filled_context_find_its_kv_until_it_is_freed(tmp_path:
         for context in (system, *forks):
             await contexts.free(context)
         stats = await local.client.stats()
-        assert (stats.kv_blocks_used, stats.kv_blocks_parked) == (0, 0)
+        assert (stats.kv_blocks_used, stats.kv_blocks_pinned) == (0, 0)

@@ -324,7 +324,7 @@ def test_steps_aborted_at_any_layer(
     engine = Engine(build_scheduler(config, info, STEPS), fickle, clock, info)
     check(engine, expected[:24], at_once=True)
     stats = engine.stats()
-    assert stats.abandoned_steps == len(fickle.given_up) >= fickle.steps / 10
+    assert stats.aborted_steps == len(fickle.given_up) >= fickle.steps / 10
     assert len(set(fickle.given_up)) >= subject.layers / 3
     assert stats.kv_blocks_used == 0
 
@@ -579,7 +579,7 @@ def check_it_happened(case: Switches, stats: EngineStats, watched: Watched) -> N
     by_class = stats.by_class.values()
     tight = case.memory == "fifth"
     assert (sum(counted.preemptions for counted in by_class) > 0) == tight
-    assert (sum(counted.kv_taken for counted in by_class) > 0) == tight
+    assert (sum(counted.kv_preempted for counted in by_class) > 0) == tight
     assert (sum(counted.kv_copied for counted in by_class) > 0) == case.copies
     assert (sum(counted.kv_restored for counted in by_class) > 0) == case.copies
     assert (sum(counted.prefix_tokens for counted in by_class) > 0) == (case.prefix != "off")

@@ -114,7 +114,7 @@ def test_the_same_tokens_as_without_overlap(files: ModelFiles, policy: str, kv_b
     assert (plain.executor.most_in_flight, late.executor.most_in_flight) == (0, 2)
     assert late.executor.filled > 50
     by_class = late.stats.by_class.values()
-    assert sum(counted.kv_taken for counted in by_class) > 0
+    assert sum(counted.kv_preempted for counted in by_class) > 0
     assert sum(counted.kv_restored for counted in by_class) > 0
     assert sum(counted.prefix_tokens for counted in by_class) > 0
     assert late.stats.kv_blocks_used == 0

@@ -99,7 +99,7 @@ def serve(runner: ModelRunner, mode: str, grouping: Grouping | None = None) -> d
             assert output.error is None
             tokens[output.request_id] += output.token_ids
         scheduler.check_integrity()
-    assert sum(counts.kv_taken for counts in engine.stats().by_class.values()) > 0
+    assert sum(counts.kv_preempted for counts in engine.stats().by_class.values()) > 0
     assert sum(counts.kv_restored for counts in engine.stats().by_class.values()) > 0
     assert sum(counts.prefix_tokens for counts in engine.stats().by_class.values()) > 0
     assert (pieces > 0) == (grouping is not None)

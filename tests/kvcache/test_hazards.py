@@ -45,7 +45,7 @@ class Arrival:
 @dataclass(frozen=True)
 class Load:
     """blocks: of the device. lead: steps planned ahead of it. seats: most requests that run.
-    tpot_s: what real-time requests are held to. abandoning: how often a step is aborted, of those
+    tpot_s: what real-time requests are held to. aborting: how often a step is aborted, of those
     that may be."""
 
     blocks: int

@@ -135,8 +135,8 @@ def test_nothing_is_left_of_an_aborted_step() -> None:
     run.scheduler.abort_step(first, run.now)
     run.scheduler.check_integrity()
     after = run.scheduler.stats()
-    assert after.abandoned_steps == 1 and after.abandoned_s == 0.0
-    assert replace(after, abandoned_steps=0) == stats
+    assert after.aborted_steps == 1 and after.aborted_s == 0.0
+    assert replace(after, aborted_steps=0) == stats
     again = run.scheduler.schedule(run.now)
     assert again is not None
     assert [(c.request_id, c.start, c.token_ids) for c in again.chunks] == [
@@ -154,7 +154,7 @@ def test_requests_of_an_aborted_step_record_that_they_yielded() -> None:
     assert trace.waits == {"yielded": pytest.approx(0.05)}
     assert [what for _, what in trace.events] == ["queued as be", "scheduled", "yielded"]
     assert run.waiting(BE) == 1
-    assert run.scheduler.stats().abandoned_s == pytest.approx(0.05)
+    assert run.scheduler.stats().aborted_s == pytest.approx(0.05)
 
 
 def test_a_request_aborted_while_its_step_ran_is_gone() -> None:
@@ -233,8 +233,8 @@ def test_however_many_ask_for_it_little_time_is_lost() -> None:
         if run.waiting(BE) == 0:
             run.submit(f"be{40 + number}", 800, BE, salt=20 * number)
     stats = run.scheduler.stats()
-    assert stats.abandoned_steps > 10
-    assert stats.abandoned_s < 1.0 + 0.05 * run.now
+    assert stats.aborted_steps > 10
+    assert stats.aborted_s < 1.0 + 0.05 * run.now
 
 
 def test_a_request_with_the_name_of_one_that_was_in_the_step_is_left_alone() -> None:
@@ -266,4 +266,4 @@ def test_one_urgent_request_among_several_arrivals_aborts_the_step() -> None:
     engine = Engine(scheduler, AskingModel(4), ManualClock(), info)
     engine.submit(request("be", [7] * 9000, BE))
     assert engine.step(lambda: [arrival(SHORT, 0.0), arrival(LONG, 0.0)]) == []
-    assert engine.stats().abandoned_steps == 1
+    assert engine.stats().aborted_steps == 1

@@ -13,8 +13,8 @@ from support.prefix_run import BE, RT, SIZE, Run
 KEPT = Hints(keep_s=1000.0)
 
 
-def parked(run: Run) -> int:
-    return run.scheduler.stats().kv_blocks_parked
+def pinned(run: Run) -> int:
+    return run.scheduler.stats().kv_blocks_pinned
 
 
 def crowd(run: Run, blocks: int) -> None:
@@ -33,7 +33,7 @@ def test_what_is_kept_outlives_what_others_leave(rule: str, prefill_only: bool) 
         run = Run(blocks=24, prefix_cache=rule)
         run.submit("first", 40, BE, max_tokens=2, prefill_only=prefill_only, hints=hints)
         run.drain()
-        assert parked(run) == (10 if hints.keep_s else 0)
+        assert pinned(run) == (10 if hints.keep_s else 0)
         crowd(run, 24)
         run.submit("again", [*range(1, 41), *run.answers["first"], 7, 8, 9], BE)
         run.drain()
@@ -46,10 +46,10 @@ def test_answers_are_kept_with_their_prompts_but_for_the_last_token(tokens: int)
     run = Run()
     run.submit("first", 40, max_tokens=tokens, hints=KEPT)
     run.drain()
-    assert parked(run) == (40 + tokens - 1) // SIZE
+    assert pinned(run) == (40 + tokens - 1) // SIZE
     run.submit("again", [*range(1, 41), *run.answers["first"], 7], max_tokens=1)
     run.drain()
-    assert run.cached["again"] == parked(run) * SIZE
+    assert run.cached["again"] == pinned(run) * SIZE
 
 
 def test_released_and_expired_prefixes_are_kept_no_longer() -> None:
@@ -57,16 +57,16 @@ def test_released_and_expired_prefixes_are_kept_no_longer() -> None:
     for name, keep_s in (("a", 1000.0), ("b", 1.0), ("c", 5.0)):
         run.submit(name, [ord(name)] * 9, max_tokens=1, hints=Hints(keep_s=keep_s))
         run.drain()
-    assert parked(run) == 6
+    assert pinned(run) == 6
     run.scheduler.release("a")
     run.scheduler.release("never heard of")
-    assert parked(run) == 4
+    assert pinned(run) == 4
     run.now += 2.0
     assert run.scheduler.schedule(run.now) is None
-    assert parked(run) == 2
+    assert pinned(run) == 2
     run.now += 5.0
     assert run.scheduler.schedule(run.now) is None
-    assert parked(run) == 0
+    assert pinned(run) == 0
     run.scheduler.check_integrity()
 
 
@@ -76,21 +76,21 @@ def test_what_two_have_kept_is_kept_until_both_are_released() -> None:
     run.drain()
     run.submit("child", 30, prefill_only=True, hints=KEPT)
     run.drain()
-    assert parked(run) == 7
+    assert pinned(run) == 7
     run.scheduler.release("parent")
-    assert parked(run) == 7
+    assert pinned(run) == 7
     run.scheduler.release("child")
-    assert parked(run) == 0
+    assert pinned(run) == 0
 
 
 def test_a_prefill_only_request_with_nothing_to_compute_keeps_its_prefix() -> None:
     run = Run()
     run.submit("first", 20, prefill_only=True)
     run.drain()
-    assert parked(run) == 0
+    assert pinned(run) == 0
     run.submit("second", 20, prefill_only=True, hints=KEPT)
     run.drain()
-    assert (run.computed["second"], parked(run)) == (0, 5)
+    assert (run.computed["second"], pinned(run)) == (0, 5)
 
 
 def test_what_is_aborted_or_fails_is_not_kept() -> None:
@@ -98,11 +98,11 @@ def test_what_is_aborted_or_fails_is_not_kept() -> None:
     run.submit("aborted", 20, hints=KEPT)
     run.step()
     assert run.scheduler.abort("aborted", run.now) is not None
-    assert parked(run) == 0
+    assert pinned(run) == 0
     run.submit("stops", 20, hints=KEPT, stop_token_ids=(run.answer("aborted")[1],))
     run.drain()
     assert run.ends["stops"] is FinishReason.STOP
-    assert parked(run) == 5, "of the one that stopped"
+    assert pinned(run) == 5, "of the one that stopped"
 
 
 def test_at_most_half_of_the_cache_is_kept_and_the_latest_of_it() -> None:
@@ -110,12 +110,12 @@ def test_at_most_half_of_the_cache_is_kept_and_the_latest_of_it() -> None:
     for name in ("a", "b", "c"):
         run.submit(name, [ord(name)] * 21, max_tokens=1, hints=KEPT)
         run.drain()
-    assert parked(run) == 10
+    assert pinned(run) == 10
     run.scheduler.release("a")
-    assert parked(run) == 10, "it is not kept any more"
+    assert pinned(run) == 10, "it is not kept any more"
     run.submit("long", range(200, 280), max_tokens=1, hints=KEPT)
     run.drain()
-    assert parked(run) == 12
+    assert pinned(run) == 12
 
 
 def test_without_a_prefix_cache_nothing_is_kept() -> None:
@@ -123,7 +123,7 @@ def test_without_a_prefix_cache_nothing_is_kept() -> None:
     run.submit("a", 21, hints=KEPT)
     run.drain()
     run.scheduler.release("a")
-    assert parked(run) == 0
+    assert pinned(run) == 0
 
 
 @pytest.mark.parametrize(
@@ -205,13 +205,13 @@ def test_any_load_with_scopes_and_keeping_gets_its_answers(data: st.DataObject) 
                 run.step()
         if data.draw(st.booleans()):
             run.scheduler.release(data.draw(st.sampled_from(names)))
-        assert parked(run) <= run.scheduler.stats().kv_blocks_total // 2
+        assert pinned(run) <= run.scheduler.stats().kv_blocks_total // 2
     run.drain()
     for name in names:
         assert run.answers[name] == run.answer(name)
         run.scheduler.release(name)
     stats = run.scheduler.stats()
-    assert (stats.kv_blocks_used, stats.kv_blocks_parked) == (0, 0)
+    assert (stats.kv_blocks_used, stats.kv_blocks_pinned) == (0, 0)
     run.submit("all", range(300, 300 + stats.kv_blocks_total * SIZE - 1), RT, max_tokens=1)
     run.drain()
     assert run.answers["all"] == run.answer("all")

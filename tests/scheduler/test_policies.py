@@ -123,7 +123,7 @@ def test_the_order_of_urgency_is_that_of_a_full_sort(
             max_length=50,
             eos_token_ids=frozenset(),
         )
-        bros.place(state, 0.1 * index)
+        bros.assign_rank(state, 0.1 * index)
         queues.enqueue(state)
         if runs:
             queues.start(state)
@@ -197,7 +197,7 @@ def test_the_tightest_objective_of_the_last_minute_counts() -> None:
                 request("r", 5), service_class=RT, slo=slo, now=at_s, arrival_index=0, seed=0,
                 max_length=10, eos_token_ids=frozenset(),
             )  # fmt: skip
-            bros.place(state, at_s)
+            bros.assign_rank(state, at_s)
         found.append(bros.propose(queues, at_s).bounds.best_effort_s)
     assert found == pytest.approx([0.125, 0.125, 0.125, 0.125, 0.15, 0.2, 0.2])
 
@@ -579,7 +579,7 @@ def test_best_effort_leaves_time_for_what_prompts_take_here(prompt_tokens: int) 
     assert best_effort, "nothing is gained by steps that have no room for best-effort work"
 
 
-def test_an_interrupted_request_that_waits_gets_a_new_deadline_whenever_it_misses_one() -> None:
+def test_a_preempted_stream_that_waits_gets_a_new_deadline_whenever_it_misses_one() -> None:
     """With its first deadline it would come before all requests that are on time."""
     bros, queues = policy(), Queues()
 
@@ -596,7 +596,7 @@ def test_an_interrupted_request_that_waits_gets_a_new_deadline_whenever_it_misse
         )
         for _ in range(outputs):
             state.add_output(7, now)
-        bros.place(state, now)
+        bros.assign_rank(state, now)
         queues.enqueue(state)
 
     arrives("begun", Slo(0.5, 0.2), 0.0, outputs=1)

@@ -86,7 +86,7 @@ def test_aborting_a_prefill_only_request_that_ended_at_once_changes_nothing(cach
     assert trace is not None and trace.finish_reason is FinishReason.LENGTH
     stats = run.scheduler.stats()
     assert stats.by_class[RT].prompt_tokens == counted + cached
-    assert stats.kv_blocks_parked == cached // SIZE
+    assert stats.kv_blocks_pinned == cached // SIZE
     assert not run.scheduler.has_work and run.scheduler.take_ended() == []
     assert run.scheduler.abort("fill", run.now) is None
 

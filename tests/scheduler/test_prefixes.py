@@ -280,7 +280,7 @@ def test_who_waits_does_not_keep_out_others() -> None:
 # Steps and memory that are taken back
 
 
-def test_nothing_is_left_of_an_abandoned_step_that_began_in_the_cache() -> None:
+def test_nothing_is_left_of_an_aborted_step_that_began_in_the_cache() -> None:
     run = Run()
     run.submit("before", 40)
     run.drain()

@@ -145,7 +145,7 @@ def test_events_are_in_order_and_complete(run: VirtualRun) -> None:
             assert len(tokens) == asked.sampling.max_tokens
 
 
-def test_a_request_that_is_interrupted_very_often_still_shows_its_end() -> None:
+def test_a_request_that_is_preempted_very_often_still_shows_its_end() -> None:
     record = RequestRecord(1.0, Slo())
     for number in range(200):
         record.event(1.0 + number, "preempted")

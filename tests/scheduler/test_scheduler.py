@@ -37,7 +37,10 @@ def step(
     seconds: float = 0.0,
     should_abort: Callable[[], bool] = lambda: False,
 ) -> tuple[StepPlan | None, list[RequestOutput]]:
-    """One step that begins at `now` and takes `seconds`; abandon: asked if it may be aborted."""
+    """One step that begins at `now` and takes `seconds`.
+
+    should_abort: asked if it may be aborted.
+    """
     plan = scheduler.schedule(now)
     scheduler.check_integrity()
     if plan is None:
@@ -383,5 +386,5 @@ def test_kv_is_copied_only_where_that_is_faster_than_computing_it(
     scheduler.submit(request("rt", 24, RT), now=0.0)
     step(scheduler, model)
     taken = scheduler.stats().by_class[BE]
-    assert taken.kv_taken > 0
-    assert taken.kv_copied == (taken.kv_taken if copies else 0)
+    assert taken.kv_preempted > 0
+    assert taken.kv_copied == (taken.kv_preempted if copies else 0)

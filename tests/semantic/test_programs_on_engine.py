@@ -15,7 +15,7 @@ from bros.engine.engine import Engine
 from bros.engine.thread_client import ThreadEngineClient
 from bros.scheduler.build import build_scheduler
 from bros.semantic.errors import SessionGoneError, UpstreamError
-from bros.semantic.schema import Sharing
+from bros.semantic.schema import SharingMode
 from bros.simulator.virtual_loop import run_virtual
 from support.program_engine import BLOCK, TOKENIZER
 from support.programs import TENANT, THROUGHPUT, Desk, call, virtually
@@ -130,8 +130,8 @@ async def test_what_sessions_find_of_each_other() -> None:
             await desk.service.get(tenant, session, submitted.variables[name])
             return desk.service.inspect(tenant, session).calls[-1].cached_tokens
 
-        private = {"sharing": Sharing.SESSION}
-        alone = desk.service.create(TENANT, sharing=Sharing.SESSION).id
+        private = {"sharing": SharingMode.SESSION}
+        alone = desk.service.create(TENANT, sharing=SharingMode.SESSION).id
         assert await cached(TENANT, alone) == 0
         assert constant - BLOCK <= await cached(TENANT) <= constant
         assert await cached(TENANT) >= all_of_it - BLOCK
@@ -240,7 +240,7 @@ def test_no_kv_is_left_when_a_session_ends(
                 async with asyncio.timeout(1000.0):
                     await asyncio.gather(*gets, return_exceptions=True)
                 await asyncio.sleep(1.0)
-                assert (await engine.stats()).kv_blocks_parked == 0
+                assert (await engine.stats()).kv_blocks_pinned == 0
             await desk.close()
             for result in await asyncio.gather(*gets, return_exceptions=True):
                 expected = str | UpstreamError | SessionGoneError | asyncio.CancelledError
@@ -274,6 +274,6 @@ async def test_on_a_thread_as_in_one_process() -> None:
         stats = await client.stats()
         while stats.kv_blocks_used:
             stats = await client.stats()
-        assert stats.kv_blocks_parked == 0
+        assert stats.kv_blocks_pinned == 0
     finally:
         await client.close()

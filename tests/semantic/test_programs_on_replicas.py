@@ -183,7 +183,7 @@ class Cluster:
             if replica.alive:
                 stats = await replica.stats()
                 waiting = [values.waiting + values.running for values in stats.by_class.values()]
-                assert (sum(waiting), stats.kv_blocks_parked) == (0, 0)
+                assert (sum(waiting), stats.kv_blocks_pinned) == (0, 0)
         assert not any(replica.works for replica in self.fleet.replicas.values())
         await self.router.close()
 
@@ -191,7 +191,7 @@ class Cluster:
         """The clients' requests have left no KV pinned; other requests pin none."""
         for replica in self.replicas:
             if replica.alive:
-                assert replica.scheduler.stats().kv_blocks_parked == 0
+                assert replica.scheduler.stats().kv_blocks_pinned == 0
 
     def lost(self, request_id: str) -> int:
         """How many engines were lost with a request."""

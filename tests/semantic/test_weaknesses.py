@@ -150,7 +150,7 @@ async def test_w06_what_is_kept_for_later_makes_way_at_once() -> None:
             desk.want(f"b{i}")
             await desk.value(f"a{i}")
         await asyncio.sleep(1.0)
-        assert (await engine.stats()).kv_blocks_parked > 6
+        assert (await engine.stats()).kv_blocks_pinned > 6
         desk.submit(call("b" * 80 + "{{output:c}}", sampling=GREEDY))
         await soon(desk.value("c"), 5.0)
         await desk.close()

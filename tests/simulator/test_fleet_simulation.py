@@ -140,7 +140,7 @@ def test_the_router_is_told_everything_in_the_order_in_which_it_happens(
     for now, what, about in calls:
         if what == "take":
             # A report was written so long ago: nothing that has come since can be in it.
-            records = [result.records[int(request_id)] for request_id, _ in about.kept]
+            records = [result.records[int(request_id)] for request_id, _ in about.cached_prefixes]
             assert all(
                 r.first_s is not None and r.arrival_s <= now - report_delay_s for r in records
             )

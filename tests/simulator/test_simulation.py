@@ -320,12 +320,12 @@ def test_steps_are_aborted_for_first_tokens_that_would_be_late() -> None:
     what = scenario("bros", rt=arrivals, steps=SLOW, duration_s=60.0)
     result, observed = run(what)
     stats = result.stats
-    assert stats.abandoned_steps > 3
-    assert result.steps == stats.steps == len(observed) - stats.abandoned_steps
-    assert stats.step_s + stats.abandoned_s == pytest.approx(result.busy_s)
+    assert stats.aborted_steps > 3
+    assert result.steps == stats.steps == len(observed) - stats.aborted_steps
+    assert stats.step_s + stats.aborted_s == pytest.approx(result.busy_s)
     assert sum(seconds for _, seconds in observed) == pytest.approx(result.busy_s)
     cut_short = [s for plan, s in observed if s < SLOW.seconds(load_of(plan))]
-    assert len(cut_short) == stats.abandoned_steps
+    assert len(cut_short) == stats.aborted_steps
     assert result.busy_s + result.idle_s == pytest.approx(result.end_s)
     first_tokens = [r.token_times_s[0] - r.arrival_s for r in of(result, ServiceClass.RT)]
     assert max(first_tokens) <= 0.4

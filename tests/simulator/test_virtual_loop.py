@@ -256,5 +256,5 @@ def test_a_subscriber_gets_a_report_after_each_step() -> None:
 
     heard = run_virtual(main)
     assert [report.version for report in heard] == [1, 2]
-    assert heard[0].full and heard[0].kept == (("before", 32),)
-    assert heard[1].kept == (("a", 48),) and heard[1].cached_blocks == 3
+    assert heard[0].full and heard[0].cached_prefixes == (("before", 32),)
+    assert heard[1].cached_prefixes == (("a", 48),) and heard[1].cached_blocks == 3

@@ -74,4 +74,4 @@ def cached(fleet: Fleet, request: EngineRequest) -> dict[int, int]:
 
 
 def told(version: int, *kept: tuple[str, int], full: bool = False) -> EngineReport:
-    return EngineReport(version=version, full=full, kept=kept)
+    return EngineReport(version=version, full=full, cached_prefixes=kept)

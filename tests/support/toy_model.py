@@ -38,7 +38,7 @@ class ToyModel:
     def execute(
         self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
     ) -> StepResult | None:
-        """abandon: asked after each chunk, so that an abandoned step has written something."""
+        """should_abort: asked after each chunk, so that an aborted step has written something."""
         if plan.copies is not None:
             self._copy(plan.copies)
         samples, readouts = [], []

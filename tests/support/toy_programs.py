@@ -73,7 +73,7 @@ class ToyEngine(VirtualEngineClient):
         self._scheduler.check_integrity()
         stats = await self.stats()
         assert stats.kv_blocks_used == 0
-        assert stats.kv_blocks_parked == 0
+        assert stats.kv_blocks_pinned == 0
         assert all(of.running == of.waiting == 0 for of in stats.by_class.values())
 
 

@@ -91,7 +91,7 @@ class Desk:
     async def left(self) -> tuple[int, int]:
         """(blocks that are in use, blocks that are pinned)"""
         stats = await self.client.stats()
-        return stats.kv_blocks_used, stats.kv_blocks_parked
+        return stats.kv_blocks_used, stats.kv_blocks_pinned
 
 
 def job(

@@ -128,9 +128,9 @@ async def test_a_watcher_is_told_by_every_engine_that_comes_up(client: ProcessEn
         async with asyncio.timeout(60):
             assert await heard.get() == EngineReport(version=1, full=True)
             await tokens_of(client, asked)
-            while not (report := await heard.get()).kept:
+            while not (report := await heard.get()).cached_prefixes:
                 pass
-        assert report.kept == (("r", 32),) and not report.full
+        assert report.cached_prefixes == (("r", 32),) and not report.full
         if killed:
             assert client.pid is not None
             os.kill(client.pid, signal.SIGKILL)

@@ -65,7 +65,7 @@ class Policy(Protocol):
         """The class a new request is served as. Raises OverloadedError to refuse it."""
         ...
 
-    def place(self, state: RequestState, now: float) -> None:
+    def assign_rank(self, state: RequestState, now: float) -> None:
         """Set the queue_key and the rank of a request that starts to wait or changes its class.
 
         Both are unique, and the rank is always the same within a class.
@@ -93,18 +93,18 @@ class Policy(Protocol):
         """
         ...
 
-    def chosen(self, packing: Packing[RequestState]) -> None:
+    def on_step_committed(self, packing: Packing[RequestState]) -> None:
         """A step is going to run."""
         ...
 
-    def settle(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
+    def on_step_done(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
         """A step took `seconds`; be_waits: best-effort work waited during it.
 
         With async scheduling, the next step may be planned already.
         """
         ...
 
-    def aborted(self, packing: Packing[RequestState], seconds: float) -> None:
+    def on_step_aborted(self, packing: Packing[RequestState], seconds: float) -> None:
         """A step was aborted after `seconds`; none of its tokens counts."""
         ...
 
@@ -134,13 +134,13 @@ class OrderPolicy:
     ) -> bool:
         return False
 
-    def chosen(self, packing: Packing[RequestState]) -> None:
+    def on_step_committed(self, packing: Packing[RequestState]) -> None:
         pass
 
-    def settle(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
+    def on_step_done(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
         pass
 
-    def aborted(self, packing: Packing[RequestState], seconds: float) -> None:
+    def on_step_aborted(self, packing: Packing[RequestState], seconds: float) -> None:
         raise AssertionError("this policy never aborts a step")
 
     def _first_waiting(self, queues: Queues, service_class: ServiceClass) -> list[RequestState]:

@@ -15,7 +15,7 @@ class FcfsPolicy(OrderPolicy):
 
     name = "fcfs"
 
-    def place(self, state: RequestState, now: float) -> None:
+    def assign_rank(self, state: RequestState, now: float) -> None:
         state.rank = state.queue_key = (state.arrival_index,)
 
     def propose(self, queues: Queues, now: float) -> Proposal:
@@ -34,7 +34,7 @@ class PriorityPolicy(OrderPolicy):
     name = "priority"
     new_requests_preempt = False
 
-    def place(self, state: RequestState, now: float) -> None:
+    def assign_rank(self, state: RequestState, now: float) -> None:
         best_effort = state.service_class is ServiceClass.BE
         state.rank = state.queue_key = (best_effort, state.arrival_index)
 
@@ -54,7 +54,7 @@ class EdfPolicy(OrderPolicy):
 
     name = "edf"
 
-    def place(self, state: RequestState, now: float) -> None:
+    def assign_rank(self, state: RequestState, now: float) -> None:
         if state.service_class is ServiceClass.BE and state.slo.deadline_s is not None:
             state.deadline_s = state.record.arrival_s + state.slo.deadline_s
         state.rank = (state.service_class is ServiceClass.BE, state.arrival_index)
@@ -78,7 +78,7 @@ class RoundRobinPolicy(OrderPolicy):
         super().__init__(bounds)
         self._next = ServiceClass.RT
 
-    def place(self, state: RequestState, now: float) -> None:
+    def assign_rank(self, state: RequestState, now: float) -> None:
         state.rank = state.queue_key = (state.arrival_index,)
 
     def propose(self, queues: Queues, now: float) -> Proposal:
@@ -90,7 +90,7 @@ class RoundRobinPolicy(OrderPolicy):
             exclusive=True,
         )
 
-    def chosen(self, packing: Packing[RequestState]) -> None:
+    def on_step_committed(self, packing: Packing[RequestState]) -> None:
         served = self._next if packing.num_urgent else _other(self._next)
         self._next = _other(served)
 

@@ -33,24 +33,24 @@ from bros.scheduler.state import (
 
 # ---- The order of real-time requests, and their deadlines once these are lost.
 #
-#     waiting   on time | interrupted | late      sections of the queue, each by deadline
-#     order     on time, interrupted and running, by deadline; then late
+#     waiting   on time | preempted streams | late      sections of the queue, each by deadline
+#     order     on time, preempted streams and running, by deadline; then late
 #     turns     one step in _TURN_STEPS begins with the request that has been late for longest, one
-#               with the oldest interrupted request
+#               with the oldest preempted stream
 #
-# A request whose first token is late waits behind those that can still be on time. If a request
-# was preempted after its first token, a user is reading its answer: it gets a new deadline, and
-# another one each time that passes. Running requests that cannot keep their pace would always be
-# due before it, so it needs turns as well.
+# A request whose first token is late waits behind those that can still be on time. A preempted
+# stream is a request that was preempted after its first token. A user is reading its answer, so it
+# gets a new deadline, and another one each time that passes. Running requests that cannot keep
+# their pace would always be due before it, so it needs turns as well.
 
 
-_ON_TIME, _INTERRUPTED, _LATE = 0.0, 1.0, 2.0
-"""Sections of the waiting real-time requests. Interrupted ones lost all their KV after their first
+_ON_TIME, _PREEMPTED_STREAM, _LATE = 0.0, 1.0, 2.0
+"""Sections of the waiting real-time requests. Preempted streams lost all their KV after their first
 token, and have missed the deadline that they got for starting over."""
 
 _TURN_STEPS = 8
 """Once in so many steps, the request that has been late for longest goes before all others. Half
-that many steps later, the oldest interrupted request does."""
+that many steps later, the oldest preempted stream does."""
 
 
 class UrgentOrder:
@@ -73,7 +73,8 @@ class UrgentOrder:
         return (_ON_TIME, state.deadline_s, state.arrival_index)
 
     def renew(self, running: Sequence[RequestState], queues: Queues, now: float) -> None:
-        """Renew lost deadlines, and move waiting requests that have lost theirs to their section.
+        """Renew lost deadlines, and move waiting requests whose deadline is lost to the sections of
+        preempted streams and of late requests.
 
         A running request gets a full interval from now; a waiting one is late if its prompt cannot
         be computed in time. The published algorithm ("edf") keeps the old deadline, so that under
@@ -87,7 +88,7 @@ class UrgentOrder:
                 state.deadline_s = now + (interval_s or 0.0)
                 state.late = True
         waiting = queues.waiting[ServiceClass.RT]
-        for part in (_ON_TIME, _INTERRUPTED):
+        for part in (_ON_TIME, _PREEMPTED_STREAM):
             at = _start_of(part, waiting)
             while at < len(waiting) and section(waiting[at]) == part:
                 state = waiting[at]
@@ -96,7 +97,7 @@ class UrgentOrder:
                 state.late = True
                 if state.num_outputs:
                     self._set_restart_deadline(state, now)
-                goes_to = _INTERRUPTED if state.num_outputs else _LATE
+                goes_to = _PREEMPTED_STREAM if state.num_outputs else _LATE
                 queues.requeue(state, (goes_to, state.deadline_s, state.arrival_index))
 
     def to_shed(self, queues: Queues) -> Sequence[RequestState]:
@@ -109,20 +110,20 @@ class UrgentOrder:
     ) -> Iterable[RequestState]:
         """The candidates of the next step. step: number of steps so far."""
         waiting = queues.waiting[ServiceClass.RT]
-        begins, ends = _start_of(_INTERRUPTED, waiting), _start_of(_LATE, waiting)
+        begins, ends = _start_of(_PREEMPTED_STREAM, waiting), _start_of(_LATE, waiting)
         on_time = waiting[: min(begins, self._most)]
-        interrupted, late = waiting[begins:ends], waiting[ends:]
+        preempted, late = waiting[begins:ends], waiting[ends:]
         if self._mode == "shed":
             late = []
         first: list[RequestState] = []
         if late and step % _TURN_STEPS == 0:
             first = [late.pop(0)]
-        elif interrupted and step % _TURN_STEPS == _TURN_STEPS // 2:
-            first = [min(interrupted, key=rank_key)]
-            interrupted.remove(first[0])
+        elif preempted and step % _TURN_STEPS == _TURN_STEPS // 2:
+            first = [min(preempted, key=rank_key)]
+            preempted.remove(first[0])
         order: Iterable[RequestState] = by_deadline(running)
-        if on_time or interrupted:
-            order = heapq.merge(order, on_time, interrupted, key=deadline_key)
+        if on_time or preempted:
+            order = heapq.merge(order, on_time, preempted, key=deadline_key)
         return itertools.chain(first, order, late[: self._most]) if first or late else order
 
     def _set_restart_deadline(self, state: RequestState, now: float) -> None:
@@ -302,7 +303,9 @@ class OverloadGuard:
 
 
 class AdaptiveBatchSize:
-    """rows: bound of the next step, B0 <= rows <= most. resets: number of violations."""
+    """rows: bound of the next step, B0 <= rows <= most.
+    resets: number of violations.
+    """
 
     def __init__(self, initial: int, most: int, growth: str = "tcp") -> None:
         """initial: B0. growth: "tcp" or "additive"."""
@@ -407,7 +410,8 @@ class BrosPolicy:
         self._allowance_s = _MAX_ABORTED_S
         self._steps = 0
         self._allowed_rows = self._batch.rows
-        self._tight: deque[tuple[float, float]] = deque()  # (until, objective), both rising
+        # Tight TTFT objectives of recent requests: (until, objective), both rising.
+        self._tight_objectives: deque[tuple[float, float]] = deque()
         self._prompts: deque[int] = deque(maxlen=_RECENT_PROMPTS)
         self._usual_prompt = 1
         self._known_deadlines = 0  # length of _deadlines after the last clean-up
@@ -423,7 +427,7 @@ class BrosPolicy:
     def classify(self, state: RequestState, queues: Queues, now: float) -> ServiceClass:
         return self._guard.classify(state, queues, self._tbar_s, now)
 
-    def place(self, state: RequestState, now: float) -> None:
+    def assign_rank(self, state: RequestState, now: float) -> None:
         """Order real-time requests by deadline, best-effort ones by the StartOrder."""
         best_effort = state.service_class is ServiceClass.BE
         state.rank = (best_effort, state.arrival_index)
@@ -499,13 +503,13 @@ class BrosPolicy:
         bounds = [due_s, *(latest_s for latest_s in others if latest_s >= ends_s)]
         return now + predictor.seconds(load) <= min(bounds)
 
-    def aborted(self, packing: Packing[RequestState], seconds: float) -> None:
+    def on_step_aborted(self, packing: Packing[RequestState], seconds: float) -> None:
         for state, _ in packing.selected[: packing.num_urgent]:
             state.deadline_s = max(state.deadline_s, _latest_s(state))
         self._allowance_s = max(0.0, self._allowance_s - seconds)
         self._credit_s = min(self._credit_s + self._settings.be_share * seconds, _MAX_CREDIT_S)
 
-    def settle(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
+    def on_step_done(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
         self._steps += 1
         self._allowance_s = min(self._allowance_s + _ABORTED_SHARE * seconds, _MAX_ABORTED_S)
         weight = _TBAR_ALPHA if self._tbar_s else 1.0
@@ -535,9 +539,9 @@ class BrosPolicy:
             self._usual_prompt = sorted(self._prompts)[int(_QUANTILE * (len(self._prompts) - 1))]
         if ttft_s < prefill_s + self._tbar_s:
             return
-        while self._tight and self._tight[-1][1] >= ttft_s:
-            self._tight.pop()
-        self._tight.append((now + _TIGHT_FOR_S, ttft_s))
+        while self._tight_objectives and self._tight_objectives[-1][1] >= ttft_s:
+            self._tight_objectives.pop()
+        self._tight_objectives.append((now + _TIGHT_FOR_S, ttft_s))
 
     def _best_effort_s(self, running: Sequence[RequestState], now: float) -> float:
         """Longest step with best-effort work.
@@ -548,11 +552,11 @@ class BrosPolicy:
         their pace: that lead is kept for the first tokens of new requests.
         """
         settings = self._settings
-        while self._tight and self._tight[0][0] < now:
-            self._tight.popleft()
+        while self._tight_objectives and self._tight_objectives[0][0] < now:
+            self._tight_objectives.popleft()
         wait_s = settings.usual_best_effort_s
-        if self._tight:
-            ttft_s = min(max(self._tight[0][1], settings.ttft_s / 2), settings.ttft_s)
+        if self._tight_objectives:
+            ttft_s = min(max(self._tight_objectives[0][1], settings.ttft_s / 2), settings.ttft_s)
             wait_s = settings.rt_wait * ttft_s
         wait_s = min(wait_s, max(self._wait_for_prompt_s(running), wait_s / 2)) / settings.depth
         intervals = (state.slo.tpot_s for state in running if state.slo.tpot_s is not None)
@@ -582,7 +586,7 @@ class BrosPolicy:
 
     # Best-effort
 
-    def chosen(self, packing: Packing[RequestState]) -> None:
+    def on_step_committed(self, packing: Packing[RequestState]) -> None:
         best_effort = packing.selected[packing.num_urgent :]
         self._order.started(s for s, _ in best_effort if not s.running and section(s) == _OTHERS)
 

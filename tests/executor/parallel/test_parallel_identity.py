@@ -104,6 +104,6 @@ def test_steps_are_aborted_over_two_ranks() -> None:
     expected = on_one_rank(workload)
     found, _ = run_ranks(2, run_workload, workload)
     check_alike(expected, found, most_near_ties=2)
-    assert found.stats.abandoned_steps == len(found.aborted) >= 5
+    assert found.stats.aborted_steps == len(found.aborted) >= 5
     assert len(set(found.aborted)) >= 4
     assert sum(counted.preemptions for counted in found.stats.by_class.values()) > 0
