@@ -100,7 +100,9 @@ def _apply_digest(forest: Forest, replica: Replica, report: EngineReport) -> Non
     """Mark as cached what a digest lists and what open requests have or will compute, and
     everything else as evicted."""
     number, origins = replica.number, replica.origins
-    named = dict(pair for pair in report.cached_prefixes if pair[0] in origins)
+    named = {
+        request_id: kept for request_id, kept in report.cached_prefixes if request_id in origins
+    }
     for request_id in named:
         origin = origins[request_id]
         origin.version = report.version
@@ -140,8 +142,8 @@ def _collect(leaf: PrefixNode, kept: int, cached: dict[PrefixNode, int]) -> None
 # ---- The fleet.
 
 
-_MAX_PINNED = 100_000
-"""Programs whose pinned replica is remembered."""
+_MAX_PINNED_PROGRAMS = 100_000
+"""Programs for which the replica that pins their KV is remembered."""
 
 
 class Fleet:
@@ -410,7 +412,7 @@ class Fleet:
         if program and keep_s > 0.0:
             self._pinned[program] = (replica, now + keep_s)
             self._pinned.move_to_end(program)
-            if len(self._pinned) > _MAX_PINNED:
+            if len(self._pinned) > _MAX_PINNED_PROGRAMS:
                 self._pinned.popitem(last=False)
 
     def _uncache(self, work: ReplicaWork) -> None:

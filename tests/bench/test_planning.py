@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bros.bench.plan import Piece, Planned, Session, SessionRequest, digest
 from bros.bench.planning import (
     Case,
     Overlong,
@@ -49,6 +50,22 @@ def test_mixed_runs_send_the_same_requests_and_say_so_by_their_digest() -> None:
     bound = make_plan(WANTED, Case(S2, None), 2048, TOKENIZER)
     assert (alone.rt_digest, alone.be_digest) == (one.rt_digest, "")
     assert (bound.rt_digest, bound.be_digest) == ("", one.be_digest)
+
+
+def test_equal_requests_have_the_digests_of_earlier_versions() -> None:
+    """Results of several versions are compared by them."""
+
+    def turn(name: str, think_s: float = 0.0) -> SessionRequest:
+        return SessionRequest(Planned(
+            name=name, service_class=ServiceClass.RT, prompt=(Piece("a", 3), Piece("b'", 2)),
+            output_tokens=4, slo=Slo(0.1, 0.2)), think_s)  # fmt: skip
+
+    sessions = [
+        Session(0.1, ()),
+        Session(0.5, (turn("x"),)),
+        Session(1 / 3, (turn("y", 2.5), turn("z", 1e-7))),
+    ]
+    assert digest(sessions, [turn("q").request]).startswith("dba1c83b4f8c631c")
 
 
 def test_objectives_are_no_part_of_the_digest() -> None:
