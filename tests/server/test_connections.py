@@ -19,11 +19,13 @@ from typing import Any
 import httpx
 import pytest
 
+from support.loops import hasty
 from support.scripted_server import LiveServer, chunks, live_server
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
 SLOW: dict[str, Any] = {"header_timeout": 0.1, "body_timeout": 0.1}
+"""Time limits of tests on a HastyLoop, where time passes only while nothing else happens."""
 
 
 class Client:
@@ -74,18 +76,21 @@ def error_of(response: bytes) -> tuple[int, str]:
     return int(head.split()[1]), json.loads(body)["error"]["code"]
 
 
+@hasty
 async def test_a_silent_connection_is_closed() -> None:
     async with live_server(**SLOW) as live, connected(live) as client:
         assert await client.rest() == b""
 
 
 @pytest.mark.parametrize("begin", [b"G", b"GET /health HTTP/1.1\r\nHost: a\r\nX-", b"\r\n"])
+@hasty
 async def test_headers_that_do_not_end_are_a_408(begin: bytes) -> None:
     async with live_server(**SLOW) as live, connected(live) as client:
         await client.send(begin)
         assert error_of(await client.rest()) == (408, "request_timeout")
 
 
+@hasty
 async def test_headers_that_trickle_are_a_408() -> None:
     async with live_server(**SLOW) as live, connected(live) as client:
         await client.send(b"GET /health HTTP/1.1\r\nHost: a\r\n")
@@ -96,6 +101,7 @@ async def test_headers_that_trickle_are_a_408() -> None:
         assert error_of(reading.result()) == (408, "request_timeout")
 
 
+@hasty
 async def test_a_slow_second_request_is_a_408_too() -> None:
     async with live_server(**SLOW) as live, connected(live) as client:
         await client.send(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -107,6 +113,7 @@ async def test_a_slow_second_request_is_a_408_too() -> None:
         assert error_of(await client.rest()) == (408, "request_timeout")
 
 
+@hasty
 async def test_a_body_that_does_not_come_is_a_408_and_reaches_no_engine() -> None:
     async with live_server(**SLOW) as live, connected(live) as client:
         await client.send(post(b'{"mess', "Content-Length: 200"))
@@ -114,6 +121,7 @@ async def test_a_body_that_does_not_come_is_a_408_and_reaches_no_engine() -> Non
         assert live.server.engine.submitted == []
 
 
+@hasty
 async def test_a_body_that_trickles_is_a_408() -> None:
     async with live_server(**SLOW) as live, connected(live) as client:
         await client.send(post(b"", "Transfer-Encoding: chunked"))
@@ -124,8 +132,9 @@ async def test_a_body_that_trickles_is_a_408() -> None:
         assert error_of(reading.result()) == (408, "request_timeout")
 
 
+@hasty
 async def test_a_body_that_takes_longer_than_the_limit_but_moves_is_read() -> None:
-    async with live_server(header_timeout=0.1, body_timeout=0.1) as live, connected(live) as client:
+    async with live_server(**SLOW) as live, connected(live) as client:
         body = chat_body() + b" " * 4000
         await client.send(post(b"", f"Content-Length: {len(body)}"))
         for start in range(0, len(body), 400):  # ten pieces in 0.3 s
@@ -134,6 +143,7 @@ async def test_a_body_that_takes_longer_than_the_limit_but_moves_is_read() -> No
         assert (await client.head()).startswith(b"HTTP/1.1 200")
 
 
+@hasty
 async def test_a_refused_body_must_still_end() -> None:
     async with live_server(**SLOW) as live, connected(live) as client:
         await client.send(post(b" " * 1000, "Content-Length: 99999999"))
@@ -145,12 +155,14 @@ async def test_a_refused_body_must_still_end() -> None:
         assert answers.startswith(b"HTTP/1.1 413")
 
 
+@hasty
 async def test_an_idle_connection_is_closed() -> None:
     async with live_server(idle_timeout=0.1) as live, connected(live) as client:
         await client.send(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert (await client.rest()).startswith(b"HTTP/1.1 200")
 
 
+@hasty
 async def test_a_stream_may_take_longer_than_every_limit() -> None:
     limits: dict[str, Any] = {**SLOW, "idle_timeout": 0.1}
     async with live_server(**limits) as live, httpx.AsyncClient(base_url=live.url) as client:
@@ -165,6 +177,7 @@ async def test_a_stream_may_take_longer_than_every_limit() -> None:
         assert len(chunks((await request).text)) > 2
 
 
+@hasty
 async def test_half_of_a_second_request_does_not_cut_the_stream_before_it() -> None:
     async with live_server(**SLOW) as live, connected(live) as client:
         engine = live.server.engine
@@ -360,6 +373,7 @@ SERVE = """
 import asyncio, sys
 sys.path[:0] = sys.argv[1:3]
 from bros.server.connections import raise_descriptor_limit
+from support.loops import hasty
 from support.scripted_server import live_server
 
 async def main():

@@ -6,45 +6,18 @@ Work on a thread that holds the interpreter is not seen here; benchmarks/input_s
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
+from support.loops import MeasuredLoop
 from support.scripted_server import Server
 from support.session_server import SessionClient, keeping
 from support.tier import by_tier
 
-LIMIT_S = 0.05
-
 Attack = Callable[[Server], Awaitable[object]]
-
-
-class MeasuredLoop(asyncio.SelectorEventLoop):
-    """longest_s: CPU time of the longest turn since it was set to 0, without the garbage collector,
-    which walks all that the test process has imported; a server has frozen it."""
-
-    longest_s = 0.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._collecting_s = self._collected_s = 0.0
-
-    def on_collection(self, phase: str, info: object) -> None:
-        """A callback of the garbage collector."""
-        if phase == "start":
-            self._collecting_s = time.thread_time()
-        else:
-            self._collected_s += time.thread_time() - self._collecting_s
-
-    def _run_once(self) -> None:
-        begun_s, self._collected_s = time.thread_time(), 0.0
-        super()._run_once()  # type: ignore[misc]
-        took_s = time.thread_time() - begun_s - self._collected_s
-        self.longest_s = max(self.longest_s, took_s)
 
 
 async def transformed(server: Server, text: str, transforms: str | None) -> None:
@@ -144,13 +117,9 @@ def test_no_turn_of_the_loop_is_long(attack: Attack) -> None:
         server = Server()
         async with server.http, keeping(server):
             await server.chat()
-            gc.callbacks.append(loop.on_collection)
-            try:
-                loop.longest_s = 0.0
+            with loop.measuring():
                 await attack(server)
-            finally:
-                gc.callbacks.remove(loop.on_collection)
 
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(main())
-    assert loop.longest_s < LIMIT_S
+    loop.check_turns()

@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import json
 import logging
-import selectors
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,16 +26,16 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from bros.server.operations.openapi import ApiRoute
+from support.loops import HastyLoop
 from support.schema_values import WRONG, Draw, SchemaValues, json_bodies, mostly
 from support.tier import by_tier, examples
 from support.whole_server import LIVE, ROWS, WholeServer
 
 EXAMPLES = examples(16, long=2000)
-LONGEST_TURN_S = 0.05
-"""Of the event loop, in CPU time without the garbage collector."""
 LONGEST_ANSWER_S = 3600.0
 """On the clock of HastyLoop; clients may wait up to MAX_WAIT_S for a value."""
 SKIP_S = 30.0
+"""Of HastyLoop."""
 REFRESH_EVERY = 50
 """Examples between two clean-ups: sessions and batches of many attacks meet each other."""
 
@@ -86,46 +83,6 @@ JUNK = ("", "0", "-1", "9" * 30, "a/b", "..", "%00", "\n", "é", "x" * 3000, "tr
 
 ALLOWED_5XX = {504: {"get_timeout"}}
 """The engine and the store are well, so that no other failure is the server's."""
-
-
-class HastyLoop(asyncio.SelectorEventLoop):
-    """Its timers do not wait: when nothing happens for 10 ms, those of the next SKIP_S are due.
-
-    longest_s: CPU time of the longest turn, without the garbage collector.
-    """
-
-    def __init__(self) -> None:
-        self._hasty = _HastySelector()
-        super().__init__(self._hasty)
-        self.longest_s = self._collected_s = self._collecting_s = 0.0
-
-    def time(self) -> float:
-        return super().time() + self._hasty.skipped_s
-
-    def on_collection(self, phase: str, info: object) -> None:
-        """A callback of the garbage collector."""
-        now_s = time.thread_time()
-        if phase == "start":
-            self._collecting_s = now_s
-        else:
-            self._collected_s += now_s - self._collecting_s
-
-    def _run_once(self) -> None:
-        begun_s, self._collected_s = time.thread_time(), 0.0
-        super()._run_once()  # type: ignore[misc]
-        took_s = time.thread_time() - begun_s - self._collected_s
-        self.longest_s = max(self.longest_s, took_s)
-
-
-class _HastySelector(selectors.DefaultSelector):
-    skipped_s = 0.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        if timeout is None or timeout <= 0:
-            return super().select(timeout)
-        if not (ready := super().select(min(timeout, 0.01))):
-            self.skipped_s += max(timeout, SKIP_S)
-        return ready
 
 
 # ---- What is sent.
@@ -287,7 +244,7 @@ class Answers:
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner(loop_factory=HastyLoop) as made:
+    with asyncio.Runner(loop_factory=lambda: HastyLoop(SKIP_S)) as made:
         yield made
 
 
@@ -345,7 +302,6 @@ def test_a_route_is_attacked(
     refusals: Counter[str] = Counter()
     count, consumed = 0, False
     tasks = runner.run(server.idle(0))
-    loop.longest_s = 0.0
 
     @settings(max_examples=EXAMPLES)
     @given(make_attacks(document, route))
@@ -365,13 +321,11 @@ def test_a_route_is_attacked(
         if consumed:
             server.live.clear()
 
-    gc.callbacks.append(loop.on_collection)
     with caplog.at_level(logging.ERROR, logger="bros"):
         try:
-            attack()
-            longest_s = loop.longest_s
+            with loop.measuring():
+                attack()
         finally:
-            gc.callbacks.remove(loop.on_collection)
             runner.run(server.clear())
     assert caplog.records == []
     assert statuses[200], f"no attack was good enough to be served: {statuses}, {refusals}"
@@ -379,7 +333,7 @@ def test_a_route_is_attacked(
     assert server.state.sessions is not None and server.state.jobs is not None
     assert server.state.sessions.figures().sessions == 0
     assert server.state.jobs.runner.rows_in_flight == 0
-    assert longest_s < LONGEST_TURN_S
+    loop.check_turns()
 
 
 def test_every_operation_of_the_document_is_attacked(document: Mapping[str, Any]) -> None:

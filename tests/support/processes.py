@@ -43,6 +43,12 @@ def children(pid: int) -> list[int]:
     return [child for child in found if exists(child)]
 
 
+def cpu_s(pid: int) -> float:
+    """Processor time so far of a process and of those of its descendants that were waited for."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
 def descendants(pid: int) -> list[int]:
     """Its children, and theirs."""
     found = []
