@@ -16,7 +16,6 @@ of the policy. Run nothing else on the machine.
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable
 
@@ -38,6 +37,7 @@ from bros.scheduler.profiles import profile_folders
 from bros.simulator.metrics import report_of
 from bros.simulator.simulation import Simulation, SimulationResult
 from bros.workload.arrivals import Arrival, BeLoad, PoissonLoad, Size
+from bros.workload.attainment import Summary, gaps_s
 
 RT, BE = ServiceClass.RT, ServiceClass.BE
 IN_FLIGHT = 16
@@ -91,18 +91,20 @@ def figures(result: SimulationResult, slo: Slo, scheduling_s: float) -> dict[str
     """The figures of one run."""
     report = report_of(result, slo)
     rt, be = report.by_class[RT], report.by_class[BE]
-    gaps = [
-        later - earlier
-        for record in result.records
-        if record.service_class is RT
-        for earlier, later in zip(record.token_times_s, record.token_times_s[1:], strict=False)
-    ]
+    gaps = Summary.of(
+        [
+            gap
+            for record in result.records
+            if record.service_class is RT
+            for gap in gaps_s(record.token_times_s)
+        ]
+    )
     stats = result.stats
     return {
         "rt": dataclasses.asdict(rt),
         "be": dataclasses.asdict(be),
-        "gap_p50_s": statistics.median(gaps) if gaps else None,
-        "gap_p99_s": statistics.quantiles(gaps, n=100)[-1] if len(gaps) > 1 else None,
+        "gap_p50_s": gaps.p50,
+        "gap_p99_s": gaps.p99,
         "steps": report.steps,
         "mean_step_s": report.mean_step_s,
         "busy": report.busy,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -39,6 +38,7 @@ from bros.core.plan import StepPlan, StepResult
 from bros.core.request import EngineRequest, RequestOutput, ServiceClass
 from bros.scheduler.scheduler import Scheduler
 from bros.simulator.simulation import SimulatedScenario, build_simulation
+from bros.workload.attainment import Summary
 
 T = TypeVar("T")
 
@@ -136,14 +136,14 @@ def time_run(scenario: SimulatedScenario) -> dict[str, float | None]:
 
     build_simulation(scenario, observe=observe, wrap_scheduler=wrap_scheduler).run()
     rows, seconds = zip(*steps, strict=True)
-    percentiles = statistics.quantiles(timed.schedule_s, n=100)
+    schedule = Summary.of(timed.schedule_s)
     found = {
         "step_s": mean(seconds),
         "schedule_s": math.fsum(timed.schedule_s) / len(steps),
         "bookkeeping_s": math.fsum(timed.bookkeeping_s) / len(steps),
         "cpu_s": timed.cpu_s / len(steps),
-        "schedule_p50_s": percentiles[49],
-        "schedule_p99_s": percentiles[98],
+        "schedule_p50_s": schedule.p50,
+        "schedule_p99_s": schedule.p99,
         "rows": mean(rows),
     }
     return {"iterations": len(steps), **{name: rounded(value) for name, value in found.items()}}

@@ -14,6 +14,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,13 @@ from bros.simulator.prefix_workloads import (
     Part,
     PrefixLoad,
     PrefixRequest,
-    poisson_times,
     published,
     read_azure_times,
     read_mooncake_trace,
 )
 from bros.simulator.simulation import device_of
 from bros.simulator.sweep import run_all
-from bros.workload.arrivals import generator
+from bros.workload.arrivals import generator, poisson_times
 
 ROOT = Path(__file__).resolve().parents[1]
 A6000, H100 = "1x-a6000/mistral-7b-fp16", "4x-h100/llama-3-70b-fp16"
@@ -103,7 +103,7 @@ class MadeLoad:
     def requests(self, seed: int) -> list[PrefixRequest]:
         rng = generator(seed, "made")
         found = []
-        for number, time_s in enumerate(poisson_times(self.count, self.rate, rng)):
+        for number, time_s in enumerate(islice(poisson_times(self.rate, rng), self.count)):
             family = 0 if rng.random() < self.hot else rng.randrange(1, self.families + 1)
             parts = (Part(f"family {family}", self.shared), Part(f"own {number}", self.own))
             found.append(

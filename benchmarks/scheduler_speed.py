@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import cProfile
 import pstats
-import statistics
 import time
 
 from harness import FAST, benchmark_parser, greedy_request, model_free_info, save, table_of
@@ -24,6 +23,7 @@ from bros.core.plan import SampledToken, StepPlan, StepResult
 from bros.core.request import ServiceClass
 from bros.scheduler.build import build_scheduler
 from bros.scheduler.scheduler import Scheduler
+from bros.workload.attainment import Summary
 
 RUNNING, QUEUED = 128, 1000
 TARGET_MS = 1.0
@@ -89,11 +89,11 @@ def main() -> None:
         decoding = run(scheduler, args.steps)
         admitting = run(make(variant, outputs=20), max(2, args.steps // 4))
         results[variant] = {
-            "decoding_ms": statistics.median(decoding),
-            "decoding_p99_ms": statistics.quantiles(decoding, n=100)[-1],
+            "decoding_ms": Summary.of(decoding).p50,
+            "decoding_p99_ms": Summary.of(decoding).p99,
             "rows": rows,
-            "admitting_ms": statistics.median(admitting),
-            "admitting_p99_ms": statistics.quantiles(admitting, n=100)[-1],
+            "admitting_ms": Summary.of(admitting).p50,
+            "admitting_p99_ms": Summary.of(admitting).p99,
         }
         if args.profile and variant == "bros":
             profile = cProfile.Profile()

@@ -56,6 +56,7 @@ from session_clients import HttpEnd
 
 from bros.cli.bench import local_server
 from bros.core.clock import SystemClock
+from bros.core.request import Slo
 from bros.executor.model_store import default_cache_dir, resolve_model
 from bros.semantic.schema import Perf
 from bros.simulator.programs import (
@@ -76,6 +77,7 @@ from bros.simulator.programs import (
     run_in_session,
 )
 from bros.text.tokenizer import Tokenizer
+from bros.workload.attainment import tpot_of
 
 DELAY_S = 0.25
 SERVER = ("--max-model-len", "4096", "--log-level", "warning")
@@ -207,12 +209,11 @@ def summary(runs: Sequence[Run]) -> Row:
     gaps = [answer.tpot_s for run in runs for answer in run.answers]
     for run in runs:
         for made in run.calls:
-            if made["first_token_s"] is not None and made["output_tokens"] > 1:
-                spent = made["end_s"] - made["first_token_s"]
-                gaps.append(spent / (made["output_tokens"] - 1))
+            if made["first_token_s"] is not None:
+                gaps.append(tpot_of(made["first_token_s"], made["end_s"], made["output_tokens"]))
     return {
         "seconds": statistics.mean(run.seconds for run in runs),
-        "decode_s": statistics.mean(gaps),
+        "decode_s": statistics.mean(gap for gap in gaps if gap is not None),
         "calls": sum(len(run.calls) or len(run.answers) for run in runs),
         "cached_tokens": cached_tokens(runs),
     }
@@ -251,7 +252,7 @@ async def mixed(texts_of: Callable[[int], Texts], report: Callable[[str], None])
                 "chats": len(answers),
                 "ttft_s": [answer.ttft_s for answer in answers],
                 "tpot_s": [answer.tpot_s for answer in answers],
-                "both_met": sum(a.ttft_s <= TTFT_S and a.tpot_s <= TPOT_S for a in answers),
+                "both_met": sum(map(met, answers)),
             }
         return found
 
@@ -362,7 +363,7 @@ WARM_UP_S = 5.0
 
 
 def met(chat: ChatRecord) -> bool:
-    return chat.ttft_s <= TTFT_S and chat.tpot_s <= TPOT_S
+    return chat.met(Slo(TTFT_S, TPOT_S)) is True
 
 
 async def flood(end: HttpEnd, texts: Texts, chats: list[ChatRecord]) -> None:

@@ -108,6 +108,7 @@ from bros.workload.arrivals import (
 
 Scenario = TypeVar("Scenario")
 Result = TypeVar("Result")
+Read = TypeVar("Read")
 
 
 def _timed_runs(
@@ -296,6 +297,14 @@ def _load(own: SimulateFlags, fleet: ReplicasFlags, replicas: int) -> PrefixLoad
     )
 
 
+def _read(read: Callable[[], Read]) -> Read:
+    """What it reads from the files of --trace. Its ConfigErrors then name the option."""
+    try:
+        return read()
+    except ConfigError as error:
+        raise ConfigError(f"--trace: {error}") from None
+
+
 def _recorded_load(
     name: str,
     trace: str | None,
@@ -310,7 +319,7 @@ def _recorded_load(
         paths = [Path(part.strip()).expanduser() for part in trace.split(",")]
         if len(paths) != 2:
             raise ConfigError(f"--trace: {AZURE} requires two files, CODE,CONVERSATIONS")
-        times = read_azure_times(*paths)
+        times = _read(lambda: read_azure_times(*paths))
         return AzureLoad(
             recorded=times,
             rate=rate or AZURE_RATE * replicas,
@@ -318,7 +327,7 @@ def _recorded_load(
             be_share=be_share,
         )
     path = Path(trace).expanduser()
-    lines = read_mooncake_trace(path)
+    lines = _read(lambda: read_mooncake_trace(path))
     return MooncakeLoad(
         source=path.name,
         recorded=lines,
@@ -628,7 +637,7 @@ def _loads(own: SimulateFlags, default_rate: str = DEFAULT_RT_RATE) -> list[RtLo
     if own.trace is not None:
         path = Path(own.trace)
         speed = number("--trace-speed", own.trace_speed, above=0)
-        return [TraceLoad(path.name, read_azure_trace(path), speed)]
+        return [TraceLoad(path.name, _read(lambda: read_azure_trace(path)), speed)]
     sizes = own.rt_lengths
     if sizes not in RT_SIZES:
         near = near_matches(sizes, RT_SIZES)

@@ -40,7 +40,7 @@ from bros.simulator import REPLICA_ROWS, REPLICA_STEP_TOKENS
 from bros.simulator.prefix_workloads import VOCAB, PrefixLoad, PrefixRequest, prompt_of
 from bros.simulator.simulation import BLOCK_SIZE, TOKEN, Device, SimExecutor, engine_info, slo_of
 from bros.workload.arrivals import generator
-from bros.workload.attainment import Attainment, Summary, within
+from bros.workload.attainment import Attainment, Judged, State, Summary, Timeline, judge
 
 _PROGRESS_REQUESTS = 200
 NO_SLO = Slo()
@@ -372,6 +372,7 @@ class FleetReport:
 def fleet_report(result: FleetResult, slo: Slo) -> FleetReport:
     """slo: objectives of real-time requests."""
     done = [record for record in result.records if record.finished]
+    judged = [_judged(record, slo) for record in done]
     prompt_tokens = sum(record.prompt_tokens for record in done) or 1
     mean_busy_s = math.fsum(result.busy_s) / len(result.busy_s)
     return FleetReport(
@@ -380,8 +381,8 @@ def fleet_report(result: FleetResult, slo: Slo) -> FleetReport:
         end_s=result.end_s,
         requests_per_s=len(done) / result.end_s if result.end_s else 0.0,
         latency_s=Summary.of([_latency_s(record) for record in done]),
-        ttft_s=Summary.of([_ttft_s(record) for record in done]),
-        tpot_s=Summary.of([s for s in map(_tpot_s, done) if s is not None]),
+        ttft_s=Summary.of([j.ttft_s for j in judged if j.ttft_s is not None]),
+        tpot_s=Summary.of([j.tpot_s for j in judged if j.tpot_s is not None]),
         hits=sum(record.cached for record in done) / prompt_tokens,
         believed=sum(record.matched for record in done) / prompt_tokens,
         busy=mean_busy_s / result.end_s if result.end_s else 0.0,
@@ -402,41 +403,34 @@ def fleet_report(result: FleetResult, slo: Slo) -> FleetReport:
 
 def _class_report(records: Sequence[FleetRecord], slo: Slo | None) -> FleetClassReport:
     done = [record for record in records if record.finished]
+    judged = [_judged(record, slo or Slo()) for record in records]
     return FleetClassReport(
         requests=len(records),
         latency_s=Summary.of([_latency_s(record) for record in done]),
-        ttft_s=Summary.of([_ttft_s(record) for record in done]),
-        tpot_s=Summary.of([s for s in map(_tpot_s, done) if s is not None]),
-        both_met=None if slo is None else Attainment.of([_met(record, slo) for record in records]),
+        ttft_s=Summary.of([j.ttft_s for j in judged if j.ttft_s is not None]),
+        tpot_s=Summary.of([j.tpot_s for j in judged if j.tpot_s is not None]),
+        both_met=None if slo is None else Attainment.of([j.both_met for j in judged]),
     )
 
 
-def _met(record: FleetRecord, slo: Slo) -> bool:
-    if not record.finished:
-        return False
-    tpot_s = _tpot_s(record)
-    return _keeps(_ttft_s(record), slo.ttft_s) and _keeps(tpot_s, slo.tpot_s)
-
-
-def _keeps(seconds: float | None, limit_s: float | None) -> bool:
-    return seconds is None or limit_s is None or within(seconds, limit_s)
+def _judged(record: FleetRecord, slo: Slo) -> Judged:
+    """A simulation ends when all requests have: one that has not finished was lost."""
+    times_s: tuple[float, ...] = ()
+    if record.finished:
+        assert record.first_s is not None and record.last_s is not None, "the request has tokens"
+        times_s = record.first_s, record.last_s
+    seen = Timeline(
+        start_s=record.arrival_s,
+        times_s=times_s,
+        tokens=record.tokens,
+        state=State.COMPLETED if record.finished else State.LOST,
+    )
+    return judge(seen, slo, math.inf)
 
 
 def _latency_s(record: FleetRecord) -> float:
     assert record.last_s is not None, "the request has finished"
     return record.last_s - record.arrival_s
-
-
-def _ttft_s(record: FleetRecord) -> float:
-    assert record.first_s is not None, "the request has finished"
-    return record.first_s - record.arrival_s
-
-
-def _tpot_s(record: FleetRecord) -> float | None:
-    if record.tokens < 2:
-        return None
-    assert record.last_s is not None and record.first_s is not None, "the request has tokens"
-    return (record.last_s - record.first_s) / (record.tokens - 1)
 
 
 # ---- Builds a simulation from a scenario.

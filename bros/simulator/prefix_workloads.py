@@ -22,6 +22,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -31,7 +32,7 @@ import numpy as np
 from bros.core.errors import ConfigError
 from bros.core.request import ServiceClass
 from bros.simulator.simulation import TOKEN
-from bros.workload.arrivals import generator, read_azure_trace
+from bros.workload.arrivals import generator, poisson_times, read_azure_trace
 from bros.workload.lengths import ClippedLogNormal, Lengths
 
 # ---- Requests with shared prefixes. Token ids are only generated when they are needed.
@@ -114,15 +115,6 @@ def classes(count: int, be_share: float, rng: random.Random) -> list[ServiceClas
     return [ServiceClass.BE if rng.random() < be_share else ServiceClass.RT for _ in range(count)]
 
 
-def poisson_times(count: int, rate: float, rng: random.Random) -> list[float]:
-    """`count` arrival times in seconds. Another rate scales the same gaps."""
-    times, time_s = [], 0.0
-    for _ in range(count):
-        time_s += rng.expovariate(1.0) / rate
-        times.append(time_s)
-    return times
-
-
 EVEN, ZIPF, DATASET = POPULARITY = ("even", "zipf", "dataset")
 """How requests are spread over families: uniformly; by rank, as 1 / rank ** 1.1; or with the family
 sizes of the dataset."""
@@ -183,7 +175,7 @@ class PrefixWorkload:
     def requests(self, seed: int) -> list[PrefixRequest]:
         kind = KINDS[self.name]
         families = _families(self, kind, generator(seed, "families"))
-        times = poisson_times(self.count, self.rate, generator(seed, "prefix gaps"))
+        times = islice(poisson_times(self.rate, generator(seed, "prefix gaps")), self.count)
         service_classes = classes(self.count, self.be_share, generator(seed, "classes"))
         drafts = kind.make(families, generator(seed, "prompts"))
         longest = None if self.popularity == DATASET else kind.longest
@@ -517,9 +509,9 @@ def read_mooncake_trace(path: Path) -> tuple[TraceLine, ...]:
         with path.open(encoding="utf-8") as file:
             lines = sorted(_lines(path, file))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--trace: {path} cannot be read: {error}") from None
+        raise ConfigError(f"{path} cannot be read: {error}") from None
     if not lines:
-        raise ConfigError(f"--trace: {path} has no requests")
+        raise ConfigError(f"{path} has no requests")
     first_s = lines[0].time_s
     return tuple(line._replace(time_s=line.time_s - first_s) for line in lines)
 
@@ -531,7 +523,7 @@ def _lines(path: Path, texts: Iterator[str]) -> Iterator[TraceLine]:
         try:
             yield _line(json.loads(text))
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"--trace: {path}, line {number}: {error!r}") from None
+            raise ConfigError(f"{path}, line {number}: {error!r}") from None
 
 
 def _line(content: dict[str, Any]) -> TraceLine:

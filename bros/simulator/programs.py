@@ -18,13 +18,14 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from bros.core.clock import Clock
-from bros.core.request import SamplingParams, ServiceClass
+from bros.core.request import SamplingParams, ServiceClass, Slo
 from bros.semantic.core.template import Text, parse_template
 from bros.semantic.schema import CallSpec, Criteria, Parameter, Perf, Role, SessionView
 from bros.semantic.service.service import SessionService
 from bros.text.generation import TextGenerator
 from bros.text.tokenizer import Tokenizer
 from bros.workload.arrivals import generator
+from bros.workload.attainment import State, Timeline, judge, tpot_of
 
 
 class Encoding(Protocol):
@@ -349,9 +350,19 @@ class ChatRecord:
         return self.first_s - self.asked_s
 
     @property
-    def tpot_s(self) -> float:
-        """Mean time between tokens."""
-        return (self.last_s - self.first_s) / max(self.tokens - 1, 1)
+    def tpot_s(self) -> float | None:
+        """None with fewer than two tokens."""
+        return tpot_of(self.first_s, self.last_s, self.tokens)
+
+    def met(self, slo: Slo) -> bool | None:
+        """Whether it met both objectives; None if there are none."""
+        seen = Timeline(
+            start_s=self.asked_s,
+            times_s=(self.first_s, self.last_s),
+            tokens=self.tokens,
+            state=State.COMPLETED,
+        )
+        return judge(seen, slo, self.last_s).both_met
 
 
 class End(Protocol):

@@ -99,10 +99,10 @@ class PoissonLoad:
             return found
         gaps = generator(seed, "rt gaps")
         sizes = RT_SIZES[self.sizes].stream(generator(seed, "rt sizes"))
-        time_s = gaps.expovariate(1.0) / self.rate
-        while time_s < duration_s:
+        for time_s in poisson_times(self.rate, gaps):
+            if time_s >= duration_s:
+                break
             found.append(Arrival(time_s, next(sizes)))
-            time_s += gaps.expovariate(1.0) / self.rate
         return found
 
 
@@ -144,6 +144,15 @@ def generator(seed: int, purpose: str) -> random.Random:
     return random.Random(f"bros/{seed}/{purpose}")
 
 
+def poisson_times(rate: float, gaps: random.Random) -> Iterator[float]:
+    """Arrival times in seconds, without end, `rate` per second on average. The first one is after a
+    gap, too. Another rate only stretches the gaps."""
+    time_s = 0.0
+    while True:
+        time_s += gaps.expovariate(1.0) / rate
+        yield time_s
+
+
 # ---- Recorded arrivals: CSV files with the columns of the Azure LLM inference traces of 2023.
 #
 #     TIMESTAMP,ContextTokens,GeneratedTokens
@@ -161,9 +170,9 @@ def read_azure_trace(path: Path) -> tuple[Arrival, ...]:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = list(_rows(path, csv.reader(file)))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"--trace: {path} cannot be read: {error}") from None
+        raise ConfigError(f"{path} cannot be read: {error}") from None
     if not rows:
-        raise ConfigError(f"--trace: {path} has no requests")
+        raise ConfigError(f"{path} has no requests")
     first = min(time_s for time_s, _ in rows)
     return tuple(sorted(Arrival(time_s - first, size) for time_s, size in rows))
 
@@ -171,7 +180,7 @@ def read_azure_trace(path: Path) -> tuple[Arrival, ...]:
 def _rows(path: Path, lines: Iterator[list[str]]) -> Iterator[tuple[float, Size]]:
     header = next(lines, [])
     if tuple(header) != COLUMNS:
-        raise ConfigError(f"--trace: {path}:1: the first line must be {','.join(COLUMNS)}")
+        raise ConfigError(f"{path}:1: the first line must be {','.join(COLUMNS)}")
     origin: datetime | None = None
     for number, line in enumerate(lines, start=2):
         if not line:
@@ -182,10 +191,10 @@ def _rows(path: Path, lines: Iterator[list[str]]) -> Iterator[tuple[float, Size]
             size = Size(int(prompt), int(output))
         except ValueError:
             raise ConfigError(
-                f"--trace: {path}:{number}: {','.join(line)!r} is not a time and two token counts"
+                f"{path}:{number}: {','.join(line)!r} is not a time and two token counts"
             ) from None
         if size.prompt_tokens < 1 or size.output_tokens < 1:
-            raise ConfigError(f"--trace: {path}:{number}: token counts must be at least 1")
+            raise ConfigError(f"{path}:{number}: token counts must be at least 1")
         origin = origin or moment
         yield (moment - origin).total_seconds() + fraction, size
 

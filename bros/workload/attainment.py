@@ -168,6 +168,12 @@ def tokens_on_time(
     )
 
 
+def tpot_of(first_s: float, last_s: float, tokens: int) -> float | None:
+    """The TPOT in seconds of a request whose first and last token came then; None with fewer than
+    two tokens."""
+    return (last_s - first_s) / (tokens - 1) if tokens > 1 else None
+
+
 def gaps_s(times_s: Sequence[float]) -> list[float]:
     """The times between consecutive tokens."""
     return list(map(operator.sub, times_s[1:], times_s))
@@ -196,11 +202,11 @@ def _tpot(
     times = request.times_s
     if request.outcome is TimelineOutcome.LOST:
         return None, None if limit_s is None else False
-    if not times or (request.outcome is TimelineOutcome.COMPLETED and request.tokens < 2):
+    if not times:
         return None, None
     if request.outcome is TimelineOutcome.COMPLETED:
-        mean = (times[-1] - times[0]) / (request.tokens - 1)
-        return mean, _met(mean, limit_s)
+        seconds = tpot_of(times[0], times[-1], request.tokens)
+        return seconds, None if seconds is None else _met(seconds, limit_s)
     at_best = (until_s - times[0]) / len(times)  # if the next token came right now
     return (at_best, False) if _met(at_best, limit_s) is False else (None, None)
 

@@ -18,9 +18,8 @@ from bros.simulator.program_simulation import (
     Answers,
     ProgramScenario,
     byte_tokenizer,
-    chat_met,
-    poisson_times,
     program_server,
+    program_times,
     run_program,
     run_programs,
 )
@@ -186,9 +185,9 @@ def test_requests_that_do_not_fit_are_refused_by_the_name_of_the_option() -> Non
 def test_another_rate_only_stretches_the_gaps(
     rate: float, factor: float, count: int, seed: int
 ) -> None:
-    times = poisson_times(rate, count, seed)
+    times = program_times(rate, count, seed)
     assert len(times) == count and times[0] == 0.0 and sorted(times) == list(times)
-    stretched = poisson_times(rate / factor, count, seed)
+    stretched = program_times(rate / factor, count, seed)
     assert stretched == pytest.approx([time_s * factor for time_s in times])
 
 
@@ -196,11 +195,11 @@ def test_a_chat_of_one_token_has_a_first_token_only() -> None:
     slo = slo_of(CONFIG)
     assert slo.ttft_s is not None and slo.tpot_s is not None
     on_time = ChatRecord(0.0, slo.ttft_s, slo.ttft_s, 1)
-    assert chat_met(on_time, slo)
+    assert on_time.met(slo)
     late = slo.ttft_s + 0.01
-    assert not chat_met(ChatRecord(0.0, late, late, 1), slo)
-    assert chat_met(ChatRecord(0.0, 0.0, 4 * slo.tpot_s, 5), slo)
-    assert not chat_met(ChatRecord(0.0, 0.0, 5 * slo.tpot_s, 5), slo)
+    assert not ChatRecord(0.0, late, late, 1).met(slo)
+    assert ChatRecord(0.0, 0.0, 4 * slo.tpot_s, 5).met(slo)
+    assert not ChatRecord(0.0, 0.0, 5 * slo.tpot_s, 5).met(slo)
 
 
 def test_call_takes_texts_and_variables() -> None:

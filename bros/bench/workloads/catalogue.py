@@ -232,11 +232,8 @@ class Trace(NamedTuple):
 
 def read_azure(path: Path) -> Trace:
     """An Azure LLM inference trace of 2023. Prompts share no prefixes."""
-    try:
-        arrivals = read_azure_trace(path)
-    except ConfigError as error:  # its message names a flag of the simulator
-        raise ConfigError(str(error).removeprefix("--trace: ")) from None
-    return _trace_of_sizes(path, [(time_s, *size) for time_s, size in arrivals], 0)
+    rows = [(time_s, *size) for time_s, size in read_azure_trace(path)]
+    return _trace_of_sizes(path, rows, 0)
 
 
 def read_burstgpt(path: Path, model: str | None = None) -> Trace:
