@@ -1,7 +1,7 @@
 """How close bros comes to the limits of the device, on the shape of Llama-3-8B in bf16.
 
     python benchmarks/gpu_speed.py [--parts decode,prefill] [--json FILE]
-    python benchmarks/gpu_speed.py --device cpu --tiny      only tests the program
+    python benchmarks/gpu_speed.py --quick      only tests the program, anywhere
 
 Weights are random, so nothing is downloaded. The limits of the device are measured first, in the
 same run: a large copy, a large product of random bf16 matrices, pinned copies over the bus. Times
@@ -64,27 +64,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print. Returns 1 if there is no such device, else 0."""
     args = _arguments(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device; --device cpu --tiny only tests the program")
+        print("no CUDA device; --quick only tests the program, on the CPU")
         return 1
     device = torch.device(args.device)
-    sizes = SMALL if args.tiny else REAL
-    repeats = min(3, args.repeats) if args.tiny else args.repeats
-    timer = Timer(device, repeats, args.budget)
+    sizes = SMALL if args.quick else REAL
+    timer = Timer(device, args.repeats, args.budget)
     began = time.perf_counter()
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with torch.inference_mode():
-        ceilings = measure_ceilings(timer, dtype, args.tiny)
+        ceilings = measure_ceilings(timer, dtype, args.quick)
         environment = _environment(device, args.commit)
 
         def save(lines: list[Line]) -> None:
             if args.json is not None:
                 seconds = time.perf_counter() - began
-                _write(args.json, environment, ceilings, lines, seconds, args.tiny)
+                _write(args.json, environment, ceilings, lines, seconds, args.quick)
 
         report = Report(save, lambda text: print(text, flush=True))
         _measure(report, args.parts, sizes, timer, ceilings, args.kernels, args.tuned)
-    _show(environment, ceilings, report.lines, judged=not args.tiny)
+    _show(environment, ceilings, report.lines, judged=not args.quick)
     return 0
 
 
@@ -130,13 +129,22 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", type=_parts, default=[*PARTS, "peers"], metavar="A,B")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--kernels", default="auto", help="as for bros serve")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, few repeats")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="only test the program: a tiny model, few and short repeats, on the CPU if there is "
+        "no CUDA device",
+    )
     parser.add_argument("--repeats", type=int, default=30, help="maximum repeats of a measurement")
     parser.add_argument("--budget", type=float, default=1.0, help="seconds per measurement")
     parser.add_argument("--tuned", type=Path, help="output folder of part tune; see gpu_tune.py")
     parser.add_argument("--json", type=Path, help="where to save the figures")
     parser.add_argument("--commit", help="commit to record if there is no git")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.repeats, args.budget = min(3, args.repeats), min(0.01, args.budget)
+        args.device = args.device if torch.cuda.is_available() else "cpu"
+    return args
 
 
 def _parts(text: str) -> list[str]:

@@ -1,12 +1,15 @@
 """Compares the measurements of `bros bench` and `vllm bench serve`.
 
     python benchmarks/peers/compare_clients.py VLLM_VENV [--rounds 6] [--json FILE]
+    python benchmarks/peers/compare_clients.py --quick      only tests the program
 
 Both unmodified clients replay the same trace (Mooncake's format, which both read: lengths of LMSYS
 chats, Poisson arrivals) against one bros server with the embedded model. They alternate, with a
 different first client in every round, because the speed of the machine varies; then the medians
 over all rounds are compared. The engine leaves a core to the clients (--threads): otherwise a
 client that needs more processor time would measure a slower server. Run nothing else.
+
+Without VLLM_VENV `bros bench` takes the part of the other client, too.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import export_model
+from quick import add_quick
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -132,7 +136,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> tuple[int, list[dic
                 lasts_s = args.duration + TAIL_S
                 work = (
                     (ask_bros, url, trace, out, lasts_s)
-                    if name == NAMES[0]
+                    if name == NAMES[0] or args.vllm is None
                     else (ask_vllm, url, trace, out, args.vllm, model, count)
                 )
                 found[name] = await asyncio.to_thread(*work)
@@ -182,7 +186,7 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("vllm", type=Path, help="virtual environment with vLLM")
+    parser.add_argument("vllm", type=Path, nargs="?", help="virtual environment with vLLM")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--duration", type=float, default=30.0, help="seconds of arrivals")
     parser.add_argument("--rate", type=float, default=0.4, help="requests per second")
@@ -192,6 +196,7 @@ def main() -> None:
     parser.add_argument("--threads", default=str(max(1, available_cores() - 1)), metavar="N")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="where to save the figures")
+    add_quick(parser, rounds=1, duration=4.0, rate=2.0, longest=10)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         count, rounds = asyncio.run(measure(args, Path(folder)))

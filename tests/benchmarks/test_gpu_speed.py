@@ -52,7 +52,7 @@ def test_every_part_runs(
     speed: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "figures" / "speed.json"
-    arguments = ["--device", "cpu", "--tiny", "--kernels", "reference", "--budget", "0.01"]
+    arguments = ["--device", "cpu", "--quick", "--kernels", "reference"]
     assert speed.main([*arguments, "--commit", "abc", "--json", str(file)]) == 0
     found = json.loads(file.read_text("utf-8"))
     lines = found["lines"]
@@ -76,7 +76,7 @@ def test_every_part_runs(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
 def test_tile_sizes_are_found_and_stored(speed: ModuleType, tmp_path: Path) -> None:
     settings = pytest.importorskip("bros.kernels.triton.settings")
-    arguments = ["--device", "cpu", "--tiny", "--repeats", "1", "--parts", "tune"]
+    arguments = ["--device", "cpu", "--quick", "--repeats", "1", "--parts", "tune"]
     assert speed.main([*arguments, "--tuned", str(tmp_path)]) == 0
     plain = settings.settings_for(torch.device("cpu"))
     found = settings.with_tuned(plain, (tmp_path / "interpreter.json").read_text("utf-8"))
