@@ -84,8 +84,7 @@ def wire_form(spec: dataclasses.Field[Any]) -> tuple[str, WireForm]:
 def to_json(value: Any, *, defaults: bool = True) -> Any:
     """A record, or a value in one, as JSON values.
 
-    defaults: whether to include fields that equal their default, and None in mappings. Clients
-    send bodies without them.
+    defaults: whether to include fields that equal their default. Clients send bodies without them.
     """
     return _Writer(defaults).write(value)
 
@@ -103,11 +102,7 @@ class _Writer:
         if isinstance(value, list | tuple):
             return [self.write(part) for part in value]
         if isinstance(value, Mapping):
-            return {
-                str(key): self.write(part)
-                for key, part in value.items()
-                if self._defaults or part is not None
-            }
+            return {str(key): self.write(part) for key, part in value.items()}
         found = {}
         for attribute, name, form, default in self._specs_of(type(value)):
             part = getattr(value, attribute)

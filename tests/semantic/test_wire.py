@@ -30,7 +30,16 @@ from bros.semantic.errors import (
     SessionLimitError,
     UpstreamError,
 )
-from bros.semantic.schema import CallSpec, Criteria, Message, Parameter, Perf, Role, SubmitProgram
+from bros.semantic.schema import (
+    CallSpec,
+    Criteria,
+    Message,
+    Parameter,
+    Perf,
+    Role,
+    SubmitProgram,
+    to_json,
+)
 from bros.server.errors import describe
 from bros.server.sessions.wire import check_call, read
 
@@ -197,3 +206,10 @@ async def _ask(server: HttpBackend, ask: str) -> None:
     else:
         async for _ in server.stream("sess-1", "v", Criteria()):
             pass
+
+
+def test_none_in_a_mapping_is_a_value_that_is_sent() -> None:
+    schema = {"properties": {"end": {"const": None}}}
+    sampling = {"top_p": None, "structured_outputs": {"json": schema}}
+    sent = to_json(SubmitProgram(requests=[CallSpec(sampling=sampling)]), defaults=False)
+    assert sent["requests"][0]["sampling"] == sampling

@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from bros.core.request import SamplingParams, TokenLogprobs
 from bros.llm import LLM
+from bros.server.openai.prompt_logprobs import Echo, token_offsets
 from bros.server.openai.stream import CompletionLogprobsWriter
 from support.checkpoints import all_logits
 from support.model_server import ModelServer, model_server
-from support.scripted_server import assert_envelope
+from support.scripted_server import EOS_TEXT, assert_envelope, make_tokenizer
 from support.tier import examples
 from support.tiny_models import save_tiny_llama
 from support.tiny_tokenizer import save_tokenizer
@@ -243,3 +244,36 @@ def test_offsets_are_those_of_the_text_whatever_the_bytes(tokens: list[bytes]) -
     for name, offset in zip(lists.tokens, lists.text_offset, strict=True):
         if not name.startswith("bytes:"):
             assert text[offset:].startswith(name)
+
+
+TOKENIZER = make_tokenizer()
+SPECIAL = TOKENIZER.encode(EOS_TEXT)[0]
+TOKEN_OF = {TOKENIZER.token_bytes(token): token for token in range(256)}
+
+
+def tokens_of(data: bytes) -> list[int]:
+    return [TOKEN_OF[bytes([byte])] for byte in data]
+
+
+PIECES = [
+    [SPECIAL],
+    tokens_of(EOS_TEXT.encode()),
+    tokens_of(b" b"),
+    *([token] for token in tokens_of("a\ufffdé😀".encode() + b"\xe0")),
+]
+
+
+@given(st.lists(st.sampled_from(PIECES)))
+@settings(max_examples=examples(100))
+def test_offsets_in_a_prompt_of_tokens_are_those_of_its_text(pieces: list[list[int]]) -> None:
+    """Which shows no special token, and may have the name of one."""
+    ids = [token for piece in pieces for token in piece]
+    text, shown = TOKENIZER.decode(ids), [token for token in ids if token != SPECIAL]
+    offsets = token_offsets(TOKENIZER, Echo(text, ids, shows_special=False))
+    assert offsets == sorted(offsets)
+    of_shown = [o for token, o in zip(ids, offsets, strict=True) if token != SPECIAL]
+    for token, offset in zip(shown, of_shown, strict=True):
+        name = TOKENIZER.token_bytes(token)
+        assert not name.isascii() or text[offset:].startswith(name.decode())
+    if text.isascii():
+        assert of_shown == list(range(len(shown)))

@@ -707,7 +707,9 @@ class CompletionCall:
         if not self.body.echo:
             return {}
         echoes = [
-            Echo(prompt if isinstance(prompt, str) else self._state.tokenizer.decode(prompt), ids)
+            Echo(prompt, ids, shows_special=self.body.allow_special_tokens)
+            if isinstance(prompt, str)
+            else Echo(self._state.tokenizer.decode(prompt), ids, shows_special=False)
             for prompt, ids in zip(self.body.prompt, self._prompt_ids, strict=True)
         ]
         n = self.sampling.n

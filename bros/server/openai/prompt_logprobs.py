@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -77,29 +78,54 @@ class PromptLogprobsWriter:
         )
 
 
+class CharacterCounter:
+    """Counts the characters of a text whose UTF-8 comes in tokens, which may end within one."""
+
+    def __init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, data: bytes) -> tuple[int, int]:
+        """(characters that end before this token, characters that end before or in it)
+
+        data: the token's bytes. What ends before it is a character that was begun and does not go
+        on with the first byte: one U+FFFD.
+        """
+        begun, chars = self._utf8.getstate()[0], self._utf8.decode(data[:1])
+        broken = begun + data[:1] != _REPLACEMENT and begun != b"" and chars[:1] == "\ufffd"
+        return int(broken), len(chars) + len(self._utf8.decode(data[1:]))
+
+
+_REPLACEMENT = "\ufffd".encode()
+
+
 @dataclass(frozen=True, slots=True)
 class Echo:
     """A prompt that comes before the text of a choice.
 
     text: as the client sent it, or the text of its tokens.
     token_ids: all its tokens.
+    shows_special: whether the text may have the names of special tokens.
     """
 
     text: str
     token_ids: Sequence[int]
+    shows_special: bool
 
 
 def token_offsets(tokenizer: Tokenizer, echo: Echo) -> list[int]:
     """Where each token of the prompt begins in its text. Special tokens that the text does not
     have, such as BOS before a string, take no room; tokens within one character have the same
     offset."""
-    detokenizer, text, offset = tokenizer.detokenizer(), echo.text, 0
+    detokenizer, counter, text, offset = tokenizer.detokenizer(), CharacterCounter(), echo.text, 0
     offsets = []
     for token_id in echo.token_ids:
-        offsets.append(min(offset, len(text)))
         if tokenizer.is_special(token_id):
+            offsets.append(min(offset, len(text)))
             name = tokenizer.token_text(token_id)
-            offset += len(name) if text.startswith(name, offset) else 0
-        else:
-            offset += len(detokenizer.push_token(token_id))
+            if echo.shows_special and text.startswith(name, offset):
+                offset += len(name)
+            continue
+        before, _ = counter.push(tokenizer.token_bytes(token_id))
+        offsets.append(min(offset + before, len(text)))
+        offset += len(detokenizer.push_token(token_id))
     return offsets

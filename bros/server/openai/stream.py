@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import logging
 from abc import ABC, abstractmethod
@@ -21,6 +20,7 @@ from bros.server.http import CancelOnDisconnect, ChunkedBody
 from bros.server.openai.prompt_logprobs import (
     LOWEST_LOGPROB,
     NUMBER_CHARS,
+    CharacterCounter,
     Echo,
     PromptLogprobsWriter,
     num_numbers,
@@ -228,7 +228,7 @@ class CompletionLogprobsWriter:
         self._offsets = [] if echo is None else token_offsets(tokenizer, echo)
         self._offset = 0 if echo is None else len(echo.text)
         self._echo_begun = False
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._counter = CharacterCounter()
 
     def write(
         self, entries: Iterable[TokenLogprobs], prompt: Iterable[PromptLogprobs] = ()
@@ -243,13 +243,9 @@ class CompletionLogprobsWriter:
         if self._echo is not None:
             self._write_echo(lists, self._echo, prompt)
         for entry in entries:
-            data = self._tokenizer.token_bytes(entry.token_id)
-            # Byte by byte: where the first one does not continue the character that is begun,
-            # that one ends before this token, as one U+FFFD.
-            begun, chars = self._utf8.getstate()[0], self._utf8.decode(data[:1])
-            broken = begun + data[:1] != _REPLACEMENT and begun != b"" and chars[:1] == "\ufffd"
-            self._add(lists, entry.token_id, entry, self._offset + broken)
-            self._offset += len(chars) + len(self._utf8.decode(data[1:]))
+            before, count = self._counter.push(self._tokenizer.token_bytes(entry.token_id))
+            self._add(lists, entry.token_id, entry, self._offset + before)
+            self._offset += count
         return lists
 
     def _write_echo(
@@ -282,9 +278,6 @@ class CompletionLogprobsWriter:
             return data.decode("utf-8")
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-_REPLACEMENT = "\ufffd".encode()
 
 
 def _finite(logprob: float) -> float:
