@@ -22,7 +22,7 @@ from bros.batch.objects import (
     StoreUnavailableError,
 )
 from bros.batch.responses import Claim, ResponseStatus, ResponseStore, StoredResponse
-from bros.batch.runner import RENEWALS, RunnerContext, run_row
+from bros.batch.runner import PollLoop, RunnerContext, run_row
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +70,9 @@ class BackgroundRunner:
         self._threads = threads
         self._store = store
         self._handler = handler
-        settings = context.settings
-        self._poll_s = min(settings.poll_s, settings.lease_s / RENEWALS)
+        self._polling = PollLoop(context.settings)
         self._owner = context.ids.new("background")
         self._running: dict[str, tuple[Claim, asyncio.Task[None]]] = {}
-        self._wakeup = asyncio.Event()
         self._store_trouble = ""  # why the store could not be used at the last poll
 
     @property
@@ -84,19 +82,13 @@ class BackgroundRunner:
 
     def wake(self) -> None:
         """Poll the store at once: a response was created, cancelled or deleted."""
-        self._wakeup.set()
+        self._polling.wake()
 
     async def run(self) -> None:
         """Run responses until cancelled; then release them for other processes."""
         sweeping = asyncio.create_task(self._sweep())
         try:
-            while True:
-                self._wakeup.clear()
-                await self._poll()
-                with contextlib.suppress(TimeoutError):
-                    # Not wait_for: before Python 3.12 it loses a cancellation if the event is set.
-                    async with asyncio.timeout(self._poll_s):
-                        await self._wakeup.wait()
+            await self._polling.run(self._poll)
         finally:
             sweeping.cancel()
             await asyncio.shield(asyncio.ensure_future(self._stop()))

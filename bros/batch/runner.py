@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from bros.batch.files import BodyWriter, FileStore
 from bros.batch.objects import (
@@ -222,6 +222,31 @@ class RunnerSettings:
     group_prefixes: bool = True
     max_rows: int = 256
     poll_s: float = 1.0
+
+
+_RENEWALS = 4
+"""Renewals per lease duration, so that a lease survives late ones."""
+
+
+class PollLoop:
+    """Polls the store regularly, and at once when it is woken."""
+
+    def __init__(self, settings: RunnerSettings) -> None:
+        self._every_s = min(settings.poll_s, settings.lease_s / _RENEWALS)
+        self._wakeup = asyncio.Event()
+
+    def wake(self) -> None:
+        self._wakeup.set()
+
+    async def run(self, poll: Callable[[], Awaitable[None]]) -> NoReturn:
+        """Call `poll` until cancelled."""
+        while True:
+            self._wakeup.clear()
+            await poll()
+            with contextlib.suppress(TimeoutError):
+                # Not wait_for: before Python 3.12 it loses a cancellation if the event is set.
+                async with asyncio.timeout(self._every_s):
+                    await self._wakeup.wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -599,9 +624,6 @@ async def _cancel_all(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-RENEWALS = 4
-"""Renewals per lease duration, so that a lease survives late ones."""
-
 _EAGER_CLAIMS = 2
 """A runner claims up to this many batches in one poll; once it has them, one more per poll."""
 
@@ -638,11 +660,10 @@ class BatchRunner:
         """load: the engine's statistics; may raise EngineDeadError. limits: of a tenant."""
         self._load = load
         self._settings = settings
-        self._poll_s = min(settings.poll_s, settings.lease_s / RENEWALS)
+        self._polling = PollLoop(settings)
         self._owner = ids.new("runner")
         self._jobs: dict[str, tuple[Job, asyncio.Task[None]]] = {}
         self._store_trouble = ""  # why the store could not be used at the last poll
-        self._wakeup = asyncio.Event()
         self._context = RunnerContext(
             store=store,
             files=files,
@@ -683,19 +704,13 @@ class BatchRunner:
 
     def wake(self) -> None:
         """Poll the store at once: a batch was created or cancelled."""
-        self._wakeup.set()
+        self._polling.wake()
 
     async def run(self) -> None:
         """Run batches until cancelled; then release them for other processes."""
         others = [asyncio.create_task(self._adjust_limit()), asyncio.create_task(self._sweep())]
         try:
-            while True:
-                self._wakeup.clear()
-                await self._poll()
-                with contextlib.suppress(TimeoutError):
-                    # Not wait_for: before Python 3.12 it loses a cancellation if the event is set.
-                    async with asyncio.timeout(self._poll_s):
-                        await self._wakeup.wait()
+            await self._polling.run(self._poll)
         finally:
             for task in others:
                 task.cancel()

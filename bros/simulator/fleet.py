@@ -40,7 +40,7 @@ from bros.simulator import REPLICA_ROWS, REPLICA_STEP_TOKENS
 from bros.simulator.prefix_workloads import VOCAB, PrefixLoad, PrefixRequest, prompt_of
 from bros.simulator.simulation import BLOCK_SIZE, TOKEN, Device, SimExecutor, engine_info, slo_of
 from bros.workload.arrivals import generator
-from bros.workload.attainment import Attainment, Judged, State, Summary, Timeline, judge
+from bros.workload.attainment import Attainment, Judged, Summary, Timeline, TimelineOutcome, judge
 
 _PROGRESS_REQUESTS = 200
 NO_SLO = Slo()
@@ -423,7 +423,7 @@ def _judged(record: FleetRecord, slo: Slo) -> Judged:
         start_s=record.arrival_s,
         times_s=times_s,
         tokens=record.tokens,
-        state=State.COMPLETED if record.finished else State.LOST,
+        outcome=TimelineOutcome.COMPLETED if record.finished else TimelineOutcome.LOST,
     )
     return judge(seen, slo, math.inf)
 

@@ -25,7 +25,7 @@ from bros.semantic.service.service import SessionService
 from bros.text.generation import TextGenerator
 from bros.text.tokenizer import Tokenizer
 from bros.workload.arrivals import generator
-from bros.workload.attainment import State, Timeline, judge, tpot_of
+from bros.workload.attainment import Timeline, TimelineOutcome, judge, tpot_of
 
 
 class Encoding(Protocol):
@@ -360,7 +360,7 @@ class ChatRecord:
             start_s=self.asked_s,
             times_s=(self.first_s, self.last_s),
             tokens=self.tokens,
-            state=State.COMPLETED,
+            outcome=TimelineOutcome.COMPLETED,
         )
         return judge(seen, slo, self.last_s).both_met
 

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BaseModel, Field
 from pydantic_core import PydanticCustomError
 
 from bros.batch.objects import Batch, StoredFile
+from bros.batch.rows import ENDPOINTS
 from bros.server.openai.schema import WireModel
 
 MAX_METADATA = 16
@@ -43,7 +44,7 @@ class CreateBatch(WireModel):
     """POST /v1/batches"""
 
     input_file_id: str
-    endpoint: str = Field(description="/v1/chat/completions or /v1/completions")
+    endpoint: str = Field(description=f"One of {', '.join(ENDPOINTS)}")
     completion_window: str = Field(
         description="24h as in OpenAI's API, or any other number of minutes, hours or days up to "
         "30d, such as 90m. It is a deadline: batches with an earlier one run first, and rows that "

@@ -12,16 +12,14 @@ from types import MappingProxyType
 from typing import Any
 
 from bros.core.errors import InvalidRequestError
-from bros.core.request import FinishReason, SamplingParams
+from bros.core.request import FinishReason
 from bros.server.errors import renaming_fields
 from bros.server.http import validate
 from bros.server.messages.events import MessageWriter
 from bros.server.messages.schema import CreateMessage, MessageTool, MessageToolChoice
-from bros.server.openai.calls import ChatCall, refuse_unsupported
-from bros.server.openai.schema import ChatCompletionRequest
+from bros.server.openai.calls import CallAsChat, ChatCall, refuse_unsupported
 from bros.server.openai.stream import Answer, ChunkFrame, FinishedChoice
 from bros.server.state import ServerState
-from bros.text.answers import AnswerParsing
 from bros.text.generation import TextDelta
 
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
@@ -46,7 +44,7 @@ _CHOICES: Mapping[str, str] = MappingProxyType({"auto": "auto", "any": "required
 _TIERS: Mapping[str, str] = MappingProxyType({"flex": "flex", "priority": "priority"})
 
 
-class MessageCall:
+class MessageCall(CallAsChat):
     """A Call of POST /v1/messages.
 
     given: the request.
@@ -64,27 +62,6 @@ class MessageCall:
         refuse_unsupported(fields, _UNSUPPORTED)
         with renaming_fields(_NAMES):
             self._chat = ChatCall(state, self._chat_fields())
-
-    @property
-    def body(self) -> ChatCompletionRequest:
-        return self._chat.body
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return self._chat.sampling
-
-    async def prompts(self, tenant: str) -> list[list[int]]:
-        with renaming_fields(_NAMES):
-            return await self._chat.prompts(tenant)
-
-    def parsing(self) -> AnswerParsing | None:
-        return self._chat.parsing()
-
-    def prompt_text(self) -> str:
-        return self._chat.prompt_text()
-
-    def num_chars(self) -> int:
-        return self._chat.num_chars()
 
     def reply(
         self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer

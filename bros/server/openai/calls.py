@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 
 from bros.core.errors import InvalidRequestError, PromptTooLongError
 from bros.core.request import MIN_OBJECTIVE_MS, SamplingParams, ServiceClass, Slo
+from bros.server.errors import renaming_fields
 from bros.server.http import offload, validate
 from bros.server.openai.prompt_logprobs import Echo, PromptLogprobsWriter, check_size
 from bros.server.openai.schema import (
@@ -628,6 +629,37 @@ class ChatCall:
             finish_reason=finish_reason(choice.finish_reason, called=bool(calls)),
             stop_reason=choice.stop_reason,
         )
+
+
+class CallAsChat:
+    """A Call of another API that is generated as a chat completion.
+
+    Subclasses set `_chat`. Errors name the field of their API.
+    """
+
+    field_names: Mapping[str, str]
+    _chat: ChatCall
+
+    @property
+    def body(self) -> ChatCompletionRequest:
+        return self._chat.body
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self._chat.sampling
+
+    async def prompts(self, tenant: str) -> list[list[int]]:
+        with renaming_fields(self.field_names):
+            return await self._chat.prompts(tenant)
+
+    def parsing(self) -> AnswerParsing | None:
+        return self._chat.parsing()
+
+    def prompt_text(self) -> str:
+        return self._chat.prompt_text()
+
+    def num_chars(self) -> int:
+        return self._chat.num_chars()
 
 
 class CompletionCall:

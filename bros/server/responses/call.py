@@ -18,15 +18,16 @@ from pydantic import BaseModel
 
 from bros.batch.responses import Turn
 from bros.core.errors import InvalidRequestError, PromptTooLongError
-from bros.core.request import FinishReason, SamplingParams
+from bros.core.request import FinishReason
 from bros.server.errors import renaming_fields
 from bros.server.http import validate
 from bros.server.openai.calls import (
+    CallAsChat,
     ChatCall,
     check_count,
     refuse_unsupported,
 )
-from bros.server.openai.schema import ChatCompletionRequest, ChatMessage
+from bros.server.openai.schema import ChatMessage
 from bros.server.openai.stream import Answer, ChunkFrame, FinishedChoice
 from bros.server.responses.events import LiveResponse, ResponseWriter, to_json
 from bros.server.responses.items import Item, read_input, to_messages
@@ -37,7 +38,6 @@ from bros.server.responses.schema import (
     TextFormat,
 )
 from bros.server.state import ServerState
-from bros.text.answers import AnswerParsing
 from bros.text.generation import TextDelta
 
 NO_EFFECT: tuple[Any, ...] = (None, False, [], {}, "")
@@ -96,7 +96,7 @@ _NAMES: Mapping[str, str] = MappingProxyType(
 LOGPROBS = "message.output_text.logprobs"
 
 
-class ResponseCall:
+class ResponseCall(CallAsChat):
     """A Call of POST /v1/responses.
 
     given: the request.
@@ -132,14 +132,6 @@ class ResponseCall:
         self._echo = self._echoed()
         self.ended: LiveResponse | None = None
 
-    @property
-    def body(self) -> ChatCompletionRequest:
-        return self._chat.body
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return self._chat.sampling
-
     def continue_from(self, turns: Sequence[Turn]) -> None:
         """Put the turns of a conversation before the messages of this request."""
         earlier = to_messages(item for turn in turns for item in (*turn.input, *turn.output))
@@ -153,8 +145,7 @@ class ResponseCall:
     async def prompts(self, tenant: str) -> list[list[int]]:
         limit = self._state.engine.info.max_model_len
         try:
-            with renaming_fields(_NAMES):
-                prompts = await self._chat.prompts(tenant)
+            prompts = await super().prompts(tenant)
         except PromptTooLongError:
             if self.given.truncation != "auto":
                 raise
@@ -162,15 +153,6 @@ class ResponseCall:
             if self.given.truncation != "auto" or len(prompts[0]) < limit:
                 return prompts  # the engine refuses one that is too long
         return await self._truncated(tenant)
-
-    def parsing(self) -> AnswerParsing | None:
-        return self._chat.parsing()
-
-    def prompt_text(self) -> str:
-        return self._chat.prompt_text()
-
-    def num_chars(self) -> int:
-        return self._chat.num_chars()
 
     def reply(
         self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer
