@@ -710,6 +710,7 @@ class Scheduler:
             self._queues.remove(state)
         if reason.complete:
             self._prefixes.keep(state, now)
+        self._policy.on_request_ended(state, now)
         state.record.left = True
         state.record.event(now, f"ended: {reason.value}")
         self._counters[state.service_class].note_departure(now)

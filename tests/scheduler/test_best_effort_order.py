@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -61,13 +62,21 @@ def state_of(index: int, arrival: Arrival, at_s: float, *, precedes: bool = True
     )  # fmt: skip
 
 
-def placed(load: list[Arrival], *, precedes: bool = True) -> list[tuple[RequestState, Rank]]:
-    """Every request, with its key, in the order in which they came. precedes: of all groups."""
+def placed(
+    load: list[Arrival], *, precedes: bool = True, end: bool = False
+) -> list[tuple[RequestState, Rank]]:
+    """Every request, with its key, in the order in which they came.
+
+    precedes: of all groups.
+    end: each one ends as soon as it has its place.
+    """
     order, now, found = BestEffortOrder(WAIT_S), 0.0, []
     for index, arrival in enumerate(load):
         now += arrival.after_s
         state = state_of(index, arrival, now or 1e-9, precedes=precedes)
         found.append((state, order.key(state, now + arrival.delay_s)))
+        if end:
+            order.ended(state, now)
     return found
 
 
@@ -172,7 +181,7 @@ def test_a_program_keeps_its_place_as_long_as_its_requests_come(
     """As its first request, but never more than WAIT_S before the own arrival; anew after a gap."""
     calls = [Arrival(gap, 0.0, "p", 0, grouped, "", 0) for gap in gaps]
     first = group = last = None
-    for state, key in placed(calls):
+    for state, key in placed(calls, end=True):
         own = state.record.arrival_s
         if first is None or last is None or own - last > WAIT_S:
             first = own
@@ -183,6 +192,34 @@ def test_a_program_keeps_its_place_as_long_as_its_requests_come(
         if grouped:
             expected = min(expected, max(group, own - WAIT_S / 2) - WAIT_S / 2)
         assert key[0] == pytest.approx(expected)
+
+
+@given(
+    calls=st.lists(st.tuples(st.floats(0.0, 3 * WAIT_S), st.floats(0.0, 3 * WAIT_S)), max_size=6),
+    grouped=st.booleans(),
+)
+def test_a_program_keeps_its_place_while_a_call_of_it_runs(
+    calls: list[tuple[float, float]], grouped: bool
+) -> None:
+    """calls: (seconds after the one before has ended, seconds that it takes), one at a time. What
+    other programs do meanwhile changes nothing."""
+    order, now, first, ended = BestEffortOrder(WAIT_S), 1.0, None, -math.inf
+    for index, (after_s, takes_s) in enumerate(calls):
+        now += after_s
+        state = state_of(2 * index, Arrival(0.0, 0.0, "p", 0, grouped, "", 0), now)
+        key = order.key(state, now)
+        if first is None or now - ended > WAIT_S:
+            first = now
+        if not grouped:
+            assert key[0] == pytest.approx(max(first, now - WAIT_S))
+        now += takes_s / 2
+        other = state_of(2 * index + 1, Arrival(0.0, 0.0, "other", 0, grouped, "", 0), now)
+        order.key(other, now)
+        order.ended(other, now)
+        now += takes_s / 2
+        order.ended(state, now)
+        order.ended(state, now)  # at most once
+        ended = now
 
 
 # On the engine's clock

@@ -108,6 +108,10 @@ class Policy(Protocol):
         """A step was aborted after `seconds`; none of its tokens counts."""
         ...
 
+    def on_request_ended(self, state: RequestState, now: float) -> None:
+        """A request has ended, for whatever reason."""
+        ...
+
 
 class OrderPolicy:
     """Base of the policies that only order requests, without predicted step times."""
@@ -142,6 +146,9 @@ class OrderPolicy:
 
     def on_step_aborted(self, packing: Packing[RequestState], seconds: float) -> None:
         raise AssertionError("this policy never aborts a step")
+
+    def on_request_ended(self, state: RequestState, now: float) -> None:
+        pass
 
     def _first_waiting(self, queues: Queues, service_class: ServiceClass) -> list[RequestState]:
         """The first waiting requests of a class: one more than fit, so that it has a reason to

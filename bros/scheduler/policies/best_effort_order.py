@@ -13,7 +13,8 @@ By arrival, where some requests count as if they had arrived earlier (times in u
     requests of a task group    as the first of the group, and half of max_wait_s before that, if a
                                 client waits for what follows (RequestGroup.precedes)
 
-A program keeps its place while its requests arrive at most max_wait_s apart, and a group likewise.
+A program keeps its place while a request of it is open, and for max_wait_s after the last one has
+arrived or ended; a group likewise, for half of that.
 No request counts as more than max_wait_s earlier than its arrival. So requests that arrive later
 than that never overtake a waiting one, however many they are, and no aging is needed.
 """
@@ -43,12 +44,16 @@ _Arrival = tuple[float, int]
 
 @dataclass(slots=True)
 class _Place:
-    """first: the arrival of the first request.
-    last_s: that of the last one.
+    """A place in the order.
+
+    first: the arrival of the first request.
+    last_s: when the last one arrived or ended.
+    num_open: requests that keep the place since they have not ended.
     """
 
     first: _Arrival
     last_s: float
+    num_open: int = 0
 
 
 class StartOrder(Protocol):
@@ -71,13 +76,18 @@ class StartOrder(Protocol):
         """These requests have started."""
         ...
 
+    def ended(self, state: RequestState, now: float) -> None:
+        """A request of either class has ended; the order may never have seen it."""
+        ...
+
 
 class BestEffortOrder:
     """Implements StartOrder by keys alone; remembers each place for `max_wait_s` seconds."""
 
     def __init__(self, max_wait_s: float) -> None:
         self._max_wait_s = max_wait_s
-        self._places: OrderedDict[_Key, _Place] = OrderedDict()
+        self._places: OrderedDict[_Key, _Place] = OrderedDict()  # by last_s
+        self._open: dict[str, tuple[_Key, ...]] = {}  # request id -> places that it keeps
 
     def key(self, state: RequestState, now: float) -> Rank:
         """Requests of one program are adjacent: those of task groups first, then the deepest."""
@@ -87,11 +97,17 @@ class BestEffortOrder:
         prefix = b"" if hints.program else prompt.tobytes()
         key = (request.tenant, request.user, hints.program, prefix, "")
         start = self._start(key, state, self._max_wait_s, lasts=bool(hints.program))
+        kept = [key] if hints.program else []
         group = hints.group if hints.group is not None and hints.group.precedes else None
         if group is not None:
-            half_s = self._max_wait_s / 2
-            group_s, first = self._start((*key[:-1], group.id), state, half_s, lasts=True)
+            half_s, group_key = self._max_wait_s / 2, (*key[:-1], group.id)
+            group_s, first = self._start(group_key, state, half_s, lasts=True)
             start = min(start, (group_s - half_s, first))
+            kept.append(group_key)
+        if kept and request.request_id not in self._open:  # else it waits again, preempted
+            self._open[request.request_id] = tuple(kept)
+            for each in kept:
+                self._places[each].num_open += 1
         return (*start, group is None, -hints.depth, state.arrival_index)
 
     def first(
@@ -102,15 +118,26 @@ class BestEffortOrder:
     def started(self, states: Iterable[RequestState]) -> None:
         pass
 
+    def ended(self, state: RequestState, now: float) -> None:
+        for key in self._open.pop(state.request_id, ()):
+            place = self._places.get(key)
+            if place is not None:  # else there were too many places
+                place.num_open -= 1
+                place.last_s = max(place.last_s, now)
+                self._places.move_to_end(key)
+
     def _start(self, key: _Key, state: RequestState, window_s: float, *, lasts: bool) -> _Arrival:
         """The first arrival of a place, or at most window_s before this one.
 
-        lasts: the place lasts for window_s after its last arrival, not only after its first.
+        lasts: the place lasts while requests of it are open and for window_s after that, not only
+            for window_s after its first.
         """
         own = (state.record.arrival_s, state.arrival_index)
         place = self._places.get(key)
-        if place is None or own[0] - (place.last_s if lasts else place.first[0]) > window_s:
+        if place is None:
             place = self._places[key] = _Place(own, own[0])
+        elif not place.num_open and own[0] - (place.last_s if lasts else place.first[0]) > window_s:
+            place.first = own
         place.last_s = max(place.last_s, own[0])
         self._places.move_to_end(key)
         if place.first[0] < own[0] - window_s:
@@ -119,10 +146,16 @@ class BestEffortOrder:
 
     def _forget(self, now: float) -> None:
         places = self._places
-        while places and (
-            next(iter(places.values())).last_s < now - self._max_wait_s or len(places) >= _MAX_KNOWN
-        ):
-            places.popitem(last=False)
+        while places:
+            key, place = next(iter(places.items()))
+            if len(places) < _MAX_KNOWN:
+                if place.last_s >= now - self._max_wait_s:
+                    return
+                if place.num_open:
+                    place.last_s = now
+                    places.move_to_end(key)
+                    continue
+            del places[key]
 
 
 # ---- Best-effort requests in groups by the cached share of their prompt (Preble, section 3.3).
@@ -183,6 +216,9 @@ class PrefixGroups:
             if not self._round_left[group]:
                 self._round_left = _new_round()
             self._round_left[group] -= 1
+
+    def ended(self, state: RequestState, now: float) -> None:
+        pass
 
     def _look_up_some(self, window: Sequence[RequestState]) -> None:
         if self._next >= len(window):

@@ -509,6 +509,9 @@ class BrosPolicy:
         self._allowance_s = max(0.0, self._allowance_s - seconds)
         self._credit_s = min(self._credit_s + self._settings.be_share * seconds, _MAX_CREDIT_S)
 
+    def on_request_ended(self, state: RequestState, now: float) -> None:
+        self._order.ended(state, now)
+
     def on_step_done(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
         self._steps += 1
         self._allowance_s = min(self._allowance_s + _ABORTED_SHARE * seconds, _MAX_ABORTED_S)
