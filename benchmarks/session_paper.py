@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import math
 import random
 import statistics
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -567,7 +568,13 @@ OVERLOADED_S = 0.1
 """A rate is sustained if the mean latency per output token is at most this. A backlog that grows
 for SERVED_S exceeds it, and higher rates are then not tried."""
 
-GPTS_RATES = (0.5, 1, 2, 4, 8, 16, 24)
+RATE_STEP = 1.1
+"""The highest sustained rate is found to within this factor."""
+
+GPTS_LITTLE_KV = 12_000
+"""Tokens of KV memory of an engine that has no room for all four system prompts beside its rows."""
+
+GPTS_RATES = (0.25, 0.5, 1, 2, 4, 8, 16, 24, 32)
 ALL_ROWS = "session, read by every row"
 LEAST = "session, to the least loaded engine"
 GPTS_WAYS = (
@@ -583,6 +590,11 @@ GPTS_WAYS = (
     ),
     Way("by calls, no sharing", THROUGHPUT, session=False, router="least"),
 )
+LITTLE = ", little KV memory"
+GPTS_WAYS += tuple(
+    dataclasses.replace(GPTS_WAYS[n], name=GPTS_WAYS[n].name + LITTLE, kv_tokens=GPTS_LITTLE_KV)
+    for n in (0, 3, 5)
+)
 GPTS_PAPER = {
     "session": 12.0,
     ALL_ROWS: 5.0,
@@ -590,6 +602,11 @@ GPTS_PAPER = {
     "by calls, no sharing": 1.0,
 }
 """Sustained rate relative to the baseline; that of Parrot with PagedAttention is 12 / 2.4."""
+
+
+def gpts_baseline(way: str) -> str:
+    """The name of the way that the paper compares with, with as much KV memory."""
+    return GPTS_WAYS[5].name + (LITTLE if way.endswith(LITTLE) else "")
 
 
 def gpts(world: World, way: Way, rate: float, seconds: float) -> Row:
@@ -618,13 +635,28 @@ def gpts(world: World, way: Way, rate: float, seconds: float) -> Row:
 
 
 def sweep(world: World, way: Way, seconds: float) -> list[Row]:
-    """The rows of all rates up to the first one that is not sustained."""
+    """The rows of all rates up to the first one that is not sustained, and of rates between that
+    and the one before, until the highest sustained rate is known to within RATE_STEP."""
     rows: list[Row] = []
-    for rate in GPTS_RATES:
+
+    def is_sustained(rate: float) -> bool:
         rows.append({"rate": rate, **gpts(world, way, rate, seconds)})
-        if rows[-1]["per_token_s"] > OVERLOADED_S:
+        return bool(rows[-1]["per_token_s"] <= OVERLOADED_S)
+
+    low = 0.0
+    for high in GPTS_RATES:
+        if not is_sustained(high):
             break
-    return rows
+        low = high
+    else:
+        return rows
+    while low and high / low > RATE_STEP:
+        middle = round(math.sqrt(low * high), 2)
+        if is_sustained(middle):
+            low = middle
+        else:
+            high = middle
+    return sorted(rows, key=lambda row: row["rate"])
 
 
 def sustained(rows: Sequence[Mapping[str, Any]]) -> float:
@@ -829,9 +861,11 @@ def show(console: Console, name: str, figure: Row) -> None:
 
 
 def show_gpts(console: Console, figure: Mapping[str, Sequence[Row]]) -> None:
-    table = Table("figure 17, ms per token", *(f"{rate:g}/s" for rate in GPTS_RATES))
+    table = Table("figure 17", "sustained, 1/s", "times baseline", "paper")
     for way, rows in figure.items():
-        table.add_row(way, *(f"{1e3 * row['per_token_s']:.0f}" for row in rows))
+        rate = sustained(rows)
+        ratio = rate / sustained(figure[gpts_baseline(way)])
+        table.add_row(way, f"{rate:g}", f"{ratio:.1f}", f"{GPTS_PAPER.get(way, '')}")
     console.print(table)
 
 
