@@ -470,6 +470,22 @@ def test_credit_gives_best_effort_work_in_a_step_that_has_no_time_row_or_token_l
     assert packing.seconds > packing.urgent_s
 
 
+@pytest.mark.parametrize(
+    ("share", "best_effort"), [(0.98, ["a"]), (1.01, ["a"]), (2.0, ["a", "b"])]
+)
+def test_only_credit_is_left_beside_a_chunk_if_slow_steps_would_make_its_first_token_late(
+    share: float, best_effort: list[str]
+) -> None:
+    """share: of the safe time of its prompt, which takes two steps, until the token is due."""
+    prompt = Item("prompt", 100)
+    due_s = share * (seconds([(prompt, 48)]) + rest_seconds(prompt, 48))
+    bounds = Bounds(rows=9, tokens=64, best_effort_s=9.0, best_effort_credit_s=0.001)
+    packing = run([replace(prompt, deadline_s=due_s)], [row("a"), row("b")], bounds)
+    assert packing.selected[0][1] == 48
+    assert names(best_effort_part(packing)) == best_effort
+    assert not packing.violated
+
+
 def test_credit_keeps_the_tokens_of_a_smallest_chunk() -> None:
     bounds = Bounds(rows=9, tokens=64, best_effort_credit_s=0.05)
     packing = run([Item("u", 500, 0, 9.0)], [Item("f", 500, 0)], bounds)
