@@ -326,6 +326,19 @@ def test_best_effort_work_evicts_what_real_time_work_has_used_down_to_a_share(
     assert prompts.start("chat again", [1, 2, 3, 4, 5, 6, 7, 8, 9]) == left
 
 
+def test_best_effort_work_preempts_others_before_it_evicts_what_is_protected() -> None:
+    prompts = Prompts(4, protected=2)
+    chat = [1, 2, 3, 4, 5, 6, 7, 8]
+    prompts.start("chat", chat)
+    prompts.kv.free("chat")
+    assert prompts.start("victim", [10] * 8, Side.RIGHT) == 0
+    assert prompts.kv.append("job", 8, Side.RIGHT, lambda: ["victim"]) is not None
+    assert prompts.kv.take_losses()["victim"].tokens == 8
+    assert prompts.kv.num_evicted_blocks(Side.RIGHT) == 0
+    assert prompts.start("chat again", [*chat, 9]) is None, "its prompt is there, but no more room"
+    assert prompts.kv.match(prompts.keys("chat again", 8)).num_tokens == 8
+
+
 def test_what_was_asked_for_more_often_stays_longer() -> None:
     prompts = Prompts(3)
     for text in ([1] * 5, [1] * 5, [2] * 5):

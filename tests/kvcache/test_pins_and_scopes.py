@@ -6,12 +6,13 @@ from array import array
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.kvcache.blocks import Side
 from bros.kvcache.manager import KvCacheManager
 from bros.kvcache.prefix_cache import PrefixCache, extend_keys
+from support.tier import examples
 
 SIZE = 4
 
@@ -86,6 +87,7 @@ prompts = st.builds(Prompt, st.text("xyz", min_size=1, max_size=5), st.booleans(
 
 
 @given(data=st.data())
+@settings(max_examples=examples(150))
 def test_pinned_blocks_are_evicted_after_all_other_idle_blocks(data: st.DataObject) -> None:
     blocks = Blocks(
         data.draw(st.sampled_from(["class-aware", "lru"])), data.draw(st.integers(0, 4))
