@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -12,8 +12,9 @@ from bros.core.clock import ManualClock
 from bros.core.grammars import lark
 from bros.core.interfaces import GrammarState, StopRule
 from bros.core.plan import Chunk, SampledToken
-from bros.core.request import EngineRequest, FinishReason, ServiceClass
+from bros.core.request import EngineRequest, FinishReason, Grammar, ServiceClass
 from bros.engine.engine import Engine
+from bros.engine.grammars import Grammars
 from bros.scheduler.scheduler import Scheduler
 from support.grammars import Script, ScriptConstraint
 from support.late_executor import LateExecutor
@@ -235,3 +236,33 @@ def test_outputs_are_the_same_under_pressure_overlapped_and_resumed(
         run.drain()
         for name, (tokens, reason) in answers.items():
             assert (run.tokens[name], run.reasons[name]) == (tokens, reason), name
+
+
+class Compiler(Grammars):
+    """Compiles when it is told to."""
+
+    compiled = False
+
+    def prepare(self, grammar: Grammar, done: Callable[[], None]) -> bool:
+        return self.compiled
+
+    def state(self, grammar: Grammar, stops: StopRule) -> GrammarState:
+        return Script([ANY]).start(None, stops)
+
+
+@pytest.mark.parametrize(("gives_up", "waits"), [(False, {"grammar": 7.0}), (True, {})])
+def test_a_request_has_waited_for_its_own_grammar_and_not_for_that_of_an_aborted_one(
+    gives_up: bool, waits: dict[str, float]
+) -> None:
+    clock = ManualClock(1.0)
+    compiler = Compiler(None, engine_info(), clock)
+    engine = Engine(make_scheduler(), ToyModel(4), clock, engine_info(), grammars=compiler)
+    assert not engine.prepare(asked(), lambda: None)
+    clock.advance(7.0)
+    compiler.compiled = True
+    if gives_up:
+        engine.abort("a")
+        assert engine.prepare(asked(), lambda: None)
+    engine.submit(asked())
+    trace = engine.trace("a")
+    assert trace is not None and trace.waits == waits
