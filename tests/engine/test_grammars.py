@@ -257,8 +257,14 @@ def test_it_compiles_on_a_thread_and_once_for_equal_texts(folder: Path) -> None:
     assert compiler.counters.compiled == 1
 
 
-def test_the_compiled_grammars_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bros.engine.grammars._MAX_COMPILED", 3)
+@pytest.mark.parametrize(
+    ("bound", "most"),
+    [("_MAX_COMPILED", 3), ("_MAX_COMPILED_BYTES", 3 * len(grammars.choice(["1"]).text))],
+)
+def test_the_compiled_grammars_are_bounded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, bound: str, most: int
+) -> None:
+    monkeypatch.setattr(f"bros.engine.grammars.{bound}", most)
     compiler = made(folder)
     for number in (1, 2, 3, 1, 4, 1, 2):  # 4 takes the place of 2
         compiler.state(grammars.choice([str(number)]), STOPS)
