@@ -212,6 +212,36 @@ def test_a_step_is_aborted_between_two_slices(monkeypatch: pytest.MonkeyPatch) -
     assert whole is not None and len(whole.ranks) == 10
 
 
+def test_slices_score_what_is_scored_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, head = torch.randn(10, 8), PlainLinear(torch.randn(6, 8))
+    requests = [
+        ReadRequest("a", 0, Readout(0, 7, [0, 1, 2, 3, 4, 5, 0], 2)),
+        ReadRequest("b", 3, Readout(1, 4, [5, 4, 3], 0)),
+    ]
+    at_once = score_hidden(hidden, head, requests, 6)
+    monkeypatch.setattr(readout_module, "_SLICE_BYTES", 0)
+    monkeypatch.setattr(readout_module, "_LEAST_ROWS", 4)
+    in_slices = score_hidden(hidden, head, requests, 6)
+    assert at_once is not None and in_slices is not None
+    assert torch.equal(in_slices.tokens, at_once.tokens)
+    assert torch.equal(in_slices.ranks, at_once.ranks)
+    torch.testing.assert_close(in_slices.logprobs, at_once.logprobs)
+
+
+def test_a_step_that_is_aborted_at_any_time_has_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a layer, or before a slice of what it reads."""
+    monkeypatch.setattr(readout_module, "_SLICE_BYTES", 0)
+    monkeypatch.setattr(readout_module, "_LEAST_ROWS", 4)
+    runner, prompt = assemble().runner, list(range(10))
+    chunk = ScatteredRequest("a", prompt, [0]).next_chunk(10, random.Random(0))
+    plan = StepPlan(1, (dataclasses.replace(chunk, readout=Readout(0, 9, prompt[1:], 0)),))
+    for count in range(runner.num_layers + 3):
+        answers = iter([False] * count + [True])
+        assert runner.execute(plan, lambda answers=answers: next(answers)) is None
+    result = runner.execute(plan, lambda: False)
+    assert result is not None and len(result.readouts) == 1
+
+
 def test_logits_that_are_not_finite_fail_their_request_alone() -> None:
     head = PlainLinear(torch.eye(4))
     hidden = torch.tensor([[1.0, 2.0, 3.0, 4.0], [float("nan")] * 4, [0.0] * 4])
