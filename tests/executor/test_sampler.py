@@ -26,7 +26,13 @@ from transformers import (
 
 from bros.core.plan import SampleSpec
 from bros.core.request import SamplingParams
-from bros.executor.sampler import DeviceStepSampler, HostStepSampler, RowSampler, noise
+from bros.executor.sampler import (
+    DeviceStepSampler,
+    HostStepSampler,
+    RowSampler,
+    _nucleus_bound,
+    noise,
+)
 from support.kernel_cases import torch_threads
 from support.sampling import ROW_SAMPLERS, row_sampler, sample_rows
 from support.tier import by_tier
@@ -519,6 +525,18 @@ def test_the_nucleus_of_many_tokens_that_are_nearly_alike_is_a_part_of_them(
     drawn = {sample_one(sampler, logits, SampleSpec(params, 1, index)) for index in range(20)}
     assert len(drawn) > 15
     assert max(drawn) <= 3001
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 4.0])
+def test_the_nucleus_of_many_tokens_ends_where_it_does_after_a_full_sort(
+    spread: float, share: float
+) -> None:
+    logits = np.random.default_rng(0).normal(0.0, spread, 20_000).astype(np.float32)
+    weights = np.exp(logits - logits.max())
+    ordered = np.sort(weights)[::-1]
+    reached = np.cumsum(ordered, dtype=np.float64)
+    assert _nucleus_bound(weights, share) == ordered[np.searchsorted(reached, share * reached[-1])]
 
 
 def test_top_k_beyond_the_vocabulary_is_off(sampler: RowSampler) -> None:
