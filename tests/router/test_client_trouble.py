@@ -48,6 +48,20 @@ async def test_requests_of_a_hung_engine_are_moved(group: Group) -> None:
 
 
 @in_group
+async def test_a_request_that_is_to_move_before_it_is_accepted_moves_then(group: Group) -> None:
+    """It need not wait until the engine counts as one that hangs."""
+    reading = asyncio.create_task(collect(group.client, ask(max_tokens=50)))
+    await asyncio.sleep(0.2 * STEP_S)
+    (where,) = [status.number for status in group.client.replicas() if status.open]
+    assert "r" not in group.engines[where].open_ids
+    group.client.drain(where, move=True)
+    await asyncio.sleep(5 * STEP_S)
+    assert group.where("r") == 1 - where
+    assert tokens_of(await reading) == foretold(ask(max_tokens=50))
+    assert group.client.moved == 1
+
+
+@in_group
 async def test_a_slow_engine_may_get_a_request_again_once_it_has_aborted_it(group: Group) -> None:
     reading = asyncio.create_task(collect(group.client, ask(max_tokens=300)))
     await asyncio.sleep(5 * STEP_S)
@@ -176,6 +190,25 @@ async def test_what_is_shed_and_refused_elsewhere_ends_with_the_refusal(group: G
     group.engines[1 - group.where("r")].refusals = [QueueFullError(3, 7.0)]
     (last,) = await task
     assert (last.finish_reason, last.retry_after_s) == (FinishReason.ERROR, 2.0)
+
+
+@in_group
+async def test_what_was_shed_before_its_first_output_waits_for_room_if_it_is_lost_after_it(
+    group: Group,
+) -> None:
+    for engine in group.engines:
+        engine.shed = {"r"}
+    reading = asyncio.create_task(collect(group.client, ask(max_tokens=50)))
+    await asyncio.sleep(0.7 * STEP_S)
+    where = group.where("r")
+    first, second = group.engines[where], group.engines[1 - where]
+    second.shed = set()
+    await asyncio.sleep(5 * STEP_S)
+    assert group.where("r") == 1 - where
+    first.shed, first.refusals = set(), [QueueFullError(3, 0.1)]
+    second.die()
+    assert tokens_of(await reading) == foretold(ask(max_tokens=50))
+    assert not first.refusals and first.submitted["r"].resumed > 0
 
 
 # Promoted
