@@ -85,6 +85,14 @@ def test_two_groups_at_once_are_not_both_split() -> None:
     assert sorted([set(found[:4]), set(found[4:])], key=min) == [{0}, {1}]
 
 
+def test_a_large_group_is_split_over_all_replicas_also_beside_a_small_one() -> None:
+    """8 x 0.4 s of its own, against 2 x 4 ms: one replica for each would leave one of them idle."""
+    large, small = members(8, 400), members(2, 4, program="q")
+    for count in (2, 3):
+        found = places(fleet_of(count), large + small)
+        assert set(found[:8]) == set(range(count))
+
+
 def test_answers_of_others_hardly_delay_a_group() -> None:
     """They decode beside it. What counts is only what is computed before it."""
     fleet = fleet_of(2)
