@@ -75,6 +75,21 @@ def test_moving_stops_at_the_bound_and_turns_nothing_round(
         assert heavy - least < light + least + again_s, "the next one could have gone as well"
 
 
+def test_a_prefix_stays_if_computing_it_would_make_the_other_replica_the_busier_one() -> None:
+    """Of two requests, the first one was not placed by a prefix and stays: 0.48 s. The other one
+    takes 0.41 s, and the prefix 0.08 s."""
+    fleet = fleet_of(2, patience=NO_WAITING, decode_aware=False, warm_up=0)
+    fleet.set_draining(1, True)
+    for number, tokens in enumerate((95, 100)):
+        serve(fleet, ask(f"{number}", prompt(1, number), max_tokens=tokens), 0.0, (1,) * tokens)
+    fleet.set_draining(1, False)
+    (key,) = fleet.replicas[0].keys
+    rest_s = fleet.state.assigned_s(fleet.replicas[0]) - key.load[0]
+    assert key.load[0] < rest_s < key.load[0] + PRICES.prefill_s(PREFIX)
+    send(fleet, ask("x", [99] * 2), 2.0)
+    assert homes(fleet) == {1: None}
+
+
 def test_a_prefix_that_takes_longer_to_compute_than_its_requests_stays() -> None:
     """Two requests each, of one token: 4 ms each, and 83 ms for their prefix."""
     fleet = fleet_of(2, patience=NO_WAITING, decode_aware=False, warm_up=0)
