@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -128,6 +129,19 @@ def test_a_program_in_slices_is_added_as_in_one(before: list[NewCall], data: st.
     else:
         assert not refusals[-1]
     assert state(sliced) == state(whole)
+
+
+def test_a_program_is_refused_if_one_of_its_outputs_is_set_after_it_was_checked() -> None:
+    core = core_with(1)
+    core.declare("x")
+    adding = core.submitting([llm("c0", ("", "x")), llm("c1", ("", "y"))], 3.0)
+    next(adding)
+    core.set("x", "set", 2.0)
+    with pytest.raises(ConflictError) as refused:
+        list(adding)
+    assert refused.value.code == "already_set"
+    assert core.graph.calls.keys() == set() and core.graph.variables.keys() == {"x"}
+    core.check_integrity()
 
 
 @given(programs(), st.data())

@@ -137,3 +137,22 @@ async def test_a_task_that_is_cancelled_while_the_server_stops_stays_cancelled()
         await only_stopped
     with pytest.raises(asyncio.CancelledError):
         await cancelled
+
+
+async def test_a_stop_after_the_block_cancels_nothing() -> None:
+    async def no_disconnect() -> dict[str, Any]:
+        await asyncio.sleep(60)
+        return {"type": "http.disconnect"}
+
+    async def work() -> str:
+        async with CancelOnDisconnect(no_disconnect, stopping):
+            reply = "done"
+        await left.wait()
+        return reply
+
+    stopping, left = StopSignal(), asyncio.Event()
+    working = asyncio.ensure_future(work())
+    await asyncio.sleep(0)
+    stopping.set()
+    left.set()
+    assert await working == "done"
