@@ -226,6 +226,18 @@ def test_what_was_never_handed_out_is_not_aborted_either() -> None:
     assert take(core) == ["cancelled u"]
 
 
+def test_what_has_not_been_handed_out_is_not_promoted_either() -> None:
+    core = core_of(llm("a", ("", "u")))
+    core.want("u", Criteria(perf=Perf.THROUGHPUT), 0.0)
+    core.want("u", LATENCY, 0.0)
+    assert take(core) == ["start a"], "as a real-time request"
+    core = core_of(llm("a", ("", "u")))
+    core.want("u", Criteria(perf=Perf.THROUGHPUT), 0.0)
+    assert take(core) == ["start a"]
+    core.want("u", LATENCY, 0.0)
+    assert take(core) == ["promote a"]
+
+
 def test_nothing_is_done_for_a_llm_call_that_was_over_in_the_meantime() -> None:
     core = core_of(llm("a", ("", "u")), llm("b", ("u", "v")), llm("c", ("", "w")))
     for name in ("v", "w"):

@@ -285,6 +285,17 @@ async def test_of_a_batch_all_jobs_succeed_or_none() -> None:
         assert await desk.contexts.generate([]) == []
 
 
+async def test_of_a_failed_batch_nothing_stays_pinned_of_jobs_that_had_ended_before() -> None:
+    async with open_desk() as desk:
+        context = await desk.filled(range(1, 10))
+        forks, kept = [context.fork(), context.fork()], await desk.left()
+        desk.model.script = [5, 6, 7, UNLUCKY]  # the first job ends with the first token
+        with pytest.raises(BrosError, match="No token"):
+            await desk.contexts.generate([job(forks[0], [4] * 8, 1), job(forks[1], [4], 9)])
+        assert not desk.model.script
+        assert await desk.left() == kept
+
+
 async def test_a_job_that_is_dropped_for_lack_of_capacity_says_when_to_come_back() -> None:
     class Busy:
         """Drops what it has accepted."""

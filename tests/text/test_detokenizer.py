@@ -85,6 +85,16 @@ def test_pieces_add_up_to_what_the_library_decodes(
         assert text == expected
     # Else the library replaced whole runs of byte tokens; what we do is tested below.
     assert text == pushed(IncrementalDetokenizer(table, skip_special_tokens=skip), token_ids, [])
+    by_token = IncrementalDetokenizer(table, skip_special_tokens=skip)
+    assert text == "".join(map(by_token.push_token, token_ids)) + by_token.finish()
+
+
+@pytest.mark.parametrize("count", range(4))
+def test_spaces_that_are_dropped_may_come_in_several_tokens(count: int) -> None:
+    backend, table = backend_and_table("strip two")
+    token_ids = [backend.token_to_id("▁")] * count + backend.encode("x").ids[-1:]
+    detokenizer = IncrementalDetokenizer(table)
+    assert "".join(map(detokenizer.push_token, token_ids)) == backend.decode(token_ids)
 
 
 @pytest.mark.parametrize(("kind", "dropped"), [("byte level", ""), ("llama", " ")])

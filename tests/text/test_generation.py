@@ -34,6 +34,7 @@ from bros.core.request import (
     TokenLogprobs,
     shortened,
 )
+from bros.core.tenants import Resource, TenantAccounts
 from bros.engine.client import OutputStream
 from bros.text.generation import (
     ChoiceResult,
@@ -176,6 +177,26 @@ async def test_without_an_id_one_is_made() -> None:
     assert first.request_id == engine.submitted[0].request_id
     assert first.request_id.startswith("req-")
     await first.aclose()
+
+
+async def test_each_request_counts_to_its_tenant_until_it_has_ended() -> None:
+    engine, accounts = ScriptedEngine(), TenantAccounts()
+    starts = TextGenerator(
+        engine,
+        TOKENIZER,
+        ManualClock(),
+        IdGenerator(random.Random(0)),
+        accounts=accounts,
+    )
+    both = await starts.start([PROMPT], SamplingParams(n=2), request_id="r", tenant="ann")
+    assert accounts.used("ann", Resource.RT_REQUESTS) == 2
+    engine.say("x", FinishReason.STOP, to="r-1")
+    await anext(both)
+    assert accounts.used("ann", Resource.RT_REQUESTS) == 1
+    engine.say("x", FinishReason.STOP, to="r-0")
+    await both.ready()
+    assert accounts.held == {}
+    await both.aclose()
 
 
 async def test_real_time_requests_count_until_they_end() -> None:
