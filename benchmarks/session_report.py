@@ -9,7 +9,7 @@ import json
 import statistics
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from session_paper import (
     sustained,
     values_of,
 )
-from session_speed import PARTS, TPOT_S, TTFT_S, ratios, slowdown
+from session_speed import CHAT_RATES, FLOOD, PARTS, TPOT_S, TTFT_S, ratios, slowdown
 
 RESULTS = Path(__file__).with_name("results")
 COLORS = ("#0072B2", "#E69F00", "#999999", "#CC79A7", "#009E73")
@@ -43,6 +43,8 @@ Written by `benchmarks/session_report.py`.
 """
 
 Row = Mapping[str, Any]
+Page = Callable[[Row], Iterable[str]]
+Plot = Callable[[Row], Figure]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -86,6 +88,88 @@ def speed_page(results: Row) -> Iterator[str]:
     yield table(head, rows)
     if "mixed" in results:
         yield from _mixed_page(results["mixed"])
+
+
+def beside_page(results: Row) -> Iterator[str]:
+    yield "### Beside load of others\n\n"
+    slow, fast = CHAT_RATES
+    names = {
+        "flood": f"{FLOOD} best-effort requests in flight",
+        "steady_chats": f"{slow:g} chats per second",
+        "busy_chats": f"{fast:g} chats per second",
+        "flood_and_chats": f"{FLOOD} best-effort requests and {fast:g} chats per second",
+    }
+    yield (
+        f"A map-reduce of 8 parts that a user waits for. SmolLM2-135M in fp32, {made(results)} "
+        "Clients are on the same machine and have no network delay. Medians of "
+        f"{results['rounds']} rounds, with the median ratio to the session of the same round. "
+        f"Chats are on time if TTFT is at most {1e3 * TTFT_S:.0f} ms and TPOT at most "
+        f"{1e3 * TPOT_S:.0f} ms.\n\n"
+    )
+    rows = []
+    for load, ways in results["beside"].items():
+        ours = ways["session"]["seconds"]
+        for name, row in ways.items():
+            seconds = row["seconds"]
+            times = statistics.median(a / b for a, b in zip(seconds, ours, strict=True))
+            on_time = f"{row['both_met']} of {row['chats']}" if row["chats"] else ""
+            first = name == "session"
+            rows.append(
+                [
+                    names[load] if first else "",
+                    name,
+                    f"{statistics.median(seconds):.1f}",
+                    "" if first else f"{times:.2f}",
+                    on_time,
+                ]
+            )
+    yield table(("beside", "way", "s", "times ours", "chats on time"), rows)
+
+
+def programs_page(results: Row) -> Iterator[str]:
+    yield "## All programs on one and on four engines, simulated\n\n"
+    profile = results["profile"]
+    yield (
+        f"`bros simulate --programs`: {profile['model']} ({profile['weights']}) on "
+        f"{profile['device']} per engine, one chat per second and engine beside the programs. "
+        "Programs arrive at the rate of the column, as a session or call by call from a client "
+        f"with {1e3 * results['runs'][0]['settings']['delay_s']:.0f} ms of network latency. Chats "
+        "are on time by the server's default objectives.\n\n"
+    )
+    rows = []
+    calls = {
+        (run["programs"], run["replicas"]): run["results"]["latency_s"]
+        for run in results["runs"]
+        if run["run_as"] == "calls"
+    }
+    for run in results["runs"]:
+        found, key = run["results"], (run["programs"], run["replicas"])
+        mean_s, chats = found["latency_s"]["mean"], found["chats_met"]
+        rows.append(
+            [
+                run["programs"],
+                f"{run['replicas']}",
+                run["run_as"],
+                f"{run['settings']['rate']:g}",
+                f"{mean_s:.1f}",
+                f"{found['latency_s']['p99']:.1f}",
+                f"{calls[key]['mean'] / mean_s:.2f}",
+                f"{100 * chats['met'] / chats['decided']:.1f} %",
+                f"{found['output_tokens_per_s']:.0f}",
+                f"{100 * found['cached']:.0f} %",
+            ]
+        )
+    head = (
+        "programs",
+        "engines",
+        "as",
+        "per s",
+        "mean, s",
+        "p99, s",
+        "times faster",
+        "chats on time",
+    )
+    yield table((*head, "tokens/s", "cached"), rows)
 
 
 def _mixed_page(found: Row) -> Iterator[str]:
@@ -426,17 +510,21 @@ def _median(way: Row, key: str) -> float:
 
 def write(folder: Path) -> None:
     text = INTRODUCTION
-    for stem, page, plot in (
+    sections: tuple[tuple[str, Page, Plot | None], ...] = (
         ("sessions_cpu", speed_page, speed_plot),
+        ("sessions_beside_cpu", beside_page, None),
         ("shared_prefix_cpu", prefix_page, prefix_plot),
         ("batched_tokens_cpu", batched_page, batched_plot),
         ("sessions_paper", paper_page, paper_plot),
-    ):
+        ("programs_sim", programs_page, None),
+    )
+    for stem, page, plot in sections:
         path = folder / f"{stem}.json"
         if path.exists():
             results = json.loads(path.read_text())
             text += "".join(page(results))
-            plot(results).savefig(folder / f"{stem}.png", dpi=110)
+            if plot is not None:
+                plot(results).savefig(folder / f"{stem}.png", dpi=110)
     (folder / "sessions.md").write_text(text.rstrip() + "\n")
 
 

@@ -296,7 +296,8 @@ async def random_chats(end: HttpEnd, texts: Texts, wanted: bool) -> list[ChatRec
 
 
 FLOOD = 16
-BESIDE_CHAT_RATE = 0.5
+CHAT_RATES = (0.5, 2.0)
+"""Chats per second: some, and so many that a step nearly always has rows of theirs."""
 
 
 async def by_nearby_session(end: HttpEnd, program: Program) -> Run:
@@ -332,13 +333,14 @@ async def beside(
     found: Row = {}
     async with served_end() as end:
         await by_nearby_session(end, small_chain(texts_of(-1)))
-        for load in LOADS:
+        for load in BESIDE_LOADS:
             chats: dict[str, list[ChatRecord]] = {name: [] for name in BESIDE}
             seconds: dict[str, list[float]] = {name: [] for name in BESIDE}
             for turn in range(rounds):
                 for way, (name, ask) in enumerate(BESIDE.items()):
                     # Texts of its own: what an earlier way has sent is cached.
-                    seed = (turn * len(BESIDE) + way) * len(LOADS) + LOADS.index(load)
+                    seed = (turn * len(BESIDE) + way) * len(BESIDE_LOADS)
+                    seed += BESIDE_LOADS.index(load)
                     program = map_reduce_summary(
                         texts_of(seed), chunks=8, chunk_tokens=128, output_tokens=50
                     )
@@ -378,9 +380,11 @@ async def flood(end: HttpEnd, texts: Texts, chats: list[ChatRecord]) -> None:
     await asyncio.gather(*(one() for _ in range(FLOOD)))
 
 
-async def steady_chats(end: HttpEnd, texts: Texts, chats: list[ChatRecord]) -> None:
+async def steady_chats(
+    end: HttpEnd, texts: Texts, chats: list[ChatRecord], rate: float = CHAT_RATES[0]
+) -> None:
     """A Poisson process of short questions until cancelled; `chats` gets the complete ones."""
-    rng = random.Random(3)
+    rng = random.Random(f"{texts.words(4)} {rate}")
 
     async def one() -> None:
         asked, sampling = texts.words(rng.randrange(20, 120)), rng.randrange(20, 100)
@@ -388,11 +392,20 @@ async def steady_chats(end: HttpEnd, texts: Texts, chats: list[ChatRecord]) -> N
 
     async with asyncio.TaskGroup() as group:
         while True:
-            await asyncio.sleep(rng.expovariate(BESIDE_CHAT_RATE))
+            await asyncio.sleep(rng.expovariate(rate))
             group.create_task(one())
 
 
+async def busy_chats(end: HttpEnd, texts: Texts, chats: list[ChatRecord]) -> None:
+    await steady_chats(end, texts, chats, CHAT_RATES[1])
+
+
+async def flood_and_chats(end: HttpEnd, texts: Texts, chats: list[ChatRecord]) -> None:
+    await asyncio.gather(flood(end, texts, chats), steady_chats(end, texts, chats, CHAT_RATES[1]))
+
+
 LOADS = (flood, steady_chats)
+BESIDE_LOADS = (*LOADS, busy_chats, flood_and_chats)
 
 
 # ---- Predicted and actual completion of programs
