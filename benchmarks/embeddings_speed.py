@@ -14,6 +14,7 @@ import asyncio
 import base64
 import random
 import statistics
+import sys
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -25,6 +26,8 @@ from transformers import AutoModel, AutoTokenizer
 
 from bros.core.clock import SystemClock
 from bros.text.pooling import PoolingInput, TextPooler, embedding_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from support.encoders import minilm
 from support.model_server import ModelServer, model_server
 
