@@ -133,10 +133,11 @@ def programs_page(results: Row) -> Iterator[str]:
     profile = results["profile"]
     yield (
         f"`bros simulate --programs`: {profile['model']} ({profile['weights']}) on "
-        f"{profile['device']} per engine, one chat per second and engine beside the programs. "
-        "Programs arrive at the rate of the column, as a session or call by call from a client "
-        f"with {1e3 * results['runs'][0]['settings']['delay_s']:.0f} ms of network latency. Chats "
-        "are on time by the server's default objectives.\n\n"
+        f"{profile['device']} per engine, one chat per second beside the programs. These arrive at "
+        "the rate of the column, as a session or call by call from a client with "
+        f"{1e3 * results['runs'][0]['settings']['delay_s']:.0f} ms of network latency before each "
+        "of its requests. A session takes two requests more than one call, so programs of one call "
+        "are slower as sessions by that. Chats are on time by the server's default objectives.\n\n"
     )
     rows = []
     calls = {
