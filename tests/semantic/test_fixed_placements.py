@@ -8,7 +8,7 @@ import random
 import statistics
 import string
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -76,11 +76,14 @@ class Other:
 
 @dataclass(frozen=True)
 class Case:
+    """apart_s: the maps of a group become ready one after another, so many seconds apart."""
+
     replicas: int
     groups: tuple[Maps, ...]
     others: tuple[Other, ...] = ()
     criteria: Criteria = LATENCY
     device: Device = A6000
+    apart_s: float = 0.0
 
     def specs(self) -> list[CallSpec]:
         found = []
@@ -88,7 +91,7 @@ class Case:
             names = [f"m{g}x{n}" for n in range(maps.count)]
             found += [
                 call(
-                    f"{letters(maps.prefix, g)} {letters(maps.own, name)} {{{{output:{name}}}}}",
+                    f"{letters(maps.prefix, g)} {self._own(maps, name)} {{{{output:{name}}}}}",
                     name="map",
                     sampling=fixed_length(maps.output),
                 )
@@ -99,6 +102,17 @@ class Case:
                 call(f"{inputs} {{{{output:all{g}}}}}", name="reduce", sampling=fixed_length(20))
             )
         return found
+
+    def _own(self, maps: Maps, name: str) -> str:
+        return f"{{{{of-{name}}}}}" if self.apart_s else letters(maps.own, name)
+
+    async def make_ready(self, give: Callable[[str, str], object]) -> None:
+        """Give each map its own text when it is time. give: sets a variable."""
+        for n in range(max(maps.count for maps in self.groups) if self.apart_s else 0):
+            for g, maps in enumerate(self.groups):
+                if n < maps.count:
+                    give(f"of-m{g}x{n}", letters(maps.own, f"m{g}x{n}"))
+            await asyncio.sleep(self.apart_s)
 
     def placements(self) -> Iterator[tuple[int, ...]]:
         """Replicas of all calls, but for those that differ in nothing but names: maps of a group
@@ -171,7 +185,10 @@ class Simulation:
         began = LoopClock().now()
         ends = [f"all{g}" for g in range(len(case.groups))]
         criteria = case.criteria
-        await asyncio.gather(*(service.get(TENANT, session, end, criteria) for end in ends))
+        await asyncio.gather(
+            *(service.get(TENANT, session, end, criteria) for end in ends),
+            case.make_ready(lambda name, value: service.set(TENANT, session, name, value)),
+        )
         self.seconds = LoopClock().now() - began
         self.places = {request: self.places[request] for request in requests}
         for task in others:
