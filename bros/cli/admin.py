@@ -24,13 +24,7 @@ _TIMEOUT_S = 30.0
 _POLL_S = 0.5
 _STYLES = {"up": "green", "down": "red", "gone": "red"}
 _OPERATOR = "(operator)"
-_HEADINGS = {
-    "rt_requests": "RT",
-    "be_requests": "BE",
-    "session_chars": "chars",
-    "file_bytes": "bytes",
-    "batch_tokens": "tokens",
-}
+_NO_LIMIT = "none"
 _WIDTH = 120
 """Of tables without a terminal."""
 
@@ -153,28 +147,27 @@ def _replica(found: Fields, number: int) -> Fields:
 
 
 def tenant_table(tenants: list[Fields]) -> Table:
-    """One row per tenant: used of limit for each resource, and the number of refusals."""
+    """One row per tenant and resource: what is held, its limit, how often more was refused, and the
+    option that sets the limit. Only long names of tenants are wrapped in 80 columns."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("tenant", no_wrap=True)
-    for use in tenants[0]["uses"] if tenants else ():
-        heading = _HEADINGS.get(use["resource"], use["resource"])
+    table.add_column("tenant", overflow="fold")
+    table.add_column("resource", no_wrap=True)
+    for heading in ("used", "limit", "refused"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("refused", no_wrap=True)
+    table.add_column("option", no_wrap=True)
     for tenant in tenants:
-        uses = tenant["uses"]
-        refused = [f"{use['refused']} {use['option']}" for use in uses if use["refused"]]
-        table.add_row(
-            tenant["name"] or _OPERATOR,
-            *(_use(use) for use in uses),
-            ", ".join(dict.fromkeys(refused)) or "0",
-        )
+        for use in tenant["uses"]:
+            shown = _size if use["resource"].endswith("_bytes") else _count
+            limit = use["limit"]
+            table.add_row(
+                tenant["name"] or _OPERATOR,
+                use["resource"],
+                shown(use["used"]),
+                _NO_LIMIT if limit is None else shown(limit),
+                _count(use["refused"]),
+                use["option"],
+            )
     return table
-
-
-def _use(use: Fields) -> str:
-    limit = use["limit"]
-    shown = _size if use["resource"].endswith("_bytes") else _count
-    return shown(use["used"]) + ("" if limit is None else f"/{shown(limit)}")
 
 
 def _count(amount: int) -> str:
