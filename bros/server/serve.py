@@ -11,6 +11,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from types import FrameType
 from typing import Any, TypeVar
 
 import uvicorn
@@ -28,6 +29,9 @@ T = TypeVar("T")
 _ERROR_S = 5.0
 """How long open requests that outlast the drain timeout have to send their error
 before uvicorn cancels their tasks."""
+
+_FORCED_S = 1.0
+"""The same after a second SIGINT."""
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -135,7 +139,8 @@ class HttpServer:
         """Serve until `stop`, SIGINT or SIGTERM; then let open requests continue for
         `drain_timeout`.
 
-        Requests that are still open then end with an error. A second SIGINT stops at once.
+        Requests that are still open then end with an error. After a second SIGINT they end with
+        it at once, and whatever takes longer than _FORCED_S is cut. A third one waits for nothing.
         Signals are handled only if this runs in the main thread.
         """
         await self._server.serve(sockets=[self._bound])
@@ -157,6 +162,8 @@ class _Server(uvicorn.Server):
         self._state = state
         self._tls = tls
         self._on_listening = on_listening
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending = False
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -165,12 +172,27 @@ class _Server(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
+        self._loop = asyncio.get_running_loop()
         previous = {number: signal.signal(number, self.handle_exit) for number in _STOP_SIGNALS}
         try:
             yield
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        second = sig == signal.SIGINT and self.should_exit and not self._ending
+        if second and self._loop is not None:
+            self._ending = True
+            self._loop.call_soon_threadsafe(self._end_requests)
+        else:
+            super().handle_exit(sig, frame)
+
+    def _end_requests(self) -> None:
+        # uvicorn's forced exit leaves open requests to the closing of the engine, which they would
+        # report as its unexpected end.
+        self._state.stopping.set()
+        asyncio.get_running_loop().call_later(_FORCED_S, setattr, self, "force_exit", True)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets is not None

@@ -65,6 +65,51 @@ async def test_open_requests_are_told_when_the_server_stops(stream: bool) -> Non
     assert engine.aborted == [engine.submitted[0].request_id]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_second_sigint_ends_open_requests_like_the_drain_timeout(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        live_server(drain_timeout=30) as live,
+        httpx.AsyncClient(base_url=live.url) as client,
+    ):
+        engine = live.server.engine
+        engine.hold_after = 2
+        request = asyncio.ensure_future(client.post(CHAT, json={**BODY, "stream": stream}))
+        await engine.holding.wait()
+        signal.raise_signal(signal.SIGINT)
+        while not caplog.messages:
+            await asyncio.sleep(0.01)
+        signal.raise_signal(signal.SIGINT)
+        async with asyncio.timeout(5):
+            response = await request
+            await live.running
+    if stream:
+        assert response.status_code == 200
+        error = json.loads(events(response.text)[-1])["error"]
+    else:
+        error = assert_envelope(response, 503)
+    assert error["code"] == "server_shutting_down"
+    assert engine.aborted == [engine.submitted[0].request_id]
+
+
+async def test_a_second_sigint_does_not_wait_for_a_client_that_still_sends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with live_server(drain_timeout=30) as live:
+        _, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(live.url).port)
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        await asyncio.sleep(0.2)  # until the server has its headers
+        signal.raise_signal(signal.SIGINT)
+        while not caplog.messages:
+            await asyncio.sleep(0.01)
+        signal.raise_signal(signal.SIGINT)
+        async with asyncio.timeout(5):
+            await live.running
+        writer.close()
+
+
 async def test_requests_that_end_in_time_end_well(caplog: pytest.LogCaptureFixture) -> None:
     async with (
         live_server(drain_timeout=30) as live,
