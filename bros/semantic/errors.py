@@ -82,8 +82,19 @@ class SessionLimitError(BrosError):
         self.retry_after_s = retry_after_s
 
 
+NO_CLIENT_HAS_SET = "No client has set "
+"""Begins the last sentence of a GetTimeoutError of the server, if there are unset inputs."""
+
+
 class GetTimeoutError(BrosError):
     """The value was not ready within the timeout; the client may retry the get."""
+
+    @property
+    def unset(self) -> str:
+        """The sentence of the message that lists the inputs it waits for and that no client has
+        set; empty if there are none."""
+        _, begin, rest = str(self).partition(NO_CLIENT_HAS_SET)
+        return begin + rest
 
 
 class ServerUnreachableError(BrosError):

@@ -424,6 +424,27 @@ class TestVariables:
             assert write("a").get() == code_of("a")
         assert backend.gave_up == 3
 
+    def test_a_get_without_timeout_warns_once_of_inputs_that_nobody_has_set(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class ImpatientBackend(FakeBackend):
+            waits = 0
+
+            async def get(self, *arguments: Any) -> str:
+                if self.waits < 3:
+                    self.waits += 1
+                    raise P.GetTimeoutError("Not yet. No client has set task of write so far.")
+                return await super().get(*arguments)
+
+        with (
+            fake_connection(ImpatientBackend()) as connection,
+            P.Session(connection=connection),
+        ):
+            assert write("a").get() == code_of("a")
+        assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+            "'code' is waited for without a timeout. No client has set task of write so far."
+        ]
+
     def test_a_value_set_on_another_thread_is_waited_for(self, desk: Desk) -> None:
         task = P.SemanticVariable(name="task")
         code = write(task)

@@ -60,7 +60,10 @@ async def test_a_variable_whose_id_the_server_chose_is_named_as_in_its_template(
     topic = submitted.variables["topic"]
     with pytest.raises(GetTimeoutError) as timed_out:
         await desk.value(submitted.variables["text"], timeout_s=1.0)
-    assert f"No client has set topic of describe (variable {topic}) so far." in str(timed_out.value)
+    assert str(timed_out.value) == (
+        f"The output text of describe (variable {submitted.variables['text']}) had no value within "
+        f"1 s. No client has set topic of describe (variable {topic}) so far."
+    )
     await desk.close()
 
 

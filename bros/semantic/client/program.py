@@ -144,7 +144,8 @@ class SemanticVariable:
     tpot: objective in seconds.
     deadline: seconds from now until the value should be complete; a late value still arrives.
     timeout: seconds after which GetTimeoutError is raised. The calls go on, and the caller may
-        retry.
+        retry. None: no limit; if inputs that the value depends on have not been set by any client
+        after 50 s, the log names them once.
     """
 
     __slots__ = ("__weakref__", "_id", "_lock", "_name", "_producer", "_program", "_value")

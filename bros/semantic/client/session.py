@@ -369,6 +369,7 @@ class AsyncSession:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._undeclared: deque[SemanticVariable] = deque()
         self._unanswered: _ProgramRequest | None = None
+        self._warned: set[str] = set()
 
     def announce(self, variable: SemanticVariable) -> None:
         """Declare the variable to the server with the next calls. From any thread."""
@@ -607,10 +608,18 @@ class AsyncSession:
             except GetTimeoutError as error:
                 if end_s is not None and now() >= end_s:
                     message = f"{variable.name!r} was not there within {timeout_s:g} s."
-                    raise GetTimeoutError(message) from error  # its message lists unset variables
+                    raise GetTimeoutError(f"{message} {error.unset}".rstrip()) from error
+                if end_s is None and error.unset:
+                    self._warn(f"{variable.name!r} is waited for without a timeout. {error.unset}")
             else:
                 variable.receive_value(value)
                 return value
+
+    def _warn(self, line: str) -> None:
+        """Log a warning, once per session."""
+        if line not in self._warned:
+            self._warned.add(line)
+            logger.warning("%s", line)
 
     async def _declared(self, variable: SemanticVariable) -> str:
         """Its id at the server, after declaring the variable if necessary."""

@@ -29,6 +29,7 @@ from bros.semantic.core.prompt import Prompt, PromptSharing, RequestedPrefixes
 from bros.semantic.core.session import SessionStateMachine
 from bros.semantic.core.submission import Submission, SubmissionReader, check_sampling
 from bros.semantic.errors import (
+    NO_CLIENT_HAS_SET,
     ConflictError,
     GetTimeoutError,
     SessionGoneError,
@@ -172,7 +173,7 @@ class ValueWaiter:
                         await changed.wait()
                         changed.clear()
             except TimeoutError:
-                message = f"The variable {variable.id!r} had no value within {timeout_s:g} s."
+                message = f"{_subject(variable)} had no value within {timeout_s:g} s."
                 raise GetTimeoutError(message + _unset(variable)) from None
         check_settled(session, variable)
 
@@ -191,7 +192,7 @@ class ValueWaiter:
                     async with asyncio.timeout(end_s - self._clock.now()):
                         await changed.wait()
                 except TimeoutError:
-                    message = f"The variable {variable.id!r} had no value in time."
+                    message = f"{_subject(variable)} had no value in time."
                     raise GetTimeoutError(message + _unset(variable)) from None
                 changed.clear()
             check_settled(session, variable)
@@ -240,16 +241,26 @@ def _unset(variable: Variable) -> str:
     if not unset:
         return ""
     shown = ", ".join(list(unset)[:_MAX_SHOWN]) + (", ..." if len(unset) > _MAX_SHOWN else "")
-    return f" No client has set {shown} so far."
+    return f" {NO_CLIENT_HAS_SET}{shown} so far."
 
 
 def _described(variable: Variable) -> str:
     """A variable in the words of its client, who may not have chosen its id."""
     if variable.name in ("", variable.id):
         return variable.id
-    readers = dict.fromkeys(reader.call.name for reader in variable.consumers if reader.call.name)
-    of_calls = f" of {', '.join(list(readers)[:_MAX_SHOWN])}" if readers else ""
+    producer = variable.producer
+    llm_calls = variable.consumers if producer is None else (producer,)
+    names = dict.fromkeys(llm_call.call.name for llm_call in llm_calls if llm_call.call.name)
+    of_calls = f" of {', '.join(list(names)[:_MAX_SHOWN])}" if names else ""
     return f"{variable.name}{of_calls} (variable {variable.id})"
+
+
+def _subject(variable: Variable) -> str:
+    """The same as the beginning of a sentence."""
+    described = _described(variable)
+    if described == variable.id:
+        return f"The variable {variable.id!r}"
+    return f"The {'input' if variable.producer is None else 'output'} {described}"
 
 
 def _text_so_far(session: ServedSession, variable: Variable) -> str:
