@@ -410,6 +410,10 @@ class _InvalidRequest(Exception):
     """What is wrong with the headers of a request."""
 
 
+class _HeadersTooLarge(Exception):
+    """The headers of a request have more than _MAX_HEADER_BYTES."""
+
+
 class Connection(HttpToolsProtocol):
     """One connection: uvicorn's protocol with limits.
 
@@ -488,8 +492,8 @@ class Connection(HttpToolsProtocol):
             self._waited_s, self._received = 0.0, 0
             return
         message = (
-            f"The body arrived too slowly: {self._received} bytes in {self._limits.body_s:g} "
-            "seconds."
+            f"The body arrived too slowly: {self._received} byte"
+            f"{'' if self._received == 1 else 's'} in {self._limits.body_s:g} seconds."
         )
         self._fail(Closed.BODY_TIMEOUT, _invalid(_TIMEOUT, message, "request_timeout"))
 
@@ -510,6 +514,9 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade:
             self.cycle.keep_alive = False  # the request is answered without the upgrade
         except httptools.HttpParserError as error:
+            if isinstance(error.__context__, _HeadersTooLarge):
+                self._fail_too_large()
+                return
             reason = error.__context__ if isinstance(error.__context__, _InvalidRequest) else error
             message = f"Invalid HTTP request: {reason}."
             self._fail(
@@ -519,9 +526,12 @@ class Connection(HttpToolsProtocol):
         if self._stage is _Stage.HEADERS:
             self._received += len(data)
             if self._received > _MAX_HEADER_BYTES:
-                message = f"The headers are longer than {_MAX_HEADER_BYTES} bytes."
-                status = "431 Request Header Fields Too Large"
-                self._fail(Closed.INVALID, _invalid(status, message, "headers_too_large"))
+                self._fail_too_large()
+
+    def _fail_too_large(self) -> None:
+        message = f"The headers are longer than {_MAX_HEADER_BYTES} bytes."
+        status = "431 Request Header Fields Too Large"
+        self._fail(Closed.INVALID, _invalid(status, message, "headers_too_large"))
 
     def _fail(self, why: Closed, answer: bytes) -> None:
         """Answer, unless a response is in progress, and close the connection."""
@@ -550,6 +560,9 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        # What arrives in one read, with a body behind it, is measured here.
+        if len(self.url) + sum(map(_line_bytes, self.headers)) > _MAX_HEADER_BYTES:
+            raise _HeadersTooLarge
         _check_framing(self.headers, self.parser.get_http_version(), self.url)
         super().on_headers_complete()
         self._connections.waits(self, waits=False)
@@ -575,6 +588,12 @@ class Connection(HttpToolsProtocol):
     def _wait(self) -> None:
         self._enter(_Stage.IDLE)
         self._connections.waits(self, waits=True)
+
+
+def _line_bytes(header: tuple[bytes, bytes]) -> int:
+    """Bytes of a header's line, as most clients write it: `name: value` and a line break."""
+    name, value = header
+    return len(name) + len(value) + 4
 
 
 def _check_framing(headers: list[tuple[bytes, bytes]], version: str, url: bytes) -> None:

@@ -350,6 +350,23 @@ async def test_headers_that_are_too_large_are_refused(
         assert not answer or error_of(answer)[0] == status  # a reset can overtake the answer
 
 
+@pytest.mark.parametrize("lines", [1, 100])
+@pytest.mark.parametrize(("size", "refused"), [(66_000, True), (65_000, False)])
+async def test_headers_that_arrive_in_one_read_have_the_same_limit(
+    live: LiveServer, size: int, refused: bool, lines: int
+) -> None:
+    line = b"X: " + b"a" * (size // lines - 5) + b"\r\n"
+    parts = b"GET /version HTTP/1.1\r\nHost: a\r\n", line * lines, b"Connection: close\r\n\r\n"
+    sent = b"".join(parts)
+    async with connected(live) as client:
+        await client.send(sent)
+        answer = await client.rest()
+    if refused:
+        assert error_of(answer) == (431, "headers_too_large")
+    else:
+        assert answer.startswith(b"HTTP/1.1 200")
+
+
 async def test_two_requests_in_one_packet_are_answered_in_order(live: LiveServer) -> None:
     async with connected(live) as client:
         second = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
