@@ -16,12 +16,18 @@ from sqlalchemy.pool import ConnectionPoolEntry
 from bros.batch.objects import StoreError, StoreFullError, StoreUnavailableError
 from bros.core.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 _BUSY_S = 30
 """How long a SQLite transaction waits for the lock of another one."""
 
 _POSTGRES_SETTINGS = {"connect_timeout": 10, "keepalives_idle": 10, "tcp_user_timeout": 30_000}
 
 _ADVISORY_LOCK_KEY = 0x62726F73  # any number, the same in all servers of a store
+_ANOTHER_FILE = (
+    "bros begins with an empty store if you move the file away or name another folder by --store"
+)
+
 _DISK_FULL = "53100"  # PostgreSQL's SQLSTATE
 
 _RETRYABLE_SQLITE_CODES = frozenset(
@@ -45,6 +51,7 @@ class Database:
         self._engine = self._reader = engine
         self._is_sqlite = engine.dialect.name == "sqlite"
         self._file: tuple[int, int] | None = None  # of SQLite, once it exists
+        self._is_file_lost = False
         if not self._is_sqlite:
             # By default each statement of a transaction sees what others have committed by then.
             self._reader = engine.execution_options(
@@ -89,7 +96,8 @@ class Database:
 
     def _check_file(self) -> None:
         """Raises StoreUnavailableError if the file of SQLite is not the one that was opened: SQLite
-        would go on with the removed file, and what it stores there is lost."""
+        would go on with the removed file, and what it stores there is lost. Clients get the error,
+        so only the log names the path."""
         if not self._is_sqlite:
             return
         path = Path(self._engine.url.database or "")
@@ -101,10 +109,12 @@ class Database:
             found = stat.st_dev, stat.st_ino
         if self._file is None:
             self._file = found
-        elif found != self._file:
-            raise StoreUnavailableError(
-                f"{path} was removed or replaced while it was in use; put the file back, or restart"
-            )
+        was_lost, self._is_file_lost = self._is_file_lost, found != self._file
+        if self._is_file_lost:
+            lost = "was removed or replaced while it was in use"
+            if not was_lost:
+                logger.error("%s %s; put the file back, or restart", path, lost)
+            raise StoreUnavailableError(f"the file of the store {lost}; the server log has more")
 
 
 def open_database(url: str | None, folder: Path) -> Database:
@@ -119,8 +129,11 @@ def open_database(url: str | None, folder: Path) -> Database:
             _bring_to_this_version(database)
         return database
     except (StoreError, StoreFullError) as error:
+        place = engine.url.database if url is None else engine.url.render_as_string()
         engine.dispose()
-        raise ConfigError(f"--store: {error}") from error
+        broken = url is None and type(error) is StoreError
+        hint = f"; {_ANOTHER_FILE}" if broken else ""
+        raise ConfigError(f"--store: {place}: {error}{hint}") from error
 
 
 def _engine(url: str | None, folder: Path) -> sa.Engine:

@@ -34,8 +34,9 @@ from bros.core.tenants import NO_LIMITS, Resource, TenantLimits, check_limit
 class BodyWriter:
     """A body being written to a temporary file; `Bodies.place` makes it permanent."""
 
-    def __init__(self, folder: Path) -> None:
-        with translate_disk_full():
+    def __init__(self, folder: Path, option: str) -> None:
+        self._option = option
+        with translate_disk_full(option):
             handle, self.path = _locked(folder)
         self._file = os.fdopen(handle, "wb")
         self._hash = hashlib.sha256()
@@ -47,14 +48,14 @@ class BodyWriter:
 
     def write(self, data: bytes) -> None:
         """Raises StoreFullError."""
-        with translate_disk_full():
+        with translate_disk_full(self._option):
             self._file.write(data)
         self._hash.update(data)
         self.num_bytes += len(data)
 
     def finish(self) -> None:
         """Flush everything to the disk. Raises StoreFullError."""
-        with translate_disk_full():
+        with translate_disk_full(self._option):
             self._file.flush()
             os.fsync(self._file.fileno())
 
@@ -68,16 +69,17 @@ class BodyWriter:
 class Bodies:
     """All bodies in one folder."""
 
-    def __init__(self, folder: Path) -> None:
-        """Creates the folder."""
+    def __init__(self, folder: Path, option: str = "--data-dir") -> None:
+        """Creates the folder. option: names its disk in errors."""
         self._folder = folder
+        self._option = option
         self._tmp = folder / "tmp"
         self._tmp.mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
     def new(self) -> Iterator[BodyWriter]:
         """A writer for a new body, which is deleted at the end unless it is placed."""
-        writer = BodyWriter(self._tmp)
+        writer = BodyWriter(self._tmp, self._option)
         try:
             yield writer
         finally:
@@ -90,7 +92,7 @@ class Bodies:
         """Move a finished body to its permanent path. Call it within the exclusive transaction
         that inserts its record."""
         path = self.path(writer.digest)
-        with translate_disk_full():
+        with translate_disk_full(self._option):
             path.parent.mkdir(exist_ok=True)
             writer.path.replace(path)
             _sync_folder(path.parent)
@@ -113,13 +115,13 @@ class Bodies:
 
 
 @contextlib.contextmanager
-def translate_disk_full() -> Iterator[None]:
-    """Raise StoreFullError instead of an OSError for a full disk or quota."""
+def translate_disk_full(option: str) -> Iterator[None]:
+    """Raise StoreFullError instead of an OSError for a full disk or quota. option: of that disk."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise StoreFullError("the disk of --data-dir is full") from error
+            raise StoreFullError(f"the disk of {option} is full") from error
         raise
 
 

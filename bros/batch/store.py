@@ -492,8 +492,10 @@ def default_data_dir() -> Path:
     return Path.home() / ".local" / "share" / "bros"
 
 
-def open_store(folder: Path, url: str | None = None) -> Store:
+def open_store(folder: Path, url: str | None = None, *, option: str = "--data-dir") -> Store:
     """Open the database at `url` or in `folder`, and bodies in `folder`/files/<id of the store>.
+
+    option: names the folder in errors.
 
     Several stores can use one folder. Servers that share a database must share the folder, too.
     Raises ConfigError if either cannot be used.
@@ -502,12 +504,12 @@ def open_store(folder: Path, url: str | None = None) -> Store:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         database = open_database(url, folder)
         try:
-            bodies = Bodies(_body_folder(database, folder))
+            bodies = Bodies(_body_folder(database, folder), option)
         except BaseException:
             database.close()
             raise
     except OSError as error:
-        raise ConfigError(f"--data-dir: {folder} cannot be used: {error.strerror}") from error
+        raise ConfigError(f"{option}: {folder} cannot be used: {error.strerror}") from error
     files = FileStore(database, bodies)
     return Store(database, files, BatchStore(database, files), ResponseStore(database))
 

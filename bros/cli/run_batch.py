@@ -128,7 +128,7 @@ def _run_to_end(
     config: Config, wanted: RequestedRun, target: Path, clock: Clock, console: Console
 ) -> int:
     partial = _partial(target)
-    store = open_store(partial)
+    store = open_store(partial, option="the output file")
     try:
         store.batches.release()  # of a run that was killed
         batch = _resumable(store, wanted, partial) or begin(store, wanted, clock)

@@ -2,7 +2,8 @@
 
 BrosError
 ├── InvalidRequestError      a field of a request is wrong                  (HTTP 400)
-│   └── PromptTooLongError   the prompt does not fit the model's context    (HTTP 400)
+│   ├── PromptTooLongError   the prompt does not fit the model's context    (HTTP 400)
+│   └── OverTenantLimitError more at once than the API key may ever hold     (HTTP 400)
 ├── AuthenticationError      missing or wrong API key                       (HTTP 401)
 ├── NotFoundError            no such model, request or object               (HTTP 404)
 ├── QueueFullError           too many requests are waiting, try later       (HTTP 429)
@@ -59,6 +60,17 @@ class PromptTooLongError(InvalidRequestError):
         self.max_model_len = max_model_len
 
 
+class OverTenantLimitError(InvalidRequestError):
+    """A single thing is larger than the tenant's limit, so that waiting does not help.
+
+    resource: of what, a value of tenants.Resource.
+    """
+
+    def __init__(self, message: str, resource: str) -> None:
+        super().__init__(message, code="tenant_limit_exceeded")
+        self.resource = resource
+
+
 class AuthenticationError(BrosError):
     """The API key is missing or wrong."""
 
@@ -76,7 +88,8 @@ class QueueFullError(BrosError):
     """The waiting queue of this class is full. `retry_after_s`: seconds until a retry."""
 
     def __init__(self, waiting: int, retry_after_s: float) -> None:
-        super().__init__(f"{waiting} requests are already waiting; retry in {retry_after_s:.0f} s.")
+        requests = "request is" if waiting == 1 else "requests are"
+        super().__init__(f"{waiting} {requests} already waiting; retry in {retry_after_s:.0f} s.")
         self.waiting = waiting
         self.retry_after_s = retry_after_s
 

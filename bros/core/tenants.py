@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Self
 
-from bros.core.errors import InvalidRequestError, TenantLimitError
+from bros.core.errors import OverTenantLimitError, TenantLimitError
 from bros.core.request import ServiceClass
 
 
@@ -93,22 +93,32 @@ _LIMITS: Mapping[Resource, str] = MappingProxyType(
 
 LIMIT_NAMES: tuple[str, ...] = tuple(field.name for field in fields(TenantLimits))
 
-_NAMES: Mapping[Resource, str] = MappingProxyType(
+_NAMES: Mapping[Resource, tuple[str, str]] = MappingProxyType(
     {
-        Resource.RT_REQUESTS: "open real-time requests",
-        Resource.BE_REQUESTS: "open best-effort requests",
-        Resource.SESSIONS: "open sessions",
-        Resource.SESSION_CHARS: "characters in open sessions",
-        Resource.WAITS: "requests that wait for values or responses",
-        Resource.FILES: "files",
-        Resource.FILE_BYTES: "bytes of files",
-        Resource.BATCHES: "unfinished batches",
-        Resource.BATCH_TOKENS: "prompt tokens in unfinished batches",
-        Resource.RESPONSES: "stored responses",
-        Resource.RESPONSE_BYTES: "bytes of stored responses",
-        Resource.BACKGROUND: "unfinished background responses",
+        Resource.RT_REQUESTS: ("open real-time request", "open real-time requests"),
+        Resource.BE_REQUESTS: ("open best-effort request", "open best-effort requests"),
+        Resource.SESSIONS: ("open session", "open sessions"),
+        Resource.SESSION_CHARS: ("character in open sessions", "characters in open sessions"),
+        Resource.WAITS: (
+            "request that waits for values or responses",
+            "requests that wait for values or responses",
+        ),
+        Resource.FILES: ("file", "files"),
+        Resource.FILE_BYTES: ("byte of files", "bytes of files"),
+        Resource.BATCHES: ("unfinished batch", "unfinished batches"),
+        Resource.BATCH_TOKENS: (
+            "prompt token in unfinished batches",
+            "prompt tokens in unfinished batches",
+        ),
+        Resource.RESPONSES: ("stored response", "stored responses"),
+        Resource.RESPONSE_BYTES: ("byte of stored responses", "bytes of stored responses"),
+        Resource.BACKGROUND: (
+            "unfinished background response",
+            "unfinished background responses",
+        ),
     }
 )
+"""Resource -> what one of it is called, and several."""
 
 _SOON = frozenset({*REQUESTS.values(), Resource.WAITS})
 """What ends by itself within seconds. The rest stays until its tenant ends it or it expires."""
@@ -122,21 +132,29 @@ NO_LIMITS = TenantLimits()
 
 def check_limit(limits: TenantLimits, resource: Resource, used: int, more: int = 1) -> None:
     """Raises TenantLimitError if a tenant that holds `used` may not hold so much more now, and
-    InvalidRequestError if it never may."""
+    OverTenantLimitError if it never may."""
     limit = limits.of(resource)
     if limit is None or used + more <= limit:
         return
-    name, option = _NAMES[resource], f"max_{_LIMITS[resource]}"
+    option = f"max_{_LIMITS[resource]}"
     if more > limit:
-        message = f"The limit of your API key is {limit} {name} ({option}); this needs {more}."
-        raise InvalidRequestError(message, code="tenant_limit_exceeded")
+        raise OverTenantLimitError(
+            f"The limit of your API key is {_amount(limit, resource)} ({option}); this needs "
+            f"{more}.",
+            resource.value,
+        )
     soon = resource in _SOON
     raise TenantLimitError(
-        f"Your API key has {used} {name}, and its limit is {limit} ({option}).",
+        f"Your API key has {_amount(used, resource)}, and its limit is {limit} ({option}).",
         resource.value,
         _SOON_S if soon else _LATER_S,
         ends_soon=soon,
     )
+
+
+def _amount(amount: int, resource: Resource) -> str:
+    one, several = _NAMES[resource]
+    return f"{amount} {one if amount == 1 else several}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +243,7 @@ class TenantAccounts:
         check_limit(self.limits(tenant), resource, self._used[tenant, resource], more)
 
     def note_refusal(self, tenant: str, resource: Resource) -> None:
-        """A client got a TenantLimitError."""
+        """A client got a TenantLimitError or an OverTenantLimitError."""
         self._refused[tenant, resource] += 1
 
     def check_integrity(self, holds: Mapping[QuotaHold, int]) -> None:

@@ -128,6 +128,8 @@ async def _serve(
             tls=tls,
         )
         servers.append(server)
+        if warning := small_context(engine.info, config.engine):
+            logger.warning("%s", warning)
         # Threads that validate batches must hand the GIL back to the streams quickly.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         if not deaths:
@@ -289,6 +291,29 @@ async def _running(state: ServerState, collector: Collector | None = None) -> As
             state.grammars.close()
 
 
+_SMALL_CONTEXT = 256
+"""Contexts of fewer tokens get a warning: a chat template and a question take about 40, and clients
+that set no limit expect some sentences as an answer."""
+
+
+def small_context(info: EngineInfo, config: EngineConfig) -> str | None:
+    """A warning if few requests fit the context; None if it is large enough or cannot be larger."""
+    length = info.max_model_len
+    if length >= _SMALL_CONTEXT or info.whole_prompts:
+        return None
+    if config.max_model_len is not None and config.max_model_len <= length:
+        change = "give --max-model-len more, or leave it out"
+    elif info.num_kv_blocks * info.block_size < length + info.block_size:
+        given = "--kv-blocks" if config.kv_blocks is not None else "--kv-memory"
+        change = f"give {given} more"
+    else:
+        return None
+    return (
+        f"prompts and answers may have only {length} tokens together, so most requests will be "
+        f"refused or cut short; {change}"
+    )
+
+
 def _banner(url: str, state: ServerState, config: EngineConfig) -> str:
     info = state.engine.info
     rows, tokens = config.step_bounds(info.device)
@@ -321,7 +346,7 @@ def _open_store(config: ServerConfig) -> Store:
     folder = Path(config.data_dir).expanduser() if config.data_dir else default_data_dir()
     if config.store is None or "://" in config.store:
         return open_store(folder, config.store)
-    return open_store(Path(config.store).expanduser())
+    return open_store(Path(config.store).expanduser(), option="--store")
 
 
 def _print(line: str) -> None:

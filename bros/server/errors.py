@@ -23,6 +23,7 @@ from bros.core.errors import (
     InvalidRequestError,
     NotFoundError,
     OverloadedError,
+    OverTenantLimitError,
     QueueFullError,
     TenantLimitError,
 )
@@ -45,6 +46,7 @@ MAX_RETRY_AFTER_S = 120
 """OpenAI's clients fail instead of waiting longer than this."""
 
 _USUAL_RETRY_S = 5.0
+_FULL_RETRY_S = 60
 """Until an engine, a store or the next server may be there, if nothing says when."""
 
 _MAX_MESSAGE_CHARS = 2000
@@ -258,6 +260,9 @@ def _describe_server_error(error: Exception) -> ApiError:
             code="internal_error",
         )
     headers = {}
+    if status == 507:
+        # OpenAI's clients should not send a whole file again by themselves.
+        headers = {"retry-after": str(_FULL_RETRY_S), "x-should-retry": "false"}
     if status == 503:
         wait_s = error.retry_after_s if isinstance(error, EngineDeadError) else None
         wait_s = _USUAL_RETRY_S if wait_s is None else wait_s
@@ -289,7 +294,7 @@ _FIELD = re.compile(r"(\w*)(.*)", re.DOTALL)
 
 async def handle_expected(request: Request, error: Exception) -> Response:
     """Exception handler for BrosError."""
-    if isinstance(error, TenantLimitError):
+    if isinstance(error, TenantLimitError | OverTenantLimitError):
         state = request.app.state.server
         state.accounts.note_refusal(state.tenant(request), Resource(error.resource))
     return describe(error).to_response(request.url.path)

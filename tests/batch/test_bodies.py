@@ -223,5 +223,7 @@ def test_a_full_disk_keeps_what_it_has_and_nothing_half_written(tiny_disk: Path)
 
 
 def test_no_room_is_told_with_the_option_to_look_at() -> None:
-    with pytest.raises(StoreFullError, match="--data-dir"), translate_disk_full():
-        raise OSError(errno.ENOSPC, "No space left on device")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(StoreFullError, match="the disk of --store is full"):
+        with translate_disk_full("--store"):
+            raise full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import sqlite3
@@ -82,7 +83,9 @@ def test_a_store_that_is_opened_again_has_what_was_stored(store: Store) -> None:
         assert other.files.get("ann", file.id, NOW) == file
 
 
-def test_a_file_that_was_removed_or_replaced_is_not_used(tmp_path: Path) -> None:
+def test_a_file_that_was_removed_or_replaced_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file, away = tmp_path / "jobs.db", tmp_path / "away.db"
     (tmp_path / "other").mkdir()
     with open_store(None, tmp_path) as store, open_store(None, tmp_path / "other") as other:
@@ -90,11 +93,15 @@ def test_a_file_that_was_removed_or_replaced_is_not_used(tmp_path: Path) -> None
         foreign = other.put_file(file_id="file-foreign")
         file.rename(away)
         for _ in range(2):
-            with pytest.raises(StoreUnavailableError, match="jobs.db was removed or replaced"):
+            with pytest.raises(
+                StoreUnavailableError, match="^the file of the store was removed or replaced"
+            ):
                 store.put_file(file_id="file-lost")
         assert not file.exists()  # nothing new was begun in its place
+        lost = f"{file} was removed or replaced while it was in use; put the file back, or restart"
+        assert caplog.messages == [lost]  # once, and with the path that clients do not get
         shutil.copy(tmp_path / "other" / "jobs.db", file)
-        with pytest.raises(StoreUnavailableError, match="put the file back, or restart"):
+        with pytest.raises(StoreUnavailableError, match="the server log has more$"):
             store.files.get("ann", foreign.id, NOW)
         away.replace(file)
         assert store.files.get("ann", kept.id, NOW) == kept
@@ -176,8 +183,25 @@ def test_without_its_packages_postgresql_says_what_to_install(
 
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "jobs.db").write_bytes(b"This is not a database. " * 100)
-    with pytest.raises(ConfigError, match="not a database"):
+    with pytest.raises(ConfigError) as refused:
         open_database(None, tmp_path)
+    assert str(refused.value).startswith(f"--store: {tmp_path / 'jobs.db'}: ")
+    assert "not a database" in str(refused.value) and "move the file away" in str(refused.value)
+
+
+def test_a_database_of_something_else_is_refused_with_its_path(tmp_path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "jobs.db")) as foreign:
+        foreign.execute("CREATE TABLE batches (id TEXT)")
+    with pytest.raises(ConfigError) as refused:
+        open_database(None, tmp_path)
+    assert str(tmp_path / "jobs.db") in str(refused.value)
+    assert "already exists" in str(refused.value) and "move the file away" in str(refused.value)
+
+
+def test_a_password_of_the_store_is_not_shown() -> None:
+    with pytest.raises(ConfigError) as refused:
+        open_database("postgresql://user:secret-word@127.0.0.1:1/name", Path())
+    assert "user" in str(refused.value) and "secret-word" not in str(refused.value)
 
 
 def test_a_block_that_raises_stores_nothing(store: Store) -> None:

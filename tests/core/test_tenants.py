@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bros.core.errors import InvalidRequestError, TenantLimitError
+from bros.core.errors import InvalidRequestError, OverTenantLimitError, TenantLimitError
 from bros.core.fair import FairMemory
-from bros.core.tenants import QuotaHold, Resource, TenantAccounts, TenantLimits
+from bros.core.tenants import QuotaHold, Resource, TenantAccounts, TenantLimits, check_limit
 from support.tier import examples
 
 TENANTS = ["ann", "bob"]
@@ -83,6 +83,23 @@ def test_a_refusal_names_the_limit_and_when_to_retry() -> None:
         with pytest.raises(TenantLimitError) as later:
             accounts.hold("ann", Resource.SESSION_CHARS)
     assert not later.value.ends_soon and later.value.retry_after_s == 60.0
+
+
+@pytest.mark.parametrize(
+    ("resource", "one"),
+    [
+        (Resource.FILES, "1 file"),
+        (Resource.FILE_BYTES, "1 byte of files"),
+        (Resource.BATCHES, "1 unfinished batch"),
+        (Resource.WAITS, "1 request that waits for values or responses"),
+    ],
+)
+def test_one_of_a_resource_is_named_in_the_singular(resource: Resource, one: str) -> None:
+    limits = TenantLimits(files=1, file_bytes=1, batches=1, waits=1)
+    with pytest.raises(TenantLimitError, match=f"^Your API key has {one}, and its limit is 1 "):
+        check_limit(limits, resource, 1)
+    with pytest.raises(OverTenantLimitError, match=rf"^The limit of your API key is {one} \("):
+        check_limit(limits, resource, 0, 2)
 
 
 @settings(max_examples=examples(50, long=1000))

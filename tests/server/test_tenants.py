@@ -301,7 +301,10 @@ async def test_open_requests_are_limited_by_tenant_and_class(limited: Server, ti
     error = assert_envelope(refused, 429)
     assert error["code"] == "tenant_limit_exceeded" and "max_requests" in error["message"]
     assert refused.headers["retry-after"] == "1" and "x-should-retry" not in refused.headers
-    assert_envelope(await ask("ann", n=3), 400)
+    over = assert_envelope(await ask("ann", n=3), 400)
+    assert over["code"] == "tenant_limit_exceeded"
+    resource = Resource.RT_REQUESTS if tier == "default" else Resource.BE_REQUESTS
+    assert limited.accounts.refused("ann", resource) == 2, "those with 400 count, too"
     other = asyncio.ensure_future(ask("bob"))
     limited.engine.go_on.set()
     assert {(await both).status_code, (await other).status_code} == {200}

@@ -335,6 +335,7 @@ async def test_a_full_disk_is_507_and_nothing_is_kept(
             )
         error = assert_envelope(reply, 507)
         assert (error["type"], error["code"]) == ("server_error", "insufficient_storage")
+        assert reply.headers["retry-after"] == "60"
     assert not server.bodies() and not server.unplaced()
     assert [file async for file in server.client.files.list()] == []
 
