@@ -460,6 +460,11 @@ class EngineClient(Protocol):
         """How often an engine was lost: it ended without having been told to, or hung."""
         ...
 
+    @property
+    def num_hung(self) -> int:
+        """How often of `num_lost` it hung."""
+        ...
+
     async def submit(self, request: EngineRequest) -> RequestStream:
         """Submit a request; returns once the engine has accepted it.
 
@@ -498,6 +503,11 @@ class EngineClient(Protocol):
 
 class ReportingClient(EngineClient, Protocol):
     """A client that delivers the reports of its engine, for the router."""
+
+    @property
+    def hung(self) -> bool:
+        """Whether its engine hung when it was lost the last time."""
+        ...
 
     def subscribe(self, listener: Callable[[EngineReport], None]) -> None:
         """Call `listener` with every report from now on, also after a restart of the engine, whose

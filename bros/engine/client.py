@@ -224,6 +224,14 @@ class MessageClient:
         return 0
 
     @property
+    def num_hung(self) -> int:
+        return 0
+
+    @property
+    def hung(self) -> bool:
+        return False
+
+    @property
     def retry_after_s(self) -> float | None:
         """Seconds until requests may be accepted again; None if that is not expected. Asked while
         the engine is not running."""

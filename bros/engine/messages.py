@@ -175,9 +175,13 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The engine cannot start or continue. Its last message."""
+    """The engine cannot start or continue. Its last message.
+
+    hung: it made no progress.
+    """
 
     message: str
+    hung: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,10 @@ class RouterClient:
         return sum(status.lost for status in self.replicas())
 
     @property
+    def num_hung(self) -> int:
+        return sum(replica.hung for replica in self._replicas)
+
+    @property
     def available(self) -> bool:
         """Whether any replica accepts requests now."""
         self._replica_set.check_liveness()

@@ -189,6 +189,8 @@ class ReplicaHandle:
     info, stats: the latest ones of its engine.
     stats_before: counters of its earlier engines.
     open: request id -> open request.
+    lost: how often its engine was lost.
+    hung: how often of these it hung.
     """
 
     number: int
@@ -211,6 +213,7 @@ class ReplicaHandle:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     lost: int = 0
+    hung: int = 0
 
     @property
     def available(self) -> bool:
@@ -492,6 +495,7 @@ class ReplicaSet:
             return
         if not (replica.restarting or replica.gone):
             replica.lost += 1
+            replica.hung += replica.client.hung
             logger.warning("%s is lost with %d open requests", replica.name, len(replica.open))
         self._fleet.remove(replica.fleet_id)
         del self._by_fleet_id[replica.fleet_id]

@@ -619,7 +619,7 @@ class SessionSummary:
     ttl_s: float
     expires_in_s: Annotated[float | None, "null while a request runs or a client waits in it"]
     criteria: Criteria
-    tenant: str
+    tenant: Annotated[str | None, "As given when it was created, not the API key's; else null"]
     sharing: SharingMode
     metadata: Mapping[str, str]
 

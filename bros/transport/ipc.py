@@ -117,10 +117,10 @@ def _connect_replies(context: zmq.Context[zmq.Socket[bytes]], folder: Path) -> z
     return replies
 
 
-def send_failure(folder: Path, reason: str) -> None:
+def send_failure(folder: Path, reason: str, *, hung: bool = False) -> None:
     """Send Failed to the server, from any process of the engine. The server uses the first one."""
     with zmq.Context() as context, _connect_replies(context, folder) as replies:
-        replies.send_multipart(reply_codec().encode(Failed(reason)))
+        replies.send_multipart(reply_codec().encode(Failed(reason, hung)))
 
 
 @contextlib.contextmanager

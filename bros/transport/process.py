@@ -174,7 +174,7 @@ def _watched(
         reason = watchdog.check()
         if reason is None:
             return
-        send_failure(folder, reason)  # first, because the server then answers the clients
+        send_failure(folder, reason, hung=True)  # first: the server then answers the clients
         # Shows where it hangs. Unlike logging, this takes no lock that the other thread may hold.
         faulthandler.dump_traceback(all_threads=True)
         group.kill_others()

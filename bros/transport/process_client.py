@@ -96,13 +96,22 @@ class SupervisedClient(MessageClient, ABC):
         self._closing = False
         self._restarting: asyncio.Future[None] | None = None  # done once the engine has ended
         self._is_final = False  # the engine is not started again
-        self._num_lost = 0
+        self._num_lost = self._num_hung = 0
+        self._hung = False
         self._began_s = self._start_s = 0.0  # when the last start began, and how long it took
         self._reset()
 
     @property
     def num_lost(self) -> int:
         return self._num_lost
+
+    @property
+    def num_hung(self) -> int:
+        return self._num_hung
+
+    @property
+    def hung(self) -> bool:
+        return self._hung
 
     @property
     def retry_after_s(self) -> float | None:
@@ -167,6 +176,8 @@ class SupervisedClient(MessageClient, ABC):
                 reason = await self._run_once()
             except Exception as error:  # no folder, no socket or no process
                 reason = f"The engine could not be started: {error}"
+            if not self._failure:
+                self._hung = False  # it ended without a word
             self.on_death(reason)
             has_been_up = has_been_up or self._was_ready
             if self._restarting is not None:
@@ -178,6 +189,7 @@ class SupervisedClient(MessageClient, ABC):
                 return
             logger.error("%s", reason)
             self._num_lost += 1
+            self._num_hung += self._hung
             failures = 0 if self._was_ready or self._host_unavailable else failures + 1
             if not (self._restart and has_been_up) or failures >= _MAX_FAILURES:
                 self._is_final = True
@@ -233,11 +245,16 @@ class SupervisedClient(MessageClient, ABC):
 
         async def watch() -> None:
             await heartbeats.timed_out()
-            self._failure = self._failure or failure
+            self._note_failure(failure, hung=True)
             self.on_death(self._failure)  # now: a process with much memory takes long to end
             self._kill()
 
         stack.push_async_callback(_cancel, asyncio.create_task(watch(), name="engine-watch"))
+
+    def _note_failure(self, reason: str, *, hung: bool) -> None:
+        """The first one counts."""
+        if not self._failure:
+            self._failure, self._hung = reason, hung
 
     def _rank_starved_s(self) -> float:
         return self._rank_starvation() if self._rank_starvation is not None else 0.0
@@ -253,7 +270,7 @@ class SupervisedClient(MessageClient, ABC):
     def _on_frames(self, frames: list[bytes]) -> None:
         message = self._decoder.decode(frames)
         if isinstance(message, Failed):
-            self._failure = self._failure or message.message
+            self._note_failure(message.message, hung=message.hung)
         if isinstance(message, Ready | Heartbeat):
             of_host = isinstance(message, Heartbeat) and message.host
             if isinstance(message, Heartbeat) and not of_host and self._rank_starvation is None:

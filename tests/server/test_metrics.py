@@ -79,7 +79,6 @@ async def test_the_engine_is_shown(server: Server) -> None:
     engine = {key: value for key, value in found.items() if not key[0].startswith(others)}
     assert {name: value for (name, *labels), value in engine.items() if not labels} == {
         "bros_engine_up": 1,
-        "bros_engine_lost_total": 0,
         "bros_kv_blocks": 100,
         "bros_kv_blocks_shared": 12,
         "bros_kv_blocks_cached": 33,
@@ -230,9 +229,11 @@ async def test_times_are_those_of_the_clock(server: Server) -> None:
 
 
 async def test_a_dead_engine_leaves_what_the_server_knows(server: Server) -> None:
-    server.engine.alive, server.engine.num_lost = False, 1
+    server.engine.alive, server.engine.num_lost, server.engine.num_hung = False, 3, 1
     found = await samples(server)
-    assert (found[("bros_engine_up",)], found[("bros_engine_lost_total",)]) == (0, 1)
+    assert found[("bros_engine_up",)] == 0
+    lost = {cause: found[("bros_engine_lost_total", cause)] for cause in ("exit", "hang")}
+    assert lost == {"exit": 2, "hang": 1}
     assert ("bros_kv_usage_ratio",) not in found
 
 

@@ -88,6 +88,10 @@ async def test_a_session_from_beginning_to_end(kept: Server) -> None:
     assert ok(await kept.http.get("/v1/sessions"))["data"] == []
 
 
+async def test_a_session_without_a_tenant_field_has_null(kept: Server) -> None:
+    assert ok(await kept.http.post("/v1/sessions", json={}))["tenant"] is None
+
+
 async def test_a_name_of_the_clients_own(kept: Server) -> None:
     assert ok(await kept.http.post("/v1/sessions", json={"id": "my.app:1"}))["id"] == "my.app:1"
     again = await kept.http.post("/v1/sessions", json={"id": "my.app:1"})

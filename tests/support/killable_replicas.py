@@ -54,6 +54,7 @@ class KillableReplica:
         self._device = device
         self._answer = answer
         self._listener: Callable[[EngineReport], None] | None = None
+        self.hung = False
         self.refusals: list[BrosError] = []
         self.errors: list[RequestOutput] = []
         self.lives = 0

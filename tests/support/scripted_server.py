@@ -86,7 +86,7 @@ class ScriptedEngine:
     `death`; `fail_after`, after which requests whose id ends with `fails` end with an error, one
     that may be tried again after `retry_after_s` if that is not None; `relegates`, the end of ids
     that are served as best-effort; `step_s`, by which each token moves the clock; `cached_tokens`;
-    `figures`, its statistics; `traces` by request id; `alive`; `num_lost`.
+    `figures`, its statistics; `traces` by request id; `alive`; `num_lost`, `num_hung`.
     ended: ids of what was answered in full.
     """
 
@@ -110,7 +110,8 @@ class ScriptedEngine:
         self.traces: dict[str, RequestTrace] = {}
         self.cached_tokens = 0
         self.alive = True
-        self.num_lost = 0
+        self.num_lost = self.num_hung = 0
+        self.hung = False
         self.submitted: list[EngineRequest] = []
         self.aborted: list[str] = []
         self.ended: list[str] = []

@@ -103,14 +103,14 @@ async def test_a_step_that_hangs_is_noticed_and_the_engine_replaced(
     client: HangingEngineClient, token: int, reason: str
 ) -> None:
     await warm(client)
-    pid, num_lost = client.pid, client.num_lost
+    pid, num_lost, num_hung = client.pid, client.num_lost, client.num_hung
     error = await lost(client, prompting("hangs", token))
     assert reason in str(error)
     if found := re.search(r"after (\S+) s; (\S+) s were expected", str(error)):
         limit_s = max(1.25, 20 * float(found[2]))  # of time in which it has not waited for a core
         assert 0.9 * limit_s <= float(found[1]) <= 1.2 * limit_s + 0.25
     await works(client, pid)
-    assert client.num_lost == num_lost + 1
+    assert (client.num_lost, client.num_hung) == (num_lost + 1, num_hung + 1)
 
 
 async def test_a_stopped_engine_is_noticed_and_replaced(client: HangingEngineClient) -> None:

@@ -155,7 +155,8 @@ class ValueWaiter:
         """Raises SessionLimitError or TenantLimitError if no further client may wait."""
         self._accounts.check(tenant, Resource.WAITS)
         if self._count >= self._settings.max_waiting:
-            raise SessionLimitError(f"{self._count} requests already wait for values.", 1.0)
+            requests = "request already waits" if self._count == 1 else "requests already wait"
+            raise SessionLimitError(f"{self._count} {requests} for values.", 1.0)
 
     async def value(
         self, session: ServedSession, variable: Variable, timeout_s: float | None

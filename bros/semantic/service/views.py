@@ -108,7 +108,7 @@ def _summary(session: ServedSession, now: float) -> dict[str, Any]:
         "expires_in_s": None if expires_s is None else round(max(0.0, expires_s - now), 3),
         "ttl_s": session.ttl_s,
         "criteria": session.criteria,
-        "tenant": session.scope,
+        "tenant": session.scope or None,
         "sharing": session.shared_with,
         "metadata": dict(session.metadata),
     }

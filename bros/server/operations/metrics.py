@@ -225,17 +225,20 @@ class EngineCollector(Collector):
 
     def __init__(self) -> None:
         self.stats: EngineStats | None = None
-        self.num_lost = 0
+        self.num_lost = self.num_hung = 0
 
     def collect(self) -> Iterator[Metric]:
         stats = self.stats
         up = stats is not None
         yield GaugeMetricFamily("bros_engine_up", "1 if the engine answers", value=up)
-        yield CounterMetricFamily(
-            "bros_engine_lost",
-            "How often an engine ended without having been told to, or hung. Each time its open "
-            "requests failed or continued on another replica; the log has the reason",
-            self.num_lost,
+        yield _family(
+            CounterMetricFamily,
+            "engine_lost",
+            "How often an engine ended without having been told to (exit), or made no progress for "
+            "--hang-timeout (hang). Each time its open requests failed or continued on another "
+            "replica; the log has the reason",
+            ("cause",),
+            [(("exit",), self.num_lost - self.num_hung), (("hang",), self.num_hung)],
         )
         if stats is None:
             return
@@ -523,8 +526,9 @@ class TenantCollector(Collector):
         yield _family(
             CounterMetricFamily,
             "tenant_refusals",
-            "Requests answered with 429 because of a limit of their tenant. If it rises, raise the "
-            "limit in the file of --api-keys, or talk to the tenant",
+            "Requests refused because of a limit of their tenant, with 429, or with 400 if one "
+            "alone exceeds it. If it rises, raise the limit in the file of --api-keys, or talk to the "
+            "tenant",
             labels,
             [((each.tenant, each.resource), each.refused) for each in self.figures],
         )
@@ -651,6 +655,7 @@ class ServerMetrics:
         router: RouterClient | None = None,
         loop_tasks: int = 0,
         engines_lost: int = 0,
+        engines_hung: int = 0,
         tenants: Sequence[TenantFigure] = (),
     ) -> bytes:
         """All metrics in Prometheus' text format.
@@ -660,10 +665,12 @@ class ServerMetrics:
         router: None with a single engine.
         loop_tasks: tasks of the event loop.
         engines_lost: how often an engine was lost.
+        engines_hung: how often because it hung.
         tenants: what is held for them.
         """
         self._loop_tasks.set(loop_tasks)
-        self._engine.stats, self._engine.num_lost = stats, engines_lost
+        self._engine.stats = stats
+        self._engine.num_lost, self._engine.num_hung = engines_lost, engines_hung
         self._batches.figures = batches
         self._sessions.figures = sessions
         self._replicas.router = router

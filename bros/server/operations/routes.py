@@ -90,6 +90,7 @@ async def metrics(request: Request) -> Response:
             state.replicas,
             len(asyncio.all_tasks()),
             state.engine.num_lost,
+            state.engine.num_hung,
             _shown_tenants(state, stored),
         ),
         headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4},
