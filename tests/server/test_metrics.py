@@ -184,7 +184,7 @@ def test_every_metric_is_described_once_and_labels_are_few() -> None:
         assert family.documentation, family.name
         assert family.type in ("counter", "gauge", "histogram"), family.name
     labels = {label for family in found for sample in family.samples for label in sample.labels}
-    assert labels <= {"class", "objective", "le"}
+    assert labels <= {"class", "objective", "le", "cause"}
 
 
 def test_an_engine_that_reports_nothing_yet_is_shown_with_zeros() -> None:

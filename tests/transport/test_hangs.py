@@ -114,12 +114,13 @@ async def test_a_step_that_hangs_is_noticed_and_the_engine_replaced(
 
 
 async def test_a_stopped_engine_is_noticed_and_replaced(client: HangingEngineClient) -> None:
-    pid = client.pid
+    pid, num_hung = client.pid, client.num_hung
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     error = await lost(client, ask("open"))
     assert "has not answered" in str(error)
     await works(client, pid)
+    assert client.num_hung == num_hung + 1
 
 
 async def test_steps_ten_times_slower_than_usual_go_on(client: HangingEngineClient) -> None:
