@@ -64,6 +64,15 @@ async def test_a_stream_continues_on_another_replica_where_it_was(group: Group) 
 
 
 @in_group
+async def test_replicas_that_hang_are_counted_apart_from_those_that_end(group: Group) -> None:
+    for engine, hung in zip(group.engines, (True, False), strict=True):
+        engine.die()
+        engine.hung = hung
+    await asyncio.sleep(1.0)
+    assert (group.client.num_lost, group.client.num_hung) == (2, 1)
+
+
+@in_group
 async def test_a_request_without_a_seed_continues_as_it_began(group: Group) -> None:
     drawn = ask(sampling=SamplingParams(temperature=1, max_tokens=30, min_tokens=30))
     reading = asyncio.create_task(collect(group.client, drawn))
