@@ -62,7 +62,7 @@ serve: $(INSTALLED) ## start the server on port 8000 with the embedded model
 # tests/conftest.py decides which tests run on the same worker.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
 
-test: $(TEST_INSTALLED) ## run the fast test tier, 6 to 10 min
+test: $(TEST_INSTALLED) ## run the fast test tier, 6 min
 	$(PYTEST) --session-timeout=$(TEST_TIMEOUT) $(ARGS)
 
 test-long: $(TEST_INSTALLED) ## run all tests with larger budgets and new random seeds, 2 h

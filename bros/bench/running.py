@@ -232,8 +232,8 @@ SAMPLED = {
     "bros_engine_steps_total": "steps",
     "bros_engine_step_seconds_total": "step_seconds",
     "bros_engine_step_predicted_seconds_total": "predicted_seconds",
-    "bros_engine_steps_abandoned_total": "abandoned_steps",
-    "bros_be_tax_seconds_total": "be_tax_seconds",
+    "bros_engine_steps_aborted_total": "aborted_steps",
+    "bros_be_added_seconds_total": "be_added_seconds",
 }
 """Prometheus sample -> short name."""
 

@@ -396,7 +396,8 @@ def _close_bounds(schema: dict[str, Any]) -> None:
 
     As text 2.00000000000000001 is above 2, but it is read as 2.0. Also, the compiler lets 1 pass as
     above 1 if the other bound is 1.5. The new bound is a few floats away, not one: the compiler
-    takes a bound that is one float from an integer for that integer. So is an inclusive one.
+    takes a bound that is one float from an integer for that integer. Inclusive bounds that close to
+    an integer are moved as well.
     """
     for name, inclusive, sign, nearest in (
         ("exclusiveMinimum", "minimum", 1, max),

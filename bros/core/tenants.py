@@ -1,6 +1,6 @@
 """What the server holds for each tenant, and the limits of that.
 
-    hold, count ──▶ QuotaHold ── resize ──▶ release    its owner releases it, at whatever end
+    hold, count ──▶ QuotaHold ── resize ──▶ release    its owner releases it, however the work ends
                         │
                         └── counts until then in `used` of its tenant and resource
 

@@ -378,7 +378,8 @@ class _Split(NamedTuple):
 
     members: replica -> the members that it gets.
     done_s: when the last one is done.
-    others_s: what others lose while all replicas but one compute the common prefix again.
+    others_s: weighted seconds that other requests wait while all replicas but one compute the
+        common prefix again.
     """
 
     members: dict[Replica, list[RoutingQuery]]
@@ -387,7 +388,7 @@ class _Split(NamedTuple):
 
 
 def _cost_s(splits: Sequence[_Split]) -> float:
-    """When the last group is done, and what others lose."""
+    """When the last group is done, and for how long others wait."""
     return max(split.done_s for split in splits) + sum(split.others_s for split in splits)
 
 
@@ -447,46 +448,48 @@ class _WorkBefore:
 def _plan(state: RouterState, groups: Sequence[QueryGroup], limit: int) -> list[_Split]:
     """A split of each group over at most `limit` replicas; the one with most work comes first."""
     first = groups[0].queries[0]
-    ahead = {}
+    work_before = {}
     for replica in first.candidates:
         open_s = state.open_s(replica, first.service_class)
         queue_s = state.queue_s(replica, first.service_class)
-        ahead[replica] = _WorkBefore(queue_s, open_s - queue_s, replica.open_work.num_requests)
+        work_before[replica] = _WorkBefore(
+            queue_s, open_s - queue_s, replica.open_work.num_requests
+        )
     found = []
     for group in sorted(
         groups, key=lambda group: _work_s(group, first.candidates[0]), reverse=True
     ):
-        split = _split(group, ahead, limit)
+        split = _split(group, work_before, limit)
         for replica, queries in split.members.items():
-            own = [group.member_work(query, replica, len(queries)) for query in queries]
-            ahead[replica].prefill_s += group.common_s(replica) + sum(
-                each.prefill_s for each in own
+            work = [group.member_work(query, replica, len(queries)) for query in queries]
+            work_before[replica].prefill_s += group.common_s(replica) + sum(
+                each.prefill_s for each in work
             )
-            ahead[replica].decode_s += sum(each.decode_s for each in own)
-            ahead[replica].rows += len(queries)
+            work_before[replica].decode_s += sum(each.decode_s for each in work)
+            work_before[replica].rows += len(queries)
         found.append(split)
     return found
 
 
 def _work_s(group: QueryGroup, replica: Replica) -> float:
     rows = len(group.queries)
-    own_s = sum(group.member_work_s(query, replica, rows) for query in group.queries)
-    return group.common_s(replica) + own_s
+    work_s = sum(group.member_work_s(query, replica, rows) for query in group.queries)
+    return group.common_s(replica) + work_s
 
 
-def _split(group: QueryGroup, ahead: Mapping[Replica, _WorkBefore], limit: int) -> _Split:
+def _split(group: QueryGroup, work_before: Mapping[Replica, _WorkBefore], limit: int) -> _Split:
     """The cheapest split of a group over those that can start it soonest.
 
-    ahead: by candidate. limit: most replicas, unless it does not fit.
+    work_before: by candidate. limit: most replicas, unless it does not fit.
     """
     begin_s = {
         replica: before.delay_s(replica, group) + group.common_s(replica)
-        for replica, before in ahead.items()
+        for replica, before in work_before.items()
     }
     order = sorted(begin_s, key=begin_s.__getitem__)
-    best, num = _assign(group, order[:1], begin_s, ahead), 1
+    best, num = _assign(group, order[:1], begin_s, work_before), 1
     for count in range(2, min(len(order), len(group.queries)) + 1):
-        split = _assign(group, order[:count], begin_s, ahead)
+        split = _assign(group, order[:count], begin_s, work_before)
         cheaper = _cost_s([split]) < _cost_s([best])
         if (count <= limit and cheaper) or not group.fits(order[count - 1], num):
             best, num = split, count
@@ -497,17 +500,17 @@ def _assign(
     group: QueryGroup,
     replicas: Sequence[Replica],
     begin_s: Mapping[Replica, float],
-    ahead: Mapping[Replica, _WorkBefore],
+    work_before: Mapping[Replica, _WorkBefore],
 ) -> _Split:
     """Split the members, sorted by tokens, into runs, one per replica, that are done at about the
     same time."""
     queries = sorted(group.queries, key=_token_bytes)
     rows = -(-len(queries) // len(replicas))
-    own_s = [group.member_work_s(query, replicas[0], rows) for query in queries]
-    done_s = (sum(own_s) + sum(begin_s[replica] for replica in replicas)) / len(replicas)
+    work_s = [group.member_work_s(query, replicas[0], rows) for query in queries]
+    done_s = (sum(work_s) + sum(begin_s[replica] for replica in replicas)) / len(replicas)
     members: dict[Replica, list[RoutingQuery]] = {replica: [] for replica in replicas}
     index, until_s, passed_s = 0, max(0.0, done_s - begin_s[replicas[0]]), 0.0
-    for query, seconds in zip(queries, own_s, strict=True):
+    for query, seconds in zip(queries, work_s, strict=True):
         while passed_s + seconds / 2 >= until_s and index < len(replicas) - 1:
             index += 1
             until_s += max(0.0, done_s - begin_s[replicas[index]])
@@ -519,7 +522,7 @@ def _assign(
         + sum(group.member_work_s(query, replica, len(queries)) for query in queries)
         for replica, queries in members.items()
     ]
-    again_s = [ahead[replica].weight * group.common_s(replica) for replica in members]
+    again_s = [work_before[replica].weight * group.common_s(replica) for replica in members]
     return _Split(members, max(ends_s), sum(again_s) - min(again_s))
 
 

@@ -66,11 +66,11 @@ def update_forest(forest: Forest, replica: Replica, report: EngineReport) -> Non
         replica.digest_version = report.version
         _apply_digest(forest, replica, report)
         return
-    for request_id, kept in report.cached_prefixes:
+    for request_id, num_cached in report.cached_prefixes:
         origin = replica.origins.get(request_id)
         if origin is not None and origin.version < report.version:
             origin.version = report.version
-            _apply_cached_prefix(forest, replica, request_id, origin, kept)
+            _apply_cached_prefix(forest, replica, request_id, origin, num_cached)
 
 
 def _apply_cached_prefix(
@@ -101,7 +101,9 @@ def _apply_digest(forest: Forest, replica: Replica, report: EngineReport) -> Non
     everything else as evicted."""
     number, origins = replica.number, replica.origins
     named = {
-        request_id: kept for request_id, kept in report.cached_prefixes if request_id in origins
+        request_id: num_cached
+        for request_id, num_cached in report.cached_prefixes
+        if request_id in origins
     }
     for request_id in named:
         origin = origins[request_id]

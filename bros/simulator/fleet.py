@@ -414,7 +414,7 @@ def _class_report(records: Sequence[FleetRecord], slo: Slo | None) -> FleetClass
 
 
 def _judged(record: FleetRecord, slo: Slo) -> Judged:
-    """A simulation ends when all requests have: one that has not finished was lost."""
+    """The simulation runs until every request has ended, so one that has not finished was lost."""
     times_s: tuple[float, ...] = ()
     if record.finished:
         assert record.first_s is not None and record.last_s is not None, "the request has tokens"

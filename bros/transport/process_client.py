@@ -177,7 +177,7 @@ class SupervisedClient(MessageClient, ABC):
             except Exception as error:  # no folder, no socket or no process
                 reason = f"The engine could not be started: {error}"
             if not self._failure:
-                self._hung = False  # it ended without a word
+                self._hung = False  # it exited without reporting why
             self.on_death(reason)
             has_been_up = has_been_up or self._was_ready
             if self._restarting is not None:

@@ -182,7 +182,7 @@ def test_grammar_begins_behind_the_text_it_comes_after(compiler: Grammars) -> No
     assert END not in allowed(state) and len(allowed(state)) > 400
     follow(state, "some </ text </t")
     closing = [t for t in range(VOCAB) if ">" in text_of([t]) and t > END]
-    for token_id in closing:  # one that goes on behind it would have to be cut
+    for token_id in closing:  # one that extends past it would have to be cut
         goes_on = text_of([token_id]).startswith(">") and text_of([token_id]) != ">"
         assert state.constraint().allows(token_id) is not goes_on
     forced = state.advance(ids(">"), 99)

@@ -16,7 +16,7 @@ V, F, I = "violated", "full", "idle"  # noqa: E741
 def rows_after(batch: AdaptiveBatchSize, steps: Sequence[str]) -> list[int]:
     rows = []
     for what in steps:
-        batch.settle(violated=what == V, was_full=what != I)
+        batch.on_step_done(violated=what == V, was_full=what != I)
         rows.append(batch.rows)
     return rows
 
@@ -61,7 +61,7 @@ def test_bounds_always_hold_and_a_violation_always_shrinks(
     batch = AdaptiveBatchSize(initial, most, growth)
     for what in steps:
         before = batch.rows
-        batch.settle(violated=what == V, was_full=what != I)
+        batch.on_step_done(violated=what == V, was_full=what != I)
         assert min(initial, most) <= batch.rows <= most
         if what == V:
             smallest = min(initial, most)

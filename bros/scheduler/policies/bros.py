@@ -316,7 +316,7 @@ class AdaptiveBatchSize:
         self.rows = self._initial
         self.resets = 0
 
-    def settle(self, *, violated: bool, was_full: bool) -> None:
+    def on_step_done(self, *, violated: bool, was_full: bool) -> None:
         """Adapt `rows` after a step."""
         if violated:
             self._slow_start = False
@@ -517,7 +517,7 @@ class BrosPolicy:
         self._allowance_s = min(self._allowance_s + _ABORTED_SHARE * seconds, _MAX_ABORTED_S)
         weight = _TBAR_ALPHA if self._tbar_s else 1.0
         self._tbar_s += weight * (seconds - self._tbar_s)
-        self._batch.settle(violated=packing.violated, was_full=packing.full)
+        self._batch.on_step_done(violated=packing.violated, was_full=packing.full)
         if not be_waits and len(packing.selected) == packing.num_urgent:
             self._credit_s = 0.0
             return

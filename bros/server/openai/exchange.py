@@ -171,7 +171,7 @@ async def _generate(request: Request) -> Response:
         request, state.max_body_bytes, lambda fields: (fields, make(state, fields))
     )
     session_call = due_ms = None
-    # Nothing else can name a session.
+    # Only the metadata and these headers can name a session.
     if fields.get("metadata") or any(name in request.headers for name in SESSION_HEADERS):
         session_call = join(request, fields, call)
         due_ms = None if session_call is None else deadline_ms(fields)

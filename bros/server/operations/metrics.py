@@ -104,16 +104,16 @@ _ENGINE_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "the cost model. A large error means missed objectives or wasted capacity",
         ),
         "be_added_s": (
-            "be_tax_seconds",
+            "be_added_seconds",
             "Time that best-effort work added to steps with real-time requests. Divided by "
             "bros_engine_step_seconds: the cost of sharing. To reduce it, lower --rt-wait",
         ),
         "aborted_steps": (
-            "engine_steps_abandoned",
+            "engine_steps_aborted",
             "Steps aborted for a real-time request that arrived while they ran",
         ),
         "aborted_s": (
-            "engine_steps_abandoned_seconds",
+            "engine_steps_aborted_seconds",
             "Time spent in aborted steps. Divided by bros_engine_step_seconds: their cost. "
             "To reduce it, lower --rt-wait",
         ),
@@ -166,7 +166,7 @@ _CLASS_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "preemptions",
             "Preemptions of requests of this class. If it rises quickly, raise --kv-memory",
         ),
-        "kv_preempted": ("kv_tokens_taken", "Tokens whose KV memory was preempted"),
+        "kv_preempted": ("kv_tokens_preempted", "Tokens whose KV memory was preempted"),
         "kv_copied": (
             "kv_tokens_copied",
             "Preempted tokens that were copied to the host. The others had a copy already, or were "
