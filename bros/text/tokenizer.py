@@ -201,7 +201,7 @@ class TokenTable:
 
         None for an id outside the vocabulary: the next token is then still the first one.
         """
-        piece = self._tokenizer.id_to_token(token_id)
+        piece = self._piece(token_id)
         if piece is None:
             return None
         if token_id in self._controls:
@@ -214,7 +214,7 @@ class TokenTable:
         """The bytes of a token inside a text. Ids outside the vocabulary are empty."""
         found = self._bytes.get(token_id)
         if found is None:
-            piece, mark = self._tokenizer.id_to_token(token_id), self._continuation
+            piece, mark = self._piece(token_id), self._continuation
             if token_id in self._controls:
                 found = (CONTROL + (piece or "")).encode()
             elif piece is None:
@@ -225,6 +225,11 @@ class TokenTable:
                 found = self._separator + self._encode(piece)
             self._bytes[token_id] = found
         return found
+
+    def _piece(self, token_id: int) -> str | None:
+        """None for an id outside the vocabulary, where a Tokenizer has added _BREAK."""
+        piece: str | None = self._tokenizer.id_to_token(token_id)
+        return None if piece == _BREAK else piece
 
     def _text_of(self, token_id: int) -> str | None:
         try:

@@ -39,7 +39,7 @@ from support.tiny_tokenizer import tiny_tokenizer
 from support.toy_model import ToyModel
 
 SIZE, BLOCKS = 4, 100
-UNLUCKY = 777
+UNLUCKY = 0  # which the toy model never chooses
 """A prompt that ends with this gets no token."""
 TOKENIZER = tiny_tokenizer()
 
