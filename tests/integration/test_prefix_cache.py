@@ -161,7 +161,7 @@ def test_preempted_kv_of_a_best_effort_request_is_copied_and_restored(client: ht
     body = {"prompt": prompt_of(11, 200), "max_tokens": 200, "service_tier": "flex"}
     undisturbed = complete(client, **body, cache_salt="another")["choices"][0]["text"]
     names = [
-        f'bros_kv_tokens_{what}_total{{class="be"}}' for what in ("taken", "copied", "restored")
+        f'bros_kv_tokens_{what}_total{{class="be"}}' for what in ("preempted", "copied", "restored")
     ]
     before = [metric(client, name) for name in names]
     streamed = {**body, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -174,10 +174,10 @@ def test_preempted_kv_of_a_best_effort_request_is_copied_and_restored(client: ht
     assert events.pop() == "[DONE]"
     text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
     assert text == undisturbed
-    taken, copied, restored = (
+    preempted, copied, restored = (
         metric(client, name) - earlier for name, earlier in zip(names, before, strict=True)
     )
-    assert taken >= copied > 0 and restored > 0
+    assert preempted >= copied > 0 and restored > 0
     assert metric(client, 'bros_preemptions_total{class="be"}') > 0
 
 
