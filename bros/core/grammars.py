@@ -409,10 +409,15 @@ def _close_bounds(schema: dict[str, Any]) -> None:
             bounds.append(_moved(bound, sign))
             del schema[name]
         if _is_number(other):
-            off = abs(other - round(other))
-            bounds.append(_moved(other, sign) if 0 < off <= 2 * math.ulp(other) else other)
+            bounds.append(_moved(other, sign) if _is_next_to_integer(other) else other)
         if bounds:
             schema[inclusive] = nearest(bounds)
+
+
+def _is_next_to_integer(bound: float) -> bool:
+    if not abs(bound) < _CLOSED_BELOW:  # what JSON calls Infinity or NaN, too
+        return False
+    return 0 < abs(bound - round(bound)) <= 2 * math.ulp(bound)
 
 
 def _moved(bound: float, sign: int) -> float:

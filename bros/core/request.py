@@ -52,10 +52,10 @@ class FinishReason(enum.StrEnum):
 
 
 class Pooling(enum.StrEnum):
-    """Which hidden states of a text become its embedding: that of the last token, the mean of all,
-    or that of the first token.
+    """Which hidden states of a text are read, and as what.
 
-    SCORE: the one number of a model's score head.
+    LAST, MEAN, FIRST: as its embedding: of the last token, the mean of all, of the first token.
+    SCORE: as the one number of a model's score head.
     """
 
     LAST = "last"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -82,8 +83,13 @@ def test_exclusive_bounds_hold_for_what_a_program_reads() -> None:
     assert 2 < found["minimum"] < 2 + 1e-14 and 3 - 1e-14 < found["maximum"] < 3
     both = compiled({"exclusiveMinimum": 2, "minimum": 5, "exclusiveMaximum": True})
     assert both == {"minimum": 5, "exclusiveMaximum": True}
-    for same in ({"type": "integer", "exclusiveMinimum": 2}, {"exclusiveMinimum": 1e20}):
+    for same in (
+        {"type": "integer", "exclusiveMinimum": 2},
+        {"exclusiveMinimum": 1e20},
+        {"minimum": math.inf, "maximum": 10**400},  # the compiler refuses them
+    ):
         assert compiled(same) == same
+    assert math.isnan(compiled({"maximum": math.nan})["maximum"])
 
 
 def tagged(name: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 
 from bros.core.errors import ConfigError
 from bros.server.serve import bind, url_of
-from support.scripted_server import LiveServer, assert_envelope, events, live_server
+from support.scripted_server import LiveServer, ScriptedEngine, assert_envelope, events, live_server
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -43,6 +43,25 @@ def test_ipv6_addresses_are_bracketed() -> None:
         assert url_of(bound) == f"http://[::1]:{bound.getsockname()[1]}"
 
 
+def assert_shut_down(response: httpx.Response, stream: bool, engine: ScriptedEngine) -> None:
+    """The only open request was ended with the error of a server that stops."""
+    if stream:
+        assert response.status_code == 200
+        error = json.loads(events(response.text)[-1])["error"]
+    else:
+        error = assert_envelope(response, 503)
+    assert error["code"] == "server_shutting_down"
+    assert engine.aborted == [engine.submitted[0].request_id]
+
+
+async def interrupt_twice(caplog: pytest.LogCaptureFixture) -> None:
+    """The second SIGINT comes once the first one is logged."""
+    signal.raise_signal(signal.SIGINT)
+    while not caplog.messages:
+        await asyncio.sleep(0.01)
+    signal.raise_signal(signal.SIGINT)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_open_requests_are_told_when_the_server_stops(stream: bool) -> None:
     async with (
@@ -56,13 +75,7 @@ async def test_open_requests_are_told_when_the_server_stops(stream: bool) -> Non
         live.http.stop()
         response = await request
         await live.running
-    if stream:
-        assert response.status_code == 200
-        error = json.loads(events(response.text)[-1])["error"]
-    else:
-        error = assert_envelope(response, 503)
-    assert error["code"] == "server_shutting_down"
-    assert engine.aborted == [engine.submitted[0].request_id]
+    assert_shut_down(response, stream, engine)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -77,20 +90,11 @@ async def test_a_second_sigint_ends_open_requests_like_the_drain_timeout(
         engine.hold_after = 2
         request = asyncio.ensure_future(client.post(CHAT, json={**BODY, "stream": stream}))
         await engine.holding.wait()
-        signal.raise_signal(signal.SIGINT)
-        while not caplog.messages:
-            await asyncio.sleep(0.01)
-        signal.raise_signal(signal.SIGINT)
+        await interrupt_twice(caplog)
         async with asyncio.timeout(5):
             response = await request
             await live.running
-    if stream:
-        assert response.status_code == 200
-        error = json.loads(events(response.text)[-1])["error"]
-    else:
-        error = assert_envelope(response, 503)
-    assert error["code"] == "server_shutting_down"
-    assert engine.aborted == [engine.submitted[0].request_id]
+    assert_shut_down(response, stream, engine)
 
 
 async def test_a_second_sigint_does_not_wait_for_a_client_that_still_sends(
@@ -101,10 +105,7 @@ async def test_a_second_sigint_does_not_wait_for_a_client_that_still_sends(
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: 100\r\n\r\n{{".encode())
         await asyncio.sleep(0.2)  # until the server has its headers
-        signal.raise_signal(signal.SIGINT)
-        while not caplog.messages:
-            await asyncio.sleep(0.01)
-        signal.raise_signal(signal.SIGINT)
+        await interrupt_twice(caplog)
         async with asyncio.timeout(5):
             await live.running
         writer.close()

@@ -7,21 +7,10 @@ import dataclasses
 import pytest
 
 from bros.core.config import EngineConfig
-from bros.core.interfaces import EngineInfo
 from bros.server.build import small_context
+from support.scheduling import engine_info
 
-INFO = EngineInfo(
-    model="m",
-    weights="fp32",
-    kernels="portable",
-    kv_dtype="fp32",
-    device="cpu",
-    max_model_len=32,
-    vocab_size=100,
-    block_size=16,
-    num_kv_blocks=2,
-    policy="bros",
-)
+INFO = engine_info(blocks=2, block_size=16, max_model_len=32)
 
 
 @pytest.mark.parametrize(
