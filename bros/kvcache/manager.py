@@ -234,16 +234,14 @@ class KvCacheManager:
         Returns what `append` does, of these requests in order. The next one, if there is any, needs
         `append`, which may need a block; with 16 tokens in a block, 15 of 16 decode rows do not.
         """
-        by_id, grow = self._by_id, self._stacks.grow
+        by_id, extend = self._by_id, self._allocator.extend
         places = []
         for index in range(first, len(request_ids)):
             holding = by_id.get(request_ids[index])
-            if holding is None or holding.missing or holding.tail < 0:
+            grown = None if holding is None or holding.missing else extend(holding, 1)
+            if grown is None:
                 break
-            slots = grow(holding.tail, holding.side, 1)
-            if slots is None:
-                break
-            places.append((holding.grow(1), slots))
+            places.append(grown)
         return places
 
     def truncate(self, request_id: str, num_tokens: int) -> None:
