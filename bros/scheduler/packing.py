@@ -40,6 +40,7 @@ class Candidate(Protocol):
     num_missing: cached tokens that must be restored first.
     samples: False if it is prefill-only.
     early: it is an early prefill, see Hints.
+    in_group: it is a member of a task group, so its first token is not waited for.
     running: it holds KV memory.
     deadline_s: when the next sampled token is due.
     late: the token has missed a deadline already, and was counted as a violation.
@@ -59,6 +60,9 @@ class Candidate(Protocol):
 
     @property
     def early(self) -> bool: ...
+
+    @property
+    def in_group(self) -> bool: ...
 
     @property
     def running(self) -> bool: ...
@@ -660,7 +664,7 @@ class _Packer(Generic[C]):
         hopeless = finish_s > due_s * self._safety_factor
         can_wait = hopeless or self._has_time(candidate, due_s)
         if num_tokens > 0 and can_wait and not self._rules.early_return:
-            # It is late anyway, or has much time: it must not make others late.
+            # It is late anyway, or has time: it must not make others late.
             limit_s = min(self._limit_s, self._bounds.best_effort_s)
             num_tokens = self._chunk_within(candidate, limit_s)
             if num_tokens == 0 and not (hopeless and self.packing.selected):
@@ -675,7 +679,14 @@ class _Packer(Generic[C]):
         return refused
 
     def _has_time(self, candidate: C, due_s: float) -> bool:
-        """Whether it is due so late that small chunks will do, even if others arrive meanwhile."""
+        """Whether small chunks will do, even if others arrive meanwhile: it is due very late, or it
+        is a member of a task group, of which only the end of the last member counts.
+
+        Steps as long as the prompts of a whole group made 3.8 instead of 2.7 % of the chats beside
+        it late, and the group ended no earlier (docs/decisions/0012).
+        """
+        if candidate.in_group:
+            return True
         if due_s <= _PATIENT_STEPS * self._bounds.best_effort_s:
             return False
         tokens, context = candidate.remaining, candidate.num_computed_tokens

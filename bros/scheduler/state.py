@@ -67,6 +67,7 @@ class RequestState:
     read_end: one more than the last position to read; 0 if none is.
     stop_rule: where its output may end, for its grammar; None without a grammar or an EOS token.
     early: it is an early prefill, see Hints.
+    in_group: it is a member of a task group, see Hints.
     grammar: how far its output has got in its grammar; None without one, see `follow`.
     unsent: the first tokens of the output, which the grammar forced before any was sampled. They
         are computed with the prompt, and sent with the first sampled token.
@@ -80,6 +81,7 @@ class RequestState:
         "early",
         "grammar",
         "ignored_step",
+        "in_group",
         "late",
         "match",
         "max_length",
@@ -124,6 +126,7 @@ class RequestState:
         params = request.sampling
         self.request = request
         self.samples = request.samples
+        self.in_group = request.hints.group is not None
         self.early = request.prefill_only and request.hints.early
         self.needs_history = self.samples and params.needs_history
         self.request_id = request.request_id

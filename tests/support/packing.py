@@ -29,6 +29,7 @@ class Item:
     num_missing: int = 0
     samples: bool = True
     early: bool = False
+    in_group: bool = False
 
     @property
     def running(self) -> bool:
@@ -212,9 +213,12 @@ def check_deadlines(packing: Packing[Item], bounds: Bounds, now: float) -> None:
 
 
 def has_time(item: Item, due_s: float, bounds: Bounds) -> bool:
-    """Due so late that its prompt need not make a step longer than best-effort work may."""
+    """Its prompt need not make a step longer than best-effort work may: it is due late enough, or
+    only the end of its group counts."""
+    if bounds.rules.early_return:
+        return False
     alone_s = seconds([(item, item.remaining)]) / SAFETY
-    return due_s > max(5 * bounds.best_effort_s, 4 * alone_s) and not bounds.rules.early_return
+    return item.in_group or due_s > max(5 * bounds.best_effort_s, 4 * alone_s)
 
 
 def largest_chunk(item: Item, before: Chosen, left: int, limit_s: float) -> int | None:
