@@ -95,11 +95,13 @@ class RouterClient:
 
     @property
     def num_lost(self) -> int:
-        return sum(status.lost for status in self.replicas())
+        lost = sum(status.lost for status in self.replicas())
+        return self._replica_set.removed_lost + lost
 
     @property
     def num_hung(self) -> int:
-        return sum(replica.hung for replica in self._replicas)
+        hung = sum(replica.hung for replica in self._replicas)
+        return self._replica_set.removed_hung + hung
 
     @property
     def available(self) -> bool:

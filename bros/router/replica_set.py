@@ -443,6 +443,7 @@ class ReplicaSet:
 
     on_up: called when a replica that accepts requests has come up.
     removed_stats: counters of replicas that were removed.
+    removed_lost, removed_hung: the same of their `lost` and `hung`.
     """
 
     def __init__(self, fleet: Fleet, clock: Clock) -> None:
@@ -452,6 +453,7 @@ class ReplicaSet:
         self._fleet = fleet
         self._clock = clock
         self.removed_stats = EngineStats()
+        self.removed_lost = self.removed_hung = 0
         self._added = 0
         self._by_fleet_id: dict[int, ReplicaHandle] = {}
         self._arrivals: list[tuple[RoutedRequest, Collection[ReplicaHandle]]] = []
@@ -520,6 +522,8 @@ class ReplicaSet:
         replica.gone = True  # so that its reports are ignored
         self.mark_down(replica)
         self.removed_stats = total_stats((), [self.removed_stats, replica.stats_before])
+        self.removed_lost += replica.lost
+        self.removed_hung += replica.hung
         del self.replicas[replica.number]
 
     def set_draining(self, replica: ReplicaHandle, draining: bool) -> None:

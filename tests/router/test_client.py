@@ -70,6 +70,9 @@ async def test_replicas_that_hang_are_counted_apart_from_those_that_end(group: G
         engine.hung = hung
     await asyncio.sleep(1.0)
     assert (group.client.num_lost, group.client.num_hung) == (2, 1)
+    group.client.remove(0)
+    await group.engines[0].close()
+    assert (group.client.num_lost, group.client.num_hung) == (2, 1), "counters never fall"
 
 
 @in_group
