@@ -66,11 +66,11 @@ class Job:
         assert content.endswith(b"\n")
         return [json.loads(line) for line in content.splitlines()]
 
-    def respond(self, number: int) -> str:
-        """Begin a background response; returns its id."""
-        body = {"input": f"The number {number} is", "background": True, "ignore_eos": True}
+    def respond(self, number: int, *, background: bool = True) -> dict[str, Any]:
+        """A response, which has only begun if it is in the background."""
+        body = {"input": f"The number {number} is", "background": background, "ignore_eos": True}
         limits = {"max_output_tokens": TOKENS, "seed": number, "temperature": 1.0}
-        return str(self._post("/v1/responses", json=body | limits)["id"])
+        return self._post("/v1/responses", json=body | limits)
 
     def ended(self, response_ids: list[str]) -> dict[str, dict[str, Any]]:
         """Those of the responses that have ended."""
@@ -95,6 +95,10 @@ class Job:
         assert reply.status_code == 200, reply.text
         found: dict[str, Any] = reply.json()
         return found
+
+
+def text_of(response: dict[str, Any]) -> str:
+    return str(response["output"][0]["content"][0]["text"])
 
 
 def row(number: int) -> dict[str, Any]:
@@ -206,7 +210,7 @@ def test_background_responses_outlive_their_server(tmp_path: Path) -> None:
     """Killed while some run and others are queued. Each is answered once, and stays as it is."""
     job = Job([*options(tmp_path), "--batch-lease", str(LEASE_S)])
     with job.ends:
-        begun = [job.respond(number) for number in range(RESPONSES)]
+        begun = [str(job.respond(number)["id"]) for number in range(RESPONSES)]
         wait_until(lambda: any(job.ended(begun)), 60, "some are done")
         before = job.ended(begun)
         assert len(before) < RESPONSES
@@ -217,7 +221,8 @@ def test_background_responses_outlive_their_server(tmp_path: Path) -> None:
         assert all(after[name] == found for name, found in before.items())
         assert {found["status"] for found in after.values()} == {"incomplete"}
         assert {found["usage"]["output_tokens"] for found in after.values()} == {TOKENS}
-        texts = {found["output"][0]["content"][0]["text"] for found in after.values()}
-        assert len(texts) == RESPONSES
+        for number in (0, 1, RESPONSES // 2, RESPONSES - 1):
+            at_once = job.respond(number, background=False)
+            assert text_of(after[begun[number]]) == text_of(at_once)
         wait(job.server, 2 * LEASE_S)
         assert job.ended(begun) == after

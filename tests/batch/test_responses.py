@@ -226,7 +226,7 @@ class Model:
             f"r{self.count}",
             previous,
             status=status,
-            expires_at=int(self.now) + 1000,
+            expires_at=int(self.now) + 100,
             deadline_at=self.now + self.rng.randint(5, 60),
         )
         self.responses.put(new)
@@ -281,9 +281,12 @@ class Model:
     def wait(self) -> None:
         self.now += self.rng.choice((1.0, 4.0, 11.0))
         self.responses.fail_overdue(self.now)
+        self.responses.sweep(self.now)
         for one in list(self.kept.values()):
             if self.is_open(one.id) and (one.deadline_at or 0.0) <= self.now:
                 self.end(one.id, ResponseStatus.FAILED)
+            if one.expires_at <= self.now:
+                del self.kept[one.id]
 
 
 def test_it_keeps_what_a_model_of_it_keeps(responses: ResponseStore) -> None:
