@@ -24,7 +24,7 @@ from support.tier import by_tier, seed
 from support.tiny_models import save_tiny_llama
 from support.tiny_tokenizer import save_tokenizer
 
-SCHEMAS, ROWS = by_tier(fast=10, long=200), by_tier(fast=2, long=8)
+SCHEMAS, ROWS = by_tier(fast=10, long=100), by_tier(fast=2, long=4)
 MAX_TOKENS = by_tier(fast=60, long=120)
 
 
@@ -43,7 +43,12 @@ def serve(folder: Path, work: Any, **options: Any) -> Any:
 
     async def run() -> Any:
         config = EngineConfig(
-            model=str(folder), kernels="reference", threads=1, weights="fp32", **options
+            model=str(folder),
+            kernels="reference",
+            threads=1,
+            weights="fp32",
+            max_queue=3 * SCHEMAS * ROWS,
+            **options,
         )
         async with open_local(config, folder / "cache") as local:
             return await work(local)
