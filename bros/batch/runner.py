@@ -82,6 +82,11 @@ class RowLimiter:
         self._limit = value
         self._admit()
 
+    @property
+    def waiting(self) -> int:
+        """How many wait for admission: at most one row per batch, and background responses."""
+        return sum(not admitted.done() for _, _, admitted in self._waiting)
+
     async def acquire(self, key: Any) -> None:
         """Wait for admission. Keys must be comparable; equal keys are admitted in FIFO order."""
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()

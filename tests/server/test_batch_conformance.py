@@ -390,9 +390,7 @@ async def test_earlier_windows_go_first(server: BatchServer) -> None:
     late = await server.submit(*(row(i, "late") for i in range(100)))
     await until(lambda: server.engine.waiting == 16)
     soon = await server.submit(*(row(i, "soon") for i in range(10)), completion_window="1h")
-    await server.wait(soon, "in_progress")
-    for _ in range(10):  # until its rows queue for their turn
-        await server.client.batches.retrieve(soon.id)
+    await until(lambda: server.runner.context.limiter.waiting == 2)  # the next row of each
     server.engine.go_on.set()
     await server.wait(soon)
     assert (await server.wait(late)).request_counts == counts(100, 100, 0)

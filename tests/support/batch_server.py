@@ -15,6 +15,7 @@ import httpx
 import openai
 from openai.types import Batch, BatchRequestCounts, FileObject
 
+from bros.batch.runner import BatchRunner
 from bros.batch.store import Store, open_store
 from bros.core.clock import ManualClock
 from bros.core.errors import EngineDeadError
@@ -109,10 +110,14 @@ class BatchServer:
     def clock(self) -> ManualClock:
         return self.live.server.clock
 
+    @property
+    def runner(self) -> BatchRunner:
+        assert self.live.server.state.jobs is not None
+        return self.live.server.state.jobs.runner
+
     def wake(self) -> None:
         """Let it look at once for what others have done."""
-        assert self.live.server.state.jobs is not None
-        self.live.server.state.jobs.runner.wake()
+        self.runner.wake()
 
     async def upload(self, content: bytes, **fields: Any) -> FileObject:
         fields = {"purpose": "batch", "file": ("rows.jsonl", content), **fields}
