@@ -148,8 +148,8 @@ async def _answer(local: LocalEngine, schema: Any, number: int) -> Sequence[Any]
 class WithoutForcing(Grammars):
     """Grammars that leave forced tokens to the sampler."""
 
-    def state(self, grammar: Grammar, stops: StopRule) -> GrammarState:
-        return _Sampled(super().state(grammar, stops))
+    def state(self, grammar: Grammar, stops: StopRule, tenant: str = "") -> GrammarState:
+        return _Sampled(super().state(grammar, stops, tenant))
 
 
 class _Sampled:

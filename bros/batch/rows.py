@@ -75,8 +75,8 @@ class RowReply:
 class RowHandler(Protocol):
     """Runs rows on the engine. Implemented by server/batches/rows.py, and by tests."""
 
-    def check(self, endpoint: str, body: dict[str, Any]) -> RowFacts:
-        """Validate a body; called on any thread.
+    def check(self, tenant: str, endpoint: str, body: dict[str, Any]) -> RowFacts:
+        """Validate a body of a tenant; called on any thread.
 
         Raises InvalidRequestError or NotFoundError naming the field.
         """
@@ -303,6 +303,9 @@ class CheckedInput:
     tokens: int = 0
 
 
+_Check = Callable[[str, dict[str, Any]], RowFacts]
+
+
 @dataclass(slots=True)
 class _Scan:
     """What was found up to a line.
@@ -322,7 +325,7 @@ def check_input(
     path: Path,
     digest: str,
     endpoint: str,
-    handler: RowHandler,
+    check: _Check,
     *,
     group: bool = True,
     should_continue: Callable[[], bool] = lambda: True,
@@ -330,6 +333,7 @@ def check_input(
     """Validate an input file. Blocking; for a worker thread.
 
     digest: the expected SHA-256 of the content.
+    check: RowHandler.check for the tenant, given the endpoint and a body.
     group: order rows with a common prefix next to each other.
     should_continue: called repeatedly; once it returns False, the result is empty.
     """
@@ -342,7 +346,7 @@ def check_input(
             for number, offset, line in _lines(file):
                 if number % _LINES_PER_POLL == 0 and not should_continue():
                     return CheckedInput(())
-                if not _check_line(scan, number, offset, line, endpoint, handler):
+                if not _check_line(scan, number, offset, line, endpoint, check):
                     break
     except FileNotFoundError:
         message = "The content of the input file has been deleted."
@@ -368,7 +372,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _check_line(
-    scan: _Scan, number: int, offset: int, line: bytes, endpoint: str, handler: RowHandler
+    scan: _Scan, number: int, offset: int, line: bytes, endpoint: str, check: _Check
 ) -> bool:
     """Add a line's row or error to the scan; returns whether to read the next line."""
     continues = False
@@ -381,7 +385,7 @@ def _check_line(
         error = BadRowError("too_many_requests", f"A batch has at most {MAX_ROWS} requests.")
     else:
         try:
-            _add_row(scan, number, offset, line, endpoint, handler)
+            _add_row(scan, number, offset, line, endpoint, check)
             return True
         except BadRowError as bad_row:
             error, continues = bad_row, len(scan.errors) + 1 < MAX_ERRORS
@@ -390,12 +394,12 @@ def _check_line(
 
 
 def _add_row(
-    scan: _Scan, number: int, offset: int, line: bytes, endpoint: str, handler: RowHandler
+    scan: _Scan, number: int, offset: int, line: bytes, endpoint: str, check: _Check
 ) -> None:
     """Raises BadRowError."""
     row = parse_row(line, endpoint)
     try:
-        facts = handler.check(endpoint, row.body)
+        facts = check(endpoint, row.body)
     except InvalidRequestError as error:
         code = error.code or "invalid_value"
         raise BadRowError(code, error.message, _in_body(error.param)) from None

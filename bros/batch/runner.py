@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import functools
 import heapq
 import itertools
 import logging
@@ -392,7 +393,7 @@ class Job:
                 context.files.bodies.path(batch.input_digest),
                 batch.input_digest,
                 batch.endpoint,
-                context.handler,
+                functools.partial(context.handler.check, batch.tenant),
                 group=context.settings.group_prefixes,
                 should_continue=lambda: not self._stopped.done(),
             )

@@ -9,11 +9,12 @@ jobs of tenant C ─┘   least used    └─▶ slot (a thread)
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
+
+from bros.core.clock import thread_cpu_s
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -65,14 +66,21 @@ class FairQueue(Generic[T]):
             known.waiting.remove(job)
             self._forget_idle()
 
-    def start(self) -> tuple[str, T] | None:
-        """Start the next job; returns it with its tenant. None: none may start now."""
+    def waiting(self) -> list[str]:
+        """The tenants that have waiting jobs."""
+        return [tenant for tenant, known in self._tenants.items() if known.waiting]
+
+    def start(self, may_start: Callable[[str], bool] = lambda tenant: True) -> tuple[str, T] | None:
+        """Start the next job; returns it with its tenant. None: none may start now.
+
+        may_start: whether a tenant may start a job now, apart from slots.
+        """
         if self._running == self._slots:
             return None
         ready = [
             (known.used_s, tenant)
             for tenant, known in self._tenants.items()
-            if known.waiting and known.running < self._per_tenant
+            if known.waiting and known.running < self._per_tenant and may_start(tenant)
         ]
         if not ready:
             return None
@@ -107,28 +115,78 @@ class FairQueue(Generic[T]):
         }
 
 
+class CpuBudget(Protocol):
+    """CPU time that tenants may use off the event loop."""
+
+    def spend(self, tenant: str, cpu_s: float) -> None:
+        """Work of the tenant has used so much CPU time."""
+        ...
+
+    def cpu_wait_s(self, tenant: str) -> float:
+        """Seconds until the tenant may begin new work; 0: now."""
+        ...
+
+
+@dataclass(slots=True)
+class CpuUse:
+    """CPU time of other processes that a job has used, in seconds. The job sets it."""
+
+    seconds: float = 0.0
+
+
 class FairGate:
-    """Runs blocking work on threads, as a FairQueue decides. For one event loop."""
+    """Runs blocking work on threads, as a FairQueue decides. For one event loop.
 
-    def __init__(self, slots: int, per_tenant: int) -> None:
-        """slots: most jobs that run at once. per_tenant: most of one tenant."""
+    Work of a tenant that has used up its CPU time waits until it has some again.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        per_tenant: int,
+        budget: CpuBudget | None = None,
+        *,
+        limited: bool = True,
+    ) -> None:
+        """slots: most jobs that run at once. per_tenant: most of one tenant.
+        budget: None: CPU time is not counted. limited: whether work waits for CPU time.
+        """
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue(slots, per_tenant)
+        self._budget = budget
+        self._limited = limited
+        self._retry: asyncio.TimerHandle | None = None
 
-    async def run(self, tenant: str, work: Callable[[], T], executor: Executor | None = None) -> T:
-        """Do `work` on a thread of `executor`, by default the loop's, when the queue admits it.
+    async def run(self, tenant: str, work: Callable[[], T], elsewhere: CpuUse | None = None) -> T:
+        """Do `work` on a thread, when the queue admits it.
+
+        elsewhere: CPU time that `work` has used in other processes, which `work` sets.
 
         If the caller is cancelled, waiting work is not done; work that runs cannot be stopped, and
         keeps its slot until it ends.
         """
         await self._wait(tenant)
         loop = asyncio.get_running_loop()
-        begun_s = loop.time()
+        begun_s, cpu = loop.time(), CpuUse()
+
+        def measured() -> T:
+            cpu_s = thread_cpu_s()
+            try:
+                return work()
+            finally:
+                cpu.seconds = thread_cpu_s() - cpu_s
+
+        def end(job: asyncio.Future[T]) -> None:
+            used_s = cpu.seconds + (elsewhere.seconds if elsewhere is not None else 0.0)
+            if self._budget is not None:
+                self._budget.spend(tenant, used_s)
+            self._end(tenant, loop.time() - begun_s)
+
         try:
-            job = loop.run_in_executor(executor, work)
+            job = loop.run_in_executor(None, measured)
         except BaseException:
             self._end(tenant, 0.0)
             raise
-        job.add_done_callback(lambda job: self._end(tenant, loop.time() - begun_s))
+        job.add_done_callback(end)
         return await asyncio.shield(job)
 
     async def _wait(self, tenant: str) -> None:
@@ -149,12 +207,38 @@ class FairGate:
         self._start()
 
     def _start(self) -> None:
-        while (found := self._queue.start()) is not None:
+        while (found := self._queue.start(self._may_start)) is not None:
             tenant, turn = found
             if turn.cancelled():  # its task has not yet run since it was cancelled
                 self._queue.end(tenant, 0.0)
             else:
                 turn.set_result(None)
+        self._retry_later()
+
+    def _may_start(self, tenant: str) -> bool:
+        return self._cpu_wait_s(tenant) <= 0
+
+    def _cpu_wait_s(self, tenant: str) -> float:
+        if self._budget is None or not self._limited:
+            return 0.0
+        return self._budget.cpu_wait_s(tenant)
+
+    def _retry_later(self) -> None:
+        """Start waiting work when the first tenant without CPU time has some again."""
+        if self._retry is not None:
+            return
+        waits = map(self._cpu_wait_s, self._queue.waiting())
+        wait_s = min((wait_s for wait_s in waits if wait_s > 0), default=0.0)
+        if wait_s > 0:
+            loop = asyncio.get_running_loop()
+            self._retry = loop.call_later(max(wait_s, _LEAST_RETRY_S), self._start_again)
+
+    def _start_again(self) -> None:
+        self._retry = None
+        self._start()
+
+
+_LEAST_RETRY_S = 0.05
 
 
 LONG_SIZE = 100_000
@@ -162,33 +246,44 @@ LONG_SIZE = 100_000
 
 
 class FairThreads:
-    """Two threads, one for short and one for long work, each in a fair order of tenants.
+    """Three threads, each in a fair order of tenants: for short and long inputs, and for replies.
 
     So a short job never waits for a long one, and the memory of long ones does not add up: eight
-    texts of 4 MB that were tokenized at once took 1.7 GB.
+    texts of 4 MB that were tokenized at once took 1.7 GB. Replies count as CPU time of their tenant
+    and never wait for it: their requests were accepted.
     """
 
-    def __init__(self) -> None:
-        self._short = FairGate(slots=1, per_tenant=1)
-        self._long = FairGate(slots=1, per_tenant=1)
+    def __init__(self, budget: CpuBudget | None = None) -> None:
+        """budget: None: CPU time is not limited."""
+        self._short = FairGate(1, 1, budget)
+        self._long = FairGate(1, 1, budget)
+        self._replies = FairGate(1, 1, budget, limited=False)
 
     async def run(self, tenant: str, work: Callable[[], T], size: int) -> T:
-        """Do blocking work of a tenant. size: characters or tokens that it processes."""
+        """Do blocking work on an input. size: characters or tokens that it processes."""
         return await (self._short if size <= LONG_SIZE else self._long).run(tenant, work)
+
+    async def write(self, tenant: str, work: Callable[[], T]) -> T:
+        """Do blocking work on a reply."""
+        return await self._replies.run(tenant, work)
 
 
 class FairMemory(Generic[K, T]):
     """Remembers the latest values of all tenants by key; the oldest ones are forgotten.
 
     When it is full, the tenant that has the most values loses its oldest one, so that a tenant with
-    many does not make others forget theirs.
+    many does not make others forget theirs. If the sizes exceed their bound, the tenant whose
+    values are the largest together does.
     """
 
-    def __init__(self, capacity: int) -> None:
-        """capacity: most values of all tenants together."""
+    def __init__(self, capacity: int, max_size: int | None = None) -> None:
+        """capacity: most values of all tenants together. max_size: bound on the sum of their sizes;
+        None: none."""
         self._capacity = capacity
+        self._max_size = max_size
         self._values: dict[K, tuple[str, T]] = {}
-        self._keys: dict[str, OrderedDict[K, None]] = {}
+        self._keys: dict[str, OrderedDict[K, int]] = {}  # of each tenant, with their sizes
+        self._sizes: Counter[str] = Counter()  # by tenant
 
     def __len__(self) -> int:
         return len(self._values)
@@ -201,23 +296,42 @@ class FairMemory(Generic[K, T]):
         """Number of values of a tenant."""
         return len(self._keys.get(tenant, ()))
 
-    def put(self, tenant: str, key: K, value: T) -> None:
-        """Remember a value, which is the tenant's latest one now."""
+    def counts(self) -> dict[str, int]:
+        """Tenant -> number of its values, which is above 0."""
+        return {tenant: len(keys) for tenant, keys in self._keys.items()}
+
+    def use(self, key: K) -> T | None:
+        """Like `get`, and the value is its tenant's latest one now."""
+        found = self._values.get(key)
+        if found is None:
+            return None
+        self._keys[found[0]].move_to_end(key)
+        return found[1]
+
+    def put(self, tenant: str, key: K, value: T, *, size: int = 0, most: int | None = None) -> None:
+        """Remember a value, which is the tenant's latest one now.
+
+        most: values of this tenant, whose oldest ones are forgotten for it; None: any number.
+        """
         self.forget(key)
-        self._keys.setdefault(tenant, OrderedDict())[key] = None
+        self._keys.setdefault(tenant, OrderedDict())[key] = size
+        self._sizes[tenant] += size
         self._values[key] = tenant, value
-        if len(self._values) > self._capacity:
-            most = max(self._keys.values(), key=len)
-            self.forget(next(iter(most)))
+        while most is not None and self.count(tenant) > most:
+            self._forget_oldest(tenant)
+        while len(self._values) > self._capacity:
+            self._forget_oldest(max(self._keys, key=self.count))
+        while self._max_size is not None and self._sizes.total() > self._max_size:
+            self._forget_oldest(max(self._sizes, key=self._sizes.__getitem__))
 
     def forget(self, key: K) -> None:
         """Forget a value; an unknown one is ignored."""
         found = self._values.pop(key, None)
         if found is not None:
-            keys = self._keys[found[0]]
-            del keys[key]
-            if not keys:
-                del self._keys[found[0]]
+            tenant, _ = found
+            self._sizes[tenant] -= self._keys[tenant].pop(key)
+            if not self._keys[tenant]:
+                del self._keys[tenant], self._sizes[tenant]
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the order of a tenant and the values differ."""
@@ -226,3 +340,8 @@ class FairMemory(Generic[K, T]):
         listed = {key: tenant for tenant, keys in self._keys.items() for key in keys}
         assert listed == {key: tenant for key, (tenant, _) in self._values.items()}
         assert sum(map(len, self._keys.values())) == len(self._values)
+        assert self._sizes == {tenant: sum(keys.values()) for tenant, keys in self._keys.items()}
+        assert self._max_size is None or self._sizes.total() <= self._max_size
+
+    def _forget_oldest(self, tenant: str) -> None:
+        self.forget(next(iter(self._keys[tenant])))

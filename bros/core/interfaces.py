@@ -256,6 +256,8 @@ class EngineStats:
     grammars_compiled: grammars that were compiled.
     grammar_compile_s: time that this took, on threads.
     mask_wait_s: time for which sampling waited for masks of grammars.
+    traces: tenant -> number of traces of its ended requests that are kept. With several engines,
+        of the one that has the most.
     """
 
     steps: int = 0
@@ -279,6 +281,7 @@ class EngineStats:
     grammars_compiled: int = 0
     grammar_compile_s: float = 0.0
     mask_wait_s: float = 0.0
+    traces: Mapping[str, int] = field(default_factory=dict)
     by_class: Mapping[ServiceClass, ClassStats] = field(default_factory=dict)
 
 
@@ -294,6 +297,11 @@ class Placement:
     replica: int
     reason: str
     expected_tokens: int
+
+
+MAX_TRACES = 1000
+"""Most traces of ended requests that an engine keeps. When there are more, the tenant with the most
+loses its oldest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

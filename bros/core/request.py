@@ -314,6 +314,8 @@ class EngineRequest:
     public_tokens: so many first tokens of prompt and output are public: their KV is shared by all
         tenants.
     user: whom it is for, as the client says. It is no border.
+    max_traces: most traces of ended requests of its tenant that the engine keeps when this one has
+        ended; None: as many as there is room for.
     cache_salt: requests of a tenant with different salts do not share cached KV.
     prefill_only: the engine computes and caches the prompt's full blocks and samples no token; the
         only output has finish_reason LENGTH. Without a prefix cache it computes nothing.
@@ -336,6 +338,7 @@ class EngineRequest:
     arrival_s: float = 0.0
     tenant: str = ""
     user: str = ""
+    max_traces: int | None = None
     public_tokens: int = 0
     cache_salt: str = ""
     prefill_only: bool = False

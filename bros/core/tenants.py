@@ -4,19 +4,21 @@
                         │
                         └── counts until then in `used` of its tenant and resource
 
-Files, batches and responses outlive the process, so the store counts those; their limits are here,
-too.
+Files, batches and responses outlive the process, so the store counts those; caches count what they
+keep. The limits of these are here, too.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import Counter
-from collections.abc import Mapping
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Self
 
+from bros.core.clock import Clock, SystemClock
 from bros.core.errors import OverTenantLimitError, TenantLimitError
 from bros.core.request import ServiceClass
 
@@ -36,6 +38,14 @@ class Resource(enum.StrEnum):
     BATCH_TOKENS: prompt tokens of unfinished batches.
     RESPONSES, RESPONSE_BYTES: stored responses. The oldest make room for new ones.
     BACKGROUND: background responses that have not ended.
+    INPUT_BYTES: bytes of requests that are received, or wait for a thread or are processed there:
+        bodies, prompts to render and tokenize.
+    CPU_SECONDS: CPU time of work off the event loop, see `CpuBudget`, within some minute: what was
+        used a minute ago counts a third.
+    GRAMMARS: outputs of open requests that must match a grammar, and grammars that wait for their
+        check or are checked.
+    CACHED_GRAMMARS: checked grammars that the server remembers. The oldest make room for new ones.
+    TRACES: traces of ended requests that the engines keep. The oldest make room for new ones.
     """
 
     RT_REQUESTS = "rt_requests"
@@ -50,6 +60,11 @@ class Resource(enum.StrEnum):
     RESPONSES = "responses"
     RESPONSE_BYTES = "response_bytes"
     BACKGROUND = "background"
+    INPUT_BYTES = "input_bytes"
+    CPU_SECONDS = "cpu_seconds"
+    GRAMMARS = "grammars"
+    CACHED_GRAMMARS = "cached_grammars"
+    TRACES = "traces"
 
     __hash__ = str.__hash__
 
@@ -77,6 +92,11 @@ class TenantLimits:
     responses: int | None = None
     response_bytes: int | None = None
     background: int | None = None
+    input_bytes: int | None = None
+    cpu_seconds: int | None = None
+    grammars: int | None = None
+    cached_grammars: int | None = None
+    traces: int | None = None
 
     def of(self, resource: Resource) -> int | None:
         limit: int | None = getattr(self, _LIMITS[resource])
@@ -116,15 +136,31 @@ _NAMES: Mapping[Resource, tuple[str, str]] = MappingProxyType(
             "unfinished background response",
             "unfinished background responses",
         ),
+        Resource.INPUT_BYTES: (
+            "byte of requests that are received or wait to be processed",
+            "bytes of requests that are received or wait to be processed",
+        ),
+        Resource.CPU_SECONDS: ("CPU second per minute", "CPU seconds per minute"),
+        Resource.GRAMMARS: (
+            "output with a grammar in open requests",
+            "outputs with a grammar in open requests",
+        ),
+        Resource.CACHED_GRAMMARS: ("remembered grammar", "remembered grammars"),
+        Resource.TRACES: ("kept trace", "kept traces"),
     }
 )
 """Resource -> what one of it is called, and several."""
 
-_SOON = frozenset({*REQUESTS.values(), Resource.WAITS})
+_SOON = frozenset({*REQUESTS.values(), Resource.WAITS, Resource.INPUT_BYTES, Resource.GRAMMARS})
 """What ends by itself within seconds. The rest stays until its tenant ends it or it expires."""
 
 _SOON_S, _LATER_S = 1.0, 60.0
 """When a refused client may try again."""
+
+CPU_WINDOW_S = 60.0
+"""Of CPU_SECONDS."""
+_CPU_KEPT_S = 10 * CPU_WINDOW_S
+"""After this time without work, nothing is left of what a tenant has used."""
 
 
 NO_LIMITS = TenantLimits()
@@ -177,6 +213,20 @@ class TenantFigure:
         return f"max_{_LIMITS[self.resource]}"
 
 
+@dataclass(frozen=True, slots=True)
+class _CpuLevel:
+    """CPU time that a tenant has used lately.
+
+    seconds: at the time `as_of_s`; it fades.
+    """
+
+    seconds: float
+    as_of_s: float
+
+    def at(self, now: float) -> float:
+        return self.seconds * math.exp((self.as_of_s - now) / CPU_WINDOW_S)
+
+
 class TenantAccounts:
     """Counts what each tenant holds, and refuses more than its limits. Not thread-safe.
 
@@ -187,12 +237,16 @@ class TenantAccounts:
         self,
         limits: Mapping[str, TenantLimits] = MappingProxyType({}),
         default: TenantLimits = NO_LIMITS,
+        clock: Clock | None = None,
     ) -> None:
-        """limits: by tenant. default: of all other tenants."""
+        """limits: by tenant. default: of all other tenants. clock: for CPU time; None: that of the
+        machine."""
         self.names: tuple[str, ...] = tuple(limits)
         self._limits = limits
         self._default = default
+        self._clock = clock or SystemClock()
         self._used: Counter[tuple[str, Resource]] = Counter()
+        self._cpu: OrderedDict[str, _CpuLevel] = OrderedDict()  # in the order of their last work
         self._refused: Counter[tuple[str, Resource]] = Counter()
 
     def limits(self, tenant: str) -> TenantLimits:
@@ -205,12 +259,17 @@ class TenantAccounts:
         """How often more was refused."""
         return self._refused[tenant, resource]
 
-    def figures(self, stored: Mapping[tuple[str, Resource], int]) -> list[TenantFigure]:
+    def figures(self, elsewhere: Mapping[tuple[str, Resource], int]) -> list[TenantFigure]:
         """One for each resource of each tenant that the operator has named or that holds something.
 
-        stored: what the store holds, (tenant, resource) -> amount.
+        elsewhere: what the store, the engines and caches hold, (tenant, resource) -> amount.
         """
-        amounts = {**self._used, **stored}
+        now = self._clock.now()
+        cpu = {
+            (tenant, Resource.CPU_SECONDS): round(level.at(now))
+            for tenant, level in self._cpu.items()
+        }
+        amounts = {**self._used, **cpu, **elsewhere}
         others = sorted({tenant for (tenant, _), amount in amounts.items() if amount})
         return [
             TenantFigure(
@@ -234,6 +293,12 @@ class TenantAccounts:
         self.check(tenant, resource, amount)
         return self.count(tenant, resource, amount)
 
+    def hold_all(self, tenant: str, resources: Sequence[Resource], amount: int) -> QuotaHolds:
+        """Count so much more of each, or nothing. Raises what `check` raises."""
+        for resource in resources:
+            self.check(tenant, resource, amount)
+        return QuotaHolds([self.count(tenant, resource, amount) for resource in resources])
+
     def count(self, tenant: str, resource: Resource, amount: int = 1) -> QuotaHold:
         """Count so much more, whatever the limit: `check` came before."""
         return QuotaHold(self, tenant, resource, amount)
@@ -241,6 +306,46 @@ class TenantAccounts:
     def check(self, tenant: str, resource: Resource, more: int = 1) -> None:
         """Raises what `check_limit` raises if the tenant may not hold so much more."""
         check_limit(self.limits(tenant), resource, self._used[tenant, resource], more)
+
+    def check_growth(self, hold: QuotaHold, amount: int) -> None:
+        """Raises what `check` raises if a hold may not grow to this amount."""
+        check_limit(self.limits(hold.tenant), hold.resource, 0, amount)
+        self.check(hold.tenant, hold.resource, amount - hold.amount)
+
+    def spend(self, tenant: str, cpu_s: float) -> None:
+        """Work of the tenant off the event loop has used so much CPU time."""
+        now = self._clock.now()
+        level = self._cpu.pop(tenant, None)
+        seconds = cpu_s if level is None else level.at(now) + cpu_s
+        self._cpu[tenant] = _CpuLevel(seconds, now)
+        while now - next(iter(self._cpu.values())).as_of_s > _CPU_KEPT_S:
+            self._cpu.popitem(last=False)  # tenants without keys of their own must not add up
+
+    def cpu_wait_s(self, tenant: str) -> float:
+        """Seconds until the tenant may begin new work off the event loop; 0: now."""
+        limit, level = self.limits(tenant).cpu_seconds, self._cpu.get(tenant)
+        if limit is None or level is None:
+            return 0.0
+        return max(0.0, CPU_WINDOW_S * math.log(max(level.at(self._clock.now()), limit) / limit))
+
+    def check_cpu(self, tenant: str) -> None:
+        """Raises TenantLimitError if the tenant has used up its CPU time."""
+        wait_s = self.cpu_wait_s(tenant)
+        if wait_s > 0:
+            limit = self.limits(tenant).cpu_seconds
+            raise TenantLimitError(
+                f"Requests of your API key have used {_amount(limit or 0, Resource.CPU_SECONDS)}, "
+                "for tokenizing, transforms and grammars, which is its limit "
+                "(max_cpu_seconds).",
+                Resource.CPU_SECONDS.value,
+                max(wait_s, _SOON_S),
+                ends_soon=True,
+            )
+
+    def of_batches(self) -> TenantAccounts:
+        """Accounts without limits but those of caches, for what has limits of its own."""
+        limits = {name: TenantLimits(traces=each.traces) for name, each in self._limits.items()}
+        return TenantAccounts(limits, TenantLimits(traces=self._default.traces), self._clock)
 
     def note_refusal(self, tenant: str, resource: Resource) -> None:
         """A client got a TenantLimitError or an OverTenantLimitError."""
@@ -295,3 +400,22 @@ class QuotaHold:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+class QuotaHolds:
+    """Holds of the same amount, which are resized and released together."""
+
+    __slots__ = ("_holds",)
+
+    def __init__(self, holds: Sequence[QuotaHold]) -> None:
+        self._holds = holds
+
+    def resize(self, amount: int) -> None:
+        """See QuotaHold."""
+        for hold in self._holds:
+            hold.resize(amount)
+
+    def release(self) -> None:
+        """May be called repeatedly."""
+        for hold in self._holds:
+            hold.release()

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
+import signal
+import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+
+from bros.core.clock import SystemClock
+
+_NICE = 5
+"""Lower priority than the engine's, which may use all cores."""
+
+_CPU_S = struct.Struct("=d")
+"""Before each answer: the CPU time that it took."""
 
 
 class WorkerEndedError(Exception):
@@ -22,6 +34,9 @@ class WorkerProcess:
 
     It is started when it is needed, and again after it has ended. `ask` may be called from any
     thread, by one at a time.
+
+    cpu_s: CPU time that the last `ask` took, that of children of the process included; if the
+        process ended without an answer, the time until then.
     """
 
     def __init__(self, module: str, arguments: Sequence[str] = ()) -> None:
@@ -30,18 +45,25 @@ class WorkerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._closed = False
+        self._clock = SystemClock()
+        self.cpu_s = 0.0
 
     def ask(self, *parts: bytes) -> bytes:
         """Send the parts of a job, one message each; returns the answer. Raises WorkerEndedError
         or WorkerClosedError."""
+        self.cpu_s = 0.0
         connection = self._connect()
+        begun_s = self._clock.now()
         try:
             for part in parts:
                 connection.send_bytes(part)
-            return connection.recv_bytes()
+            answer = connection.recv_bytes()
         except (EOFError, OSError) as error:
+            self.cpu_s = self._clock.now() - begun_s
             self._end()
             raise WorkerEndedError("the process ended") from error
+        (self.cpu_s,) = _CPU_S.unpack_from(answer)
+        return answer[_CPU_S.size :]
 
     def close(self) -> None:
         """End the process, and with it a running `ask`."""
@@ -73,3 +95,35 @@ class WorkerProcess:
         self._process.kill()
         self._process.wait()
         self._process = self._connection = None
+
+
+# ---- In the process.
+
+
+def settle(descriptor: int) -> Connection:
+    """What a worker process does first; returns its connection to the server."""
+    import resource  # late: not on every system, and only needed here
+
+    # Ctrl-C reaches the whole process group; the server decides when to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(_NICE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    return Connection(descriptor)
+
+
+def answer_jobs(connection: Connection, parts: int, answer: Callable[..., bytes]) -> None:
+    """Answer until the server closes its end. parts: of each job, the arguments of `answer`."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            job = [connection.recv_bytes() for _ in range(parts)]
+            before_s = cpu_used_s()
+            content = answer(*job)
+            connection.send_bytes(_CPU_S.pack(cpu_used_s() - before_s) + content)
+
+
+def cpu_used_s() -> float:
+    """CPU time that this process and its ended children have used."""
+    import resource
+
+    both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(used.ru_utime + used.ru_stime for used in both)

@@ -62,7 +62,9 @@ class Engine:
         """Whether a request can be submitted without waiting for its grammar. If not, `done` is
         called on another thread as soon as it can; the time until then counts as its wait."""
         grammar = request.sampling.grammar
-        if grammar is None or not request.samples or self._grammars.prepare(grammar, done):
+        if grammar is None or not request.samples:
+            return True
+        if self._grammars.prepare(grammar, done, request.tenant):
             return True
         self._preparing[request.request_id] = self._clock.now()
         return False
@@ -80,7 +82,7 @@ class Engine:
 
     def _grammar_state(self, request: EngineRequest, stops: StopRule) -> GrammarState:
         assert request.sampling.grammar is not None
-        return self._grammars.state(request.sampling.grammar, stops)
+        return self._grammars.state(request.sampling.grammar, stops, request.tenant)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Abort a request and free its KV; returns its last output, or None if it is unknown."""

@@ -1,4 +1,5 @@
-"""Grammars of outputs, by llguidance: compiled on threads, shared by text, one matcher per request.
+"""Grammars of outputs, by llguidance: compiled on a thread, once per tenant and text; one matcher
+per request.
 
     text ──▶ compiled (a thread, cached) ──▶ a copy per request: GrammarState
                                                  │ advance: what a token allows next, forced tokens
@@ -19,7 +20,6 @@ import contextlib
 import queue
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from bros.core.clock import Clock
 from bros.core.errors import InvalidRequestError
+from bros.core.fair import FairMemory
 from bros.core.grammars import is_gbnf
 from bros.core.interfaces import EngineInfo, GrammarState, StopRule
 from bros.core.plan import TokenConstraint
@@ -40,7 +41,8 @@ if TYPE_CHECKING:  # optional: an engine without it serves requests without gram
 
 _MAX_COMPILED = 256
 _MAX_COMPILED_BYTES = 2**24
-"""Bounds on the compiled grammars that are kept: their number, and the bytes of their texts."""
+"""Bounds on the compiled grammars that are kept: their number, and the bytes of their texts. When
+there are more, the tenant with the most loses its oldest."""
 
 _MAX_COMPILING = 512
 """Most different grammars that wait to be compiled."""
@@ -93,6 +95,10 @@ class GrammarCounters:
     mask_wait_s: float = 0.0
 
 
+_Key = tuple[str, str, str]
+"""Tenant, text and what comes before it: how long a grammar takes says nothing about others."""
+
+
 @dataclass(slots=True)
 class _Compiled:
     """A grammar that is or was compiled.
@@ -122,9 +128,9 @@ class Grammars:
         self._info = info
         self._clock = clock
         self._ahead = info.device != "cpu" if ahead is None else ahead
-        self._compiled: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()
-        self._bytes = 0
-        self._lock = threading.Lock()  # of _compiled, and of `waiting` of each
+        self._compiling: dict[_Key, _Compiled] = {}
+        self._compiled: FairMemory[_Key, _Compiled] = FairMemory(_MAX_COMPILED, _MAX_COMPILED_BYTES)
+        self._lock = threading.Lock()  # of both, and of `waiting` of each
         self._vocabulary: _Vocabulary | str | None = None  # str: why there is none
         self._compiler = _Worker("grammars", _STACK_BYTES)
         self._masks = _Worker("token-masks")
@@ -135,23 +141,23 @@ class Grammars:
         self._compiler.close()
         self._masks.close()
 
-    def prepare(self, grammar: Grammar, done: Callable[[], None]) -> bool:
-        """Compile a grammar unless it is compiled; whether `state` would not wait for it. If it
-        would, `done` is called on another thread as soon as it does not."""
+    def prepare(self, grammar: Grammar, done: Callable[[], None], tenant: str = "") -> bool:
+        """Compile a grammar of a tenant unless it is compiled; whether `state` would not wait for
+        it. If it would, `done` is called on another thread as soon as it does not."""
         with self._lock:
-            found = self._find(grammar)
+            found = self._find(grammar, tenant)
             if found.ready.is_set():
                 return True
             found.waiting.append(done)
             return False
 
-    def state(self, grammar: Grammar, stops: StopRule) -> GrammarState:
-        """The state of a new output; waits until the grammar is compiled.
+    def state(self, grammar: Grammar, stops: StopRule, tenant: str = "") -> GrammarState:
+        """The state of a new output of a tenant; waits until the grammar is compiled.
 
         Raises InvalidRequestError if this engine cannot use it.
         """
         with self._lock:
-            found = self._find(grammar)
+            found = self._find(grammar, tenant)
         found.ready.wait()
         if found.matcher is None:
             raise InvalidRequestError(
@@ -169,34 +175,22 @@ class Grammars:
             self.counters,
         )
 
-    def _find(self, grammar: Grammar) -> _Compiled:
+    def _find(self, grammar: Grammar, tenant: str) -> _Compiled:
         """The grammar, which is compiled from now on if it was not known. With the lock held."""
-        key = grammar.text, grammar.after
-        found = self._compiled.get(key)
+        key = tenant, grammar.text, grammar.after
+        found = self._compiled.use(key) or self._compiling.get(key)
         if found is not None:
-            self._compiled.move_to_end(key)
             return found
         found = _Compiled(grammar)
-        if sum(not other.ready.is_set() for other in self._compiled.values()) >= _MAX_COMPILING:
+        if len(self._compiling) >= _MAX_COMPILING:
             found.error = "too many other grammars are being compiled; try again later"
             found.ready.set()
             return found
-        self._compiled[key] = found
-        self._bytes += len(grammar.text)
-        self._forget_oldest()
-        self._compiler.put(lambda: self._compile(found))
+        self._compiling[key] = found
+        self._compiler.put(lambda: self._compile(key, found))
         return found
 
-    def _forget_oldest(self) -> None:
-        """Keep the bounds. A grammar that is being compiled stays; requests keep their copies."""
-        for key, other in list(self._compiled.items())[:-1]:
-            if len(self._compiled) <= _MAX_COMPILED and self._bytes <= _MAX_COMPILED_BYTES:
-                return
-            if other.ready.is_set():
-                del self._compiled[key]
-                self._bytes -= len(key[0])
-
-    def _compile(self, compiled: _Compiled) -> None:
+    def _compile(self, key: _Key, compiled: _Compiled) -> None:
         """On the compiler's thread."""
         began_s = self._clock.now()
         try:
@@ -210,6 +204,8 @@ class Grammars:
         self.counters.compiled += 1
         self.counters.compile_s += self._clock.now() - began_s
         with self._lock:
+            del self._compiling[key]
+            self._compiled.put(key[0], key, compiled, size=len(compiled.grammar.text))
             compiled.ready.set()
             waiting, compiled.waiting = compiled.waiting, []
         for done in waiting:

@@ -57,7 +57,7 @@ _GAUGES = frozenset(
 )
 """Statistics that end with an engine; all others are counters."""
 
-_NOT_SUMMED = frozenset({"by_class", "slack", "safety_factor"})
+_NOT_SUMMED = frozenset({"by_class", "slack", "safety_factor", "traces"})
 
 _Stats = TypeVar("_Stats", EngineStats, ClassStats)
 
@@ -74,7 +74,7 @@ def total_info(infos: Sequence[EngineInfo]) -> EngineInfo:
 
 
 def total_stats(parts: Sequence[EngineStats], before: Sequence[EngineStats] = ()) -> EngineStats:
-    """The sums of all statistics, and the largest safety factor.
+    """The sums of all statistics; of safety factors and a tenant's traces, the largest.
 
     before: counters of engines that have ended (see `counters`), so that sums never decrease.
     """
@@ -85,13 +85,16 @@ def total_stats(parts: Sequence[EngineStats], before: Sequence[EngineStats] = ()
         slack = total_buckets([values.slack for values in of_class])
         by_class[service_class] = dataclasses.replace(_sum(ClassStats(), of_class), slack=slack)
     safety = max((stats.safety_factor for stats in parts), default=1.0)
-    return dataclasses.replace(total, by_class=by_class, safety_factor=safety)
+    traces = Counter[str]()
+    for stats in parts:
+        traces |= Counter(stats.traces)  # the larger number of each tenant
+    return dataclasses.replace(total, by_class=by_class, safety_factor=safety, traces=dict(traces))
 
 
 def counters(stats: EngineStats) -> EngineStats:
     """The same statistics with gauges set to 0."""
     by_class = {name: _without_gauges(values) for name, values in stats.by_class.items()}
-    return dataclasses.replace(_without_gauges(stats), by_class=by_class)
+    return dataclasses.replace(_without_gauges(stats), by_class=by_class, traces={})
 
 
 def total_buckets(parts: Sequence[Buckets]) -> Buckets:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from bros.core.errors import InvalidRequestError
 from bros.core.fair import FairMemory
 from bros.core.interfaces import (
+    MAX_TRACES,
     EngineReport,
     EngineStats,
     GrammarState,
@@ -161,9 +162,6 @@ class Reporter:
         return len(self._queues.running), waiting, kv.num_used_blocks, kv.num_cached_blocks
 
 
-_MAX_TRACES = 1000
-
-
 StartGrammar = Callable[[EngineRequest, StopRule], GrammarState]
 """The state of a new output in the grammar of its request. Raises InvalidRequestError."""
 
@@ -225,7 +223,7 @@ class Scheduler:
         self._shared_by: list[tuple[RequestState, int]] = []
         self._shared_as_of = 0
         self._ended: dict[str, RequestOutput] = {}  # ended without a step, not yet taken
-        self._traces: FairMemory[str, RequestTrace] = FairMemory(_MAX_TRACES)
+        self._traces: FairMemory[str, RequestTrace] = FairMemory(MAX_TRACES)
 
     @property
     def has_work(self) -> bool:
@@ -510,6 +508,7 @@ class Scheduler:
             kv_blocks_pinned=kv.num_pinned_blocks,
             host_kv_blocks_used=kv.num_host_blocks_used,
             host_kv_blocks_total=kv.num_host_blocks,
+            traces=self._traces.counts(),
             by_class={
                 cls: each.snapshot(
                     running[cls],
@@ -714,8 +713,8 @@ class Scheduler:
         state.record.left = True
         state.record.event(now, f"ended: {reason.value}")
         self._counters[state.service_class].note_departure(now)
-        tenant = state.request.tenant
-        self._traces.put(tenant, state.request_id, state.trace(None, reason))
+        trace, request = state.trace(None, reason), state.request
+        self._traces.put(request.tenant, request.request_id, trace, most=request.max_traces)
 
 
 def _error_output(

@@ -23,6 +23,7 @@ from bros.core.clock import SystemClock
 from bros.core.collector import Collector
 from bros.core.config import Config, EngineConfig, ServerConfig
 from bros.core.errors import ConfigError, EngineDeadError
+from bros.core.fair import FairThreads
 from bros.core.interfaces import EngineClient, EngineInfo
 from bros.core.request import CHAT_SAMPLING, IdGenerator, ServiceClass
 from bros.core.tenants import TenantAccounts
@@ -193,14 +194,17 @@ def _state(
         metrics=ServerMetrics(clock),
         replicas=engine if isinstance(engine, RouterClient) else None,
         accounts=accounts,
-        grammars=grammar_checker(files, engine.info) if os.name == "posix" else None,
+        threads=FairThreads(accounts),
+        grammars=grammar_checker(files, engine.info, accounts) if os.name == "posix" else None,
     )
     return with_sessions(with_jobs(state, store))
 
 
-def grammar_checker(files: ModelFiles, info: EngineInfo) -> GrammarChecker:
+def grammar_checker(
+    files: ModelFiles, info: EngineInfo, accounts: TenantAccounts
+) -> GrammarChecker:
     """For the grammars of requests to an engine that has loaded `files`."""
-    return GrammarChecker(files.folder, info.vocab_size, info.eos_token_ids)
+    return GrammarChecker(files.folder, info.vocab_size, info.eos_token_ids, accounts)
 
 
 def with_sessions(state: ServerState) -> ServerState:
@@ -220,7 +224,7 @@ def with_sessions(state: ServerState) -> ServerState:
         placements=None if state.replicas is None else state.replicas.placement,
         engines=lambda: 1 if state.replicas is None else state.replicas.num_alive,
         threads=state.threads,
-        transforms=TransformProcesses() if os.name == "posix" else None,
+        transforms=TransformProcesses(state.accounts) if os.name == "posix" else None,
         accounts=state.accounts,
     )
     return dataclasses.replace(state, sessions=service)

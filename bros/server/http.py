@@ -17,6 +17,7 @@ from starlette.types import Receive, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from bros.core.errors import InvalidRequestError
+from bros.core.tenants import QuotaHold, Resource, TenantAccounts
 from bros.server.errors import BodyTooLargeError, MediaTypeError, ServerStoppingError
 from bros.server.openai.schema import ModelRequest
 from bros.server.state import ServerState, StopSignal
@@ -56,7 +57,8 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
 
     Raises MediaTypeError, BodyTooLargeError, or InvalidRequestError for a body that is not UTF-8 or
     not JSON, has NaN or Infinity, is nested too deeply (200 levels), has too many parts, or is not
-    an object.
+    an object; and TenantLimitError if bodies of the tenant that wait are too large, or if it has
+    used up its CPU time and the body is no short one.
     """
     return await read_as(request, max_bytes, lambda fields: fields)
 
@@ -67,9 +69,15 @@ async def read_as(request: Request, max_bytes: int, make: Callable[[dict[str, An
     Raises what read_object and `make` raise.
     """
     _check_json_type(request)
-    body = await _read_limited(request, max_bytes)
     state, tenant = ServerState.of(request), ServerState.tenant(request)
-    return await offload(state, tenant, lambda: make(_parse(body)), len(body) // _BYTES_PER_SIZE)
+    with state.accounts.count(tenant, Resource.INPUT_BYTES, 0) as held:
+        body = await _read_limited(request, max_bytes, state.accounts, held)
+        if len(body) > _INLINE_SIZE:
+            state.accounts.check_cpu(tenant)
+        size = len(body) // _BYTES_PER_SIZE
+        if size <= _INLINE_SIZE:
+            return make(_parse(body))
+        return await state.threads.run(tenant, lambda: make(_parse(body)), size)
 
 
 _BYTES_PER_SIZE = 8
@@ -147,7 +155,10 @@ def validate(model: type[M], value: Mapping[str, Any]) -> M:
         raise _to_invalid_request(details) from None
 
 
-async def _read_limited(request: Request, max_bytes: int) -> bytes:
+async def _read_limited(
+    request: Request, max_bytes: int, accounts: TenantAccounts, held: QuotaHold
+) -> bytes:
+    """held: what the body counts as for its tenant; it grows with the body."""
     declared = request.headers.get("content-length", "")
     too_large = BodyTooLargeError(f"The request body is larger than {max_bytes} bytes.")
     if declared.isdecimal() and int(declared[:20]) > max_bytes:
@@ -157,6 +168,8 @@ async def _read_limited(request: Request, max_bytes: int) -> bytes:
         body += chunk
         if len(body) > max_bytes:
             raise too_large
+        accounts.check_growth(held, len(body))
+        held.resize(len(body))
     return bytes(body)
 
 
@@ -241,10 +254,19 @@ _INLINE_SIZE = 2000
 
 
 async def offload(state: ServerState, tenant: str, work: Callable[[], T], size: int) -> T:
-    """Do `work` of a tenant, on a thread if it is large. size: characters or tokens to process."""
+    """Do `work` on an input of a tenant, on a thread if it is large. size: characters or tokens.
+
+    Raises TenantLimitError if inputs of the tenant that wait are too large.
+    """
     if size <= _INLINE_SIZE:
         return work()
-    return await state.threads.run(tenant, work, size)
+    with state.accounts.hold(tenant, Resource.INPUT_BYTES, size):
+        return await state.threads.run(tenant, work, size)
+
+
+async def offload_reply(state: ServerState, tenant: str, work: Callable[[], T], size: int) -> T:
+    """Do `work` on a reply to a tenant, on a thread if it is large. size: characters or tokens."""
+    return work() if size <= _INLINE_SIZE else await state.threads.write(tenant, work)
 
 
 # ---- Writing to a connection without a coroutine.

@@ -208,8 +208,12 @@ class ServerState:
         return tenant
 
     async def check_grammar(self, tenant: str, grammar: Grammar | None) -> None:
-        """Raises InvalidRequestError if an engine cannot compile the grammar of an output."""
-        if grammar is not None and self.grammars is not None:
+        """Raises InvalidRequestError if an engine cannot compile the grammar of an output, and
+        TenantLimitError if the tenant has too many or no CPU time for it."""
+        if grammar is None or self.grammars is None or self.grammars.knows(tenant, grammar):
+            return
+        self.accounts.check_cpu(tenant)
+        with self.accounts.hold(tenant, Resource.GRAMMARS):
             await self.grammars.check(tenant, grammar)
 
     def check_generates(self) -> None:

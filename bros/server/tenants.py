@@ -16,8 +16,10 @@ from pathlib import Path
 
 from bros.core.config import ServerConfig, parse_bytes
 from bros.core.errors import ConfigError
+from bros.core.interfaces import MAX_TRACES
 from bros.core.tenants import LIMIT_NAMES, TenantAccounts, TenantLimits
 from bros.semantic.service.live import SessionSettings
+from bros.text.grammar_check import MAX_CACHED_GRAMMARS
 from bros.text.public_prefixes import PublicPrefixes
 from bros.text.tokenizer import Tokenizer
 
@@ -34,6 +36,8 @@ _NO_LIMIT = "none"
 _SESSION_CHARS = 100_000_000
 _FILES = 10_000
 _FILE_BYTES = 16 * 2**30
+_INPUT_BYTES = 64 * 2**20
+_CPU_SECONDS = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +87,26 @@ class Tenants:
         def half(given: int | None, shared: int) -> int | None:
             return default(given, max(1, shared // 2))
 
-        size = config.tenant_max_file_bytes
-        file_bytes = None if size is None else parse_bytes(size)
+        def size(given: str | None) -> int | None:
+            return None if given is None else parse_bytes(given)
+
         defaults = TenantLimits(
             requests=half(config.tenant_max_requests, max_queue),
             sessions=half(config.tenant_max_sessions, config.max_sessions),
             session_chars=default(config.tenant_max_session_chars, _SESSION_CHARS),
             waits=half(None, max_waits),
             files=default(config.tenant_max_files, _FILES),
-            file_bytes=default(file_bytes, _FILE_BYTES),
+            file_bytes=default(size(config.tenant_max_file_bytes), _FILE_BYTES),
             batches=config.batch_max_open,
             batch_tokens=config.batch_max_tokens,
             responses=config.tenant_max_responses,
             response_bytes=parse_bytes(config.tenant_max_response_bytes),
             background=config.tenant_max_background,
+            input_bytes=default(size(config.tenant_max_input_bytes), _INPUT_BYTES),
+            cpu_seconds=default(config.tenant_max_cpu_seconds, _CPU_SECONDS),
+            grammars=half(config.tenant_max_grammars, max_queue),
+            cached_grammars=half(None, MAX_CACHED_GRAMMARS),
+            traces=half(None, MAX_TRACES),
         )
         return TenantAccounts(
             {

@@ -35,7 +35,7 @@ from bros.core.request import (
     TokenLogprobs,
     expanded,
 )
-from bros.core.tenants import REQUESTS, QuotaHold, TenantAccounts
+from bros.core.tenants import REQUESTS, QuotaHolds, Resource, TenantAccounts
 from bros.text.answers import AnswerParser, AnswerParsing, AnswerPart, TextPart
 from bros.text.public_prefixes import PublicPrefixes
 from bros.text.stop_strings import StopMatcher
@@ -187,12 +187,14 @@ class TextGenerator:
         self._accounts = accounts or TenantAccounts()
 
     def without_limits(self) -> TextGenerator:
-        """The same without limits of tenants, for requests whose number is limited otherwise."""
+        """The same without limits of tenants but those of traces, for requests whose number is
+        limited otherwise."""
         return TextGenerator(
             self._engine,
             self._tokenizer,
             self._clock,
             self._ids,
+            self._accounts.of_batches(),
             public=self.public,
             open_requests=self.open,
         )
@@ -229,6 +231,7 @@ class TextGenerator:
             self._check(prompt, sampling, param)
         base_id = request_id or self._ids.new("req")
         each = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
+        max_traces = self._accounts.limits(tenant).traces
         requests = [
             EngineRequest(
                 request_id=choice_id,
@@ -239,6 +242,7 @@ class TextGenerator:
                 arrival_s=self._clock.now() if arrival_s is None else arrival_s,
                 tenant=tenant,
                 user=user,
+                max_traces=max_traces,
                 public_tokens=0 if self.public is None else self.public.count(prompt, cache_salt),
                 cache_salt=cache_salt,
                 hints=hints,
@@ -247,7 +251,10 @@ class TextGenerator:
                 each, choice_ids(base_id, len(prompts), sampling.n), strict=True
             )
         ]
-        held = self._accounts.hold(tenant, REQUESTS[service_class], len(requests))
+        counted = [REQUESTS[service_class]]
+        if sampling.grammar is not None:
+            counted.append(Resource.GRAMMARS)
+        held = self._accounts.hold_all(tenant, counted, len(requests))
         try:
             streams = await self._submit_all(requests)
         except PromptTooLongError as error:
@@ -325,7 +332,7 @@ class Generation:
         sampling: SamplingParams,
         parsing: AnswerParsing,
         forwarder: _OutputForwarder,
-        held: QuotaHold,
+        held: QuotaHolds,
         opened: Callable[[int], None] | None,
     ) -> None:
         """Made by TextGenerator.start.

@@ -14,7 +14,6 @@ in milliseconds, and it survives what happens to its children.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -22,15 +21,20 @@ import select
 import signal
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from bros.core.errors import InvalidRequestError
-from bros.core.fair import FairGate
+from bros.core.fair import CpuUse, FairGate, FairMemory
 from bros.core.request import Grammar
-from bros.core.worker_process import WorkerClosedError, WorkerEndedError, WorkerProcess
+from bros.core.tenants import TenantAccounts
+from bros.core.worker_process import (
+    WorkerClosedError,
+    WorkerEndedError,
+    WorkerProcess,
+    answer_jobs,
+    settle,
+)
 
 _CPU_S, _WALL_S = 0.5, 0.7
 """Most CPU time, and most time in all, that a grammar takes to compile."""
@@ -38,11 +42,8 @@ _CPU_S, _WALL_S = 0.5, 0.7
 _MEMORY_BYTES = 2**29
 """Most memory that it takes beyond the tokenizer's."""
 
-_NICE = 5
-"""Lower priority than the engine's, which may use all cores."""
-
-_KEPT = 1024
-_KEPT_BYTES = 2**24
+MAX_CACHED_GRAMMARS = 1024
+_MAX_CACHED_BYTES = 2**24
 """Bounds on the good texts that are remembered: their number, and their bytes."""
 
 _TOO_LONG = "it takes too much time or memory to compile; make it smaller or less ambiguous"
@@ -52,56 +53,72 @@ class GrammarChecker:
     """Checks the grammars of one server. Close it at the end.
 
     One tenant has at most one of the two processes at a time, so its slow grammars do not keep
-    others waiting.
+    others waiting. Good texts are remembered for each tenant alone: how long a check takes says
+    nothing about others.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """folder: of the model; the others as in EngineInfo."""
+    def __init__(
+        self,
+        folder: Path,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        accounts: TenantAccounts | None = None,
+    ) -> None:
+        """folder: of the model; the others as in EngineInfo. accounts: limits of tenants; None:
+        there are none."""
         arguments = [str(folder), str(vocab_size), json.dumps(list(eos_token_ids))]
         self._all = [WorkerProcess(__name__, arguments) for _ in range(3)]
         self._free, self._blocking = self._all[:2], self._all[2]
-        self._gate = FairGate(slots=2, per_tenant=1)
+        self._accounts = accounts or TenantAccounts()
+        self._gate = FairGate(slots=2, per_tenant=1, budget=self._accounts)
         self._lock = threading.Lock()  # of _good
         self._one_blocks = threading.Lock()  # uses _blocking
-        self._good: OrderedDict[str, None] = OrderedDict()
-        self._bytes = 0
+        self._good: FairMemory[tuple[str, str], bool] = FairMemory(
+            MAX_CACHED_GRAMMARS, _MAX_CACHED_BYTES
+        )
+
+    def counts(self) -> dict[str, int]:
+        """Tenant -> number of its grammars that are remembered."""
+        with self._lock:
+            return self._good.counts()
+
+    def knows(self, tenant: str, grammar: Grammar) -> bool:
+        """Whether the tenant's grammar is remembered as a good one, so that `check` returns at
+        once."""
+        with self._lock:
+            return self._good.use((tenant, grammar.text)) is not None
 
     async def check(self, tenant: str, grammar: Grammar) -> None:
         """Raises InvalidRequestError, naming its `param`, if a grammar is wrong or takes too long.
 
         tenant: whose it is.
         """
-        if self._is_known(grammar.text):
+        if self.knows(tenant, grammar):
             return
+        used = CpuUse()
 
         def work() -> None:
             process = self._free.pop(0)
             try:
-                self._ask(process, grammar)
+                self._ask(process, tenant, grammar)
             finally:
+                used.seconds = process.cpu_s
                 self._free.insert(0, process)
 
-        await self._gate.run(tenant, work)
+        await self._gate.run(tenant, work, used)
 
-    def check_blocking(self, grammar: Grammar) -> None:
+    def check_blocking(self, tenant: str, grammar: Grammar) -> None:
         """Like `check`, for a thread of its own, such as one that validates the rows of a batch."""
-        if not self._is_known(grammar.text):
+        if not self.knows(tenant, grammar):
             with self._one_blocks:
-                self._ask(self._blocking, grammar)
+                self._ask(self._blocking, tenant, grammar)
 
     def close(self) -> None:
         """End the processes. Callers that still wait get an InvalidRequestError."""
         for process in self._all:
             process.close()
 
-    def _is_known(self, text: str) -> bool:
-        with self._lock:
-            if text in self._good:
-                self._good.move_to_end(text)
-                return True
-            return False
-
-    def _ask(self, process: WorkerProcess, grammar: Grammar) -> None:
+    def _ask(self, process: WorkerProcess, tenant: str, grammar: Grammar) -> None:
         text = grammar.text
         try:
             reply = process.ask(text.encode("utf-8", "surrogatepass"))
@@ -111,13 +128,9 @@ class GrammarChecker:
             raise _refusal(grammar, _TOO_LONG) from error
         if reply:
             raise _refusal(grammar, reply.decode())
+        most = self._accounts.limits(tenant).cached_grammars
         with self._lock:
-            if text not in self._good:
-                self._good[text] = None
-                self._bytes += len(text)
-            while len(self._good) > _KEPT or self._bytes > _KEPT_BYTES:
-                oldest, _ = self._good.popitem(last=False)
-                self._bytes -= len(oldest)
+            self._good.put(tenant, (tenant, text), True, size=len(text), most=most)
 
 
 def _refusal(grammar: Grammar, reason: str) -> InvalidRequestError:
@@ -134,18 +147,11 @@ def _refusal(grammar: Grammar, reason: str) -> InvalidRequestError:
 
 def main() -> None:
     """Answer until the server closes its end."""
-    import resource  # late: not on every system, and only needed here
-
-    # Ctrl-C reaches the whole process group; the server decides when to end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(_NICE)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    connection = Connection(int(sys.argv[1]))
+    connection = settle(int(sys.argv[1]))
     compiler = _Compiler(Path(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            text = connection.recv_bytes().decode("utf-8", "surrogatepass")
-            connection.send_bytes(_in_child(compiler, text))
+    answer_jobs(
+        connection, 1, lambda text: _in_child(compiler, text.decode("utf-8", "surrogatepass"))
+    )
 
 
 class _Compiler:

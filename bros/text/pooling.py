@@ -136,6 +136,7 @@ class TextPooler:
                 arrival_s=self._clock.now() if arrival_s is None else arrival_s,
                 tenant=tenant,
                 user=user,
+                max_traces=self._accounts.limits(tenant).traces,
                 cache_salt=cache_salt,
                 pooling=pooling,
                 second_from=each.second_from,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import random
@@ -32,8 +33,8 @@ ENDPOINT = "/v1/completions"
 class Handler:
     """Knows the model of a row and its prompt; refuses what it is told to refuse."""
 
-    def check(self, endpoint: str, body: dict[str, Any]) -> RowFacts:
-        assert endpoint == ENDPOINT
+    def check(self, tenant: str, endpoint: str, body: dict[str, Any]) -> RowFacts:
+        assert (tenant, endpoint) == ("ann", ENDPOINT)
         if "refuse" in body:
             kind, *arguments = body["refuse"]
             raise {"invalid": InvalidRequestError, "unknown": NotFoundError}[kind](*arguments)
@@ -43,6 +44,9 @@ class Handler:
         self, endpoint: str, body: dict[str, Any], *, request_id: str, tenant: str, due_in_s: float
     ) -> RowReply:
         raise AssertionError("no row is run to check a file")
+
+
+CHECK = functools.partial(Handler().check, "ann")
 
 
 def line(custom_id: str = "row", **body: object) -> bytes:
@@ -60,7 +64,7 @@ class Folder:
     def check(self, content: bytes, **options: Any) -> CheckedInput:
         self.file.write_bytes(content)
         digest = hashlib.sha256(content).hexdigest()
-        return check_input(self.file, digest, ENDPOINT, Handler(), **options)
+        return check_input(self.file, digest, ENDPOINT, CHECK, **options)
 
     def mistakes(self, content: bytes) -> list[tuple[str, str | None, int | None]]:
         """(code, param, line) of all errors of a file that is not valid."""
@@ -191,13 +195,13 @@ def test_a_damaged_file_is_not_run(folder: Folder) -> None:
     content = line("a") + line("b")
     folder.file.write_bytes(content.replace(b'"a"', b'"c"'))
     for good in (content, content + line("c"), b""):
-        checked = check_input(folder.file, hashlib.sha256(good).hexdigest(), ENDPOINT, Handler())
+        checked = check_input(folder.file, hashlib.sha256(good).hexdigest(), ENDPOINT, CHECK)
         assert [(error.code, error.line) for error in checked.errors] == [("damaged_file", None)]
         assert checked.rows == ()
 
 
 def test_a_file_that_is_gone_is_not_run(folder: Folder) -> None:
-    checked = check_input(folder.file, hashlib.sha256().hexdigest(), ENDPOINT, Handler())
+    checked = check_input(folder.file, hashlib.sha256().hexdigest(), ENDPOINT, CHECK)
     assert [(error.code, error.line) for error in checked.errors] == [("missing_file", None)]
     assert checked.rows == ()
 
@@ -231,7 +235,7 @@ def test_a_big_file_is_not_held_in_memory(folder: Folder) -> None:
     assert size > 60_000_000
     tracemalloc.start()
     try:
-        checked = check_input(folder.file, digest.hexdigest(), ENDPOINT, Handler())
+        checked = check_input(folder.file, digest.hexdigest(), ENDPOINT, CHECK)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -7,10 +7,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bros.core.fair import LONG_SIZE, FairGate, FairQueue, FairThreads
+from bros.core.fair import LONG_SIZE, CpuUse, FairGate, FairQueue, FairThreads
 from support.tier import examples
 
 TENANTS = ["a", "b", "c"]
@@ -28,6 +29,7 @@ def test_queue_starts_whatever_may_start_and_no_more(
     slots: int, data: st.DataObject, steps: list[tuple[str, str, int]]
 ) -> None:
     per_tenant = data.draw(st.integers(1, slots))
+    allowed = data.draw(st.sampled_from([TENANTS, TENANTS[1:]]))
     queue: FairQueue[int] = FairQueue(slots, per_tenant)
     waiting: dict[str, list[int]] = {tenant: [] for tenant in TENANTS}
     running: Counter[str] = Counter()
@@ -41,13 +43,14 @@ def test_queue_starts_whatever_may_start_and_no_more(
         elif running[tenant]:
             queue.end(tenant, float(amount))
             running[tenant] -= 1
-        while (started := queue.start()) is not None:
+        while (started := queue.start(allowed.__contains__)) is not None:
             owner, job = started
             assert job == waiting[owner].pop(0), "jobs of one tenant start in their order"
             running[owner] += 1
         queue.check_integrity()
+        assert sorted(queue.waiting()) == [tenant for tenant in TENANTS if waiting[tenant]]
         assert running.total() <= slots and max(running.values(), default=0) <= per_tenant
-        may_start = [t for t in TENANTS if waiting[t] and running[t] < per_tenant]
+        may_start = [t for t in allowed if waiting[t] and running[t] < per_tenant]
         assert running.total() == slots or not may_start
 
 
@@ -169,3 +172,55 @@ async def test_short_work_does_not_wait_for_long_work() -> None:
     assert not slow.done()
     long.let_go()
     await slow
+
+
+class Budget:
+    """spent: what work has used, by tenant. empty: tenants without CPU time, until `refill`."""
+
+    def __init__(self, *empty: str) -> None:
+        self.spent: Counter[str] = Counter()
+        self.empty = set(empty)
+
+    def spend(self, tenant: str, cpu_s: float) -> None:
+        self.spent[tenant] += cpu_s  # type: ignore[assignment]
+
+    def cpu_wait_s(self, tenant: str) -> float:
+        return 0.01 if tenant in self.empty else 0.0
+
+
+async def test_work_of_a_tenant_without_cpu_time_waits_and_that_of_others_does_not() -> None:
+    budget = Budget("a")
+    gate = FairGate(2, 1, budget)
+    waiting = [asyncio.create_task(gate.run("a", threading.get_ident)) for _ in range(3)]
+    for _ in range(3):
+        await gate.run("b", threading.get_ident)
+    assert not any(task.done() for task in waiting)
+    waiting[0].cancel()
+    budget.empty.clear()
+    await asyncio.gather(*waiting[1:])  # a timer starts them
+    assert waiting[0].cancelled()
+
+
+async def test_replies_are_written_without_cpu_time() -> None:
+    budget = Budget("a")
+    threads = FairThreads(budget)
+    waiting = asyncio.create_task(threads.run("a", threading.get_ident, 1))
+    await threads.write("a", lambda: sum(range(100_000)))
+    assert not waiting.done() and budget.spent["a"] > 0
+    waiting.cancel()
+    await asyncio.wait([waiting])
+
+
+async def test_cpu_time_is_counted_here_and_elsewhere_whether_work_fails_or_not() -> None:
+    budget, elsewhere = Budget(), CpuUse()
+    gate = FairGate(1, 1, budget)
+
+    def work() -> None:
+        sum(range(1_000_000))
+        elsewhere.seconds = 100.0
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        await gate.run("a", work, elsewhere)
+    await gate.run("b", lambda: threading.Event().wait(0.2))  # waiting takes none
+    assert 100.001 < budget.spent["a"] < 110 and budget.spent["b"] < 0.1

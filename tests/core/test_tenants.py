@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bros.core.clock import ManualClock
 from bros.core.errors import InvalidRequestError, OverTenantLimitError, TenantLimitError
 from bros.core.fair import FairMemory
-from bros.core.tenants import QuotaHold, Resource, TenantAccounts, TenantLimits, check_limit
+from bros.core.tenants import (
+    CPU_WINDOW_S,
+    QuotaHold,
+    Resource,
+    TenantAccounts,
+    TenantLimits,
+    check_limit,
+)
 from support.tier import examples
 
 TENANTS = ["ann", "bob"]
@@ -103,6 +112,33 @@ def test_one_of_a_resource_is_named_in_the_singular(resource: Resource, one: str
 
 
 @settings(max_examples=examples(50, long=1000))
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 9), st.integers(0, 7))))
+def test_a_memory_bounds_sizes_and_the_values_of_a_tenant(puts: list[tuple[str, int, int]]) -> None:
+    memory: FairMemory[tuple[str, int], int] = FairMemory(99, max_size=20)
+    expected: dict[str, OrderedDict[int, int]] = {"a": OrderedDict(), "b": OrderedDict()}
+    for tenant, key, size in puts:
+        used = memory.use((tenant, key))
+        assert used == expected[tenant].get(key)
+        if used is not None:
+            expected[tenant].move_to_end(key)
+        memory.put(tenant, (tenant, key), size, size=size, most=3)
+        expected[tenant].pop(key, None)
+        expected[tenant][key] = size
+        if len(expected[tenant]) > 3:
+            expected[tenant].popitem(last=False)
+        while sum(sum(values.values()) for values in expected.values()) > 20:
+            largest = max(expected.values(), key=lambda values: sum(values.values()))
+            if sum(expected["a"].values()) == sum(expected["b"].values()):  # either may lose one
+                oldest = next(iter(expected["a"]))
+                largest = expected["b" if memory.get(("a", oldest)) is not None else "a"]
+            largest.popitem(last=False)
+        memory.check_integrity()
+        assert memory.counts() == {name: len(each) for name, each in expected.items() if each}
+        for name, values in expected.items():
+            assert all(memory.get((name, key)) == value for key, value in values.items())
+
+
+@settings(max_examples=examples(50, long=1000))
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9)), max_size=40))
 def test_a_full_memory_forgets_the_oldest_of_the_tenant_that_has_most(
     puts: list[tuple[str, int]],
@@ -144,3 +180,80 @@ def test_figures_are_of_all_who_are_named_or_hold_something() -> None:
     assert found["bob", Resource.RT_REQUESTS].option == "max_requests"
     assert found["old", Resource.FILES].used == 5 and found["old", Resource.FILES].limit == 7
     assert sum(each.used for each in figures) == 11 and sum(e.refused for e in figures) == 1
+
+
+def test_a_tenant_that_has_used_up_its_cpu_time_gets_it_back() -> None:
+    clock = ManualClock()
+    accounts = TenantAccounts({"ann": TenantLimits(cpu_seconds=30)}, clock=clock)
+    accounts.spend("ann", 29.0)
+    accounts.check_cpu("ann")
+    accounts.spend("ann", 31.0)
+    accounts.spend("bob", 1000.0)
+    accounts.check_cpu("bob")
+    with pytest.raises(
+        TenantLimitError, match=r"used 30 CPU .* limit \(max_cpu_seconds\)"
+    ) as error:
+        accounts.check_cpu("ann")
+    wait_s = error.value.retry_after_s
+    assert wait_s == accounts.cpu_wait_s("ann") == pytest.approx(CPU_WINDOW_S * math.log(2))
+    (figure,) = (
+        each for each in accounts.figures({}) if each.resource is Resource.CPU_SECONDS
+        and each.tenant == "ann"
+    )  # fmt: skip
+    assert (figure.used, figure.limit, figure.option) == (60, 30, "max_cpu_seconds")
+    clock.advance(wait_s / 2)
+    assert accounts.cpu_wait_s("ann") == pytest.approx(wait_s / 2)
+    clock.advance(wait_s / 2 + 0.001)
+    accounts.check_cpu("ann")
+
+
+@given(st.floats(0.01, 3.0), st.integers(1, 60))
+def test_a_busy_tenant_gets_its_seconds_per_minute(job_s: float, limit: int) -> None:
+    """As soon as it may, it begins a job."""
+    clock, spent = ManualClock(), 0.0
+    accounts = TenantAccounts({"ann": TenantLimits(cpu_seconds=limit)}, clock=clock)
+    while clock.now() < 600:
+        while accounts.cpu_wait_s("ann") <= 0:
+            accounts.spend("ann", job_s)
+            spent += job_s
+        clock.advance(max(accounts.cpu_wait_s("ann"), 0.01))
+    assert limit * 10 * 0.9 < spent < limit * 11 + 12 * job_s
+
+
+def test_tenants_without_work_are_forgotten() -> None:
+    clock = ManualClock()
+    accounts = TenantAccounts(clock=clock)
+    for number in range(100):
+        accounts.spend(f"user-{number}", 1.0)
+        clock.advance(10.0)
+    names = {each.tenant for each in accounts.figures({})}
+    assert len(accounts._cpu) < 70 and "user-99" in names
+
+
+def test_what_is_held_together_is_held_whole_or_not_at_all() -> None:
+    accounts = TenantAccounts({"ann": TenantLimits(requests=3, grammars=2)})
+    both = [Resource.RT_REQUESTS, Resource.GRAMMARS]
+    held = accounts.hold_all("ann", both, 2)
+    with pytest.raises(TenantLimitError, match="max_grammars"):
+        accounts.hold_all("ann", both, 1)
+    assert accounts.held == {("ann", each): 2 for each in both}
+    held.resize(1)
+    accounts.hold_all("ann", both, 1).release()
+    held.release()
+    assert accounts.held == {}
+
+
+def test_a_hold_that_grows_counts_once() -> None:
+    accounts = TenantAccounts({"ann": TenantLimits(input_bytes=10)})
+    with (
+        accounts.count("ann", Resource.INPUT_BYTES, 0) as one,
+        accounts.hold("ann", Resource.INPUT_BYTES, 4),
+    ):
+        for amount in (3, 6):
+            accounts.check_growth(one, amount)
+            one.resize(amount)
+        with pytest.raises(TenantLimitError, match="10 bytes of requests"):
+            accounts.check_growth(one, 7)
+        with pytest.raises(OverTenantLimitError, match="needs 11"):
+            accounts.check_growth(one, 11)
+    assert accounts.held == {}

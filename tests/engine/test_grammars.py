@@ -310,6 +310,28 @@ def test_it_compiles_on_a_thread_and_once_for_equal_texts(folder: Path) -> None:
     assert compiler.counters.compiled == 1
 
 
+def test_tenants_do_not_share_what_is_compiled(folder: Path) -> None:
+    compiler, grammar = made(folder), grammars.choice(["a"])
+    for tenant in ("ann", "bob", "ann", "bob"):
+        compiler.state(grammar, STOPS, tenant)
+    assert compiler.counters.compiled == 2
+
+
+def test_the_tenant_with_the_most_compiled_grammars_loses_its_oldest(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bros.engine.grammars._MAX_COMPILED", 3)
+    compiler = made(folder)
+    compiler.state(grammars.choice(["b"]), STOPS, "bob")
+    for number in range(4):
+        compiler.state(grammars.choice([str(number)]), STOPS, "ann")
+    before = compiler.counters.compiled
+    compiler.state(grammars.choice(["b"]), STOPS, "bob")
+    assert compiler.counters.compiled == before
+    compiler.state(grammars.choice(["0"]), STOPS, "ann")
+    assert compiler.counters.compiled == before + 1
+
+
 @pytest.mark.parametrize(
     ("bound", "most"),
     [("_MAX_COMPILED", 3), ("_MAX_COMPILED_BYTES", 3 * len(grammars.choice(["1"]).text))],

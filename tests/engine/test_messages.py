@@ -114,7 +114,11 @@ trace = of(
     ttft_s=st.none() | number,
     tpot_s=st.none() | number,
 )
-stats = of(EngineStats, by_class=st.dictionaries(st.sampled_from(ServiceClass), of(ClassStats)))
+stats = of(
+    EngineStats,
+    traces=st.dictionaries(text, count),
+    by_class=st.dictionaries(st.sampled_from(ServiceClass), of(ClassStats)),
+)
 logprobs = of(
     TokenLogprobs, top=st.lists(st.tuples(st.integers(0, 99), number), max_size=2).map(tuple)
 )

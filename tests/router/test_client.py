@@ -27,7 +27,7 @@ from bros.core.request import (
     Slo,
 )
 from bros.router.fleet import Fleet, make_fleet
-from bros.router.replica_set import ReplicaState
+from bros.router.replica_set import ReplicaState, counters, total_stats
 from bros.router.state import RouterSettings
 from bros.simulator.virtual_loop import run_virtual
 from support.killable_engine import STEP_S, KillableEngine, foretold
@@ -596,3 +596,9 @@ async def test_who_reads_late_finds_what_several_replicas_gave_in_one_output(gro
     (output,) = [output async for output in stream]
     assert list(output.token_ids) == foretold(ask())
     assert output.finish_reason is not None
+
+
+def test_traces_of_several_engines_are_those_of_the_one_with_the_most() -> None:
+    parts = [EngineStats(steps=1, traces={"a": 3, "b": 1}), EngineStats(steps=2, traces={"b": 4})]
+    total = total_stats(parts, before=[counters(EngineStats(steps=4, traces={"c": 9}))])
+    assert (total.steps, total.traces) == (7, {"a": 3, "b": 4})

@@ -243,10 +243,10 @@ class Compiler(Grammars):
 
     compiled = False
 
-    def prepare(self, grammar: Grammar, done: Callable[[], None]) -> bool:
+    def prepare(self, grammar: Grammar, done: Callable[[], None], tenant: str = "") -> bool:
         return self.compiled
 
-    def state(self, grammar: Grammar, stops: StopRule) -> GrammarState:
+    def state(self, grammar: Grammar, stops: StopRule, tenant: str = "") -> GrammarState:
         return Script([ANY]).start(None, stops)
 
 

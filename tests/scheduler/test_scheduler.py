@@ -388,3 +388,17 @@ def test_kv_is_copied_only_where_that_is_faster_than_computing_it(
     taken = scheduler.stats().by_class[BE]
     assert taken.kv_preempted > 0
     assert taken.kv_copied == (taken.kv_preempted if copies else 0)
+
+
+def test_a_tenant_keeps_its_latest_traces() -> None:
+    """Up to the number that its last request names."""
+    scheduler, model = make_scheduler(), ToyModel(4)
+    for index, tenant in enumerate(["ann", "bob", "ann", "ann", "bob"]):
+        most = 2 if tenant == "ann" else None
+        asked = request(f"r{index}", 3, max_tokens=1)
+        scheduler.submit(dataclasses.replace(asked, tenant=tenant, max_traces=most), 0.0)
+        while scheduler.has_work:
+            step(scheduler, model)
+    kept = [index for index in range(5) if scheduler.trace(f"r{index}") is not None]
+    assert kept == [1, 2, 3, 4]
+    assert scheduler.stats().traces == {"ann": 2, "bob": 2}

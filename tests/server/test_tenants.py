@@ -13,7 +13,7 @@ import pytest
 
 from bros.core.config import ServerConfig
 from bros.core.errors import ConfigError
-from bros.core.interfaces import RequestTrace
+from bros.core.interfaces import EngineStats, RequestTrace
 from bros.core.request import ServiceClass, Slo
 from bros.core.tenants import Resource
 from bros.server.tenants import Tenants, load_tenants, public_prefixes
@@ -357,6 +357,111 @@ def test_a_public_prefix_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         public_prefixes(config, make_tokenizer())
 
 
+WORKING = """
+ann  ann-key  max_cpu_seconds=2 max_input_bytes=40KiB max_grammars=1
+bob  bob-key
+cid  cid-key  max_cpu_seconds=1
+"""
+
+
+@pytest.fixture
+def working(tmp_path: Path) -> Server:
+    keys = tmp_path / "keys"
+    keys.write_text(WORKING)
+    return Server(api_keys=str(keys))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x " * 4000, "max_tokens": 1}),
+        ("/tokenize", {"prompt": "x " * 4000}),
+        ("/v1/sessions", {"note": "x " * 4000}),
+    ],
+)
+async def test_without_cpu_time_only_short_requests_are_served(
+    working: Server, path: str, body: dict[str, object]
+) -> None:
+    async def ask(name: str, path: str, body: object) -> httpx.Response:
+        return await working.http.post(path, json=body, headers=of(name))
+
+    working.accounts.spend("ann", 4.0)
+    refused = await ask("ann", path, body)
+    error = assert_envelope(refused, 429)
+    assert error["code"] == "tenant_limit_exceeded" and "max_cpu_seconds" in error["message"]
+    assert 40 <= int(refused.headers["retry-after"]) <= 42  # a minute's logarithm of 2
+    assert working.accounts.refused("ann", Resource.CPU_SECONDS) == 1
+    short = {"prompt": "x", "max_tokens": 1}
+    assert (await ask("ann", "/v1/completions", short)).status_code == 200
+    assert (await ask("bob", path, body)).status_code != 429
+
+
+async def test_large_inputs_use_cpu_time_of_their_tenant(working: Server) -> None:
+    body, statuses = {"prompt": "some words " * 90_000}, []
+    async with asyncio.timeout(300):
+        while 429 not in statuses:
+            answer = await working.http.post("/tokenize", json=body, headers=of("cid"))
+            statuses.append(answer.status_code)
+    assert statuses[0] == 200 and working.accounts.cpu_wait_s("ann") == 0
+
+
+async def test_bodies_that_are_received_are_limited_by_tenant(working: Server) -> None:
+    sending, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow_body() -> AsyncIterator[bytes]:
+        yield b'{"prompt": "' + b"x" * 30_000
+        sending.set()
+        await go_on.wait()
+        yield b'", "max_tokens": 1}'
+
+    async def ask(name: str, content: object) -> httpx.Response:
+        headers = of(name) | {"content-type": "application/json"}
+        return await working.http.post("/v1/completions", content=content, headers=headers)  # type: ignore[arg-type]
+
+    first = asyncio.ensure_future(ask("ann", slow_body()))
+    await sending.wait()
+    assert working.accounts.used("ann", Resource.INPUT_BYTES) > 30_000
+    body = b'{"prompt": "%b"}' % (b"y" * 20_000)
+    refused = await ask("ann", body)
+    assert "max_input_bytes" in assert_envelope(refused, 429)["message"]
+    assert refused.headers["retry-after"] == "1"
+    assert "max_input_bytes" in assert_envelope(await ask("ann", body * 3), 400)["message"]
+    assert (await ask("bob", body)).status_code == 400  # too long for the model
+    go_on.set()
+    assert (await first).status_code == 400
+    assert working.accounts.held == {}
+
+
+async def test_outputs_with_a_grammar_are_limited_by_tenant(working: Server) -> None:
+    working.engine.hold_after = 1
+
+    async def ask(name: str, **fields: object) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": "x"}]} | fields
+        return await working.http.post("/v1/chat/completions", json=body, headers=of(name))
+
+    json_object = {"response_format": {"type": "json_object"}}
+    first = asyncio.ensure_future(ask("ann", **json_object))
+    await working.engine.holding.wait()
+    refused = await ask("ann", **json_object)
+    assert "max_grammars" in assert_envelope(refused, 429)["message"]
+    assert refused.headers["retry-after"] == "1"
+    others = [asyncio.ensure_future(ask("ann")), asyncio.ensure_future(ask("bob", **json_object))]
+    working.engine.go_on.set()
+    assert {(await each).status_code for each in (first, *others)} == {200}
+    assert working.accounts.held == {}
+
+
+async def test_rows_of_batches_need_no_cpu_time(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ann ann-key max_cpu_seconds=1 max_requests=1")
+    async with batch_server(
+        tmp_path, key="ann-key", api_keys=str(keys), max_model_len=9000
+    ) as server:
+        server.live.server.accounts.spend("ann", 100.0)
+        done = await server.wait(await server.submit(*(row(i, prompt="x " * 3000) for i in (1, 2))))
+        assert done.request_counts is not None and done.request_counts.completed == 2
+
+
 # What the operator sees
 
 
@@ -390,6 +495,13 @@ async def test_the_operator_sees_what_tenants_hold(tmp_path: Path) -> None:
             "sessions": 1
         }
         assert not any(use["used"] or use["refused"] for use in found["bob"].values())
+        server.engine.figures = EngineStats(traces={"bob": 7})
+        server.live.server.accounts.spend("bob", 12.3)
+        bob = (await figures(server, operator))["bob"]
+        assert (bob["traces"]["used"], bob["traces"]["limit"]) == (7, 500)
+        assert (bob["cpu_seconds"]["used"], bob["cpu_seconds"]["limit"]) == (12, 30)
+        assert bob["input_bytes"]["limit"] == 64 * 2**20
+        assert bob["cached_grammars"]["limit"] == 512
         for name in ("ann", "bob"):
             assert_envelope(await server.http.get("/admin/tenants", headers=of(name)), 403)
 

@@ -102,7 +102,7 @@ class ScriptedRows:
     def note(self, what: str) -> None:
         os.write(self._log, f"{os.getpid()} {what}\n".encode())
 
-    def check(self, endpoint: str, body: dict[str, Any]) -> RowFacts:
+    def check(self, tenant: str, endpoint: str, body: dict[str, Any]) -> RowFacts:
         return RowFacts("scripted", body["prompt"])
 
     async def answer(

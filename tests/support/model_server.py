@@ -16,6 +16,7 @@ import openai
 from bros.batch.store import open_store
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig, ServerConfig
+from bros.core.fair import FairThreads
 from bros.core.request import IdGenerator
 from bros.server.app import create_app
 from bros.server.build import with_jobs, with_sessions
@@ -69,6 +70,7 @@ async def model_server(
             chat_format=ChatFormat(
                 local.tokenizer, settings.tool_format, settings.reasoning_format
             ),
+            threads=FairThreads(accounts),
             accounts=accounts,
         )
         state = with_jobs(with_sessions(state), store)

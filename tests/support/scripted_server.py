@@ -23,6 +23,7 @@ from bros.batch.store import Store
 from bros.core.clock import ManualClock
 from bros.core.config import ServerConfig
 from bros.core.errors import EngineDeadError, QueueFullError
+from bros.core.fair import FairThreads
 from bros.core.interfaces import EmbeddingInfo, EngineInfo, EngineStats, RequestTrace
 from bros.core.request import (
     EngineRequest,
@@ -301,6 +302,7 @@ class Server:
             clock=self.clock,
             ids=ids,
             metrics=ServerMetrics(self.clock),
+            threads=FairThreads(self.accounts),
             accounts=self.accounts,
             grammars=grammars,
         )

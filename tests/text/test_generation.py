@@ -20,7 +20,9 @@ from bros.core.errors import (
     InvalidRequestError,
     PromptTooLongError,
     QueueFullError,
+    TenantLimitError,
 )
+from bros.core.grammars import json_object
 from bros.core.interfaces import EngineInfo, EngineStats, RequestTrace
 from bros.core.request import (
     MAX_SEED,
@@ -34,7 +36,7 @@ from bros.core.request import (
     TokenLogprobs,
     shortened,
 )
-from bros.core.tenants import Resource, TenantAccounts
+from bros.core.tenants import Resource, TenantAccounts, TenantLimits
 from bros.engine.client import OutputStream
 from bros.text.generation import (
     ChoiceResult,
@@ -197,6 +199,29 @@ async def test_each_request_counts_to_its_tenant_until_it_has_ended() -> None:
     await both.ready()
     assert accounts.held == {}
     await both.aclose()
+
+
+async def test_outputs_with_a_grammar_count_apart() -> None:
+    engine, limits = ScriptedEngine(), TenantLimits(requests=9, grammars=2, traces=7)
+    accounts = TenantAccounts({"ann": limits})
+    ids = IdGenerator(random.Random(0))
+    starts = TextGenerator(engine, TOKENIZER, ManualClock(), ids, accounts=accounts)
+    constrained = SamplingParams(n=2, grammar=json_object())
+    both = await starts.start([PROMPT], constrained, request_id="r", tenant="ann")
+    assert engine.submitted[0].max_traces == 7
+    with pytest.raises(TenantLimitError, match=r"2 outputs with a grammar.*\(max_grammars\)"):
+        await starts.start([PROMPT], SamplingParams(grammar=json_object()), tenant="ann")
+    assert accounts.used("ann", Resource.RT_REQUESTS) == 2
+    engine.say("x", FinishReason.STOP, to="r-1")
+    await anext(both)
+    assert accounts.used("ann", Resource.GRAMMARS) == 1
+    rows = starts.without_limits()
+    more = await rows.start([PROMPT], constrained, request_id="row", tenant="ann")
+    assert accounts.used("ann", Resource.GRAMMARS) == 1
+    assert engine.submitted[-1].max_traces == 7
+    await both.aclose()
+    await more.aclose()
+    assert accounts.held == {}
 
 
 async def test_real_time_requests_count_until_they_end() -> None:

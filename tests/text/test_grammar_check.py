@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from bros.core import grammars
+from bros.core.clock import ManualClock
 from bros.core.errors import InvalidRequestError
 from bros.core.request import Grammar
+from bros.core.tenants import TenantAccounts, TenantLimits
 from bros.text.grammar_check import GrammarChecker
 from support.machine_speed import slowdown
 from support.processes import cpu_s
@@ -100,9 +102,43 @@ def test_good_texts_are_remembered(tmp_path: Path) -> None:
     made.close()  # from now on everything else is refused
     for _ in range(3):
         check(made, Grammar(gbnf.text, after="x", param="other"))
-        made.check_blocking(gbnf)
+        made.check_blocking("", gbnf)
     with pytest.raises(InvalidRequestError, match="the server stops"):
         check(made, grammars.regex("other"))
+
+
+def test_each_tenant_has_its_own_texts_and_loses_its_own_oldest(tmp_path: Path) -> None:
+    limits = {"ann": TenantLimits(cached_grammars=2)}
+    accounts = TenantAccounts(limits)
+    made = GrammarChecker(save_tokenizer(tmp_path), 440, [1], accounts)
+    texts = [grammars.regex(str(number)) for number in range(3)]
+    for grammar in texts:
+        check(made, grammar, "ann")
+    made.check_blocking("bob", texts[0])
+    assert made.counts() == {"ann": 2, "bob": 1}
+    known = {(name, i) for name in ("ann", "bob") for i in range(3) if made.knows(name, texts[i])}
+    made.close()
+    assert known == {("ann", 1), ("ann", 2), ("bob", 0)}
+
+
+def test_the_processes_count_as_cpu_time_of_the_tenant(tmp_path: Path) -> None:
+    accounts = TenantAccounts({"ann": TenantLimits(cpu_seconds=1)}, clock=ManualClock())
+    made = GrammarChecker(save_tokenizer(tmp_path), 440, [1], accounts)
+
+    async def ask(number: int) -> None:
+        with pytest.raises(InvalidRequestError):
+            await made.check("ann", wide(3500 + number, additionalProperties=False))
+
+    try:
+        asyncio.run(ask(0))
+        assert accounts.cpu_wait_s("ann") == 0
+        asked = 1
+        while accounts.cpu_wait_s("ann") == 0 and asked < 50:
+            asyncio.run(ask(asked))
+            asked += 1
+        assert accounts.cpu_wait_s("ann") > 0 and accounts.cpu_wait_s("bob") == 0
+    finally:
+        made.close()
 
 
 @pytest.mark.parametrize(
@@ -121,7 +157,7 @@ def test_good_texts_are_remembered(tmp_path: Path) -> None:
 def test_what_is_wrong_is_said_without_the_text(
     checker: GrammarChecker, grammar: Grammar, says: str, code: str
 ) -> None:
-    for ask in (lambda: check(checker, grammar), lambda: checker.check_blocking(grammar)):
+    for ask in (lambda: check(checker, grammar), lambda: checker.check_blocking("", grammar)):
         with pytest.raises(InvalidRequestError, match=says) as caught:
             ask()
         assert (caught.value.param, caught.value.code) == ("p", f"invalid_{code}")

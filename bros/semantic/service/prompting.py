@@ -247,6 +247,7 @@ class Prefiller:
                 service_class=ServiceClass.BE,
                 arrival_s=self._clock.now(),
                 tenant=session.tenant,
+                max_traces=self._accounts.limits(session.tenant).traces,
                 public_tokens=0 if self._public is None else self._public.count(token_ids),
                 prefill_only=True,
                 hints=Hints(

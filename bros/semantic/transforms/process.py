@@ -11,24 +11,25 @@ kernel's.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-import signal
 import sys
-from multiprocessing.connection import Connection
 from typing import Protocol
 
-from bros.core.fair import FairGate, FairThreads
-from bros.core.worker_process import WorkerClosedError, WorkerEndedError, WorkerProcess
+from bros.core.fair import CpuBudget, CpuUse, FairGate, FairThreads
+from bros.core.worker_process import (
+    WorkerClosedError,
+    WorkerEndedError,
+    WorkerProcess,
+    answer_jobs,
+    cpu_used_s,
+    settle,
+)
 from bros.semantic.transforms.pipeline import PIPELINE_S, Transforms, parse_transforms
 from bros.semantic.transforms.steps import TransformError
 
 _MEMORY_BYTES = 2**30
 _GRACE_S = 2
 """CPU time after PIPELINE_S until the kernel ends a process whose transform does not return."""
-_NICE = 5
-"""Lower priority than the engine's, which may use all cores."""
 _PARSED = 256
 
 
@@ -63,22 +64,25 @@ class TransformProcesses:
     One tenant never has all of them, so its slow transforms do not keep others waiting.
     """
 
-    def __init__(self, count: int = 2) -> None:
-        """count: most processes, at least 2."""
+    def __init__(self, budget: CpuBudget | None = None, count: int = 2) -> None:
+        """budget: None: CPU time is not limited. count: most processes, at least 2."""
         assert count >= 2
-        self._gate = FairGate(count, count - 1)
+        self._gate = FairGate(count, count - 1, budget)
         self._all = [TransformProcess() for _ in range(count)]
         self._free = list(self._all)
 
     async def apply(self, tenant: str, transforms: Transforms, text: str) -> str:
+        used = CpuUse()
+
         def work() -> str:
             process = self._free.pop()
             try:
                 return process.apply(transforms.source, text)
             finally:
+                used.seconds = process.cpu_s
                 self._free.append(process)
 
-        return await self._gate.run(tenant, work)
+        return await self._gate.run(tenant, work, used)
 
     def close(self) -> None:
         for process in self._all:
@@ -99,10 +103,15 @@ class TransformProcess:
             raise TransformError(str(error)) from error
         except WorkerEndedError as error:
             raise TransformError(f"{source}: took too long or too much memory") from error
-        result = reply[1:].decode("utf-8", "surrogatepass")
+        result = _decoded(reply[1:])
         if reply[:1] == _FAILED:
             raise TransformError(result)
         return result
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time that the last `apply` took."""
+        return self._worker.cpu_s
 
     def close(self) -> None:
         """End the process, and with it a running `apply`."""
@@ -116,35 +125,33 @@ def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")  # the transforms report half characters
 
 
+def _decoded(content: bytes) -> str:
+    return content.decode("utf-8", "surrogatepass")
+
+
 def main() -> None:
     """Answer until the server closes its end."""
     import resource  # late: not on every system, and only needed here
 
-    # Ctrl-C reaches the whole process group; the server decides when to end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(_NICE)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    connection = settle(int(sys.argv[1]))
     if sys.platform == "linux":  # elsewhere it does not limit, or cannot be set
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     parse = functools.lru_cache(_PARSED)(parse_transforms)
-    connection = Connection(int(sys.argv[1]))
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            source = connection.recv_bytes().decode("utf-8", "surrogatepass")
-            text = connection.recv_bytes().decode("utf-8", "surrogatepass")
-            used = resource.getrusage(resource.RUSAGE_SELF)
-            end_s = int(used.ru_utime + used.ru_stime + PIPELINE_S) + _GRACE_S
-            # Of a pipeline that does not return, the kernel ends the process.
-            resource.setrlimit(resource.RLIMIT_CPU, (end_s, resource.RLIM_INFINITY))
-            try:
-                transforms = parse(source)
-                assert transforms is not None, "a blank pipeline is not sent"
-                reply = _DONE + _encoded(transforms(text))
-            except TransformError as error:
-                reply = _FAILED + _encoded(str(error))
-            except MemoryError:
-                reply = _FAILED + _encoded(f"{source}: took too much memory")
-            connection.send_bytes(reply)
+
+    def transformed(source: str, text: str) -> bytes:
+        end_s = int(cpu_used_s() + PIPELINE_S) + _GRACE_S
+        # Of a pipeline that does not return, the kernel ends the process.
+        resource.setrlimit(resource.RLIMIT_CPU, (end_s, resource.RLIM_INFINITY))
+        try:
+            transforms = parse(source)
+            assert transforms is not None, "a blank pipeline is not sent"
+            return _DONE + _encoded(transforms(text))
+        except TransformError as error:
+            return _FAILED + _encoded(str(error))
+        except MemoryError:
+            return _FAILED + _encoded(f"{source}: took too much memory")
+
+    answer_jobs(connection, 2, lambda *parts: transformed(*map(_decoded, parts)))
 
 
 if __name__ == "__main__":

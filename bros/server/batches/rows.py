@@ -46,13 +46,16 @@ class RowRunner:
     """Runs what waits in the store, rows of batches and background responses, on the engine.
 
     state: that of the server, but with threads of its own for prompts, so that HTTP requests never
-        wait for rows, and without limits for open requests: rows have limits of their own, and one
-        that is refused would keep its place in the runner until its tenant has fewer requests.
+        wait for rows, and without limits of tenants: rows have limits of their own, and one that is
+        refused would keep its place in the runner until its tenant has fewer requests.
     """
 
     def __init__(self, state: ServerState) -> None:
         self.state = replace(
-            state, threads=FairThreads(), generator=state.generator.without_limits()
+            state,
+            threads=FairThreads(),
+            accounts=state.accounts.of_batches(),
+            generator=state.generator.without_limits(),
         )
         self._checks = anyio.CapacityLimiter(1)
 
@@ -91,14 +94,14 @@ class EngineRowHandler:
     def __init__(self, runner: RowRunner) -> None:
         self._runner = runner
 
-    def check(self, endpoint: str, body: dict[str, Any]) -> RowFacts:
+    def check(self, tenant: str, endpoint: str, body: dict[str, Any]) -> RowFacts:
         state = self._runner.state
         call = ROW_CALLS[endpoint](state, body)
         if not isinstance(call, PoolingCall):
             grammar = call.sampling.grammar
             if grammar is not None and state.grammars is not None:
                 with renaming_fields(call.field_names):
-                    state.grammars.check_blocking(grammar)
+                    state.grammars.check_blocking(tenant, grammar)
         model = call.body.model or state.model_name
         return RowFacts(model, call.prompt_text(), call.num_chars())
 
@@ -146,7 +149,6 @@ class EngineRowHandler:
             slo=Slo(deadline_s=due_in_s),
             tenant=tenant,
             arrival_s=self._runner.state.clock.now(),
-            accounts=None,
         )
         try:
             reply = await exchange.complete()

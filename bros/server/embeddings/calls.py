@@ -18,7 +18,6 @@ from pydantic_core import to_json
 from bros.core.errors import InvalidRequestError, PromptTooLongError
 from bros.core.interfaces import EmbeddingInfo
 from bros.core.request import FinishReason, Pooling, ServiceClass, Slo
-from bros.core.tenants import TenantAccounts
 from bros.server.embeddings.schema import (
     MAX_INPUTS,
     EmbeddingRequest,
@@ -33,7 +32,7 @@ from bros.server.embeddings.schema import (
     ScoreRequest,
 )
 from bros.server.errors import GenerationFailedError
-from bros.server.http import offload, validate
+from bros.server.http import offload, offload_reply, validate
 from bros.server.openai.calls import Tier
 from bros.server.openai.stream import Observer
 from bros.server.state import ServerState
@@ -349,18 +348,15 @@ class PoolingExchange:
         slo: Slo,
         tenant: str,
         arrival_s: float,
-        accounts: TenantAccounts | None,
     ) -> None:
-        """tenant: whose call it is. arrival_s: on the state's clock; deadlines count from it.
-        accounts: limits of open requests; None for rows, which have limits of their own.
-        """
+        """tenant: whose call it is. arrival_s: on the state's clock; deadlines count from it."""
         self._state = state
         self._call = call
         self._tier = tier
         self._slo = slo
         self._tenant = tenant
         self._arrival_s = arrival_s
-        self._pooler = TextPooler(state.engine, state.clock, state.ids, accounts)
+        self._pooler = TextPooler(state.engine, state.clock, state.ids, state.accounts)
         self._id = state.ids.new(call.id_prefix)
         self.usage = PoolingUsage(prompt_tokens=0, total_tokens=0)
         self.cached_tokens = 0
@@ -403,7 +399,7 @@ class PoolingExchange:
         def render() -> bytes:
             return call.reply(header, results, self.usage)
 
-        return await offload(state, self._tenant, render, size)
+        return await offload_reply(state, self._tenant, render, size)
 
 
 class _MetricsObserver(PoolingObserver):

@@ -47,7 +47,6 @@ async def _answer(request: Request, endpoint: str) -> Response:
         slo=slo_of(call.body, request.headers, state.engine.info.default_slo),
         tenant=state.tenant(request),
         arrival_s=arrival_s,
-        accounts=state.accounts,
     )
     async with CancelOnDisconnect(request.receive, state.stopping):
         reply = await exchange.complete()

@@ -15,7 +15,7 @@ from bros.core.interfaces import EngineInfo
 from bros.core.request import NO_HINTS, Hints, ServiceClass, Slo
 from bros.semantic.service.runner import PlainCall
 from bros.server.errors import renaming_fields
-from bros.server.http import CancelOnDisconnect, offload, read_as
+from bros.server.http import CancelOnDisconnect, offload_reply, read_as
 from bros.server.openai.calls import CALLS, Call, Tier, response_tier, slo_of, tier_of
 from bros.server.openai.prompt_logprobs import NUMBER_CHARS, num_numbers
 from bros.server.openai.stream import Answer, AnswerStream, ChunkFrame, Observer
@@ -122,7 +122,7 @@ class Exchange:
         size = NUMBER_CHARS * sum(
             len(choice.logprobs) + num_numbers(choice.prompt_logprobs) for choice in choices
         )
-        return await offload(self._state, self._tenant, render, size)
+        return await offload_reply(self._state, self._tenant, render, size)
 
     async def aclose(self) -> None:
         """Abort unfinished requests."""
@@ -149,7 +149,7 @@ class Exchange:
         call, options = self._call, self._call.body.stream_options
         include_usage = bool(options and options.include_usage)
         frame = ChunkFrame(call.chunk_kind, self.header, include_usage=include_usage)
-        writer, offloaded = call.writer(frame), partial(offload, self._state, self._tenant)
+        writer, offloaded = call.writer(frame), partial(offload_reply, self._state, self._tenant)
         return AnswerStream(self.answer, writer, self._state.stopping, offloaded)
 
 

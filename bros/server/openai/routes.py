@@ -12,7 +12,7 @@ from bros.core.errors import InvalidRequestError
 from bros.server.http import (
     json_list,
     json_response,
-    offload,
+    offload_reply,
     read_as,
     read_request,
     validate,
@@ -169,7 +169,7 @@ async def tokenize(request: Request) -> Response:
             names,
         )
 
-    reply = await offload(state, tenant, render, len(tokens))
+    reply = await offload_reply(state, tenant, render, len(tokens))
     return Response(reply, media_type="application/json")
 
 
@@ -194,7 +194,8 @@ async def detokenize(request: Request) -> Response:
         return DetokenizeReply(prompt=text).model_dump_json()
 
     size, tenant = len(body.tokens), state.tenant(request)
-    return Response(await offload(state, tenant, render, size), media_type="application/json")
+    reply = await offload_reply(state, tenant, render, size)
+    return Response(reply, media_type="application/json")
 
 
 _TOKENS = (

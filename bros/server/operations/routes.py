@@ -19,7 +19,7 @@ import bros
 from bros.core.errors import BrosError, EngineDeadError, NotFoundError
 from bros.core.interfaces import EngineStats, RequestTrace
 from bros.core.request import Slo
-from bros.core.tenants import TenantFigure
+from bros.core.tenants import Resource, TenantFigure
 from bros.router.client import RouterClient
 from bros.router.replica_set import RUNNING
 from bros.server.http import has_body, json_response, read_object, validate
@@ -81,17 +81,17 @@ async def metrics(request: Request) -> Response:
     """Metrics in Prometheus' text format."""
     state = ServerState.of(request)
     _check_operator(request, "Metrics need")  # without --metrics-access key there is no tenant
-    stored = await _stored(state)
+    stats, stored = await asyncio.gather(_stats(state), _stored(state))
     return Response(
         state.metrics.render(
-            await _stats(state),
+            stats,
             _batches(state, stored),
             None if state.sessions is None else state.sessions.figures(),
             state.replicas,
             len(asyncio.all_tasks()),
             state.engine.num_lost,
             state.engine.num_hung,
-            _shown_tenants(state, stored),
+            _shown_tenants(state, stats, stored),
         ),
         headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4},
     )
@@ -136,13 +136,22 @@ def _batches(state: ServerState, stored: StoredFigures | None) -> BatchFigures |
     return BatchFigures(by_status, jobs.runner.counts, jobs.runner.rows_in_flight)
 
 
-def _tenants(state: ServerState, stored: StoredFigures | None) -> list[TenantFigure]:
-    return state.accounts.figures({} if stored is None else stored.usage)
+def _tenants(
+    state: ServerState, stats: EngineStats | None, stored: StoredFigures | None
+) -> list[TenantFigure]:
+    elsewhere = {} if stored is None else dict(stored.usage)
+    traces = {} if stats is None else stats.traces
+    grammars = {} if state.grammars is None else state.grammars.counts()
+    for resource, counts in ((Resource.TRACES, traces), (Resource.CACHED_GRAMMARS, grammars)):
+        elsewhere.update({(tenant, resource): count for tenant, count in counts.items()})
+    return state.accounts.figures(elsewhere)
 
 
-def _shown_tenants(state: ServerState, stored: StoredFigures | None) -> Sequence[TenantFigure]:
+def _shown_tenants(
+    state: ServerState, stats: EngineStats | None, stored: StoredFigures | None
+) -> Sequence[TenantFigure]:
     """Where everybody may read the metrics, they do not say what a tenant does."""
-    figures = _tenants(state, stored)
+    figures = _tenants(state, stats, stored)
     only_one = len({figure.tenant for figure in figures}) == 1
     return figures if only_one or state.config.metrics_access == "key" else sum_of_tenants(figures)
 
@@ -241,11 +250,13 @@ ADMIN_ROUTES = (
 
 async def list_tenants(request: Request) -> Response:
     """List what the server holds for each tenant, its limits, and how often they refused more.
-    Figures of files and batches are 0 while the store does not answer."""
+    Figures of files and batches are 0 while the store does not answer, and those of traces while no
+    engine does."""
     _check_operator(request, "Figures of tenants need")
     state = ServerState.of(request)
     uses: dict[str, list[TenantUse]] = {}
-    for figure in _tenants(state, await _stored(state)):
+    stats, stored = await asyncio.gather(_stats(state), _stored(state))
+    for figure in _tenants(state, stats, stored):
         uses.setdefault(figure.tenant, []).append(
             TenantUse(
                 resource=figure.resource.value,

@@ -50,6 +50,7 @@ from bros.server.http import (
     CancelOnDisconnect,
     check_query_names,
     offload,
+    offload_reply,
     query_flag,
     query_number,
     read_object,
@@ -132,7 +133,7 @@ async def retrieve_session(request: Request) -> Response:
     """A session with the graph of its requests and variables."""
     view = await _view(request)
     state = ServerState.of(request)
-    return await offload(state, state.tenant(request), lambda: reply(view), _size(view))
+    return await offload_reply(state, state.tenant(request), lambda: reply(view), _size(view))
 
 
 async def delete_session(request: Request) -> Response:
@@ -162,7 +163,7 @@ async def _graph(
 ) -> Response:
     view = await _view(request)
     state = ServerState.of(request)
-    text = await offload(state, state.tenant(request), lambda: render(view), _size(view))
+    text = await offload_reply(state, state.tenant(request), lambda: render(view), _size(view))
     return Response(text, headers=_GRAPH_HEADERS, media_type=media_type)
 
 
@@ -325,7 +326,7 @@ async def submit(request: Request) -> Response:
             return replace(failed, more={**failed.more, **accepted}).to_response()
     body = _program_of(submitted, values)
     size = _CHARS_PER_CALL * len(submitted)
-    return await offload(state, scope.tenant, lambda: reply(body, defaults=False), size)
+    return await offload_reply(state, scope.tenant, lambda: reply(body, defaults=False), size)
 
 
 def _samplings(calls: Sequence[CallSpec]) -> Iterator[tuple[str, Mapping[str, Any]]]:
