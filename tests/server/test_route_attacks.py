@@ -3,7 +3,8 @@ own schema, half of them valid and half with a mutation. A new route is attacked
 listed here.
 
 Whatever comes, the answer is one that the document describes, nothing is left of it afterwards, and
-the event loop was never held for long. In the long tier the same attacks are repeated, and the
+the event loop was never held for long, neither by CPU time nor by wall time without waits for a
+core (see MeasuredLoop). In the long tier the same attacks are repeated, and the
 repetitions leave no more objects than MOST_LEFT per attack.
 """
 

@@ -3,40 +3,54 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
+import os
 import selectors
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
-from typing import Any, ParamSpec
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, ParamSpec, Self
 
 from support.machine_speed import slowdown
 
 P = ParamSpec("P")
 
 LONGEST_TURN_S = 0.05
-"""What is promised of a server's event loop: the CPU time of its longest turn, without the garbage
-collector, on a machine of nominal speed. See docs/architecture.md, Off the event loop."""
+"""What is promised of a server's event loop: the CPU time of its longest turn, and its longest lag,
+without the garbage collector, on a machine of nominal speed. See docs/architecture.md, Off the
+event loop."""
 
 
 class MeasuredLoop(asyncio.SelectorEventLoop):
-    """longest_s: CPU time of the longest turn that began while it was measured.
+    """Measures its turns.
+
+    longest_s: CPU time of the longest turn that began while it was measured.
+    longest_lag_s: the longest time for which it could not go on, in a turn or when an event had
+        come, without what other processes may have caused: the time for which threads of this
+        process waited for a core (see RunQueueWait). So it counts if another thread holds the
+        interpreter, or if the loop waits for a lock.
 
     The garbage collector does not count: it walks all that the test process has imported, which a
     server has frozen.
     """
 
-    def __init__(self, selector: selectors.BaseSelector | None = None) -> None:
+    def __init__(self, selector: _SlicedSelector | None = None) -> None:
+        selector = selector or _SlicedSelector()
         super().__init__(selector)
-        self.longest_s = self._collected_s = self._collecting_s = 0.0
+        selector.measured = self._measured
+        self.longest_s = self.longest_lag_s = 0.0
+        self._collected = self._collecting = _Instant(0.0, 0.0)
+        self._queued = RunQueueWait()
         self._measures = False
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Measure the turns within."""
         gc.callbacks.append(self._on_collection)
-        self.longest_s, self._measures = 0.0, True
+        self.longest_s, self.longest_lag_s, self._measures = 0.0, 0.0, True
         try:
             yield
         finally:
@@ -47,20 +61,120 @@ class MeasuredLoop(asyncio.SelectorEventLoop):
         """Fails if a turn has broken the promise, at the speed of this machine."""
         limit_s = LONGEST_TURN_S * slowdown()
         assert self.longest_s < limit_s
+        assert self.longest_lag_s < limit_s
 
     def _on_collection(self, phase: str, info: object) -> None:
-        now_s = time.thread_time()
+        now = _Instant.now()
         if phase == "start":
-            self._collecting_s = now_s
+            self._collecting = now
         else:
-            self._collected_s += now_s - self._collecting_s
+            self._collected += now - self._collecting
+
+    def _process_events(self, event_list: Any) -> None:
+        """Called when the turn has waited for events."""
+        self._turn = self._measured(0.0)
+        self._turn.__enter__()
+        self._counts, self._begun = self._measures, _Instant.now() - self._collected
+        super()._process_events(event_list)  # type: ignore[misc]
 
     def _run_once(self) -> None:
-        counts, begun_s, self._collected_s = self._measures, time.thread_time(), 0.0
         super()._run_once()  # type: ignore[misc]
-        took_s = time.thread_time() - begun_s - self._collected_s
-        if counts:
-            self.longest_s = max(self.longest_s, took_s)
+        took = _Instant.now() - self._collected - self._begun
+        if self._counts:
+            self.longest_s = max(self.longest_s, took.cpu_s)
+        self._turn.__exit__(None, None, None)
+
+    @contextmanager
+    def _measured(self, expected_s: float) -> Iterator[None]:
+        """What is done within should take so long, and longer is a lag."""
+        if not self._measures:
+            yield
+            return
+        self._queued.note()
+        begun = _Instant.now() - self._collected
+        yield
+        took_s = (_Instant.now() - self._collected - begun).wall_s
+        if took_s - expected_s > self.longest_lag_s:
+            lag_s = took_s - expected_s - self._queued.seconds()
+            self.longest_lag_s = max(self.longest_lag_s, lag_s)
+
+
+class _SlicedSelector(selectors.DefaultSelector):
+    """Waits for SLICE_S at a time, so that it is seen if it returns late, which is when another
+    thread holds the interpreter.
+
+    measured: measures a slice, of this length.
+    """
+
+    measured: Callable[[float], AbstractContextManager[None]]
+
+    def select(self, timeout: float | None = None) -> Any:
+        left_s = float("inf") if timeout is None else max(timeout, 0.0)
+        while True:
+            slice_s = min(left_s, SLICE_S)
+            with self.measured(slice_s):
+                ready = super().select(slice_s)
+            left_s -= slice_s
+            if ready or left_s <= 0:
+                return ready
+
+
+SLICE_S = 0.01
+
+
+class _Instant(NamedTuple):
+    """CPU time of this thread, and wall time, or a difference of two."""
+
+    cpu_s: float
+    wall_s: float
+
+    @classmethod
+    def now(cls) -> Self:
+        return cls(time.thread_time(), time.monotonic())
+
+    def __add__(self, other: Self) -> _Instant:  # type: ignore[override]
+        return _Instant(self.cpu_s + other.cpu_s, self.wall_s + other.wall_s)
+
+    def __sub__(self, other: Self) -> _Instant:
+        return _Instant(self.cpu_s - other.cpu_s, self.wall_s - other.wall_s)
+
+
+class RunQueueWait:
+    """For how long threads of this process have waited for a core lately, by the kernel.
+
+    That of all threads counts, since one that holds the interpreter while it waits for a core keeps
+    the loop waiting as well. Time in which the host ran another machine counts, too.
+    """
+
+    def __init__(self) -> None:
+        self._noted_s = float("-inf")
+        self._before: dict[str, float] = {}
+
+    def note(self) -> None:
+        """Count from now on, or from shortly before."""
+        now_s = time.monotonic()
+        if now_s - self._noted_s > _NOTED_EVERY_S:  # it reads a file per thread
+            self._noted_s, self._before = now_s, _queued_s()
+
+    def seconds(self) -> float:
+        """The wait since the last `note`, of all threads together. Those that have ended since do
+        not count."""
+        waits = _queued_s().items()
+        return sum(wait_s - self._before.get(who, 0.0) for who, wait_s in waits)
+
+
+_NOTED_EVERY_S = 0.02
+
+
+def _queued_s() -> dict[str, float]:
+    """Thread -> seconds for which it has waited; and those for which the machine has."""
+    waited = {}
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            _, waited_ns, _ = Path(f"/proc/self/task/{task}/schedstat").read_text().split()
+            waited[task] = int(waited_ns) / 1e9
+    stolen = int(Path("/proc/stat").read_text().split(maxsplit=9)[8])
+    return {**waited, "machine": stolen / os.sysconf("SC_CLK_TCK")}
 
 
 class HastyLoop(MeasuredLoop):
@@ -78,7 +192,7 @@ class HastyLoop(MeasuredLoop):
         return self._hasty.now_s
 
 
-class _HastySelector(selectors.DefaultSelector):
+class _HastySelector(_SlicedSelector):
     def __init__(self, skip_s: float) -> None:
         super().__init__()
         self._skip_s = skip_s
@@ -87,7 +201,7 @@ class _HastySelector(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> Any:
         if timeout is None or timeout <= 0:
             return super().select(timeout)
-        if not (ready := super().select(min(timeout, 0.01))):
+        if not (ready := super().select(min(timeout, SLICE_S))):
             self.now_s += max(timeout, self._skip_s)
         return ready
 

@@ -508,8 +508,8 @@ class TenantCollector(Collector):
         yield _family(
             GaugeMetricFamily,
             "tenant_held",
-            "What is held for a tenant, by resource. At bros_tenant_limit, more gets status 429; of "
-            "responses, traces and cached_grammars, the oldest make room",
+            "What is held for a tenant, by resource. At bros_tenant_limit, more gets status 429; "
+            "old responses, traces and cached_grammars make room instead",
             labels,
             [((each.tenant, each.resource), each.used) for each in self.figures],
         )
