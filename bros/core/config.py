@@ -382,19 +382,17 @@ class ServerConfig(_Checked):
     )
     tenant_max_input_bytes: str | None = option(
         None,
-        "maximum bytes of requests of a tenant that are received or processed; default: 64MiB if "
-        "there are several",
+        "maximum bytes of a tenant's inputs in progress; default: 64MiB if there are several",
         size=True,
     )
     tenant_max_cpu_seconds: int | None = option(
         None,
-        "CPU seconds per minute for inputs of a tenant; default: 30 if there are several",
+        "CPU seconds per minute for large inputs of a tenant; default: 30 if there are several",
         low=1,
     )
     tenant_max_grammars: int | None = option(
         None,
-        "maximum outputs with a grammar per tenant; default: half of --max-queue if there are "
-        "several",
+        "maximum outputs with a grammar per tenant; default: half of --max-queue if several exist",
         low=1,
     )
     response_ttl: float = option(
