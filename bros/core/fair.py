@@ -176,6 +176,8 @@ class FairGate:
                 cpu.seconds = thread_cpu_s() - cpu_s
 
         def end(job: asyncio.Future[T]) -> None:
+            if not job.cancelled():
+                job.exception()  # else it is logged if the caller was cancelled meanwhile
             used_s = cpu.seconds + (elsewhere.seconds if elsewhere is not None else 0.0)
             if self._budget is not None:
                 self._budget.spend(tenant, used_s)

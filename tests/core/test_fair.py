@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -146,6 +147,26 @@ async def test_cancelled_work_that_waits_is_not_done_and_work_that_runs_keeps_it
     running.let_go()
     assert await third == 3
     assert not waiting.begun.is_set()
+
+
+async def test_an_error_after_the_caller_has_been_cancelled_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gate, held = FairGate(1, 1), Held()
+
+    def fail() -> None:
+        held()
+        raise ValueError("no")
+
+    task = asyncio.create_task(gate.run("a", fail))
+    await held.begun.wait()
+    task.cancel()
+    await asyncio.wait([task])
+    held.let_go()
+    await gate.run("a", threading.get_ident)  # after it
+    del task  # its error refers to the work
+    gc.collect()
+    assert caplog.records == []
 
 
 async def test_cancelled_in_the_turn_in_which_its_slot_is_free() -> None:
