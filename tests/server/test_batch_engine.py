@@ -230,7 +230,7 @@ async def test_a_batch_whose_check_breaks_the_server_fails(
     """`failed` also means a system failure, with `errors` filled; our log says what it was"""
     checks = []
 
-    def broken(self: EngineRowHandler, endpoint: str, body: dict[str, Any]) -> None:
+    def broken(self: EngineRowHandler, tenant: str, endpoint: str, body: dict[str, Any]) -> None:
         checks.append(body)
         raise RuntimeError("a bug")
 
