@@ -1,13 +1,16 @@
 """What grammars cost and save, and whether outputs are valid, with the embedded model.
 
     python benchmarks/structured_output.py [--only PARTS] [--rows N] [--schemas N] [--model NAME]
-                                           [--quick] [--json FILE]
+                                           [--ways WAYS] [--quick] [--json FILE]
 
     valid     rows over generated schemas, in both classes, greedy and drawn, some with n = 3, with
-              memory for a third of them: how many whole outputs are not valid by their schema
-              (jsonschema), how many were cut by max_tokens. With `--model tiny` by a random model
-              of two layers with the same tokenizer, which writes anything: harder for the grammar,
-              and a hundred times faster
+              memory for a fifth of them, so that best-effort rows are preempted: how many whole
+              outputs are not valid by their schema (jsonschema), how many were cut by max_tokens.
+              With `--model tiny` by a random model of two layers with the same tokenizer, which
+              writes anything: harder for the grammar, and a hundred times faster. Ways: `steps`,
+              one after the other; `ahead`, with asynchronous scheduling, where the executor
+              computes a step when its result is asked for; `replicas`, over HTTP to a server with
+              two replicas
     step      32 rows with a grammar beside 32 without, and 64 without: median time of a step in
               which each row decodes one token. Both run at once in turns of some steps, so that
               what else the machine does is in both.
@@ -21,31 +24,48 @@ Wall times, except of `valid`: run it on an idle machine.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import json
+import random
+import re
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema
 from harness import benchmark_parser, save
 
 from bros.core import grammars
-from bros.core.clock import SystemClock
+from bros.core.clock import ManualClock, SystemClock
 from bros.core.config import EngineConfig
 from bros.core.errors import InvalidRequestError
-from bros.core.interfaces import GrammarState, StopRule, TokenConstraint
-from bros.core.request import EngineRequest, FinishReason, Grammar, SamplingParams, ServiceClass
+from bros.core.interfaces import EngineInfo, Executor, GrammarState, StopRule, TokenConstraint
+from bros.core.request import (
+    EngineRequest,
+    FinishReason,
+    Grammar,
+    IdGenerator,
+    SamplingParams,
+    ServiceClass,
+)
+from bros.engine.build import build_engine
 from bros.engine.engine import Engine
 from bros.engine.grammars import Grammars
+from bros.engine.group import Group
+from bros.engine.thread_client import ThreadEngineClient
 from bros.executor.loader import load_executor
-from bros.executor.model_store import default_cache_dir, resolve_model
+from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_model
 from bros.scheduler.build import build_scheduler
-from bros.text.generation import collect
+from bros.scheduler.profiles import profile_folders
+from bros.text.generation import TextGenerator, collect
 from bros.text.grammar_check import GrammarChecker
 from bros.text.tokenizer import Tokenizer
 from bros.transport.local import LocalEngine, open_local
@@ -53,10 +73,14 @@ from bros.transport.local import LocalEngine, open_local
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from support.json_schemas import schemas
+from support.late_executor import LateExecutor
+from support.server_process import running_server
 from support.tiny_models import save_tiny_llama
 
 MAX_TOKENS = 96
-IN_FLIGHT = 96
+IN_FLIGHT = {ServiceClass.RT: 12, ServiceClass.BE: 40}
+SMALL = EngineConfig(kv_blocks=72, max_model_len=256, max_num_seqs=64)
+"""With memory for some ten rows."""
 
 
 # ---- Whether outputs are valid.
@@ -76,70 +100,173 @@ def tiny_model(folder: Path) -> str:
     return str(folder)
 
 
-async def valid(rows: int, count: int, model: str | None) -> dict[str, Any]:
-    config = EngineConfig(model=model, kv_blocks=160, max_model_len=512, max_num_seqs=64)
-    found: dict[str, Any] = {
-        "model": "embedded" if model is None else "tiny",
-        "rows": rows,
-        "schemas": count,
-        "outputs": 0,
-        "whole": 0,
-        "cut": 0,
-        "invalid": 0,
-    }
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a row asks for."""
+
+    number: int
+    schema: Any
+
+    @property
+    def service_class(self) -> ServiceClass:
+        return ServiceClass.RT if self.number % 4 < 2 else ServiceClass.BE
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        return [{"role": "user", "content": f"Write some JSON. Number {self.number}."}]
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return {
+            "temperature": float(self.number % 2),
+            "seed": self.number,
+            "n": 3 if self.number % 10 == 0 else 1,
+            "max_tokens": MAX_TOKENS,
+        }
+
+
+Answers = Callable[[Row], Awaitable[Sequence[tuple[str, str]]]]
+"""The finish_reason and the text of each choice."""
+
+
+async def valid(numbers: range, count: int, model: str | None, way: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"rows": len(numbers), "schemas": count}
+    found |= dict.fromkeys(("outputs", "whole", "cut", "invalid"), 0)
     wrong: list[str] = []
-    async with open_local(config, default_cache_dir()) as local:
-        asked = schemas(count, seed=18)
-        places = asyncio.Semaphore(IN_FLIGHT)
+    asked = schemas(count, seed=18)
+    places = {cls: asyncio.Semaphore(most) for cls, most in IN_FLIGHT.items()}
+    began_s = time.perf_counter()
+
+    async def run(row: Row, answers: Answers) -> None:
+        async with places[row.service_class]:
+            asked_s = time.perf_counter()
+            choices = await answers(row)
+            if row.service_class is ServiceClass.RT:  # best-effort rows get its memory meanwhile
+                await asyncio.sleep(time.perf_counter() - asked_s)
+        for reason, text in choices:
+            found["outputs"] += 1
+            if reason == "length":
+                found["cut"] += 1
+                continue
+            found["whole"] += 1
+            try:
+                jsonschema.validate(json.loads(text), row.schema)
+            except (ValueError, jsonschema.ValidationError) as error:
+                found["invalid"] += 1
+                wrong.append(f"{text!r} by {row.schema}: {error}"[:500])
+        if row.number % 100 == 99:
+            seconds = time.perf_counter() - began_s
+            print(f"row {row.number + 1}, {seconds:.0f} s, {len(wrong)} invalid", flush=True)
+
+    async with WAYS[way](model) as (answers, figures):
         began_s = time.perf_counter()
-
-        async def row(number: int) -> None:
-            async with places:
-                schema = asked[number % count]
-                for choice in await _answer(local, schema, number):
-                    found["outputs"] += 1
-                    if choice.finish_reason is FinishReason.LENGTH:
-                        found["cut"] += 1
-                        continue
-                    found["whole"] += 1
-                    try:
-                        jsonschema.validate(json.loads(choice.text), schema)
-                    except (ValueError, jsonschema.ValidationError) as error:
-                        found["invalid"] += 1
-                        wrong.append(f"{choice.text!r} by {schema}: {error}"[:500])
-            if number % 500 == 499:
-                print(f"{number + 1} rows, {time.perf_counter() - began_s:.0f} s", flush=True)
-
-        await asyncio.gather(*(row(number) for number in range(rows)))
-        stats = await local.client.stats()
-    return {
-        **found,
-        "wrong": wrong[:10],
-        "seconds": time.perf_counter() - began_s,
-        "preemptions": sum(each.preemptions for each in stats.by_class.values()),
-        "output_tokens": sum(each.output_tokens for each in stats.by_class.values()),
-        "forced_tokens": stats.forced_tokens,
-        "grammars_compiled": stats.grammars_compiled,
-        "mask_wait_s": stats.mask_wait_s,
-        "step_s": stats.step_s,
-    }
+        await asyncio.gather(*(run(Row(n, asked[n % count]), answers) for n in numbers))
+        seconds = time.perf_counter() - began_s
+        return {**found, "wrong": wrong[:10], "seconds": seconds, **await figures()}
 
 
-async def _answer(local: LocalEngine, schema: Any, number: int) -> Sequence[Any]:
-    sampling = SamplingParams(
-        temperature=float(number % 2),
-        seed=number,
-        n=3 if number % 10 == 0 else 1,
-        max_tokens=MAX_TOKENS,
-        grammar=grammars.json_schema(schema),
-    )
-    messages = [{"role": "user", "content": f"Write some JSON. Number {number}."}]
-    generation = await local.generator.start(
-        [local.tokenizer.apply_chat_template(messages)],
-        sampling,
-        service_class=ServiceClass.RT if number % 4 < 2 else ServiceClass.BE,
-    )
-    return await collect(generation)
+Way = tuple[Answers, Callable[[], Awaitable[dict[str, Any]]]]
+"""How rows are answered, and the figures afterwards."""
+
+
+@contextlib.asynccontextmanager
+async def _on_one_engine(
+    model: str | None, opened: Callable[..., Any] = open_local, ahead: str = "off"
+) -> AsyncIterator[Way]:
+    config = dataclasses.replace(SMALL, model=model, async_scheduling=ahead)
+    async with opened(config, default_cache_dir()) as local:
+
+        async def answers(row: Row) -> Sequence[tuple[str, str]]:
+            grammar = grammars.json_schema(row.schema)
+            generation = await local.generator.start(
+                [local.tokenizer.apply_chat_template(row.messages)],
+                SamplingParams(grammar=grammar, **row.params),
+                service_class=row.service_class,
+            )
+            return [
+                (choice.finish_reason.value, choice.text) for choice in await collect(generation)
+            ]
+
+        async def figures() -> dict[str, Any]:
+            stats = await local.client.stats()
+            return {
+                "preemptions": sum(each.preemptions for each in stats.by_class.values()),
+                "output_tokens": sum(each.output_tokens for each in stats.by_class.values()),
+                "forced_tokens": stats.forced_tokens,
+                "mask_wait_s": stats.mask_wait_s,
+                "step_s": stats.step_s,
+            }
+
+        yield answers, figures
+
+
+class LateGroup(Group):
+    """One rank, whose executor launches steps and computes them late."""
+
+    def lead(self, files: ModelFiles) -> tuple[Executor, EngineInfo]:
+        executor, info = super().lead(files)
+        return LateExecutor(executor, ManualClock()), info
+
+
+@contextlib.asynccontextmanager
+async def _open_late(config: EngineConfig, cache_dir: Path) -> AsyncIterator[LocalEngine]:
+    files, clock = resolve_model(config.model, cache_dir), SystemClock()
+    folders = profile_folders(cache_dir)
+    group = LateGroup(config)
+    client = ThreadEngineClient(build_engine(config, files, clock, profiles=folders, group=group))
+    await client.wait_ready()
+    try:
+        tokenizer, ids = Tokenizer.load(files.folder), IdGenerator(random.Random(0))
+        generator = TextGenerator(client, tokenizer, clock, ids)
+        yield LocalEngine(files, client, tokenizer, generator, ids)
+    finally:
+        await client.close()
+
+
+@contextlib.asynccontextmanager
+async def _ahead(model: str | None) -> AsyncIterator[Way]:
+    async with _on_one_engine(model, _open_late, ahead="on") as found:
+        yield found
+
+
+@contextlib.asynccontextmanager
+async def _on_two_replicas(model: str | None) -> AsyncIterator[Way]:
+    options = ["--replicas", "2", "--threads", "1", "--max-model-len", str(SMALL.max_model_len)]
+    options += ["--kv-blocks", str(SMALL.kv_blocks), "--max-num-seqs", str(SMALL.max_num_seqs)]
+    with running_server(*([model] if model else []), *options) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=1800) as client:
+
+            async def answers(row: Row) -> Sequence[tuple[str, str]]:
+                form = {"type": "json_schema", "json_schema": {"name": "it", "schema": row.schema}}
+                tier = "flex" if row.service_class is ServiceClass.BE else "default"
+                reply = await client.post(
+                    "/v1/chat/completions",
+                    json={
+                        **row.params,
+                        "messages": row.messages,
+                        "response_format": form,
+                        "service_tier": tier,
+                    },
+                )
+                choices = reply.raise_for_status().json()["choices"]
+                return [(each["finish_reason"], each["message"]["content"]) for each in choices]
+
+            async def figures() -> dict[str, Any]:
+                text = (await client.get("/metrics")).text
+
+                def total(name: str) -> int:
+                    values = re.findall(
+                        rf"^bros_{name}_total(?:{{.*}})? (\S+)$", text, re.MULTILINE
+                    )
+                    return int(sum(map(float, values)))
+
+                names = ("preemptions", "output_tokens", "forced_tokens")
+                return {name: total(name) for name in names}
+
+            yield answers, figures
+
+
+WAYS = {"steps": _on_one_engine, "ahead": _ahead, "replicas": _on_two_replicas}
 
 
 # ---- What a step costs, and what forced tokens save: an engine without transport.
@@ -322,6 +449,7 @@ def main() -> None:
     parser = benchmark_parser(__doc__, only="hostile", rows=40, schemas=20)
     parser.add_argument("--only", default="valid,step,forced,hostile")
     parser.add_argument("--model", choices=["embedded", "tiny"], default="embedded")
+    parser.add_argument("--ways", default="steps,ahead,replicas", help="of `valid`")
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--schemas", type=int, default=500)
     given = parser.parse_args()
@@ -339,8 +467,11 @@ def main() -> None:
     if "valid" in parts:
         with tempfile.TemporaryDirectory() as folder:
             model = tiny_model(Path(folder)) if given.model == "tiny" else None
-            found["valid"] = asyncio.run(valid(given.rows, given.schemas, model))
-        print(json.dumps(found["valid"], indent=1), flush=True)
+            for turn, way in enumerate(given.ways.split(",")):
+                name = f"valid, {given.model}, {way}"
+                numbers = range(turn * given.rows, (turn + 1) * given.rows)  # others for each way
+                found[name] = asyncio.run(valid(numbers, given.schemas, model, way))
+                print(name, json.dumps(found[name], indent=1), flush=True)
     save(given.json, found)
 
 
