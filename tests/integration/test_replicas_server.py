@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 
 import bros.semantic as P
 from bros.cli.main import main
+from support.json_schemas import schemas
 from support.processes import children, descendants, engine_of_replica, wait_until_gone
 from support.server_process import HTTP, ServerProcess, running_server, wait_until
+from support.tier import by_tier, seed
 from support.tiny_models import save_tiny_llama
 from support.tiny_tokenizer import TEMPLATE, save_tokenizer
 
@@ -44,6 +47,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     folder.mkdir()
     save_tiny_llama(folder, vocab_size=1000)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 1}))
     save_tokenizer(folder, chat_template=TEMPLATE)
     return folder
 
@@ -79,6 +84,11 @@ def lost(server: ServerProcess) -> int:
     """Engines that have died."""
     count: int = sum(replica["lost"] for replica in replicas_of(server))
     return count
+
+
+def routed(server: ServerProcess) -> list[int]:
+    """Requests that each replica was given."""
+    return [sum(replica["routed"].values()) for replica in replicas_of(server)]
 
 
 def stream(url: str, body: dict[str, Any], begun: threading.Event) -> tuple[str, str, int]:
@@ -127,6 +137,74 @@ def test_streams_survive_the_engine_they_come_from(server: ServerProcess) -> Non
     figures = HTTP.get(f"{server.url}/admin/replicas").json()
     assert figures["continued"] >= 1 and lost(server) == lost_before + 1
     assert [each["open"] for each in figures["data"]] == [0, 0]
+
+
+SCHEMAS = schemas(by_tier(fast=12, long=60), seed(28))
+
+
+def constrained(number: int, streams: bool) -> dict[str, Any]:
+    """The body of a completion by a schema."""
+    return {
+        "prompt": f"{number} one two three",
+        "max_tokens": 150,
+        "temperature": number % 2,
+        "seed": number,
+        "service_tier": "flex" if number % 4 < 2 else "default",
+        "n": 1 if streams or number % 3 else 3,
+        "structured_outputs": {"json": SCHEMAS[number]},
+    }
+
+
+def assert_valid(number: int, text: str, reason: str) -> bool:
+    """Whether the text is whole; raises if it is whole and wrong."""
+    if reason == "stop":
+        jsonschema.validate(json.loads(text), SCHEMAS[number])
+    return reason == "stop"
+
+
+def test_grammars_hold_on_each_replica(server: ServerProcess) -> None:
+    before = routed(server)
+
+    def row(number: int) -> list[tuple[str, str]]:
+        if number % 2:
+            body = constrained(number, streams=True)
+            return [stream(server.url, body, threading.Event())[:2]]
+        body = constrained(number, streams=False)
+        reply = HTTP.post(f"{server.url}/v1/completions", json=body, timeout=120)
+        choices = reply.raise_for_status().json()["choices"]
+        return [(choice["text"], choice["finish_reason"]) for choice in choices]
+
+    with ThreadPoolExecutor(STREAMS) as pool:
+        answers = list(pool.map(row, range(len(SCHEMAS))))
+    whole = [assert_valid(n, *each) for n, found in enumerate(answers) for each in found]
+    assert sum(whole) > len(whole) / 2, "most were cut"
+    assert all(now > then for now, then in zip(routed(server), before, strict=True))
+
+
+@pytest.mark.long
+def test_outputs_by_a_schema_survive_the_engine_they_come_from(server: ServerProcess) -> None:
+    """The other engine continues within the grammar, and as if nothing had happened."""
+    words = {"enum": ["one", "two", "three", "four"]}
+    schema = {"type": "array", "items": words, "minItems": 40, "maxItems": 40}
+
+    def ask(kill: bool) -> list[tuple[str, str, int]]:
+        with ThreadPoolExecutor(STREAMS) as pool:
+            begun = [threading.Event() for _ in range(STREAMS)]
+            fields = {"max_tokens": 600, "structured_outputs": {"json": schema}}
+            futures = [
+                pool.submit(stream, server.url, {**BODIES[n], **fields, "ignore_eos": False}, event)
+                for n, event in enumerate(begun)
+            ]
+            assert all(event.wait(60) for event in begun)
+            if kill:
+                os.kill(children(server.pid)[0], signal.SIGKILL)
+            return [future.result() for future in futures]
+
+    undisturbed = ask(kill=False)
+    for text, reason, _ in undisturbed:
+        assert reason == "stop" and len(json.loads(text)) == 40
+    assert ask(kill=True) == undisturbed
+    assert HTTP.get(f"{server.url}/admin/replicas").json()["continued"] >= 1
 
 
 @pytest.mark.long
