@@ -22,11 +22,13 @@ from collections.abc import Callable
 from harness import TimedExecutor, benchmark_parser, save, table_of
 from rich.console import Console
 
+from bros.core import grammars
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
-from bros.core.interfaces import EngineInfo
-from bros.core.request import ServiceClass, Slo
+from bros.core.interfaces import EngineInfo, Executor, StopRule
+from bros.core.request import EngineRequest, ServiceClass, Slo
 from bros.engine.engine import Engine
+from bros.engine.grammars import Grammars
 from bros.engine.profiling import step_time_model
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_model
@@ -34,13 +36,18 @@ from bros.executor.runner import ModelRunner
 from bros.scheduler.build import build_scheduler
 from bros.scheduler.cost_model import CostModel
 from bros.scheduler.profiles import profile_folders
+from bros.scheduler.scheduler import Scheduler
 from bros.simulator.metrics import report_of
 from bros.simulator.simulation import Simulation, SimulationResult
+from bros.text.chat_format import ChatFormat
+from bros.text.tokenizer import Tokenizer
+from bros.text.tools import Tool, ToolUse
 from bros.workload.arrivals import Arrival, BeLoad, PoissonLoad, Size
 from bros.workload.attainment import Summary, gaps_s
 
 RT, BE = ServiceClass.RT, ServiceClass.BE
 IN_FLIGHT = 16
+GRAMMARS = "bros, grammars"
 # (label, policy, real-time requests per second as a share of --rate, best-effort in flight)
 RUNS = (
     ("RT alone", "bros", 1, 0),
@@ -50,6 +57,7 @@ RUNS = (
     ("rr", "rr", 1, IN_FLIGHT),
     ("edf", "edf", 1, IN_FLIGHT),
     ("bros", "bros", 1, IN_FLIGHT),
+    (GRAMMARS, "bros", 1, IN_FLIGHT),
 )
 TARGETS = "targets of bros: both >= 97 %, p99 gap <= 0.3 s, BE >= 85 % of fcfs"
 
@@ -65,6 +73,53 @@ class WallClock(SystemClock):
 
     def advance(self, seconds: float) -> None:
         time.sleep(seconds)
+
+
+PERSON: dict[str, object] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 30},
+        "born": {"type": "integer", "minimum": 1000, "maximum": 2100},
+        "field": {"enum": ["physics", "music", "sports"]},
+        "remark": {"type": "string", "maxLength": 200},
+    },
+    "required": ["name", "born", "field", "remark"],
+    "additionalProperties": False,
+}
+
+
+class MixedEngine(Engine):
+    """Gives a third of the requests a schema and a tenth a tool that they have to call.
+
+    Outputs have the lengths that they have without: they are lists and calls without an end.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: WallClock,
+        info: EngineInfo,
+        files: ModelFiles,
+    ) -> None:
+        compiler = Grammars(files.folder, info, clock)
+        super().__init__(scheduler, executor, clock, info, grammars=compiler)
+        tools = (Tool("keep", parameters=PERSON, strict=True),)
+        use = ToolUse(tools=tools, allowed=frozenset({"keep"}), required=True)
+        calls = ChatFormat(Tokenizer.load(files.folder)).answer_rules(use, None)
+        self._calls = grammars.lark(f"start: main\n{calls}")
+        people = {"type": "array", "items": PERSON, "minItems": 1000}
+        self._people = grammars.json_schema(people)
+        for grammar in (self._calls, self._people):  # compiled before the run
+            compiler.state(grammar, StopRule(frozenset(), 0, info.eos_token_ids[0]))
+
+    def submit(self, request: EngineRequest) -> ServiceClass:
+        number = int(request.request_id.rpartition("-")[2])
+        grammar = self._people if number % 3 == 0 else self._calls if number % 10 == 1 else None
+        if grammar is not None:
+            sampling = request.sampling.with_changes(grammar=grammar)
+            request = dataclasses.replace(request, sampling=sampling)
+        return super().submit(request)
 
 
 def load(
@@ -114,6 +169,8 @@ def figures(result: SimulationResult, slo: Slo, scheduling_s: float) -> dict[str
         "aborted_steps": stats.aborted_steps,
         "aborted_s": stats.aborted_s,
         "be_added_s": stats.be_added_s,
+        "forced_tokens": stats.forced_tokens,
+        "mask_wait_s": stats.mask_wait_s,
         "end_s": result.end_s,
         "kv_tokens": {
             "taken": stats.by_class[BE].kv_preempted,
@@ -132,11 +189,19 @@ def run(
     in_flight: int,
     seed: int,
     duration_s: float,
+    files: ModelFiles | None = None,
 ) -> dict[str, object]:
-    """Run one policy: a new scheduler on the shared executor."""
+    """Run one policy: a new scheduler on the shared executor.
+
+    files: of the model, if some requests have grammars.
+    """
     info = dataclasses.replace(info, policy=config.policy)
     clock, timed = WallClock(), TimedExecutor(executor)
-    engine = Engine(build_scheduler(config, info, model), timed, clock, info)  # type: ignore[arg-type]
+    scheduler = build_scheduler(config, info, model)
+    if files is None:
+        engine = Engine(scheduler, timed, clock, info)
+    else:
+        engine = MixedEngine(scheduler, timed, clock, info, files)
     simulation = Simulation(
         engine, timed, clock, rt=found, be=BeLoad(in_flight), seed=seed, duration_s=duration_s
     )  # type: ignore[arg-type]
@@ -176,14 +241,14 @@ def percent(share: dict[str, int]) -> str:
 
 
 def main() -> None:
-    parser = benchmark_parser(__doc__, duration=5.0, only="fcfs,bros")
+    parser = benchmark_parser(__doc__, duration=5.0, only="fcfs;bros, grammars")
     parser.add_argument("--duration", type=float, default=120.0, help="seconds per policy")
     parser.add_argument("--rate", type=float, default=0.25, help="real-time requests per second")
     parser.add_argument(
         "--longest-prompt", type=int, default=200, help="maximum prompt in tokens, see above"
     )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", help="comma-separated labels, e.g. fcfs,bros")
+    parser.add_argument("--only", help="labels, with semicolons between them")
     args = parser.parse_args()
     console = Console()
     if not console.is_terminal:
@@ -191,7 +256,7 @@ def main() -> None:
     files = resolve_model(None, default_cache_dir(), console.print)
     config = EngineConfig(weights="fp32", max_model_len=2048)
     executor, info, model = load(config, files, console.print)
-    wanted = args.only.split(",") if args.only else [label for label, *_ in RUNS]
+    wanted = args.only.split(";") if args.only else [label for label, *_ in RUNS]
     results = {}
     for label, policy, share, in_flight in RUNS:
         if label not in wanted:
@@ -200,7 +265,15 @@ def main() -> None:
         found = arrivals(share * args.rate, args.duration, args.seed, args.longest_prompt)
         policy_config = dataclasses.replace(config, policy=policy)
         results[label] = run(
-            executor, info, model, policy_config, found, in_flight, args.seed, args.duration
+            executor,
+            info,
+            model,
+            policy_config,
+            found,
+            in_flight,
+            args.seed,
+            args.duration,
+            files if label == GRAMMARS else None,
         )
     show(results, console)
     settings = {key: value for key, value in vars(args).items() if key != "json"}
