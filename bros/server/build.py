@@ -50,6 +50,7 @@ from bros.server.replicas import (
     replica_bounds,
 )
 from bros.server.responses.background import EngineResponseHandler
+from bros.server.responses.running import RunningResponses
 from bros.server.serve import HttpServer, bind, load_tls, run
 from bros.server.state import Jobs, ServerState
 from bros.server.tenants import Tenants, load_tenants, public_prefixes
@@ -250,14 +251,15 @@ def with_jobs(state: ServerState, store: Store) -> ServerState:
     )
     if isinstance(state.engine, ElasticReplicas):
         state.engine.set_backlog(runner.backlog)
+    running = RunningResponses()
+    handler = EngineResponseHandler(rows, store.responses, running)
     jobs = Jobs(
         files=store.files,
         batches=store.batches,
         responses=store.responses,
         runner=runner,
-        background=BackgroundRunner(
-            runner.context, store.responses, EngineResponseHandler(rows, store.responses)
-        ),
+        background=BackgroundRunner(runner.context, store.responses, handler),
+        running=running,
     )
     return dataclasses.replace(state, jobs=jobs)
 

@@ -26,6 +26,7 @@ from bros.core.tenants import Resource, TenantAccounts
 from bros.router.client import RouterClient
 from bros.semantic.service.service import SessionService
 from bros.server.operations.metrics import ServerMetrics
+from bros.server.responses.running import RunningResponses
 from bros.server.tenants import TENANT
 from bros.text.chat_format import ChatFormat
 from bros.text.generation import TextGenerator, choice_ids
@@ -99,6 +100,7 @@ class StoreQuery:
 class Jobs:
     """Files, batches and responses of a server.
 
+    running: the background responses that run.
     threads: limits the threads of `io`.
     """
 
@@ -107,6 +109,7 @@ class Jobs:
     responses: ResponseStore
     runner: BatchRunner
     background: BackgroundRunner
+    running: RunningResponses
     query: StoreQuery = field(default_factory=StoreQuery)
     threads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))
 

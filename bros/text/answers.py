@@ -11,9 +11,10 @@ characters, which hold text only while it may be the beginning of a marker or of
 hold is at most the head of a call (its name, and arguments that come before it), or whitespace.
 
 A call begins when its name and the beginning of its arguments are known. Whatever has not become a
-call by then is text, and stays text. From then on the arguments are passed on as the model writes
-them, character by character, whether they are valid JSON or not: that is for the client to check,
-as with OpenAI.
+call by then is text, and stays text; only the head of a call that the length of the output has cut,
+behind a marker or another call, is left out. Once it has begun, the arguments are passed on as the
+model writes them, character by character, whether they are valid JSON or not: that is for the
+client to check, as with OpenAI.
 
 **Control tokens.** Where a marker such as <tool_call> is a token of the model, the detokenizer
 writes CONTROL before its text (`TokenTable`), and only that counts as a marker. A model that spells
@@ -139,13 +140,13 @@ class AnswerParser:
         self._forward(text, parts)
         return parts
 
-    def finish(self) -> list[AnswerPart]:
-        """What is held at the end of the output. Call it once."""
+    def finish(self, *, cut: bool = False) -> list[AnswerPart]:
+        """What is held at the end of the output. Call it once. cut: the output is not complete."""
         parts: list[AnswerPart] = []
         if self._reasoning is not None:
             self._forward(self._reasoning.finish(parts), parts)
         if self._calls is not None:
-            self._calls.finish(parts)
+            self._calls.finish(parts, cut=cut)
         return parts
 
     def _forward(self, text: str, parts: list[AnswerPart]) -> None:
@@ -762,15 +763,16 @@ class CallReader(ABC):
         while text:
             text = self._state(text, parts)
 
-    def finish(self, parts: list[AnswerPart]) -> None:
-        """The output has ended."""
+    def finish(self, parts: list[AnswerPart], *, cut: bool = False) -> None:
+        """The output has ended. cut: by its length, so that what follows a marker was a call."""
         call = self._call
+        is_head = cut and (bool(self._count) or self._begin in self._raw)
         if call is not None and call.name is not None and self._state == self._in_call:
             self._pass_on(call, parts)
             self._note_end(parts)
-        elif self._state == self._in_call and call is not None:
+        elif self._state == self._in_call and call is not None and not is_head:
             _add_text(parts, self._raw + "".join(call.text))
-        elif self._state == self._enter:
+        elif self._state == self._enter and not is_head:
             _add_text(parts, self._raw)
         elif self._state == self._broken:
             self._note_end(parts)

@@ -713,7 +713,7 @@ class _Choice:
         if in_reasoning or parser.in_reasoning:
             self.reasoning_tokens += num_tokens
         if self.finished:
-            parts += parser.finish()
+            parts += parser.finish(cut=self.finish_reason is FinishReason.LENGTH)
         self._parts += parts
         return "".join(part.text for part in parts if isinstance(part, TextPart))
 

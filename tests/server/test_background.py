@@ -164,17 +164,108 @@ async def test_its_events_can_be_read_again_from_any_of_them(server: BatchServer
         "completed",
     ]  # fmt: skip
     numbers = [event["sequence_number"] for event in events]
-    assert numbers == list(range(len(events)))
+    end = 5 + len("Hello world")  # each of its characters has a number
+    assert numbers == [0, 1, 2, 3, 4, end - 1, end, end + 1, end + 2, end + 3]
     response_id = events[0]["response"]["id"]
-    for after in (0, 1, 2, 5):
-        assert await stream(server, response_id, starting_after=after) == events[after + 1 :]
+    for after in (0, 1, 2, 4, end - 1, end):
+        rest = [event for event in events if event["sequence_number"] > after]
+        assert await stream(server, response_id, starting_after=after) == rest
     assert await stream(server, response_id) == events
-    for after in (len(events) - 1, 999):
+    middle = await stream(server, response_id, starting_after=4 + len("Hello"))
+    assert middle == [{**events[5], "delta": " world"}, *events[6:]]
+    for after in (end + 3, 999):
         query = {"stream": "true", "starting_after": str(after)}
         reply = await server.http.get(f"/v1/responses/{response_id}", params=query)
         assert reply.text.startswith(":")  # a comment
     async with server.client.responses.stream(response_id=response_id) as helper:
         assert (await helper.get_final_response()).output_text == "Hello world"
+
+
+async def held_after(server: BatchServer, tokens: int) -> tuple[str, list[dict[str, Any]]]:
+    """A response that has written so many tokens, and the events that its reader had by then."""
+    server.engine.hold_after = tokens
+    events: list[dict[str, Any]] = []
+    body = {"input": "Hi", "background": True, "stream": True}
+    async with server.http.stream("POST", "/v1/responses", json=body) as reply:
+        text = ""
+        async for piece in reply.aiter_text():
+            text += piece
+            events = read_events(text) if text.endswith("\n\n") else events
+            if text_of(events) == server.engine.text[:tokens]:
+                break
+    return events[0]["response"]["id"], events
+
+
+def text_of(events: list[dict[str, Any]]) -> str:
+    kind = "response.output_text.delta"
+    return "".join(event["delta"] for event in events if event["type"] == kind)
+
+
+async def test_its_output_is_streamed_as_it_comes(server: BatchServer) -> None:
+    """A reader that leaves can go on from any of its events, while it runs and later."""
+    response_id, events = await held_after(server, 5)
+    assert text_of(events) == "Hello" and events[-1]["sequence_number"] == 4 + len("Hello")
+    reading = []
+    for event in events:
+        after = event["sequence_number"]
+        reading.append(asyncio.create_task(stream(server, response_id, starting_after=after)))
+    await asyncio.sleep(0.05)
+    server.engine.go_on.set()
+    for known, rest in zip(range(1, len(events) + 1), await asyncio.gather(*reading), strict=True):
+        found = events[:known] + rest
+        assert text_of(found) == "Hello world"
+        numbers = [event["sequence_number"] for event in found]
+        assert numbers == sorted(set(numbers))
+        assert found[-1]["type"] == "response.completed"
+    whole = await server.client.responses.retrieve(response_id)
+    for found in (events + rest, await stream(server, response_id)):
+        ended = [event for event in found if event["type"] == "response.output_item.done"]
+        assert [event["item"]["id"] for event in ended] == [item.id for item in whole.output]
+    later = await server.client.responses.retrieve(
+        response_id, stream=True, starting_after=events[-1]["sequence_number"]
+    )
+    assert text_of([event.model_dump() async for event in later]) == " world"
+
+
+async def test_a_stream_of_one_that_is_cancelled_ends(server: BatchServer) -> None:
+    response_id, events = await held_after(server, 5)
+    after = events[-1]["sequence_number"]
+    reading = asyncio.create_task(stream(server, response_id, starting_after=after))
+    await asyncio.sleep(0.05)
+    await server.client.responses.cancel(response_id)
+    for found in (await reading, await stream(server, response_id, starting_after=after)):
+        assert [event["type"] for event in found] == ["response.incomplete"]
+        assert found[0]["sequence_number"] == after + 1
+        assert found[0]["response"]["status"] == "cancelled"
+
+
+async def test_a_stream_goes_on_when_the_next_server_runs_it_again(tmp_path: Path) -> None:
+    """With the same ids, and the same random numbers."""
+    async with batch_server(tmp_path) as first:
+        response_id, events = await held_after(first, 5)
+        (begun,) = first.engine.submitted
+        clock = first.clock
+    async with batch_server(tmp_path, clock=clock, seed=1) as second:
+        after = events[-1]["sequence_number"]
+        rest = await stream(second, response_id, starting_after=after)
+        (again,) = second.engine.submitted
+    assert text_of(events + rest) == "Hello world"
+    assert begun.sampling.seed is not None and again.sampling.seed == begun.sampling.seed
+    assert len({event["item_id"] for event in events + rest if "item_id" in event}) == 1
+
+
+async def test_a_server_that_does_not_run_it_sends_its_output_at_the_end(tmp_path: Path) -> None:
+    async with (
+        batch_server(tmp_path) as one,
+        batch_server(tmp_path, clock=one.clock, seed=1, idle=True) as other,
+    ):
+        response_id, _ = await held_after(one, 5)
+        reading = asyncio.create_task(stream(other, response_id))
+        await asyncio.sleep(0.05)
+        one.engine.go_on.set()
+        found = await reading
+    assert [event["delta"] for event in found if "delta" in event] == ["Hello world"]
+    assert found[-1]["type"] == "response.completed"
 
 
 async def test_a_reader_that_leaves_does_not_end_it(server: BatchServer) -> None:

@@ -372,6 +372,45 @@ def test_tokens_out_of_place_are_text_without_the_mark() -> None:
     assert (answer.text, answer.calls) == ("a </tool_call> b", [])
 
 
+# ---- Answers that are cut off.
+
+
+CUT: dict[type[CallReader], Sequence[str]] = {
+    HermesCalls: ['<tool_call>{"name": "get_weather", "argum'],
+    MistralCalls: ['[TOOL_CALLS][{"na', "[TOOL_CALLS]get_we"],
+    LlamaCalls: ['<|python_tag|>{"name": "f'],
+    PythonicCalls: ["<|python_start|>[get_weath"],
+}
+
+
+@pytest.mark.parametrize(("reader", "head"), [(r, head) for r in CUT for head in CUT[r]])
+@pytest.mark.parametrize("before", ["", "I look. "])
+def test_the_head_of_a_call_that_is_cut_is_not_shown(
+    reader: type[CallReader], head: str, before: str
+) -> None:
+    for end in range(len(MARKERS[reader][0]), len(head) + 1):
+        parser, answer = parser_of(reader), ParsedAnswer()
+        answer.add(parser.push(before + head[:end]))
+        answer.add(parser.finish(cut=True))
+        assert (answer.text, answer.calls) == (before.rstrip(), [])
+    assert parsed(reader, before + head).text == before + head, "it has ended by itself"
+
+
+def test_of_a_call_behind_another_one_no_head_is_shown() -> None:
+    answer = ParsedAnswer()
+    parser = parser_of(MistralCalls)
+    answer.add(parser.push('[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g'))
+    answer.add(parser.finish(cut=True))
+    assert (answer.text, [call.name for call in answer.calls]) == ("", ["f"])
+
+
+def test_json_that_may_be_the_answer_is_shown_where_it_is_cut() -> None:
+    answer, parser = ParsedAnswer(), parser_of(LlamaCalls)
+    answer.add(parser.push('{"name": "Ada'))
+    answer.add(parser.finish(cut=True))
+    assert answer.text == '{"name": "Ada'
+
+
 # ---- Long answers.
 
 

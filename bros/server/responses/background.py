@@ -1,39 +1,76 @@
-"""Runs background responses as best-effort requests, on the same path as requests over HTTP."""
+"""Runs background responses as best-effort requests, on the same path as requests over HTTP.
+
+Whatever runs a response, and however often, its text and the ids in it are the same, so that a
+stream of its events can go on after the server has failed.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import random
+import zlib
+from dataclasses import replace
+from typing import Any
 
 from bros.batch.background import ResponseOutcome
 from bros.batch.objects import RowInterruptedError, RowPostponedError
 from bros.batch.responses import ResponseStatus, ResponseStore, StoredResponse
 from bros.core.errors import BrosError
-from bros.core.request import Slo
+from bros.core.request import IdGenerator, Slo
 from bros.server.batches.rows import RowRunner
 from bros.server.errors import describe
 from bros.server.openai.calls import BEST_EFFORT
 from bros.server.openai.exchange import Exchange
+from bros.server.openai.stream import ChunkFrame
 from bros.server.responses.call import ResponseCall
 from bros.server.responses.events import failure
+from bros.server.responses.running import RunningResponses
+from bros.server.state import ServerState
 
 logger = logging.getLogger(__name__)
+
+
+class BackgroundExchange(Exchange):
+    """One background response, whose output can be read while it runs."""
+
+    def __init__(self, state: ServerState, call: ResponseCall, **options: Any) -> None:
+        """options: of Exchange, and `running`."""
+        self._running: RunningResponses = options.pop("running")
+        super().__init__(state, call, **options)
+        self._response_call = call
+
+    async def complete(self) -> str:
+        call, answer = self._response_call, self.answer
+        writer = call.writer(ChunkFrame(call.chunk_kind, self.header, include_usage=False))
+        with self._running.shown(self._id, writer.so_far) as running:
+            while deltas := await answer.deltas():
+                for delta in deltas:
+                    writer.write(delta)
+                running.notify()
+            await answer.aclose()
+            writer.close(answer.usage())
+        call.ended = writer.response
+        return writer.response.to_json()
 
 
 class EngineResponseHandler:
     """A ResponseHandler."""
 
-    def __init__(self, runner: RowRunner, store: ResponseStore) -> None:
+    def __init__(self, runner: RowRunner, store: ResponseStore, running: RunningResponses) -> None:
+        """running: where the responses are while they run."""
         self._runner = runner
         self._store = store
+        self._running = running
 
     async def answer(self, response: StoredResponse, *, due_in_s: float) -> ResponseOutcome:
         state = self._runner.state
         try:
             call = await self._runner.check(lambda: self._call(response))
-            exchange = Exchange(
+            exchange = BackgroundExchange(
                 state,
                 call,
+                running=self._running,
                 tier=BEST_EFFORT,
                 slo=Slo(deadline_s=due_in_s),
                 tenant=response.tenant,
@@ -55,7 +92,11 @@ class EngineResponseHandler:
     def _call(self, response: StoredResponse) -> ResponseCall:
         state = self._runner.state
         assert response.request is not None
-        call = ResponseCall(state, json.loads(response.request), json.loads(response.input))
+        fields = json.loads(response.request)
+        if fields.get("seed") is None:
+            fields["seed"] = zlib.crc32(response.id.encode())
+        same_ids = replace(state, ids=IdGenerator(random.Random(response.id)))
+        call = ResponseCall(same_ids, fields, json.loads(response.input))
         if response.previous_id is not None:
             now = state.clock.unix_time()
             tenant, previous_id = response.tenant, response.previous_id

@@ -14,6 +14,10 @@
 
 Every event has a sequence_number, from 0. An item opens when its first text comes, and closes when
 the next one opens.
+
+Events of a background response can be read at any time, from any of them on, while it runs or
+later. They are not kept but made of the output as it is, so their numbers depend on the output
+alone: a delta has the number of its last character, and each character takes one.
 """
 
 from __future__ import annotations
@@ -23,13 +27,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
 from bros.core.clock import Clock
 from bros.core.request import FinishReason, IdGenerator
 from bros.server.errors import ApiError
+from bros.server.openai.prompt_logprobs import CharacterCounter
 from bros.server.openai.schema import Usage
 from bros.server.openai.stream import chat_logprobs, visible_logprobs
 from bros.server.responses.items import Item, new_item_id, output_text
@@ -117,10 +122,15 @@ _OWN = (
 
 
 class EventLog:
-    """Writes events and numbers them."""
+    """Writes events and numbers them.
 
-    def __init__(self) -> None:
-        self._number = 0
+    number: of the next event.
+    after: events up to this number are left out.
+    """
+
+    def __init__(self, after: int = -1) -> None:
+        self.number = 0
+        self.after = after
         self._events: list[str] = []
 
     def add(self, kind: str, **fields: object) -> None:
@@ -129,12 +139,14 @@ class EventLog:
 
     def add_json(self, kind: str, head: str) -> None:
         """head: the event as JSON, without the sequence number and the brace at the end."""
-        self._events.append(f'event: {kind}\ndata: {head},"sequence_number":{self._number}}}\n\n')
-        self._number += 1
+        if self.number > self.after:
+            tail = f'"sequence_number":{self.number}}}'
+            self._events.append(f"event: {kind}\ndata: {head},{tail}\n\n")
+        self.number += 1
 
-    def take(self, start: int = 0, end: int | None = None) -> bytes:
-        """The events [start, end) of those since the last call."""
-        events = "".join(self._events[start:end]).encode("ascii")
+    def take(self) -> bytes:
+        """The events since the last call."""
+        events = "".join(self._events).encode("ascii")
         self._events.clear()
         return events
 
@@ -170,10 +182,10 @@ class OutputEvents:
     response: the response object as it is now.
     """
 
-    def __init__(self, response: LiveResponse) -> None:
-        """response: without output."""
+    def __init__(self, response: LiveResponse, after: int = -1) -> None:
+        """response: without output. after: of the EventLog."""
         self.response = response
-        self.log = EventLog()
+        self.log = EventLog(after)
         self._begun = False
         self._item: Item | None = None
 
@@ -188,13 +200,23 @@ class OutputEvents:
             return
         self._begun = True
         if self.response.background:
-            self.response.status = "queued"
-            self._add_response("response.created")
-            self._add_response("response.queued")
+            self.queue()
             self.response.status = "in_progress"
         else:
             self._add_response("response.created")
         self._add_response("response.in_progress")
+
+    def queue(self) -> None:
+        """The events of a background response before it runs."""
+        self.response.status = "queued"
+        self._add_response("response.created")
+        self._add_response("response.queued")
+
+    def output(self) -> Sequence[Item]:
+        """The items so far, the last one with the text that it has by now."""
+        if self._item is None:
+            return self.response.output
+        return [*self.response.output, self._filled("in_progress")]
 
     def open(self, item: Item) -> None:
         """Close the open item, and open this one, which has no text yet."""
@@ -226,26 +248,31 @@ class OutputEvents:
 
     def close(self, status: str) -> None:
         """Close the open item, if there is one. status: of the item from now on."""
-        item, self._item = self._item, None
-        if item is None:
+        if self._item is None:
             return
-        kind, text, log = self._kind, "".join(self._texts), self.log
-        done: dict[str, object] = {**self._where, kind.field: text}
-        item = {**item, "status": status}
+        item, self._item = self._filled(status), None
+        kind, log = self._kind, self.log
+        done: dict[str, object] = {**self._where, kind.field: "".join(self._texts)}
         if item["type"] == "message":
             done["logprobs"] = self._logprobs
         log.add(f"response.{kind.text}.done", **done)
         if kind.part:
-            part = {**kind.empty_part(), "text": text}
-            if self._logprobs:
-                part["logprobs"] = self._logprobs
+            part = item["content"][0]
             log.add("response.content_part.done", **self._where, part=part)
-            item["content"] = [part]
-        else:
-            item["arguments"] = text
         index = len(self.response.output)
         self.response.output.append(item)
         log.add("response.output_item.done", output_index=index, item=item)
+
+    def _filled(self, status: str) -> Item:
+        """The open item with its text."""
+        assert self._item is not None
+        kind, text = self._kind, "".join(self._texts)
+        if not kind.part:
+            return {**self._item, "status": status, "arguments": text}
+        part = {**kind.empty_part(), "text": text}
+        if self._logprobs:
+            part["logprobs"] = self._logprobs
+        return {**self._item, "status": status, "content": [part]}
 
     def end(self) -> None:
         """The last event, by the status of the response."""
@@ -295,6 +322,10 @@ class ResponseWriter:
         if delta.text and not delta.parts:
             self._add_text(delta.text)
         return self._events.log.take()
+
+    def so_far(self) -> LiveResponse:
+        """The response with the output of the deltas until now."""
+        return dataclasses.replace(self.response, output=list(self._events.output()))
 
     def write_text(self, index: int, text: str) -> bytes:
         """`write` of a delta that has nothing but text."""
@@ -401,23 +432,33 @@ def failure(error: ApiError) -> ResponseError:
     return ResponseError(code=code, message=error.message)
 
 
-OPENING_EVENTS = 2
-"""Events of a background response that are known before it runs."""
+# ---- Events of a background response.
 
 
-def opening(response: LiveResponse, after: int) -> bytes:
-    """The first events of a background response, from the one after the number `after` on."""
-    events = OutputEvents(_fresh(response))
-    events.begin()
-    return events.log.take(after + 1, OPENING_EVENTS)
+class Events(NamedTuple):
+    """Events of a background response.
+
+    last: number of the last one there is, or what `after` was.
+    """
+
+    data: bytes
+    last: int
 
 
-def replay(ended: LiveResponse, after: int) -> bytes:
-    """The events of a response that has ended, from the one after the number `after` on. Each item
-    has one delta."""
-    events = OutputEvents(_fresh(ended))
-    events.begin()
-    for item in ended.output:
+_ENDED = ("completed", "incomplete", "failed", "cancelled")
+
+
+def background_events(response: LiveResponse, after: int, *, runs: bool) -> Events:
+    """The events of a background response that there are by now, from the one after `after` on.
+
+    runs: whether it runs, as far as is known, or has ended; else it waits.
+    """
+    events = _Repeated(_fresh(response), after)
+    if runs:
+        events.begin()
+    else:
+        events.queue()
+    for item in response.output:
         hidden: dict[str, Any] = {"status": "in_progress"}
         if item["type"] == "function_call":
             hidden["arguments"], text, logprobs = "", item["arguments"], []
@@ -427,10 +468,36 @@ def replay(ended: LiveResponse, after: int) -> bytes:
         events.open(item | hidden)
         if text:
             events.add(text, logprobs)
-        events.close(item["status"])
-    events.response = ended
-    events.end()
-    return events.log.take(after + 1)
+        if item["status"] != "in_progress":
+            events.close(item["status"])
+    if response.status in _ENDED:
+        if response.status in ("failed", "cancelled"):  # after events of output that was dropped
+            events.log.number = max(events.log.number, after + 1)
+        events.response = response
+        events.end()
+    return Events(events.log.take(), max(after, events.log.number - 1))
+
+
+class _Repeated(OutputEvents):
+    """Events of which a client may have the first; deltas are numbered by their characters."""
+
+    def add(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> None:
+        log = self.log
+        known = min(max(0, log.after + 1 - log.number), len(text))  # characters
+        log.number += len(text) - 1
+        super().add(text[known:], _behind(logprobs, known))
+        self._texts[-1:], self._logprobs = [text], list(logprobs)
+
+
+def _behind(logprobs: Sequence[dict[str, Any]], known: int) -> Sequence[dict[str, Any]]:
+    """Those of the tokens that begin behind so many characters."""
+    counter = CharacterCounter()
+    position = 0
+    for index, entry in enumerate(logprobs):
+        if position >= known:
+            return logprobs[index:]
+        position += counter.push(bytes(entry["bytes"]))[1]
+    return ()
 
 
 def _fresh(response: LiveResponse) -> LiveResponse:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from bros.server.errors import ApiError, renaming_fields
 from bros.server.http import (
     check_query_names,
     json_response,
+    offload,
     query_choice,
     query_flag,
     query_int,
@@ -32,12 +33,12 @@ from bros.server.openai.stream import AnswerStream, ChunkFrame, EventStream
 from bros.server.operations.openapi import ApiRoute, Schemas
 from bros.server.responses.call import ResponseCall
 from bros.server.responses.events import (
-    OPENING_EVENTS,
+    Events,
     LiveResponse,
     ResponseWriter,
-    opening,
-    replay,
+    background_events,
 )
+from bros.server.responses.running import RunningResponse
 from bros.server.responses.schema import (
     CountInputTokens,
     CreateResponse,
@@ -226,8 +227,8 @@ _NO_EVENT = b": no more events\n\n"
 class BackgroundStream(EventStream):
     """The events of a background response. It goes on if the client leaves.
 
-    Each item comes as a whole when the response has ended, so the numbers of the events are the
-    same whenever it is streamed.
+    Where this process runs the response, its events come as its output does; else those of its
+    output come when it has ended.
     """
 
     done = b""
@@ -244,29 +245,52 @@ class BackgroundStream(EventStream):
 
     async def send_all(self) -> None:
         with self._state.accounts.hold(self._tenant, Resource.WAITS):
-            stored = await self._look()
-            if not stored.status.is_final:
-                await self._send_those(opening)
-                self._after = max(self._after, OPENING_EVENTS - 1)
-            while not stored.status.is_final:
-                await asyncio.sleep(_LOOK_EVERY_S)
-                stored = await self._look()
-        await self._send_those(replay)
+            while True:
+                is_final, response = await self._look()
+                if is_final:
+                    break
+                running = self._jobs.running.get(self._id)
+                if running is None:
+                    await self._send_those(response, runs=False)
+                    await asyncio.sleep(_LOOK_EVERY_S)
+                else:
+                    await self._follow(running)
+        await self._send_those(response, runs=True)
+        if not self._begun:
+            await self.send_events(_NO_EVENT)
 
     async def close(self) -> None:
         return
 
-    async def _look(self) -> StoredResponse:
-        now = self._state.clock.unix_time()
-        return await self._jobs.io(self._jobs.responses.get, self._tenant, self._id, now)
+    async def _follow(self, running: RunningResponse) -> None:
+        """Send events of the output as it comes."""
+        while not running.over:
+            await self._send_those(running.so_far(), runs=True)
+            await running.changed()
 
-    async def _send_those(self, events_of: Callable[[LiveResponse, int], bytes]) -> None:
-        def make() -> bytes:
+    async def _look(self) -> tuple[bool, LiveResponse]:
+        """Whether the response has ended, and the response as it is stored."""
+
+        def load() -> tuple[bool, LiveResponse]:
             now = self._state.clock.unix_time()
             stored = self._jobs.responses.get(self._tenant, self._id, now)
-            return events_of(LiveResponse.of(stored.to_object()), self._after)
+            return stored.status.is_final, LiveResponse.of(stored.to_object())
 
-        await self.send_events(await self._jobs.io(make) or _NO_EVENT)
+        return await self._jobs.io(load)
+
+    async def _send_those(self, response: LiveResponse, *, runs: bool) -> None:
+        """Send the events of a response that have not been sent."""
+
+        def make() -> Events:
+            return background_events(response, self._after, runs=runs)
+
+        # Few events have all of the response, which may be large.
+        is_delta = self._begun and response.status == "in_progress"
+        size = 0 if is_delta else len(response.echo)
+        events = await offload(self._state, self._tenant, make, size)
+        self._after = events.last
+        if events.data:
+            await self.send_events(events.data)
 
 
 async def retrieve_response(request: Request) -> Response:
