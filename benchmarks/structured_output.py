@@ -248,7 +248,9 @@ async def _on_two_replicas(model: str | None) -> AsyncIterator[Way]:
                         "service_tier": tier,
                     },
                 )
-                choices = reply.raise_for_status().json()["choices"]
+                if reply.status_code != 200:
+                    raise RuntimeError(reply.text)
+                choices = reply.json()["choices"]
                 return [(each["finish_reason"], each["message"]["content"]) for each in choices]
 
             async def figures() -> dict[str, Any]:
@@ -467,9 +469,10 @@ def main() -> None:
     if "valid" in parts:
         with tempfile.TemporaryDirectory() as folder:
             model = tiny_model(Path(folder)) if given.model == "tiny" else None
-            for turn, way in enumerate(given.ways.split(",")):
+            for way in given.ways.split(","):
                 name = f"valid, {given.model}, {way}"
-                numbers = range(turn * given.rows, (turn + 1) * given.rows)  # others for each way
+                first = list(WAYS).index(way) * given.rows  # each way has rows of its own
+                numbers = range(first, first + given.rows)
                 found[name] = asyncio.run(valid(numbers, given.schemas, model, way))
                 print(name, json.dumps(found[name], indent=1), flush=True)
     save(given.json, found)

@@ -24,7 +24,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from bros.core.errors import InvalidRequestError
+from bros.core.errors import InvalidRequestError, OverloadedError
 from bros.core.fair import CpuUse, FairGate, FairMemory
 from bros.core.request import Grammar
 from bros.core.tenants import TenantAccounts
@@ -36,17 +36,29 @@ from bros.core.worker_process import (
     settle,
 )
 
-_CPU_S, _WALL_S = 0.5, 0.7
-"""Most CPU time, and most time in all, that a grammar takes to compile."""
+_CPU_S = 0.5
+"""Most CPU time that a grammar takes to compile."""
+
+_WALL_S = 15.0
+"""Most time in all: so long may a busy machine take to give a child its CPU time. After that the
+grammar is neither good nor bad, and its client has to try again."""
+
+_BLOCKING_TRIES = 12
+"""So often `check_blocking` tries: rows of a batch have no client that would try again."""
 
 _MEMORY_BYTES = 2**29
 """Most memory that it takes beyond the tokenizer's."""
+
+_RETRY_S = 1.0
+"""When a client should try again that had no answer."""
 
 MAX_CACHED_GRAMMARS = 1024
 _MAX_CACHED_BYTES = 2**24
 """Bounds on the good texts that are remembered: their number, and their bytes."""
 
 _TOO_LONG = "it takes too much time or memory to compile; make it smaller or less ambiguous"
+_BUSY = b"\0"
+"""What the process answers if the child had no time."""
 
 
 class GrammarChecker:
@@ -89,7 +101,8 @@ class GrammarChecker:
             return self._good.use((tenant, grammar.text)) is not None
 
     async def check(self, tenant: str, grammar: Grammar) -> None:
-        """Raises InvalidRequestError, naming its `param`, if a grammar is wrong or takes too long.
+        """Raises InvalidRequestError, naming its `param`, if a grammar is wrong or takes too long,
+        and OverloadedError if the machine is too busy to say.
 
         tenant: whose it is.
         """
@@ -109,9 +122,15 @@ class GrammarChecker:
 
     def check_blocking(self, tenant: str, grammar: Grammar) -> None:
         """Like `check`, for a thread of its own, such as one that validates the rows of a batch."""
-        if not self.knows(tenant, grammar):
-            with self._one_blocks:
-                self._ask(self._blocking, tenant, grammar)
+        if self.knows(tenant, grammar):
+            return
+        with self._one_blocks:
+            for tries in range(1, _BLOCKING_TRIES + 1):
+                try:
+                    return self._ask(self._blocking, tenant, grammar)
+                except OverloadedError:
+                    if tries == _BLOCKING_TRIES:
+                        raise
 
     def close(self) -> None:
         """End the processes. Callers that still wait get an InvalidRequestError."""
@@ -126,6 +145,9 @@ class GrammarChecker:
             raise _refusal(grammar, "the server stops") from error
         except WorkerEndedError as error:
             raise _refusal(grammar, _TOO_LONG) from error
+        if reply == _BUSY:
+            message = f"The server is too busy to check the grammar in '{grammar.param}'."
+            raise OverloadedError(message, _RETRY_S)
         if reply:
             raise _refusal(grammar, reply.decode())
         most = self._accounts.limits(tenant).cached_grammars
@@ -189,7 +211,7 @@ _GOOD = b"+"
 
 
 def _in_child(compiler: _Compiler, text: str) -> bytes:
-    """What is wrong with a text, by a child, which is ended when it takes too long."""
+    """What is wrong with a text, by a child, which is ended when it takes too long; or _BUSY."""
     if compiler.error is not None:
         return compiler.error.encode()
     read, write = os.pipe()
@@ -200,10 +222,15 @@ def _in_child(compiler: _Compiler, text: str) -> bytes:
     os.close(write)
     answer = bytearray()
     with open(read, "rb", buffering=0) as pipe:
-        while select.select([pipe], [], [], _WALL_S)[0] and (part := pipe.read(2**20)):
+        while has_more := bool(select.select([pipe], [], [], _WALL_S)[0]):
+            part = pipe.read(2**20)
+            if not part:
+                break
             answer += part
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    if not has_more:
+        return _BUSY
     return b"" if answer == _GOOD else bytes(answer) or _TOO_LONG.encode()
 
 

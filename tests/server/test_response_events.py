@@ -46,8 +46,10 @@ def merged(events: list[dict[str, Any]]) -> list[Any]:
     for event in events:
         number = event.pop("sequence_number")
         if found and "delta" in event and found[-1][0].get("delta") is not None:
-            found[-1][0]["delta"] += event["delta"]
-            found[-1][0]["logprobs"] = found[-1][0].get("logprobs", []) + event.get("logprobs", [])
+            last = found[-1][0]
+            last["delta"] += event["delta"]
+            if "logprobs" in last:
+                last["logprobs"] += event["logprobs"]
             found[-1][1] = number
         else:
             found.append([event, number])

@@ -15,9 +15,11 @@ import pytest
 
 from bros.core import grammars
 from bros.core.clock import ManualClock
-from bros.core.errors import InvalidRequestError
+from bros.core.errors import InvalidRequestError, OverloadedError
 from bros.core.request import Grammar
 from bros.core.tenants import TenantAccounts, TenantLimits
+from bros.core.worker_process import WorkerProcess
+from bros.text import grammar_check
 from bros.text.grammar_check import GrammarChecker
 from support.machine_speed import slowdown
 from support.processes import cpu_s
@@ -38,7 +40,12 @@ def checker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarChecker
 
 
 def check(checker: GrammarChecker, grammar: Grammar, tenant: str = "") -> None:
-    asyncio.run(checker.check(tenant, grammar))
+    """As clients do: again, if the machine is too busy."""
+    while True:
+        try:
+            return asyncio.run(checker.check(tenant, grammar))
+        except OverloadedError:
+            pass
 
 
 def cpu_s_of(checker: GrammarChecker) -> float:
@@ -172,7 +179,7 @@ def test_the_slow_grammars_of_one_tenant_leave_a_process_to_others(
         async def ask(tenant: str, grammar: Grammar) -> None:
             try:
                 await checker.check(tenant, grammar)
-            except InvalidRequestError:
+            except (InvalidRequestError, OverloadedError):
                 pass
             done.append(tenant)
 
@@ -212,3 +219,45 @@ def test_a_model_without_tokenizer_says_so(tmp_path: Path) -> None:
             check(made, grammars.regex("a"))
     finally:
         made.close()
+
+
+class Compiler:
+    """Takes its time, and finds nothing wrong."""
+
+    error: str | None = None
+
+    def __init__(self, *, works: bool) -> None:
+        self._works = works
+
+    def __call__(self, text: str) -> str:
+        if self._works:
+            while True:
+                pass
+        time.sleep(60)
+        return ""
+
+
+def test_a_child_without_cpu_time_is_no_reason_to_refuse_a_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its client has to try again; one that has used its time is refused."""
+    in_child: Any = grammar_check._in_child
+    monkeypatch.setattr(grammar_check, "_WALL_S", 600.0)
+    assert in_child(Compiler(works=True), "x") == grammar_check._TOO_LONG.encode()
+    monkeypatch.setattr(grammar_check, "_WALL_S", 0.01)
+    assert in_child(Compiler(works=False), "x") == grammar_check._BUSY
+
+
+async def test_a_busy_machine_is_said_and_rows_are_checked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = GrammarChecker(save_tokenizer(tmp_path), 440, [1])
+    replies = [b"\0", b"\0", b"", b""]
+    monkeypatch.setattr(WorkerProcess, "ask", lambda self, text: replies.pop(0))
+    with pytest.raises(OverloadedError) as raised:
+        await made.check("", grammars.regex("a"))
+    assert raised.value.retry_after_s > 0
+    made.check_blocking("", grammars.regex("a"))
+    assert len(replies) == 1
+    await made.check("", grammars.regex("a"))  # it is known by now
+    made.close()
