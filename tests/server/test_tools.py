@@ -355,7 +355,7 @@ async def test_best_effort_requests_and_rows_of_batches_call_tools(tmp_path: Pat
         assert named(choice["message"])
         handler = EngineRowHandler(RowRunner(server.state))
         body = {"messages": ASKED, "tools": TOOLS}
-        handler.check("/v1/chat/completions", body)
+        handler.check("ann", "/v1/chat/completions", body)
         reply = await handler.answer(
             "/v1/chat/completions", body, request_id="r", tenant="", due_in_s=60.0
         )
