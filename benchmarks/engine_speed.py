@@ -5,15 +5,20 @@
 Everything is measured in one run on the embedded model. Back ends alternate within each round, so
 that a slow minute of the machine affects all of them; figures are medians. Decode: all rows have a
 64-token prompt and generate greedily. Prefill: one prompt in one step. Host overhead: scheduling
-(schedule + apply) and building the inputs; steps include it. Run nothing else on the machine.
+(schedule + apply) and building the inputs; steps include it. "LLM" is `bros.LLM.generate`, in a
+process of its own, because two engines in one process slow each other down (see
+ThreadEngineClient): a decode step is what a further token of each row takes. Run nothing else on
+the machine.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import statistics
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 
 import torch
 from harness import (
@@ -29,6 +34,7 @@ from harness import (
 from rich.console import Console
 from transformers_reference import load_in_transformers
 
+from bros import LLM, SamplingParams
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.engine.build import build_engine
@@ -38,7 +44,9 @@ from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_mod
 
 PROMPT_TOKENS = 64
 DECODE_STEPS = 12
+LLM_DECODE_STEPS = 48  # so many that the difference of two calls is exact enough
 DECODE_ROWS = (1, 8, 32)
+FORMATS = ("fp32", "bf16", "int4")
 PREFILL_TOKENS = (256, 1024)
 TARGET_MS = {
     ("bros fp32", "decode 1"): 36,
@@ -106,6 +114,48 @@ class BrosTarget:
         self._engine.submit(greedy_request(str(self._count), prompt, outputs))
 
 
+class LlmTarget:
+    """bros.LLM in another process, which is idle while other targets are measured."""
+
+    def __init__(self, files: ModelFiles, weights: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, there = context.Pipe()
+        arguments = (there, str(files.folder), weights)
+        context.Process(target=_run_llm, args=arguments, daemon=True).start()
+        self._connection.recv()  # it is ready
+
+    def decode(self, rows: int) -> list[float]:
+        """Milliseconds per decode step, the mean of LLM_DECODE_STEPS."""
+        short_s = self._seconds(rows, PROMPT_TOKENS, 1)
+        long_s = self._seconds(rows, PROMPT_TOKENS, 1 + LLM_DECODE_STEPS)
+        return [(long_s - short_s) / LLM_DECODE_STEPS * 1e3]
+
+    def prefill(self, tokens: int) -> list[float]:
+        """Milliseconds to the first token of one prompt."""
+        return [self._seconds(1, tokens, 1) * 1e3]
+
+    def _seconds(self, rows: int, tokens: int, outputs: int) -> float:
+        self._connection.send((rows, tokens, outputs))
+        seconds: float = self._connection.recv()
+        return seconds
+
+
+def _run_llm(connection: Connection, folder: str, weights: str) -> None:
+    """Measure what an LlmTarget asks for: rows, tokens of each prompt, output tokens."""
+    rng = random.Random(1)
+    options = {"device": "cpu", "weights": weights, "max_batch_tokens": 4096, "max_model_len": 2048}
+    with LLM(folder, **options) as llm:
+        vocab = llm._engine.client.info.vocab_size
+        connection.send("ready")
+        while True:
+            rows, tokens, outputs = connection.recv()
+            prompts = [random_tokens(rng, tokens, vocab) for _ in range(rows)]
+            sampling = SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True)
+            began = time.perf_counter()
+            llm.generate(prompts, sampling, progress=False)
+            connection.send(time.perf_counter() - began)
+
+
 class TransformersTarget:
     """The same weights in transformers: fp32, greedy, dynamic cache."""
 
@@ -138,9 +188,10 @@ class TransformersTarget:
 
 def measure(files: ModelFiles, rounds: int, report: Callable[[str], None]) -> dict[str, Samples]:
     """Target -> case -> milliseconds. The first round is a warm-up and is dropped."""
-    bros = {f"bros {weights}": BrosTarget(files, weights) for weights in ("fp32", "int4")}
-    targets: dict[str, BrosTarget | TransformersTarget] = {
+    bros = {f"bros {weights}": BrosTarget(files, weights) for weights in FORMATS}
+    targets: dict[str, BrosTarget | LlmTarget | TransformersTarget] = {
         **bros,
+        **{f"LLM {weights}": LlmTarget(files, weights) for weights in FORMATS},
         "transformers fp32": TransformersTarget(files),
     }
     samples: dict[str, Samples] = {name: {} for name in targets}

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import textwrap
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,10 +24,14 @@ from bros.core.errors import (
     InvalidRequestError,
     PromptTooLongError,
 )
+from bros.core.interfaces import EngineStats
+from bros.core.request import ServiceClass
+from bros.executor.runner import ModelRunner
 from support.tiny_models import save_tiny_llama
 from support.tiny_tokenizer import TEMPLATE, save_tokenizer, tiny_tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+LONG = SamplingParams(max_tokens=500, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -185,13 +197,86 @@ def test_a_wrong_option_names_itself(folder: Path) -> None:
         LLM(str(folder), max_num_seqs=0)
 
 
+def test_threads_that_generate_at_once_each_get_their_own_answers(llm: LLM) -> None:
+    prompts = [[5, 6, 7 + n] for n in range(4)]
+    sampling = SamplingParams(seed=3, max_tokens=6, ignore_eos=True)
+    alone = [llm.generate(prompt, sampling, progress=False)[0][0] for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        together = pool.map(lambda ids: llm.generate(ids, sampling, progress=False), prompts)
+    assert [answer.token_ids for ((answer,),) in together] == [a.token_ids for a in alone]
+
+
+def test_when_a_step_fails_the_caller_that_waits_gets_the_reason(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelRunner, "execute", failing_after(3, ModelRunner.execute))
+    with pytest.raises(EngineDeadError, match="device on fire"):
+        llm.generate(["one", "two"], LONG, progress=False)
+    with pytest.raises(EngineDeadError, match="device on fire"):
+        llm.context("a beginning")
+
+
+def failing_after(steps: int, execute: Callable[..., Any]) -> Callable[..., Any]:
+    """`execute`, which fails after so many steps."""
+    left = [None] * steps
+
+    def failing(*args: object) -> object:
+        if not left:
+            raise RuntimeError("device on fire")
+        left.pop()
+        return execute(*args)
+
+    return failing
+
+
+def test_an_interrupt_aborts_what_the_caller_waits_for(llm: LLM) -> None:
+    def interrupt() -> None:
+        while not stats().by_class[ServiceClass.BE].running:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def stats() -> EngineStats:
+        return llm._run(llm._engine.client.stats())
+
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1]] * 60, LONG, progress=False)
+    interrupting.join()
+    while stats().by_class[ServiceClass.BE].running:
+        time.sleep(0.001)
+    assert len(llm.generate("fine", GREEDY, progress=False)) == 1, "it goes on working"
+
+
+def test_an_interrupt_while_the_model_is_loaded_ends_the_program_at_once(folder: Path) -> None:
+    """At most after loading, which no other thread can end."""
+    code = """
+        import os, signal, sys, threading
+        import bros.transport.local as local
+        from bros import LLM
+
+        def interrupted(*args, build=local.build_engine, **options):
+            os.kill(os.getpid(), signal.SIGINT)
+            return build(*args, **options)
+
+        local.build_engine = interrupted
+        try:
+            LLM(sys.argv[1], kv_blocks=64, threads=1)
+        except KeyboardInterrupt:
+            print("interrupted")
+        """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+    assert "Error" not in done.stderr and "terminate" not in done.stderr
+
+
 def test_closing_from_another_thread_ends_what_waits(llm: LLM) -> None:
     errors: list[BaseException] = []
 
     def endless() -> None:
-        params = SamplingParams(max_tokens=500, ignore_eos=True)
         try:
-            llm.generate([[1]] * 60, params, progress=False)
+            llm.generate([[1]] * 60, LONG, progress=False)
         except BaseException as error:
             errors.append(error)
 

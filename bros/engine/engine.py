@@ -97,12 +97,14 @@ class Engine:
         """See EngineClient."""
         self._scheduler.release(request_id)
 
-    def step(self, arrivals: Callable[[], Iterable[EngineRequest]] = tuple) -> list[RequestOutput]:
+    def step(
+        self, arrivals: Callable[[], Iterable[EngineRequest]] | None = None
+    ) -> list[RequestOutput]:
         """Run one step and return its outputs. Any exception leaves the engine unusable.
 
         arrivals: called while the step runs; returns the requests that have arrived since its last
             call, which the caller submits later. The scheduler may abort a step with best-effort
-            work for one of them; the step then has no outputs.
+            work for one of them; the step then has no outputs. None: no request can arrive.
 
         With asynchronous scheduling this launches a step and returns the outputs of the one before;
         no step is aborted. Raises RuntimeError if there are requests but none can run (a bug).
@@ -114,14 +116,16 @@ class Engine:
         self._log_ends(outputs)
         return outputs
 
-    def _execute(self, arrivals: Callable[[], Iterable[EngineRequest]]) -> list[RequestOutput]:
+    def _execute(
+        self, arrivals: Callable[[], Iterable[EngineRequest]] | None
+    ) -> list[RequestOutput]:
         scheduler, clock = self._scheduler, self._clock
         plan = scheduler.schedule(clock.now())
         outputs = scheduler.take_ended()
         if plan is None:
             self._check_idle()
             return outputs
-        if scheduler.may_abort:
+        if arrivals is not None and scheduler.may_abort:
 
             def should_abort() -> bool:
                 new = arrivals()  # nearly always empty: the executor asks before every layer

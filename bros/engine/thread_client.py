@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import threading
 from collections.abc import Callable
 
+from bros.core.errors import EngineDeadError
+from bros.core.interfaces import EngineInfo
 from bros.engine.client import MessageClient
 from bros.engine.engine import Engine
 from bros.engine.loop import run_engine
@@ -17,13 +20,25 @@ logger = logging.getLogger(__name__)
 
 
 class ThreadEngineClient(MessageClient):
-    """Runs `engine` on a thread. Create it inside a running event loop."""
+    """Builds an engine, steps it and closes it, all on one thread.
 
-    def __init__(self, engine: Engine) -> None:
+    OpenMP keeps a team of threads for each thread that has computed, as building does. With two
+    teams it counts more threads than cores, and the threads of each then sleep after every product
+    instead of waiting for the next one, which is 100 microseconds away.
+    """
+
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        """Starts the thread. Call it inside a running event loop.
+
+        build: called once, on the thread; `wait_ready` raises what it raises.
+        """
         inbox = Inbox()
         super().__init__(inbox.put)
         self._inbox = inbox
-        self._engine = engine
+        self._build = build
+        self._build_error: BaseException | None = None
+        self._built = False
+        self._closing = False
         loop = asyncio.get_running_loop()
 
         def reply(message: Reply) -> None:
@@ -35,23 +50,48 @@ class ThreadEngineClient(MessageClient):
         self._thread.daemon = True  # so that the program ends even without close()
         self._thread.start()
 
+    async def wait_ready(self) -> EngineInfo:
+        """Wait until the engine is ready. Raises what `build` has raised, or EngineDeadError."""
+        try:
+            return await super().wait_ready()
+        except EngineDeadError:
+            if self._build_error is not None:
+                raise self._build_error from None
+            raise
+
     async def close(self) -> None:
-        """Stop the thread after its current step and close the engine."""
-        if self._thread.is_alive():
-            self._inbox.put(Shutdown())
+        """Stop the thread after its current step and close the engine. An engine that is still
+        being built is closed later; only the end of the program waits for that."""
+        self._closing = True
+        self._inbox.put(Shutdown())
+        if self._built or not self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
-        self._engine.close()
+        else:
+            atexit.register(self._thread.join)
         self.on_death("The engine was closed.")
 
     def _run(self, transport: _ThreadTransport) -> None:
         try:
-            run_engine(self._engine, transport)
+            engine = self._build()
+        except BaseException as error:
+            self._build_error = error
+            self._send_last(transport, Failed(f"The engine did not start: {error}"))
+            return
+        self._built = True  # from now on `close` waits for this thread, unless it came before
+        try:
+            if not self._closing:
+                run_engine(engine, transport)
         except _LoopClosedError:
             logger.warning("the engine stopped: the event loop of its client was closed")
         except Exception as error:
             logger.exception("the engine stopped")
-            with contextlib.suppress(_LoopClosedError):
-                transport.send(Failed(f"The engine stopped: {error}"))
+            self._send_last(transport, Failed(f"The engine stopped: {error}"))
+        finally:
+            engine.close()
+
+    def _send_last(self, transport: _ThreadTransport, message: Failed) -> None:
+        with contextlib.suppress(_LoopClosedError):
+            transport.send(message)
 
 
 class _LoopClosedError(Exception):

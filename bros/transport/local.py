@@ -10,6 +10,7 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from bros.core.clock import SystemClock
@@ -64,10 +65,8 @@ async def _on_thread(
     profiles: Sequence[Path],
     report: Callable[[str], None],
 ) -> EngineClient:
-    engine = await asyncio.to_thread(
-        build_engine, config, files, SystemClock(), profiles=profiles, report=report
-    )
-    client = ThreadEngineClient(engine)
+    build = partial(build_engine, config, files, SystemClock(), profiles=profiles, report=report)
+    client = ThreadEngineClient(build)
     try:
         await client.wait_ready()
     except BaseException:

@@ -189,7 +189,7 @@ def test_an_engine_without_a_subscriber_sends_no_reports() -> None:
 
 
 async def test_a_client_hears_of_an_engine_on_a_thread() -> None:
-    client, heard = ThreadEngineClient(make_engine()), asyncio.Queue[EngineReport]()
+    client, heard = ThreadEngineClient(make_engine), asyncio.Queue[EngineReport]()
     await client.wait_ready()
     client.subscribe(heard.put_nowait)
     assert await heard.get() == EngineReport(version=1, full=True)

@@ -11,6 +11,7 @@ import pytest
 from bros.core.clock import ManualClock
 from bros.core.config import EngineConfig
 from bros.core.errors import (
+    ConfigError,
     EngineDeadError,
     InvalidRequestError,
     PromptTooLongError,
@@ -73,7 +74,7 @@ def model() -> GatedModel:
 
 @pytest.fixture
 async def client(model: GatedModel) -> AsyncIterator[ThreadEngineClient]:
-    client = ThreadEngineClient(make_engine(model, max_queue=3))
+    client = ThreadEngineClient(lambda: make_engine(model, max_queue=3))
     await client.wait_ready()
     yield client
     model.gate.set()
@@ -209,7 +210,7 @@ async def test_when_a_step_fails_everything_open_fails_at_once_and_later_calls_t
 
 
 async def test_close_after_a_failure_releases_the_executor_too(model: GatedModel) -> None:
-    client = ThreadEngineClient(make_engine(model))
+    client = ThreadEngineClient(lambda: make_engine(model))
     await client.wait_ready()
     model.broken = True
     with pytest.raises(EngineDeadError, match="device on fire"):
@@ -219,7 +220,7 @@ async def test_close_after_a_failure_releases_the_executor_too(model: GatedModel
 
 
 async def test_close_ends_the_thread_and_releases_the_executor(model: GatedModel) -> None:
-    client = ThreadEngineClient(make_engine(model))
+    client = ThreadEngineClient(lambda: make_engine(model))
     await client.wait_ready()
     model.hold_after = 1
     stream = await client.submit(ask("a", max_tokens=150))
@@ -234,6 +235,63 @@ async def test_close_ends_the_thread_and_releases_the_executor(model: GatedModel
     await client.close()
 
 
+async def test_one_thread_builds_steps_and_closes() -> None:
+    """OpenMP has a team of threads for each thread that computes."""
+    threads: list[int] = []
+
+    class Watched(ToyModel):
+        def execute(self, plan: StepPlan) -> StepResult:
+            threads.append(threading.get_ident())
+            return super().execute(plan)
+
+        def close(self) -> None:
+            threads.append(threading.get_ident())
+
+    def build() -> Engine:
+        threads.append(threading.get_ident())
+        return make_engine(Watched())
+
+    client = ThreadEngineClient(build)
+    await client.wait_ready()
+    await tokens_of(client, ask("a"))
+    await client.close()
+    assert len(threads) == 1 + 6 + 1 and len(set(threads)) == 1
+    assert threads[0] != threading.get_ident()
+
+
+async def test_an_error_of_building_reaches_the_caller_as_it_was_raised() -> None:
+    def build() -> Engine:
+        raise ConfigError("--kv-blocks: too few")
+
+    client = ThreadEngineClient(build)
+    with pytest.raises(ConfigError, match="--kv-blocks: too few"):
+        await client.wait_ready()
+    assert not client.alive
+    with pytest.raises(EngineDeadError, match="did not start: --kv-blocks: too few"):
+        await client.submit(ask("a"))
+    await client.close()
+
+
+async def test_close_does_not_wait_for_an_engine_that_is_being_built(model: GatedModel) -> None:
+    may_build, thread = threading.Event(), threading.Thread()
+
+    def build() -> Engine:
+        nonlocal thread
+        thread = threading.current_thread()
+        assert may_build.wait(timeout=30)
+        return make_engine(model)
+
+    client = ThreadEngineClient(build)
+    waiting = asyncio.create_task(client.wait_ready())
+    await asyncio.sleep(0)
+    await client.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        await waiting
+    may_build.set()
+    await asyncio.to_thread(thread.join, 10)
+    assert not thread.is_alive() and model.closed and not client.alive
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_the_thread_ends_if_the_event_loop_is_closed_before_the_client(
     model: GatedModel, broken: bool, caplog: pytest.LogCaptureFixture
@@ -241,7 +299,7 @@ def test_the_thread_ends_if_the_event_loop_is_closed_before_the_client(
     """broken: its last step fails, which it can only log."""
 
     async def forget_to_close() -> None:
-        client = ThreadEngineClient(make_engine(model))
+        client = ThreadEngineClient(lambda: make_engine(model))
         await client.wait_ready()
         model.hold_after = 1
         await client.submit(ask("a", max_tokens=150))

@@ -255,7 +255,7 @@ async def test_on_a_thread_as_in_one_process() -> None:
     info = engine_info(blocks=64, policy="fcfs")
     config = EngineConfig(policy="fcfs", max_num_seqs=8, max_batch_tokens=32)
     client = ThreadEngineClient(
-        Engine(build_scheduler(config, info, None), ToyModel(), SystemClock(), info)
+        lambda: Engine(build_scheduler(config, info, None), ToyModel(), SystemClock(), info)
     )
     await client.wait_ready()
     try:

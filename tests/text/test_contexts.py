@@ -107,7 +107,7 @@ async def open_desk(**options: object) -> AsyncIterator[Desk]:
     chosen = {"blocks": BLOCKS, "prefix_cache": "class-aware", **options}
     scheduler = make_scheduler("fcfs", block_size=SIZE, **chosen)  # type: ignore[arg-type]
     info = engine_info(blocks=BLOCKS, block_size=SIZE, policy="fcfs")
-    client = ThreadEngineClient(Engine(scheduler, model, ManualClock(), info))
+    client = ThreadEngineClient(lambda: Engine(scheduler, model, ManualClock(), info))
     await client.wait_ready()
     try:
         yield Desk(model, client)

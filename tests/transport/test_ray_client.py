@@ -72,8 +72,7 @@ async def client(cluster: Cluster, files: ModelFiles) -> AsyncIterator[RayEngine
 
 async def expected_tokens(files: ModelFiles) -> list[int]:
     """What an engine of this process answers."""
-    engine = build_engine(TINY_ENGINE, files, SystemClock())
-    client = ThreadEngineClient(engine)
+    client = ThreadEngineClient(lambda: build_engine(TINY_ENGINE, files, SystemClock()))
     await client.wait_ready()
     try:
         stream = await client.submit(ask("here"))
