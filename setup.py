@@ -27,12 +27,15 @@ COMMON_FLAGS = [
 ]
 # Apple's clang has no OpenMP: there the kernels run on one thread.
 OPENMP_FLAGS = [] if sys.platform == "darwin" else ["-fopenmp"]
+AVX512_FLAGS = [
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
+    *("-mfma", "-mf16c", "-mprefer-vector-width=512"),
+]
 X86_FLAGS = {
     "csrc/kernels_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
-    "csrc/kernels_avx512.cpp": [
-        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
-        *("-mfma", "-mf16c", "-mprefer-vector-width=512"),
-    ],
+    "csrc/kernels_avx512.cpp": AVX512_FLAGS,
+    "csrc/kernels_avx512_vnni.cpp": [*AVX512_FLAGS, "-mavx512vnni"],
+    "csrc/kernels_avx512_bf16.cpp": [*AVX512_FLAGS, "-mavx512vnni", "-mavx512bf16"],
 }
 HEADERS = sorted(str(path) for path in Path("csrc").glob("*.h"))
 
@@ -88,6 +91,8 @@ setup(
                 "csrc/kernels_generic.cpp",
                 "csrc/kernels_avx2.cpp",
                 "csrc/kernels_avx512.cpp",
+                "csrc/kernels_avx512_vnni.cpp",
+                "csrc/kernels_avx512_bf16.cpp",
             ],
             depends=HEADERS,
             language="c++",

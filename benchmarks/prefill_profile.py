@@ -28,7 +28,7 @@ from bros.kernels.dispatch import select_kernels
 from bros.kernels.interface import Kernels
 
 OPERATIONS = ("rms_norm", "add_rms_norm_", "rope_and_cache_", "attention", "silu_and_mul")
-PRODUCTS = ("mkldnn::_linear_pointwise", "aten::_weight_int4pack_mm_for_cpu", "aten::linear")
+PRODUCTS = ("mkldnn::_linear_pointwise", "aten::linear")
 ROUNDS = 5
 
 

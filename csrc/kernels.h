@@ -168,6 +168,8 @@ extern const KernelTable kGenericKernels;
 #if defined(__x86_64__)
 extern const KernelTable kAvx2Kernels;
 extern const KernelTable kAvx512Kernels;
+extern const KernelTable kAvx512VnniKernels;
+extern const KernelTable kAvx512Bf16Kernels;
 #endif
 
 }  // namespace bros

@@ -19,14 +19,21 @@ struct Level {
   bool (*available)();
 };
 
+#if defined(__x86_64__)
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+bool has_bf16() { return has_vnni() && __builtin_cpu_supports("avx512bf16"); }
+#endif
+
 // Fastest first. The index of a level is the first argument of every kernel.
 const Level kLevels[] = {
 #if defined(__x86_64__)
-    {"avx512", &kAvx512Kernels,
-     [] {
-       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-     }},
+    {"avx512-bf16", &kAvx512Bf16Kernels, has_bf16},
+    {"avx512-vnni", &kAvx512VnniKernels, has_vnni},
+    {"avx512", &kAvx512Kernels, has_avx512},
     {"avx2", &kAvx2Kernels,
      [] {
        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&

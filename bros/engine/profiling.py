@@ -538,7 +538,7 @@ def quick_profile(
         repeats=_QUICK_REPEATS,
         time_limit_s=_QUICK_LIMIT_S,
     )
-    fitting = fit(samples, token_padding(info.device, info.kernels))
+    fitting = fit(samples, token_padding(info.device, info.kernels, info.weights))
     copies = _copies(executor, info, clock, _QUICK_REPEATS, _QUICK_COPIES_S)
     return _profile(QUICK, config, info, fitting, samples, copies, clock)
 
@@ -602,7 +602,7 @@ def full_profile(
     )
     fitted, held_out = samples[: len(grid)], samples[len(grid) :]
     copies = _copies(executor, info, clock, max(repeats, _COPY_REPEATS), _COPIES_S)
-    fitting = fit(fitted, token_padding(info.device, info.kernels), held_out)
+    fitting = fit(fitted, token_padding(info.device, info.kernels, info.weights), held_out)
     profile = _profile(MEASURED, config, info, fitting, fitted, copies, clock)
     return Measured(profile, tuple(fitted), tuple(held_out), tuple(copies))
 

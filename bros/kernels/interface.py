@@ -119,6 +119,10 @@ class Products(Protocol):
 
     Every number of a product is one sum in fp32, from the first input to the last, so that a row of
     it has the same bits whatever the other rows, their number and the threads are.
+
+    Activations are multiplied in fp32, unless the CPU has instructions for less: with AVX-512 BF16
+    they are rounded to bf16 for bf16 weights, with AVX-512 VNNI to 8 bits in groups of 32 for int8
+    and int4. Rounding depends on the row alone, too.
     """
 
     @property
@@ -148,7 +152,7 @@ class Kernels(Protocol):
 
     @property
     def products(self) -> Products | None:
-        """Products with packed weights; None where those of a library are used."""
+        """Products with packed weights; None if these kernels have none."""
         ...
 
     def graph_buffers(

@@ -77,8 +77,8 @@ class Panels:
     def int4(cls, codes: Tensor, scale: Tensor, minimum: Tensor, width: int) -> Self:
         """codes: [outputs, inputs] in 0..15; scale, minimum: [outputs, inputs / 32]."""
         panels = _split(codes.to(torch.uint8), width)
-        nibbles = panels.view(*panels.shape[:2], -1, GROUP // 8, 4, 2)
-        eights = (nibbles[..., 0] | nibbles[..., 1] << 4).permute(0, 2, 3, 1, 4)
+        nibbles = panels.view(*panels.shape[:2], -1, GROUP // 8, 2, 4)
+        eights = (nibbles[..., 0, :] | nibbles[..., 1, :] << 4).permute(0, 2, 3, 1, 4)
         scales = [_split(each.half(), width).transpose(1, 2) for each in (scale, minimum)]
         return cls._of(PanelFormat.INT4, [*scales, eights], codes, width)
 
@@ -95,19 +95,3 @@ def _split(matrix: Tensor, width: int) -> Tensor:
     """[outputs, n] -> [panels, width, n], zero-padded."""
     outputs, columns = matrix.shape
     return F.pad(matrix, (0, 0, 0, -outputs % width)).view(-1, width, columns)
-
-
-def has_products(kernels: str) -> bool:
-    """Whether linear layers use the products of these kernels (Kernels.name) or those of oneDNN.
-
-    Linear layers of SmolLM2-135M, twelve decoder layers, one thread of a Zen 3 (AVX2), ms:
-
-        rows            1      2      4      8     16     32     64    256
-        oneDNN fp32  16.2   18.9   22.0   30.1   43.3   54.0   95.2    321
-        fp32          8.6    9.9   14.4   20.1   27.9   43.6   76.5    263
-        bf16          4.8    6.3    7.9   21.2   24.0   39.8   72.8    258
-        int4          5.3    7.3    7.1   14.8   21.0   47.2   67.8    247
-
-    They were not measured with AVX-512, where oneDNN has products of bf16, and on other CPUs.
-    """
-    return kernels == "cpu-avx2"

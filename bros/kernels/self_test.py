@@ -128,7 +128,7 @@ def _elementwise(kernels: Kernels, inputs: _Inputs) -> Iterator[Check]:
 
 
 def _products(products: Products, inputs: _Inputs) -> Iterator[Check]:
-    """The weights are multiples of a power of two within a range, so that no format rounds them."""
+    """Weights and activations are multiples of a power of two, so that no format rounds them."""
     outputs, size, width = 70, 3 * GROUP, products.panel_width
     codes = torch.randint(0, 16, (outputs, size), generator=inputs.generator)
     codes[:, ::GROUP] = 0  # every group has the whole range, so that int8 has these steps
@@ -138,7 +138,9 @@ def _products(products: Products, inputs: _Inputs) -> Iterator[Check]:
     eighths = (codes * 16 - 120).clamp(-127, 127) / 8.0
     eighths[:, ::GROUP] = 127 / 8.0
     for rows in (1, 9):
-        x = inputs.normal(rows, size)
+        steps = torch.randint(-127, 128, (rows, size), generator=inputs.generator)
+        steps[:, ::GROUP] = 127
+        x = (steps / 16.0).to(inputs.device, inputs.dtype)
         for name, panels, values in (
             ("fp32", Panels.fp32(weight, width), weight),
             ("bf16", Panels.bf16(weight, width), weight),

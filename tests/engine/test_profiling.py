@@ -41,7 +41,7 @@ from support.tier import examples
 INFO = EngineInfo(
     model="planted",
     weights="fp32",
-    kernels="cpu-avx512",
+    kernels="cpu-generic",
     kv_dtype="fp32",
     device="cpu",
     max_model_len=2048,
@@ -60,7 +60,7 @@ MODEL = CostModel(
     pair_s=4e-7,
     context_s=2.4e-6,
     hinges=((8, 0.0008),),
-    padding=token_padding("cpu", "cpu-avx512"),
+    padding=token_padding("cpu", "cpu-generic", "fp32"),
 )
 
 

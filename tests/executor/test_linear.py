@@ -7,7 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bros.executor.models.layers import PlainLinear, fp32_product, pack
+from bros.executor.models.layers import (
+    PlainLinear,
+    fp32_product,
+    has_products,
+    make_lm_head,
+    pack,
+    token_padding,
+)
+from bros.executor.target import CPU, Target
+from bros.kernels.dispatch import compiled_kernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -71,3 +80,34 @@ def test_bf16_is_packed_as_fp32_where_there_is_nothing_for_it(
     x, weight = matrices(3, torch.bfloat16)
     out = pack(weight)(x.float())
     torch.testing.assert_close(out, F.linear(x.float(), weight.float()), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "int4"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_logits_are_not_rounded_to_16_bits(weights: str, compiled: bool) -> None:
+    kernels = compiled_kernels() if compiled else None
+    if compiled and kernels is None:
+        pytest.skip("the kernels were not compiled")
+    x, weight = matrices(3, torch.float32)
+    layer = make_lm_head(weight, Target(CPU, weights, packed=True), kernels)
+    out = layer(x)
+    assert out.dtype == torch.float32
+    assert (out != out.bfloat16().float()).float().mean() > 0.9
+    torch.testing.assert_close(out, F.linear(x, weight), rtol=0, atol=0.5)
+
+
+@pytest.mark.parametrize("amx", [True, False])
+def test_onednn_multiplies_bf16_by_amx_and_where_there_is_no_avx2(
+    monkeypatch: pytest.MonkeyPatch, amx: bool
+) -> None:
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr("bros.executor.models.layers._has_onednn", lambda: True)
+    for kernels in ("cpu-avx512-bf16", "cpu-avx512-vnni", "cpu-avx512", "cpu-avx2"):
+        assert has_products(kernels, "fp32") and has_products(kernels, "int4")
+        assert has_products(kernels, "bf16") is not amx
+        assert token_padding("cpu", kernels, "int4") == ()
+        assert bool(token_padding("cpu", kernels, "bf16")) is amx
+    for kernels in ("cpu-generic", "reference"):
+        assert not has_products(kernels, "fp32")
+        assert token_padding("cpu", kernels, "fp32")
+    assert token_padding("cuda", "triton", "bf16") == ()

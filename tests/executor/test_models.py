@@ -139,7 +139,7 @@ def test_int4_matches_a_model_with_its_linears_rounded_to_sixteen_steps(tmp_path
 
 
 def test_int4_few_and_many_rows_agree(saved: Callable[[str], Model]) -> None:
-    """One row goes through int4 kernels, twenty through the same weights in bf16."""
+    """Attention sums a chunk in another order, and rounding activations can make more of it."""
     runner = load(saved("llama")[1], "int4")
     rng = random.Random(0)
     one = ScatteredRequest("one", random_tokens(20, seed=4), [0, 1])
@@ -147,7 +147,7 @@ def test_int4_few_and_many_rows_agree(saved: Callable[[str], Model]) -> None:
     for step in range(20):
         stepwise = runner.logits(StepPlan(step, (one.next_chunk(1, rng),)))
     at_once = runner.logits(StepPlan(20, (many.next_chunk(20, rng),)))
-    torch.testing.assert_close(stepwise, at_once, atol=0.15, rtol=0)
+    torch.testing.assert_close(stepwise, at_once, atol=0.05, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,6 +1,7 @@
 """Products with packed weights: every instruction set of this machine, every format.
 
-The oracle computes in fp64 from the values that the panels hold.
+The oracle computes in fp64 from the values that the panels hold, and from activations as the
+instruction set rounds them.
 """
 
 from __future__ import annotations
@@ -42,6 +43,19 @@ def packed(form: str, weight: Tensor, width: int) -> tuple[Panels, Tensor]:
     return Panels.int4(four.codes, four.scale, four.minimum, width), values.flatten(1)
 
 
+def rounded(x: Tensor, level: str, form: str) -> Tensor:
+    """The activations that are multiplied, in fp64."""
+    if form == "bf16" and level == "avx512-bf16":
+        return x.bfloat16().double()
+    if form in ("int8", "int4") and level in ("avx512-bf16", "avx512-vnni"):
+        groups = x.unflatten(1, (-1, GROUP))
+        most = groups.abs().amax(2, keepdim=True)
+        top = torch.tensor(127.0)  # torch divides a number by a tensor with two roundings
+        codes = (groups * (top / most)).round().nan_to_num()
+        return (codes.double() * (most / top)).flatten(1)
+    return x.double()
+
+
 @each_level
 @each_format
 @settings(max_examples=examples(12, long=300))
@@ -57,10 +71,11 @@ def test_products_are_those_of_the_packed_values(
 ) -> None:
     kernels, inputs = cpu_kernels(level), groups * GROUP
     weight, x = normal(seed, outputs, inputs), normal(seed + 1, rows, inputs)
+    x[:, :GROUP] *= 0 if biased else 1  # a group of zeros
     bias = normal(seed + 2, outputs) if biased else None
     panels, values = packed(form, weight, kernels.panel_width)
     out = kernels.linear(x, panels, bias)
-    exact = x.double() @ values.double().T + (0 if bias is None else bias.double())
+    exact = rounded(x, level, form) @ values.double().T + (0 if bias is None else bias.double())
     assert out.shape == (rows, outputs) and out.dtype == torch.float32
     # Rounding errors of a running sum grow with the square root of its length, squared at worst.
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-6 * inputs)
@@ -120,6 +135,35 @@ def test_an_odd_number_of_inputs(level: str) -> None:
         layer = pack(values, None, kernels)
         exact = x.double() @ values.double().T
         torch.testing.assert_close(layer(x).double(), exact, rtol=0, atol=1e-5)
+
+
+@each_level
+@each_format
+@pytest.mark.parametrize("rows", [300, 1100])
+def test_many_rows_in_blocks(level: str, form: str, rows: int) -> None:
+    """Rows of several blocks, and inputs of two: the first rows and the last have their bits."""
+    kernels, inputs = cpu_kernels(level), 1056
+    panels, values = packed(form, normal(0, 40, inputs), kernels.panel_width)
+    x = normal(1, rows, inputs)
+    out = kernels.linear(x, panels, None)
+    exact = rounded(x, level, form) @ values.double().T
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-6 * inputs)
+    for some in (slice(0, 1), slice(rows - 3, rows), slice(rows // 2, rows // 2 + 9)):
+        assert torch.equal(kernels.linear(x[some], panels, None), out[some])
+
+
+@each_level
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_activations_of_any_size(level: str, form: str) -> None:
+    """Groups as large and as small as fp32 allows without overflow of a sum."""
+    kernels = cpu_kernels(level)
+    panels, _ = packed(form, normal(0, 40, 96), kernels.panel_width)
+    x = normal(1, 6, 96)
+    plain = kernels.linear(x, panels, None)
+    for exponent in (-60, 60):
+        scaled = kernels.linear(x * 2.0**exponent, panels, None)
+        torch.testing.assert_close(scaled * 2.0**-exponent, plain, rtol=1e-5, atol=1e-5)
+    assert kernels.linear(x * 1e-38, panels, None).isfinite().all()
 
 
 @each_level

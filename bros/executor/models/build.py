@@ -25,6 +25,7 @@ from bros.executor.models.layers import (
     Norm,
     PlainLinear,
     RmsNorm,
+    has_products,
     load_matrix,
     make_linear,
     make_lm_head,
@@ -224,7 +225,9 @@ class _Builder:
                 for name, count in zip(names, rows, strict=True)
             ]
         parts = [(f"{prefix}{name}.weight", n) for name, n in zip(names, rows, strict=True)]
-        products = self._kernels.products
+        products = None
+        if has_products(self._kernels.name, self._target.weights):
+            products = self._kernels.products
         return make_linear(self._source, parts, columns, stacked_bias, self._target, products)
 
     def _norm(self, name: str) -> Norm:

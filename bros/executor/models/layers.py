@@ -2,15 +2,7 @@
 
 A layer maps activations [tokens, in_features] to [tokens, out_features]. On a CPU both are fp32,
 whatever the precision of the weights; on a GPU they have the weights' dtype. Packed weights are
-multiplied by our own kernels (PanelLinear) where `Kernels.products` has them, else by oneDNN and
-torch's int4 kernel (PackedLinear, Int4Linear).
-
-With oneDNN, a whole step of SmolLM2-135M on 2 cores of a Zen 4 with 500 tokens of context, in ms.
-MKL's packed layout (`_mkl_linear`) took twice as long as oneDNN's at 8 to 32 rows.
-
-            1 row   8 rows   32 rows   prefill 256
-    fp32       28       38        96           285
-    bf16       18       28        74           162
+multiplied by our own kernels (PanelLinear) or by oneDNN (PackedLinear); `has_products` chooses.
 """
 
 from __future__ import annotations
@@ -25,18 +17,8 @@ from torch import Tensor
 from bros.executor.target import Target
 from bros.executor.weights import Int4Groups, Weights
 from bros.kernels.interface import Kernels, Products
-from bros.kernels.panels import GROUP, Panels, has_products
+from bros.kernels.panels import GROUP, Panels
 from bros.kernels.row_padding import ROW_PADDING, with_padding
-
-INT4_MAX_ROWS = 8
-"""With more rows, reading weights is no longer the bottleneck, and packed bf16 beats int4.
-
-QKV, output and gate-up linears of all layers of SmolLM2-135M, ms: 4 rows int4 4.9, bf16 6.8;
-8 rows 8.7 and 8.8; 12 rows 12.8 and 10.1.
-"""
-
-_INT4_ROW_MULTIPLE = 16
-"""torch's int4 kernel requires a multiple of this many output features."""
 
 
 class Linear(Protocol):
@@ -108,32 +90,6 @@ class PackedLinear:
         return out.float()[:rows]
 
 
-class Int4Linear:
-    """int4 weights for few rows, where reading weights is the bottleneck; `wide` for more rows.
-
-    Groups of 32 along the input share a scale and a zero point (bf16); activations are bf16.
-    """
-
-    def __init__(self, weight: Int4Groups, wide: Linear, bias: Tensor | None = None) -> None:
-        codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes.int(), 1)
-        self._codes = codes
-        # The kernel computes (code - 8) * scale + zero.
-        zeros = weight.minimum + 8 * weight.scale
-        self._scales_and_zeros = (
-            torch.stack((weight.scale, zeros), dim=2).transpose(0, 1).contiguous().bfloat16()
-        )
-        self._wide = wide
-        self._bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] > INT4_MAX_ROWS:
-            return self._wide(x)
-        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x.bfloat16(), self._codes, GROUP, self._scales_and_zeros
-        ).float()
-        return out if self._bias is None else out.add_(self._bias)
-
-
 def make_linear(
     source: Weights,
     parts: Sequence[tuple[str, int]],
@@ -146,24 +102,19 @@ def make_linear(
 
     parts: (tensor name, rows) in order; columns: input features of all of them.
     products: see Kernels.
-    With int4 weights, a shape that int4 does not support is kept in bf16.
+    With int4 weights, a shape that int4 does not support is kept in bf16. Without products, int4
+    weights are held in bf16 or fp32: the same values, in the memory of these.
     """
     stacked_bias = None if bias is None else torch.cat(list(bias))
     if not target.packed:
         return NativeLinear(load_matrix(source, parts, columns, target), stacked_bias)
-    rows = sum(count for _, count in parts)
-    if (
-        target.weights == "int4"
-        and columns % GROUP == 0
-        and (products is not None or rows % _INT4_ROW_MULTIPLE == 0)
-    ):
+    if target.weights == "int4" and columns % GROUP == 0:
         groups = Int4Groups.concatenate([source.int4(name, (n, columns)) for name, n in parts])
-        if products is not None:
-            width = products.panel_width
-            panels = Panels.int4(groups.codes, groups.scale, groups.minimum, width)
-            return PanelLinear(products, panels, stacked_bias)
-        wide = groups.dequantize().to(_wide_dtype())
-        return Int4Linear(groups, pack(wide, stacked_bias), stacked_bias)
+        if products is None:
+            return pack(groups.dequantize().to(_wide_dtype()), stacked_bias)
+        width = products.panel_width
+        panels = Panels.int4(groups.codes, groups.scale, groups.minimum, width)
+        return PanelLinear(products, panels, stacked_bias)
     weight = torch.cat([source.dense(name, (n, columns)) for name, n in parts])
     weight = weight if target.weights == "fp32" else weight.bfloat16()
     return pack(weight, stacked_bias, products)
@@ -172,12 +123,15 @@ def make_linear(
 def make_lm_head(weight: Tensor, target: Target, products: Products | None) -> Linear:
     """The layer of logits on a CPU. weight: fp32 [vocab, hidden].
 
-    Never int4: rounding this layer changes logits more than rounding any other layer. With int4
-    weights it has int8 groups, or bf16 where there are no products of int8.
+    Logits are sums in fp32: oneDNN would round those of bf16 weights to bf16, so that many of the
+    best are equal. Never int4: rounding this layer changes logits more than rounding any other
+    layer. With int4 weights it has int8 groups, or bf16 where there are no products of int8.
     """
     if products is not None and target.weights == "int4" and weight.shape[1] % GROUP == 0:
         return PanelLinear(products, Panels.int8(weight, products.panel_width))
-    return pack(weight if target.weights == "fp32" else weight.bfloat16(), None, products)
+    if target.weights != "fp32":
+        weight = weight.bfloat16() if products is not None else weight.bfloat16().float()
+    return pack(weight, None, products)
 
 
 def load_matrix(
@@ -193,12 +147,34 @@ def load_matrix(
     return weight
 
 
-def token_padding(device: str, kernels: str) -> tuple[tuple[int, int], ...]:
+def has_products(kernels: str, weights: str) -> bool:
+    """Whether linear layers use the products of these kernels (Kernels.name) or those of oneDNN.
+
+    weights: as in Target.
+
+    All linear layers of SmolLM2-135M but the lm_head, one thread of a Zen 4 (AVX-512 BF16), ms:
+
+        rows            1      8     32    256
+        oneDNN fp32  32.7   34.5   77.6    512
+        fp32         17.6   22.2   67.3    502
+        oneDNN bf16  18.4   20.3   43.6    277
+        bf16          9.3   11.7   36.0    259
+        int4          4.2    8.1   25.8    177
+
+    oneDNN multiplies bf16 by AMX, which ours do not. Without AVX2, ours were not measured.
+    """
+    amx = weights == "bf16" and torch.cpu._is_amx_tile_supported()
+    return kernels.startswith("cpu-avx") and not amx
+
+
+def token_padding(device: str, kernels: str, weights: str) -> tuple[tuple[int, int], ...]:
     """How the layers round up the tokens of a step, as `padding` of scheduler.cost_model.CostModel.
 
-    Empty where oneDNN is not used. device, kernels: as in EngineInfo.
+    Empty where oneDNN is not used. device, kernels, weights: as in EngineInfo.
     """
-    return ROW_PADDING if device == "cpu" and _has_onednn() and not has_products(kernels) else ()
+    if device != "cpu" or not _has_onednn() or has_products(kernels, weights):
+        return ()
+    return ROW_PADDING
 
 
 def _wide_dtype() -> torch.dtype:
