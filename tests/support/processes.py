@@ -72,8 +72,9 @@ def ranks_below(pid: int) -> dict[int, int]:
 def engine_of_replica(server: int, number: int) -> int:
     """The engine process of a replica of a server, as it was told when it was started."""
     for pid in children(server):
-        folder = Path(Path(f"/proc/{pid}/cmdline").read_text().split("\0")[-2])
-        if json.loads((folder / "launch.json").read_text())["replica"] == number:
+        launch = Path(Path(f"/proc/{pid}/cmdline").read_text().split("\0")[-2]) / "launch.json"
+        # A server has other processes, too.
+        if launch.exists() and json.loads(launch.read_text())["replica"] == number:
             return pid
     raise AssertionError(f"replica {number} does not run")
 
