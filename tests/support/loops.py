@@ -23,7 +23,7 @@ LONGEST_TURN_S = 0.05
 collector, on a machine of nominal speed. See docs/architecture.md, Off the event loop."""
 
 LONGEST_LAG_S = 0.1
-"""The longest lag that tests allow. One call of the JSON parser, on a thread, holds the interpreter:
+"""The longest lag that tests allow. One call of the JSON parser on a thread holds the interpreter:
 100,000 empty lists delay the loop by 0.055 s on an idle Zen 4."""
 
 
