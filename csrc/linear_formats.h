@@ -218,17 +218,23 @@ struct Bf16Panel {
 };
 #endif
 
-// ---- AVX-512 VNNI: activations are rounded to 8 bits in groups of 32, and products of codes are
-// ---- summed exactly within a group. With codes w of weights and a of activations:
+// ---- AVX-512 VNNI: activations are rounded to 16 bits in groups of 32, and products of codes are
+// ---- summed exactly within a group. With codes w of weights, and two codes per activation:
 //
+//     a = kFine * high + low             |high|, |low| <= 127
 //     sum over the group = scale_w * scale_a * (sum of w * a) + minimum_w * scale_a * (sum of a)
+//
+// With the high codes alone, int4 diverged from fp32 and answered plain questions wrongly
+// (docs/decisions/0004).
 
 #if defined(__AVX512VNNI__)
+constexpr int32_t kFine = 254;
+
 struct ActivationGroup {
-  float scale;    // the largest magnitude / 127; NaN if a value is not finite
-  float total;    // scale * the sum of codes
-  int32_t shift;  // -128 * the sum of codes
-  int8_t codes[kGroup];
+  float scale;           // the largest magnitude / 127 / kFine; NaN if a value is not finite
+  float total;           // scale * the sum of a
+  int32_t shift[2];      // -128 * the sum of high, and of low codes
+  int8_t codes[2][kGroup];  // high, low
 };
 
 BROS_INLINE void round_group(const float* x, ActivationGroup* out) {
@@ -240,22 +246,27 @@ BROS_INLINE void round_group(const float* x, ActivationGroup* out) {
   const float most = _mm512_reduce_max_ps(_mm512_max_ps(magnitude[0], magnitude[1]));
   const bool usable = finite == 0xffff;
   const float to_code = usable && most > 1e-30f ? 127.0f / most : 0.0f;
-  __m512i codes[2];
+  int32_t sums[2] = {0, 0};
   for (int j = 0; j < 2; ++j) {
-    codes[j] = _mm512_cvtps_epi32(v[j] * to_code);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out->codes) + j, _mm512_cvtsepi32_epi8(codes[j]));
+    const __m512 scaled = v[j] * to_code;
+    const __m512i high = _mm512_cvtps_epi32(scaled);
+    const __m512 rest = _mm512_sub_ps(scaled, _mm512_cvtepi32_ps(high));  // at most 1/2
+    const __m512i low = _mm512_cvtps_epi32(rest * static_cast<float>(kFine));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out->codes[0]) + j, _mm512_cvtsepi32_epi8(high));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out->codes[1]) + j, _mm512_cvtsepi32_epi8(low));
+    sums[0] += _mm512_reduce_add_epi32(high);
+    sums[1] += _mm512_reduce_add_epi32(low);
   }
-  const int32_t sum = _mm512_reduce_add_epi32(_mm512_add_epi32(codes[0], codes[1]));
-  out->scale = usable ? most / 127.0f : __builtin_nanf("");
-  out->total = out->scale * static_cast<float>(sum);
-  out->shift = -128 * sum;
+  out->scale = usable ? most / 127.0f / kFine : __builtin_nanf("");
+  out->total = out->scale * static_cast<float>(kFine * sums[0] + sums[1]);
+  for (int part = 0; part < 2; ++part) out->shift[part] = -128 * sums[part];
 }
 
 template <class Panel>
 struct GroupProducts {
   using Wide = Panel;
   static constexpr bool kRounds = true;
-  static constexpr int kTileRows = 6;  // sums of codes and of groups: 24 of 32 registers
+  static constexpr int kTileRows = 4;  // sums of codes and of groups: 24 of 32 registers
   static constexpr int kStep = kGroup, kStepBytes = sizeof(ActivationGroup);
 
   template <int R, int C>
@@ -267,9 +278,13 @@ struct GroupProducts {
     }
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) {
-      IntVec dot[R][2];
+      IntVec dot[R][2][2];  // [row][high, low][half of the panel]
 #pragma GCC unroll 12
-      for (int r = 0; r < R; ++r) dot[r][0] = dot[r][1] = splat_int(Panel::first(*rows[r]));
+      for (int r = 0; r < R; ++r) {
+        for (int part = 0; part < 2; ++part) {
+          dot[r][part][0] = dot[r][part][1] = splat_int(Panel::first(*rows[r], part));
+        }
+      }
 #pragma GCC unroll 8
       for (int quad = 0; quad < kGroup / 4; ++quad) {
 #pragma GCC unroll 2
@@ -277,10 +292,13 @@ struct GroupProducts {
           const __m512i w = bit_cast<__m512i>(panels[c].codes(quad, j));
 #pragma GCC unroll 12
           for (int r = 0; r < R; ++r) {
-            int32_t a;
-            __builtin_memcpy(&a, rows[r]->codes + 4 * quad, sizeof a);
-            dot[r][j] = bit_cast<IntVec>(_mm512_dpbusd_epi32(
-                bit_cast<__m512i>(dot[r][j]), w, bit_cast<__m512i>(splat_int(a))));
+#pragma GCC unroll 2
+            for (int part = 0; part < 2; ++part) {
+              int32_t a;
+              __builtin_memcpy(&a, rows[r]->codes[part] + 4 * quad, sizeof a);
+              dot[r][part][j] = bit_cast<IntVec>(_mm512_dpbusd_epi32(
+                  bit_cast<__m512i>(dot[r][part][j]), w, bit_cast<__m512i>(splat_int(a))));
+            }
           }
         }
       }
@@ -290,7 +308,8 @@ struct GroupProducts {
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
           Vec& to = sum[r][2 * c + j];
-          to = _mm512_fmadd_ps(to_float(dot[r][j]), scale * rows[r]->scale, to);
+          const IntVec both = dot[r][0][j] * kFine + dot[r][1][j];
+          to = _mm512_fmadd_ps(to_float(both), scale * rows[r]->scale, to);
           to = panels[c].add_minimum(to, j, *rows[r]);
         }
       }
@@ -316,7 +335,7 @@ struct Int8Panel : GroupProducts<Int8Panel> {
     const uint32_t* at = reinterpret_cast<const uint32_t*>(quads) + quad * kPanelOutputs;
     return load_int(at + j * kLanes) ^ splat_int(static_cast<int32_t>(0x80808080));
   }
-  BROS_INLINE static int32_t first(const ActivationGroup& x) { return x.shift; }
+  BROS_INLINE static int32_t first(const ActivationGroup& x, int part) { return x.shift[part]; }
   BROS_INLINE Vec scale(int j) const {
     return load(reinterpret_cast<const float*>(group_) + j * kLanes);
   }
@@ -338,7 +357,7 @@ struct Int4Panel : GroupProducts<Int4Panel> {
     const uint32_t* at = reinterpret_cast<const uint32_t*>(eights) + quad / 2 * kPanelOutputs;
     return (load_int(at + j * kLanes) >> (quad % 2 * 4)) & splat_int(0x0f0f0f0f);
   }
-  BROS_INLINE static int32_t first(const ActivationGroup&) { return 0; }
+  BROS_INLINE static int32_t first(const ActivationGroup&, int) { return 0; }
   BROS_INLINE Vec scale(int j) const {
     return load(reinterpret_cast<const Fp16*>(group_) + j * kLanes);
   }

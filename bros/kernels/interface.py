@@ -121,8 +121,8 @@ class Products(Protocol):
     it has the same bits whatever the other rows, their number and the threads are.
 
     Activations are multiplied in fp32, unless the CPU has instructions for less: with AVX-512 BF16
-    they are rounded to bf16 for bf16 weights, with AVX-512 VNNI to 8 bits in groups of 32 for int8
-    and int4. Rounding depends on the row alone, too.
+    they are rounded to bf16 for bf16 weights, with AVX-512 VNNI to 16 bits in groups of 32 for
+    int8 and int4. Rounding depends on the row alone, too.
     """
 
     @property

@@ -22,6 +22,10 @@ from support.tier import examples
 each_format = pytest.mark.parametrize("form", ["fp32", "bf16", "int8", "int4"])
 
 
+FINE = 254.0
+"""kFine of csrc/linear_formats.h: low codes per high code of an activation."""
+
+
 def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -51,8 +55,10 @@ def rounded(x: Tensor, level: str, form: str) -> Tensor:
         groups = x.unflatten(1, (-1, GROUP))
         most = groups.abs().amax(2, keepdim=True)
         top = torch.tensor(127.0)  # torch divides a number by a tensor with two roundings
-        codes = (groups * (top / most)).round().nan_to_num()
-        return (codes.double() * (most / top)).flatten(1)
+        scaled = (groups * (top / most)).nan_to_num()
+        high = scaled.round()
+        low = ((scaled - high) * FINE).round()
+        return ((FINE * high + low).double() * (most / top / FINE)).flatten(1)
     return x.double()
 
 
