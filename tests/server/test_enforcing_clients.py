@@ -6,7 +6,6 @@ size is as for users: real connections, and an engine.
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any, Literal
@@ -18,6 +17,7 @@ import pytest
 import pytest_asyncio
 
 from support.model_server import ModelServer, model_server
+from support.other_clients import imported
 from support.tiny_models import save_tiny_llama
 from support.tiny_tokenizer import TEMPLATE, save_tokenizer
 
@@ -58,14 +58,6 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mode
     data = tmp_path_factory.mktemp("server")
     async with model_server(folder, data, kv_blocks=400, max_model_len=4000) as made:
         yield made
-
-
-def imported(name: str) -> Any:
-    """The module of another client, which need not be installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        pytest.skip(f"{name} is not installed: {error}")
 
 
 # ---- openai
@@ -138,15 +130,19 @@ async def test_anthropic_calls_the_tool_it_has_to(server: ModelServer, choice: A
 # ---- LangChain
 
 
+def chat_openai(server: ModelServer, *, responses: bool) -> Any:
+    """responses: by the Responses API."""
+    return imported("langchain_openai").ChatOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", model=MODEL, use_responses_api=responses
+    )
+
+
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # as with OpenAI's server
 @pytest.mark.parametrize("responses", [False, True])
 async def test_langchain_gets_structured_output_by_a_schema(
     server: ModelServer, responses: bool
 ) -> None:
-    langchain = imported("langchain_openai")
-    model = langchain.ChatOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", model=MODEL, use_responses_api=responses
-    )
+    model = chat_openai(server, responses=responses)
     structured = model.with_structured_output(Person, method="json_schema")
     for _ in range(TRIES):
         assert isinstance(await structured.ainvoke("Write some JSON."), Person)
@@ -160,10 +156,7 @@ async def test_langchain_gets_structured_output_by_a_schema(
 async def test_langchain_binds_tools_that_have_to_be_called(
     server: ModelServer, responses: bool
 ) -> None:
-    langchain = imported("langchain_openai")
-    model = langchain.ChatOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", model=MODEL, use_responses_api=responses
-    )
+    model = chat_openai(server, responses=responses)
     for choice in ("required", "Person"):
         bound = model.bind_tools(
             [Person], tool_choice=choice, strict=True, parallel_tool_calls=False

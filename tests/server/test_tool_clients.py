@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,6 +11,7 @@ import pydantic
 import pytest
 
 from support import chat_templates
+from support.other_clients import imported
 from support.scripted_server import LiveServer, live_server
 from support.tool_cases import HERMES_TOKENS, NOW, PARIS, TOOLS
 
@@ -34,14 +34,6 @@ async def client(live: LiveServer) -> AsyncIterator[openai.AsyncOpenAI]:
         base_url=f"{live.url}/v1", api_key="unused", max_retries=0
     ) as made:
         yield made
-
-
-def imported(name: str) -> Any:
-    """The module of another client, which need not be installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        pytest.skip(f"{name} is not installed: {error}")
 
 
 def get_weather(city: str) -> str:
