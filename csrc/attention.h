@@ -7,23 +7,26 @@
 namespace bros {
 namespace {
 
-void merge_parts(const Problem& p, const Merge& merge, const int64_t* sources, float* partials) {
+// `run` is memory for head_dim floats.
+void merge_parts(const Problem& p, const Merge& merge, const Source* sources, float* partials,
+                 float* run) {
   for (int64_t lane = 0; lane < merge.num_queries * p.group; ++lane) {
-    const auto result = [&](int64_t i) {
-      return Partial(partials + sources[merge.first_source + i] + lane * p.lane_size(), p.dim);
-    };
-    float top = -__builtin_inff();
-    for (int64_t i = 0; i < merge.num_sources; ++i) top = max_of(top, *result(i).m);
     float* out = p.output(merge.token + lane / p.group, merge.kv_head * p.group + lane % p.group);
-    for (int64_t d = 0; d < p.dim; ++d) out[d] = 0.0f;
-    float sum = 0.0f;
+    float m, l, run_m, run_l;
+    const Partial all(out, &m, &l), of_run(run, &run_m, &run_l);
+    all.clear(p.dim);
+    of_run.clear(p.dim);
     for (int64_t i = 0; i < merge.num_sources; ++i) {
-      const Partial x = result(i);
-      const float weight = exp2_nonpositive(splat(*x.m - top))[0];
-      sum += weight * *x.l;
-      for (int64_t d = 0; d < p.dim; ++d) out[d] += weight * x.o[d];
+      sources[merge.first_source + i].for_each_record(partials, [&](int64_t key, float* record) {
+        if (key % kRunKeys == 0) {
+          all.add(of_run, p.dim);
+          of_run.clear(p.dim);
+        }
+        of_run.add(Partial(record + lane * p.lane_size(), p.dim), p.dim);
+      });
     }
-    for (int64_t d = 0; d < p.dim; ++d) out[d] /= sum;
+    all.add(of_run, p.dim);
+    for (int64_t d = 0; d < p.dim; ++d) out[d] /= l;
   }
 }
 
@@ -31,7 +34,9 @@ void merge_parts(const Problem& p, const Merge& merge, const int64_t* sources, f
 struct ThreadScratch {
   DecodeScratch decode;
   TileScratch tile;
-  ThreadScratch(Arena* arena, const Problem& p) : decode(arena, p), tile(arena, p) {}
+  float* run;  // [head_dim], of a merge
+  ThreadScratch(Arena* arena, const Problem& p)
+      : decode(arena, p), tile(arena, p), run(arena->take<float>(p.dim)) {}
 };
 
 template <class T>
@@ -74,14 +79,14 @@ const char* attention(const AttentionArgs& a) {
   thread_local Scratch memory;
   void* base = memory.reserve(threads * thread_bytes + counted.num_tasks * sizeof(Task) + 64 +
                               counted.num_merges * sizeof(Merge) + 64 +
-                              counted.num_sources * sizeof(int64_t) + 64 +
+                              counted.num_sources * sizeof(Source) + 64 +
                               counted.partial_floats * sizeof(float));
   if (!base) return "no memory for attention";
   Arena arena(static_cast<char*>(base) + threads * thread_bytes);
   float* partials = arena.take<float>(counted.partial_floats);
   Task* tasks = arena.take<Task>(counted.num_tasks);
   Merge* merges = arena.take<Merge>(counted.num_merges);
-  int64_t* sources = arena.take<int64_t>(counted.num_sources);
+  Source* sources = arena.take<Source>(counted.num_sources);
   const TaskList list(p, shared, tasks, merges, sources);
 
   const RunTask run = task_runner(a.cache.type);
@@ -90,7 +95,9 @@ const char* attention(const AttentionArgs& a) {
     Arena own(base);
     const ThreadScratch scratch(&own, p);
     for (int64_t i = 0; i < list.num_tasks; ++i) run(p, tasks[i], q_scale, scratch, partials);
-    for (int64_t i = 0; i < list.num_merges; ++i) merge_parts(p, merges[i], sources, partials);
+    for (int64_t i = 0; i < list.num_merges; ++i) {
+      merge_parts(p, merges[i], sources, partials, scratch.run);
+    }
     return nullptr;
   }
 #pragma omp parallel num_threads(threads)
@@ -100,7 +107,9 @@ const char* attention(const AttentionArgs& a) {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < list.num_tasks; ++i) run(p, tasks[i], q_scale, scratch, partials);
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < list.num_merges; ++i) merge_parts(p, merges[i], sources, partials);
+    for (int64_t i = 0; i < list.num_merges; ++i) {
+      merge_parts(p, merges[i], sources, partials, scratch.run);
+    }
   }
   return nullptr;
 }

@@ -14,92 +14,116 @@ constexpr int kDimBlock = 4;
 constexpr int kDimBlock = 2;
 #endif
 
-constexpr int64_t kScoreStride = kDecodeSplit + 16;  // kDecodeSplit + kDecodeLanes, whole vectors
-static_assert(kDecodeLanes <= 16 && kScoreStride % kLanes == 0, "");
+static_assert(kTileKeys % kLanes == 0, "");
+constexpr int kKeyVecs = kTileKeys / kLanes;
+constexpr int kKeyBlock = kKeyVecs < 4 ? kKeyVecs : 4;  // vectors of keys that are scored at once
 
-// Consecutive rows of the cache: `count` keys and values.
-struct Run {
-  const void* k;
-  const void* v;
-  int32_t count;
+// K and V of the task's keys, in order, as pointers to rows of the cache's type.
+template <class T>
+struct Keys {
+  const T** k;
+  const T** v;
+  int64_t count;
 };
 
 struct DecodeScratch {
-  float* q;       // [lanes, stride], scaled, zero past head_dim
-  float* o;       // [lanes, stride]
-  float* scores;  // [lanes, kScoreStride]
-  Run* runs;      // [kDecodeSplit], at most one per context key
+  float* q;        // [lanes, stride], scaled, zero past head_dim
+  float* tile;     // [lanes, stride], of the current tile
+  float* run;      // [lanes, stride], of the record so far
+  float* o;        // [lanes, stride], of all records
+  float* weights;  // [lanes, kTileKeys]: scores first
+  float* columns;  // [stride, kTileKeys]: the tile's K transposed
+  float* chunk;    // [2, kDecodeLanes, head_dim] or less: K and V of the chunk in the cache's type
+  const void** k;  // [kDecodeSplit + kDecodeLanes]
+  const void** v;
 
   DecodeScratch(Arena* arena, const Problem& p) {
     const int64_t stride = round_up(p.dim, kLanes);
     q = arena->take<float>(kDecodeLanes * stride);
+    tile = arena->take<float>(kDecodeLanes * stride);
+    run = arena->take<float>(kDecodeLanes * stride);
     o = arena->take<float>(kDecodeLanes * stride);
-    scores = arena->take<float>(kDecodeLanes * kScoreStride);
-    runs = arena->take<Run>(kDecodeSplit);
+    weights = arena->take<float>(kDecodeLanes * kTileKeys);
+    columns = arena->take<float>(stride * kTileKeys);
+    chunk = arena->take<float>(2 * kDecodeLanes * p.dim);
+    k = arena->take<const void*>(kDecodeSplit + kDecodeLanes);
+    v = arena->take<const void*>(kDecodeSplit + kDecodeLanes);
   }
 };
 
-// scores[lane][key] = q[lane] . k[key] for LANES lanes. Prefetches row i of `next` with key i.
-template <int LANES, class T>
-void score_run(const float* q, int64_t q_stride, const T* k, int64_t k_stride, int64_t count,
-               int64_t dim, const T* next, int64_t next_count, float* scores) {
-  for (int64_t key = 0; key < count; ++key, k += k_stride) {
-    if (key < next_count) {
-      const char* line = reinterpret_cast<const char*>(next + key * dim);
-      for (int64_t i = 0; i < dim * static_cast<int64_t>(sizeof(T)); i += 64) {
-        __builtin_prefetch(line + i);
-      }
-    }
-    Vec sum[LANES] = {};
+template <class T>
+BROS_INLINE void prefetch_row(const T* row, int64_t dim) {
+  const char* line = reinterpret_cast<const char*>(row);
+  for (int64_t i = 0; i < dim * static_cast<int64_t>(sizeof(T)); i += 64) {
+    __builtin_prefetch(line + i);
+  }
+}
+
+// columns[d][key] = k[key][d] for the `count` keys of a tile, repeating the last one up to a whole
+// vector. Prefetches `next` meanwhile, a row for each key.
+template <class T>
+void transpose_keys(const T* const* k, int64_t count, int64_t dim, const T* const* next,
+                    int64_t next_count, float* columns) {
+  for (int64_t first = 0; first < count; first += kLanes) {
+    for (int64_t i = first; i < min_of(first + kLanes, next_count); ++i) prefetch_row(next[i], dim);
+    const T* rows[kLanes];
+    for (int64_t i = 0; i < kLanes; ++i) rows[i] = k[min_of(first + i, count - 1)];
+    const auto write = [&](Vec* block, int64_t d) {
+      transpose(block);
+      for (int i = 0; i < kLanes; ++i) store(columns + (d + i) * kTileKeys + first, block[i]);
+    };
     for_each_vector(
         dim,
         [&](int64_t d) {
-          const Vec x = load(k + d);
-          for (int lane = 0; lane < LANES; ++lane) sum[lane] += x * load(q + lane * q_stride + d);
+          Vec block[kLanes];
+          for (int i = 0; i < kLanes; ++i) block[i] = load(rows[i] + d);
+          write(block, d);
         },
         [&](int64_t d, int64_t n) {
-          const Vec x = load_first(k + d, n);
-          for (int lane = 0; lane < LANES; ++lane) sum[lane] += x * load(q + lane * q_stride + d);
+          Vec block[kLanes];
+          for (int i = 0; i < kLanes; ++i) block[i] = load_first(rows[i] + d, n);
+          write(block, d);
         });
-    for (int lane = 0; lane < LANES; ++lane)
-      scores[lane * kScoreStride + key] = reduce_add(sum[lane]);
   }
 }
 
-// o[lane] += sum over keys of p[lane][key] * v[key], for LANES lanes and VECS vectors of `v`.
-// If tail > 0, the last vector has only `tail` elements.
-template <int LANES, int VECS, class T>
-void add_values_block(const float* p, const T* v, int64_t v_stride, int64_t count, int64_t tail,
-                      float* o, int64_t o_stride) {
-  Vec sum[LANES][VECS];
-  for (int lane = 0; lane < LANES; ++lane) {
-    for (int i = 0; i < VECS; ++i) sum[lane][i] = load(o + lane * o_stride + i * kLanes);
+// scores[lane][key] = sum over d of q[lane][d] columns[d][key], for LANES lanes and VECS vectors of
+// keys.
+template <int LANES, int VECS>
+BROS_INLINE void score_columns(const float* q, int64_t q_stride, const float* columns, int64_t dim,
+                               float* scores) {
+  Vec sum[LANES][VECS] = {};
+  for (int64_t d = 0; d < dim; ++d) {
+    Vec key[VECS];
+    for (int i = 0; i < VECS; ++i) key[i] = load(columns + d * kTileKeys + i * kLanes);
+    for (int lane = 0; lane < LANES; ++lane) {
+      const Vec x = splat(q[lane * q_stride + d]);
+      for (int i = 0; i < VECS; ++i) sum[lane][i] = mul_add(key[i], x, sum[lane][i]);
+    }
   }
-  for (int64_t key = 0; key < count; ++key, v += v_stride) {
+  for (int lane = 0; lane < LANES; ++lane) {
+    for (int i = 0; i < VECS; ++i) store(scores + lane * kTileKeys + i * kLanes, sum[lane][i]);
+  }
+}
+
+// o[lane] = sum over keys of weights[lane][key] * v[key], for LANES lanes and VECS vectors of `v`
+// from element d on. If tail > 0, the last vector has only `tail` elements.
+template <int LANES, int VECS, class T>
+void weigh_values_block(const float* weights, const T* const* v, int64_t count, int64_t d,
+                        int64_t tail, float* o, int64_t o_stride) {
+  Vec sum[LANES][VECS] = {};
+  for (int64_t key = 0; key < count; ++key) {
     Vec x[VECS];
     for (int i = 0; i < VECS; ++i) {
-      x[i] = VECS == 1 && tail ? load_first(v, tail) : load(v + i * kLanes);
+      x[i] = VECS == 1 && tail ? load_first(v[key] + d, tail) : load(v[key] + d + i * kLanes);
     }
     for (int lane = 0; lane < LANES; ++lane) {
-      const Vec weight = splat(p[lane * kScoreStride + key]);
-      for (int i = 0; i < VECS; ++i) sum[lane][i] += weight * x[i];
+      const Vec weight = splat(weights[lane * kTileKeys + key]);
+      for (int i = 0; i < VECS; ++i) sum[lane][i] = mul_add(x[i], weight, sum[lane][i]);
     }
   }
   for (int lane = 0; lane < LANES; ++lane) {
-    for (int i = 0; i < VECS; ++i) store(o + lane * o_stride + i * kLanes, sum[lane][i]);
-  }
-}
-
-template <int LANES, class T>
-void add_values_run(const float* p, const T* v, int64_t v_stride, int64_t count, int64_t dim,
-                    float* o, int64_t o_stride) {
-  int64_t d = 0;
-  for (; d + kDimBlock * kLanes <= dim; d += kDimBlock * kLanes) {
-    add_values_block<LANES, kDimBlock>(p, v + d, v_stride, count, 0, o + d, o_stride);
-  }
-  for (; d < dim; d += kLanes) {
-    const int64_t tail = d + kLanes <= dim ? 0 : dim - d;
-    add_values_block<LANES, 1>(p, v + d, v_stride, count, tail, o + d, o_stride);
+    for (int i = 0; i < VECS; ++i) store(o + lane * o_stride + d + i * kLanes, sum[lane][i]);
   }
 }
 
@@ -121,21 +145,22 @@ BROS_INLINE void for_lane_blocks(int64_t lanes, const Body& body) {
   }
 }
 
-template <class T>
 struct ScoreBody {
   const DecodeScratch& s;
   int64_t stride;
-  const T* k;
-  int64_t k_stride;
   int64_t count;
   int64_t dim;
-  const T* next;
-  int64_t next_count;
-  float* scores;
   template <int LANES>
   void run(int64_t lane) const {
-    score_run<LANES>(s.q + lane * stride, stride, k, k_stride, count, dim, next,
-                     lane == 0 ? next_count : 0, scores + lane * kScoreStride);
+    const float* q = s.q + lane * stride;
+    float* scores = s.weights + lane * kTileKeys;
+    int64_t key = 0;
+    for (; key + (kKeyBlock - 1) * kLanes < count; key += kKeyBlock * kLanes) {
+      score_columns<LANES, kKeyBlock>(q, stride, s.columns + key, dim, scores + key);
+    }
+    for (; key < count; key += kLanes) {
+      score_columns<LANES, 1>(q, stride, s.columns + key, dim, scores + key);
+    }
   }
 };
 
@@ -143,59 +168,61 @@ template <class T>
 struct ValueBody {
   const DecodeScratch& s;
   int64_t stride;
-  const T* v;
-  int64_t v_stride;
+  const T* const* v;
   int64_t count;
   int64_t dim;
-  const float* weights;
   template <int LANES>
   void run(int64_t lane) const {
-    add_values_run<LANES>(weights + lane * kScoreStride, v, v_stride, count, dim,
-                          s.o + lane * stride, stride);
+    const float* weights = s.weights + lane * kTileKeys;
+    float* o = s.tile + lane * stride;
+    int64_t d = 0;
+    for (; d + kDimBlock * kLanes <= dim; d += kDimBlock * kLanes) {
+      weigh_values_block<LANES, kDimBlock>(weights, v, count, d, 0, o, stride);
+    }
+    for (; d < dim; d += kLanes) {
+      const int64_t tail = d + kLanes <= dim ? 0 : dim - d;
+      weigh_values_block<LANES, 1>(weights, v, count, d, tail, o, stride);
+    }
   }
 };
 
-// Replaces n scores by 2^(score - max), padded with 0 to a whole vector; returns max and sum.
+// Replaces n scores by 2^(score - max); returns max, and the sum of the weights from the first to
+// the last. Without a finite score, all weights are 0.
 BROS_INLINE void softmax_lane(float* scores, int64_t n, float* max, float* sum) {
   const int64_t padded = round_up(n, kLanes);
   for (int64_t i = n; i < padded; ++i) scores[i] = -__builtin_inff();
   Vec top = load(scores);
   for (int64_t i = kLanes; i < padded; i += kLanes) top = vmax(load(scores + i), top);
   *max = reduce_max(top);
-  Vec total = {};
+  const Vec base = splat(*max == -__builtin_inff() ? 0.0f : *max);
   for (int64_t i = 0; i < padded; i += kLanes) {
-    const Vec weight = exp2_nonpositive(load(scores + i) - *max);
-    total += weight;
-    store(scores + i, weight);
+    store(scores + i, exp2_nonpositive(load(scores + i) - base));
   }
-  *sum = reduce_add(total);
+  float total = 0.0f;
+  for (int64_t i = 0; i < n; ++i) total += scores[i];
+  *sum = total;
 }
 
+// The keys of the task: its context in the cache, then its chunk, in the type of the cache.
 template <class T>
-int64_t list_runs(const Problem& p, const Task& task, Run* runs) {
-  int64_t n = 0;
+Keys<T> list_keys(const Problem& p, const Task& task, const DecodeScratch& s) {
+  Keys<T> keys = {reinterpret_cast<const T**>(s.k), reinterpret_cast<const T**>(s.v), 0};
   for_each_stretch(task, [&](int64_t block, int64_t offset, int32_t count) {
     const int64_t row = p.cache_row(block, task.kv_head, offset);
-    runs[n++] = {static_cast<const T*>(p.args.cache.k) + row,
-                 static_cast<const T*>(p.args.cache.v) + row, count};
+    for (int32_t i = 0; i < count; ++i, ++keys.count) {
+      keys.k[keys.count] = static_cast<const T*>(p.args.cache.k) + row + i * p.dim;
+      keys.v[keys.count] = static_cast<const T*>(p.args.cache.v) + row + i * p.dim;
+    }
   });
-  return n;
-}
-
-BROS_INLINE void write_lane(const Problem& p, const Task& task, int64_t lane, const float* o,
-                            float max, float sum, float* partials) {
-  float* out;
-  float scale = 1.0f;
-  if (task.partial < 0) {
-    out = p.output(task.query_token(lane / p.group), task.kv_head * p.group + lane % p.group);
-    scale /= sum;
-  } else {
-    const Partial part(partials + task.partial + lane * p.lane_size(), p.dim);
-    out = part.o;
-    *part.m = max;
-    *part.l = sum;
+  if (!task.with_chunk) return keys;
+  T* rounded = reinterpret_cast<T*>(s.chunk);
+  for (int64_t i = 0; i < task.num_queries; ++i, ++keys.count, rounded += 2 * p.dim) {
+    convert(rounded, p.chunk_key(task.token + i, task.kv_head), p.dim);
+    convert(rounded + p.dim, p.chunk_value(task.token + i, task.kv_head), p.dim);
+    keys.k[keys.count] = rounded;
+    keys.v[keys.count] = rounded + p.dim;
   }
-  for (int64_t d = 0; d < p.dim; ++d) out[d] = o[d] * scale;
+  return keys;
 }
 
 void start_lanes(const Problem& p, const Task& task, float q_scale, const DecodeScratch& s,
@@ -205,9 +232,38 @@ void start_lanes(const Problem& p, const Task& task, float q_scale, const Decode
         p.query(task.query_token(lane / p.group), task.kv_head * p.group + lane % p.group);
     for (int64_t d = 0; d < stride; ++d) {
       s.q[lane * stride + d] = d < p.dim ? q[d] * q_scale : 0.0f;
-      s.o[lane * stride + d] = 0.0f;
     }
   }
+}
+
+// The results of all lanes.
+struct Results {
+  float* o;
+  int64_t stride;
+  float m[kDecodeLanes];
+  float l[kDecodeLanes];
+  Results(float* o, int64_t stride) : o(o), stride(stride) {}
+  Partial of(int64_t lane) { return Partial(o + lane * stride, m + lane, l + lane); }
+};
+
+// The results for keys [first, first + count) of the task, which are of one tile.
+template <class T>
+void decode_tile(const Problem& p, const Task& task, const Keys<T>& keys, int64_t first,
+                 int64_t count, const DecodeScratch& s, int64_t stride, Results& tile) {
+  const int64_t lanes = task.num_queries * p.group;
+  const int64_t next = min_of(kTileKeys, keys.count - first - count);
+  transpose_keys(keys.k + first, count, p.dim, keys.v + first, count, s.columns);
+  for_lane_blocks(lanes, ScoreBody{s, stride, count, p.dim});
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    float* scores = s.weights + lane * kTileKeys;
+    if (task.with_chunk) {  // the query of this lane attends to the chunk up to itself
+      const int64_t visible = max_of<int64_t>(task.num_context + lane / p.group + 1 - first, 0);
+      for (int64_t key = visible; key < count; ++key) scores[key] = -__builtin_inff();
+    }
+    softmax_lane(scores, count, tile.m + lane, tile.l + lane);
+  }
+  for (int64_t i = 0; i < next; ++i) prefetch_row(keys.k[first + count + i], p.dim);
+  for_lane_blocks(lanes, ValueBody<T>{s, stride, keys.v + first, count, p.dim});
 }
 
 template <class T>
@@ -216,45 +272,38 @@ void decode_task(const Problem& p, const Task& task, float q_scale, const Decode
   const int64_t lanes = task.num_queries * p.group;
   const int64_t stride = round_up(p.dim, kLanes);
   start_lanes(p, task, q_scale, s, stride);
-  const int64_t num_runs = list_runs<T>(p, task, s.runs);
-  const int64_t chunk = task.with_chunk ? task.num_queries : 0;
-  float* scores = s.scores;
-  for (int64_t i = 0; i < num_runs; ++i) {
-    const Run& run = s.runs[i];
-    const bool last = i + 1 == num_runs;
-    const Run& next = s.runs[last ? 0 : i + 1];
-    for_lane_blocks(
-        lanes, ScoreBody<T>{s, stride, static_cast<const T*>(run.k), p.dim, run.count, p.dim,
-                            static_cast<const T*>(last ? next.v : next.k), next.count, scores});
-    scores += run.count;
-  }
-  if (chunk) {
-    for_lane_blocks(lanes, ScoreBody<float>{s, stride, p.chunk_key(task.token, task.kv_head),
-                                            p.columns, chunk, p.dim, nullptr, 0, scores});
-  }
-  float max[kDecodeLanes], sum[kDecodeLanes];
+  const Keys<T> keys = list_keys<T>(p, task, s);
+  Results tile(s.tile, stride), run(s.run, stride), all(s.o, stride);
   for (int64_t lane = 0; lane < lanes; ++lane) {
-    // Causal: the query of this lane attends to the chunk up to itself.
-    const int64_t visible = task.num_context + (chunk ? lane / p.group + 1 : 0);
-    float* lane_scores = s.scores + lane * kScoreStride;
-    for (int64_t key = visible; key < task.num_context + chunk; ++key) {
-      lane_scores[key] = -__builtin_inff();
+    run.of(lane).clear(p.dim);
+    all.of(lane).clear(p.dim);
+  }
+  const int64_t end = task.position + keys.count;
+  int64_t record = record_end(task.position, end);
+  float* out = partials + task.partial;
+  for (int64_t at = task.position; at < end;) {
+    const int64_t next = min_of(tile_end(at), end);
+    decode_tile(p, task, keys, at - task.position, next - at, s, stride, tile);
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      run.of(lane).add(tile.of(lane), p.dim);
+      if (next < record) continue;
+      if (task.partial < 0) {
+        all.of(lane).add(run.of(lane), p.dim);
+      } else {
+        run.of(lane).copy_to(Partial(out + lane * p.lane_size(), p.dim), p.dim);
+      }
+      run.of(lane).clear(p.dim);
     }
-    softmax_lane(lane_scores, task.num_context + chunk, max + lane, sum + lane);
+    if (next == record) {
+      record = record_end(next, end);
+      out += task.record_step;
+    }
+    at = next;
   }
-  const float* weights = s.scores;
-  for (int64_t i = 0; i < num_runs; ++i) {
-    const Run& run = s.runs[i];
-    for_lane_blocks(lanes, ValueBody<T>{s, stride, static_cast<const T*>(run.v), p.dim, run.count,
-                                        p.dim, weights});
-    weights += run.count;
-  }
-  if (chunk) {
-    for_lane_blocks(lanes, ValueBody<float>{s, stride, p.chunk_value(task.token, task.kv_head),
-                                            p.columns, chunk, p.dim, weights});
-  }
+  if (task.partial >= 0) return;
   for (int64_t lane = 0; lane < lanes; ++lane) {
-    write_lane(p, task, lane, s.o + lane * stride, max[lane], sum[lane], partials);
+    float* to = p.output(task.query_token(lane / p.group), task.kv_head * p.group + lane % p.group);
+    for (int64_t d = 0; d < p.dim; ++d) to[d] = all.of(lane).o[d] / all.l[lane];
   }
 }
 

@@ -4,9 +4,9 @@
 //   0       0 1 2             q0 | q1 q1 q1 | q2                    [ split 0 | split 1 | ... ]
 //   1       1 2               q1 q1 q1 | q2                         [ split 0 ]
 //
-// All queries of a part attend to its keys together, tile by tile, so that K and V are loaded once
-// per tile instead of once per row. Each (KV head, split) writes the partial results of all queries
-// of the part one after the other; the merge of a reader picks those of its queries.
+// All queries of a part attend to its keys together, so that K and V are loaded once per tile of
+// queries instead of once per row. Each record of a KV head has the results of all queries of the
+// part, one after the other; the merge of a reader picks those of its queries.
 #pragma once
 
 #include "attention_problem.h"
@@ -22,9 +22,11 @@ struct SharedPart {
   const int32_t* segments;  // (block, lo, hi) each
   int64_t num_queries;
   int64_t num_context;
-  int64_t split;       // context keys of every split but the last
-  int64_t num_splits;  // 0 if the part has no queries or no context
-  int64_t partial;     // where the results of the first KV head and split begin; others follow
+  int64_t position;     // of its first key: in its readers, parts before it come before it
+  int64_t split;        // context keys of every split but the last
+  int64_t num_splits;   // 0 if the part has no queries or no context
+  int64_t num_records;  // of each KV head, of all splits
+  int64_t partial;      // where the results of the first KV head and record begin; others follow
 };
 
 // A row that reads a part.
@@ -87,6 +89,7 @@ class SharedIndex {
     take(&arena, p, num_tokens);
     list_parts(p);
     list_readers(p);
+    place_parts(p);
   }
 
   bool ok = true;
@@ -129,13 +132,11 @@ class SharedIndex {
       part.num_context = count_keys(part.segments, s.segment_start[i + 1] - s.segment_start[i]);
       part.split = split_of(p, part.num_queries);
       part.num_splits = part.num_queries ? ceil_div(part.num_context, part.split) : 0;
-      part.partial = partial_floats;
-      partial_floats += p.args.layout.kv_heads * part.num_splits * p.partial_size(part.num_queries);
     }
   }
 
-  // Splits are longer if there are more tiles of queries. So the number of tasks and the memory for
-  // partial results do not grow with the number of tiles.
+  // Splits are longer if there are more tiles of queries. So the number of tasks does not grow with
+  // the number of tiles.
   static int64_t split_of(const Problem& p, int64_t num_queries) {
     const int64_t lanes = num_queries * p.group;
     if (lanes <= kDecodeLanes) return kDecodeSplit;
@@ -159,6 +160,30 @@ class SharedIndex {
                                               static_cast<int32_t>(query)};
         query += p.num_queries(row);
       }
+    }
+  }
+
+  // Sets where the parts are in their readers, and where their results go. If readers disagree, the
+  // last one counts: their results are right, but not in the order of their own keys.
+  void place_parts(const Problem& p) {
+    for (int64_t row = 0; row < p.args.rows; ++row) {
+      int64_t position = 0;
+      for (int64_t i = reader_start_[row]; i < reader_start_[row + 1]; ++i) {
+        SharedPart& part = parts[readers_[i].part];
+        part.position = position;
+        position += part.num_context;
+      }
+    }
+    for (int64_t i = 0; i < num_parts; ++i) {
+      SharedPart& part = parts[i];
+      part.num_records = 0;
+      for (int64_t split = 0; split < part.num_splits; ++split) {
+        const int64_t first = part.position + split * part.split;
+        const int64_t end = min_of(first + part.split, part.position + part.num_context);
+        part.num_records += count_records(first, end);
+      }
+      part.partial = partial_floats;
+      partial_floats += p.args.layout.kv_heads * part.num_records * p.partial_size(part.num_queries);
     }
   }
 

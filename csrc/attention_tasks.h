@@ -5,14 +5,12 @@
 //                      tiles
 //
 // A task is the attention of some queries of one row, with all query heads of one KV head (its
-// lanes), over a part of the context and, in the last part, over the chunk. If a tile of queries
-// has several parts, each writes an unnormalized output with its maximum and sum, and a merge
-// combines them. The cut depends only on the row, so a row's result depends neither on the other
-// rows of the batch nor on the number of threads.
+// lanes), over a part of the context and, in the last part, over the chunk. If all keys of the
+// queries are in one part that nobody shares, the task adds all results itself; else it writes
+// records, and a merge adds those of all parts in the same order. So the cut changes no result.
 //
 // Shared parts (attention_shared.h) are cut in the same way, with the queries of all their readers
-// as the queries; the merge of a row combines their results with those of its own parts. Here the
-// rounding of a result depends on which rows read a part.
+// as the queries; the merge of a row adds their results before those of its own parts.
 #pragma once
 
 #include "attention_shared.h"
@@ -20,7 +18,7 @@
 namespace bros {
 namespace {
 
-constexpr int64_t kTileSplit = 1024;  // context keys of a part if a row has only one tile
+constexpr int64_t kTileSplit = 1024;  // context keys of a part if a row has one tile of queries
 
 struct Task {
   int32_t kv_head;
@@ -31,15 +29,38 @@ struct Task {
   const int32_t* segment;  // where the context part begins: skip the first `skip` keys from here
   int32_t skip;
   int32_t num_context;  // keys of the context part
+  int64_t position;     // of its first key in the row
   bool with_chunk;      // each query also attends to the chunk up to itself
   bool decode;          // a decode task (attention_decode.h), else a tile task
-  int64_t partial;      // index of the result in the array of partials; -1: write to the output
+  int64_t partial;      // where the first record goes; -1: write to the output
+  int64_t record_step;  // floats between two records
 
   int64_t query_token(int64_t query) const { return tokens ? tokens[query] : token + query; }
 };
 
-// Combines the partial results of some queries of a row. A source is the index in the array of
-// partials where one result for all their lanes begins.
+// The records of a part of the context, or of what the row has by itself, for some queries.
+struct Source {
+  int64_t partial;  // where the first one begins
+  int64_t record_step;
+  int64_t position;  // of the first key
+  int64_t end;
+  int64_t split;  // keys of every task but the last
+
+  // Calls visit(position of the first key, its result for the first lane) for each record.
+  template <class Visit>
+  void for_each_record(float* partials, const Visit& visit) const {
+    float* record = partials + partial;
+    for (int64_t first = position; first < end; first += split) {
+      const int64_t task_end = min_of(first + split, end);
+      for (int64_t key = first; key < task_end; key = record_end(key, task_end)) {
+        visit(key, record);
+        record += record_step;
+      }
+    }
+  }
+};
+
+// Adds the results of some queries of a row.
 struct Merge {
   int32_t kv_head;
   int32_t token;
@@ -65,7 +86,7 @@ const char* check_batch(const AttentionArgs& a) {
 class TaskList {
  public:
   TaskList(const Problem& problem, const SharedIndex& shared, Task* tasks, Merge* merges,
-           int64_t* sources)
+           Source* sources)
       : partial_floats(shared.partial_floats),
         problem_(problem),
         shared_(shared),
@@ -92,14 +113,16 @@ class TaskList {
     Task task = {};
     task.segment = part.segments;
     task.decode = part.num_queries * problem_.group <= kDecodeLanes;
+    task.position = part.position;
+    task.record_step = size;
     const int64_t per_tile = queries_per_tile();
     for (int64_t first = 0; first < part.num_queries; first += per_tile) {
       task.tokens = part.tokens + first;
       task.num_queries = static_cast<int32_t>(min_of(per_tile, part.num_queries - first));
       for (int64_t head = 0; head < problem_.args.layout.kv_heads; ++head) {
         task.kv_head = static_cast<int32_t>(head);
-        task.partial = part.partial + head * part.num_splits * size + problem_.partial_size(first);
-        add_parts(task, part.num_context, part.split, part.num_splits, size);
+        task.partial = part.partial + head * part.num_records * size + problem_.partial_size(first);
+        add_parts(task, part.num_context, part.split, part.num_splits);
       }
     }
     multiply_adds += multiply_adds_of(part.num_queries * part.num_context);
@@ -136,39 +159,54 @@ class TaskList {
     multiply_adds += multiply_adds_of(num_queries * (context + (num_queries + 1) / 2));
   }
 
-  // Adds the tasks of a tile of a row, and the merge if there are several results.
+  // Adds the tasks of a tile of queries of a row, and the merge if there are several results.
   void add_tile(int64_t row, Task task, int64_t context, int64_t part_length, int64_t num_parts) {
-    const int64_t size = problem_.partial_size(task.num_queries);
     const int64_t first_source = num_sources;
+    task.position = 0;
     shared_.for_each_part(row, [&](const SharedPart& part, int64_t first_query) {
       const int64_t step = problem_.partial_size(part.num_queries);
       const int64_t mine = problem_.partial_size(first_query + task.first_query);
-      add_sources(part.partial + task.kv_head * part.num_splits * step + mine, part.num_splits,
-                  step);
+      add_source({part.partial + task.kv_head * part.num_records * step + mine, step,
+                  part.position, part.position + part.num_context, part.split});
+      task.position += part.num_context;
     });
     task.partial = -1;
     if (num_parts > 1 || num_sources > first_source) {
       task.partial = partial_floats;
-      add_sources(partial_floats, num_parts, size);
-      partial_floats += num_parts * size;
+      task.record_step = problem_.partial_size(task.num_queries);
+      add_own_source(task, context, part_length, num_parts);
       if (merges_) {
         merges_[num_merges] = {task.kv_head, task.token, task.num_queries,
                                static_cast<int32_t>(num_sources - first_source), first_source};
       }
       ++num_merges;
     }
-    add_parts(task, context, part_length, num_parts, size);
+    add_parts(task, context, part_length, num_parts);
   }
 
-  void add_sources(int64_t partial, int64_t count, int64_t step) {
-    for (int64_t i = 0; i < count; ++i, ++num_sources) {
-      if (sources_) sources_[num_sources] = partial + i * step;
+  // The source of the row's own keys: all parts but the last, then the last one with the chunk.
+  void add_own_source(const Task& task, int64_t context, int64_t part_length, int64_t num_parts) {
+    const int64_t before = (num_parts - 1) * part_length;
+    const int64_t last = task.position + before;
+    const int64_t end = task.position + context + task.first_query + task.num_queries;
+    int64_t partial = task.partial;
+    if (before > 0) {
+      add_source({partial, task.record_step, task.position, last, part_length});
+      for (int64_t first = task.position; first < last; first += part_length) {
+        partial += task.record_step * count_records(first, first + part_length);
+      }
     }
+    add_source({partial, task.record_step, last, end, end - last});
+    partial_floats = partial + task.record_step * count_records(last, end);
   }
 
-  // Adds the task once for each part of the context; the last one keeps the chunk. Partial results
-  // are `step` floats apart.
-  void add_parts(Task task, int64_t context, int64_t part_length, int64_t num_parts, int64_t step) {
+  void add_source(const Source& source) {
+    if (sources_) sources_[num_sources] = source;
+    ++num_sources;
+  }
+
+  // Adds the task once for each part of the context; the last one keeps the chunk.
+  void add_parts(Task task, int64_t context, int64_t part_length, int64_t num_parts) {
     if (tasks_) {
       const bool with_chunk = task.with_chunk;
       for (int64_t part = 0; part < num_parts; ++part) {
@@ -178,7 +216,8 @@ class TaskList {
         tasks_[num_tasks + part] = task;
         if (last) break;
         advance(&task);
-        task.partial += step;
+        task.partial += task.record_step * count_records(task.position, task.position + part_length);
+        task.position += part_length;
       }
     }
     num_tasks += num_parts;
@@ -204,7 +243,7 @@ class TaskList {
   const SharedIndex& shared_;
   Task* tasks_;
   Merge* merges_;
-  int64_t* sources_;
+  Source* sources_;
 };
 
 // Calls visit(block, offset, count) for the contiguous ranges of slots of a task's context.

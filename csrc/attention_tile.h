@@ -5,9 +5,9 @@
 //   scores [key][lane]  = sum over d of    K [key][d] (broadcast) * Q' [d][lane]
 //   output [d][lane]   += sum over key of  V [key][d] (broadcast) * weights [key][lane]
 //
-// so K and V need no transposition, and the maxima, sums and rescaling of the online softmax are
-// vertical operations. A panel is kPanel lanes. Lanes are ordered by query, so a panel skips the
-// keys after its last query.
+// so K and V need no transposition, and the maxima, sums and rescaling of the softmax are vertical
+// operations. A panel is kPanel lanes. Lanes are ordered by query, so a panel skips the keys after
+// its last query.
 #pragma once
 
 #include "attention_tasks.h"
@@ -24,7 +24,6 @@ constexpr int kRows = 4, kVecs = 3;  // 12 of 16
 constexpr int kRows = 4, kVecs = 2;  // 8 of 16
 #endif
 constexpr int64_t kPanel = kVecs * kLanes;
-constexpr int64_t kTileKeys = 64;
 constexpr int32_t kSeesAll = 1 << 30;
 static_assert(kTileKeys % kRows == 0, "");
 
@@ -33,11 +32,15 @@ struct TileScratch {
   float* k;            // [kTileKeys, key_stride]
   float* v;            // [kTileKeys, key_stride]
   float* scores;       // [kTileKeys, kPanel]
-  float* alpha;        // [kPanel]
+  float* alpha;        // [kPanel]: factors of the tiles so far
+  float* beta;         // [kPanel]: and of this tile
   float* q;            // per panel [head_dim, kPanel]
-  float* o;            // per panel [key_stride, kPanel]
+  float* o;            // per panel [key_stride, kPanel], of the record so far
   float* m;            // per panel [kPanel]
   float* l;            // per panel [kPanel]
+  float* all;          // like o, of all records
+  float* all_m;        // per panel [kPanel]
+  float* all_l;        // per panel [kPanel]
   int32_t* visible;    // per panel [kPanel]: keys that the lane attends to, context included
 
   TileScratch(Arena* arena, const Problem& p) : key_stride(round_up(p.dim, kRows)) {
@@ -46,10 +49,14 @@ struct TileScratch {
     v = arena->take<float>(kTileKeys * key_stride);
     scores = arena->take<float>(kTileKeys * kPanel);
     alpha = arena->take<float>(kPanel);
+    beta = arena->take<float>(kPanel);
     q = arena->take<float>(panels * p.dim * kPanel);
     o = arena->take<float>(panels * key_stride * kPanel);
     m = arena->take<float>(panels * kPanel);
     l = arena->take<float>(panels * kPanel);
+    all = arena->take<float>(panels * key_stride * kPanel);
+    all_m = arena->take<float>(panels * kPanel);
+    all_l = arena->take<float>(panels * kPanel);
     visible = arena->take<int32_t>(panels * kPanel);
   }
 };
@@ -65,7 +72,7 @@ BROS_INLINE void score_block(const float* __restrict k, int64_t k_stride, const 
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
       const Vec key = splat(k[i * k_stride + d]);
-      for (int j = 0; j < VECS; ++j) sum[i][j] += key * x[j];
+      for (int j = 0; j < VECS; ++j) sum[i][j] = mul_add(key, x[j], sum[i][j]);
     }
   }
   for (int i = 0; i < kRows; ++i) {
@@ -73,41 +80,41 @@ BROS_INLINE void score_block(const float* __restrict k, int64_t k_stride, const 
   }
 }
 
-// o[i][lane] = o[i][lane] * alpha[lane] + sum over keys of v[key][i] * weights[key][lane], for
-// kRows elements i of head_dim.
+// o[i][lane] = o[i][lane] * alpha[lane] + beta[lane] * sum over keys of v[key][i] *
+// weights[key][lane], for kRows elements i of head_dim.
 template <int VECS>
 BROS_INLINE void value_block(const float* __restrict v, int64_t v_stride,
                              const float* __restrict weights, int64_t num_keys,
-                             const float* __restrict alpha, float* __restrict o) {
-  Vec sum[kRows][VECS];
-  for (int i = 0; i < kRows; ++i) {
-    for (int j = 0; j < VECS; ++j) {
-      sum[i][j] = load(o + i * kPanel + j * kLanes) * load(alpha + j * kLanes);
-    }
-  }
+                             const float* __restrict alpha, const float* __restrict beta,
+                             float* __restrict o) {
+  Vec sum[kRows][VECS] = {};
   for (int64_t key = 0; key < num_keys; ++key) {
     Vec x[VECS];
     for (int j = 0; j < VECS; ++j) x[j] = load(weights + key * kPanel + j * kLanes);
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
       const Vec value = splat(v[key * v_stride + i]);
-      for (int j = 0; j < VECS; ++j) sum[i][j] += value * x[j];
+      for (int j = 0; j < VECS; ++j) sum[i][j] = mul_add(value, x[j], sum[i][j]);
     }
   }
-  for (int i = 0; i < kRows; ++i) {
-    for (int j = 0; j < VECS; ++j) store(o + i * kPanel + j * kLanes, sum[i][j]);
+  for (int j = 0; j < VECS; ++j) {
+    const Vec before = load(alpha + j * kLanes), next = load(beta + j * kLanes);
+    for (int i = 0; i < kRows; ++i) {
+      float* out = o + i * kPanel + j * kLanes;
+      store(out, mul_add(sum[i][j], next, load(out) * before));
+    }
   }
 }
 
-// Online softmax: replaces scores by weights relative to the new maximum m; alpha rescales the sums
-// accumulated with the old maximum. visible: keys that each lane attends to, null for all; base:
-// index of the tile's first key.
+// Replaces the scores of a tile by weights relative to their maximum, and adds the maximum and the
+// sum to m and l; alpha and beta are the factors of o and of this tile's. visible: keys that each
+// lane attends to, null for all; base: index of the tile's first key.
 template <int VECS>
 BROS_INLINE void softmax_block(float* __restrict scores, int64_t num_keys, const int32_t* visible,
                                int32_t base, float* __restrict m, float* __restrict l,
-                               float* __restrict alpha) {
+                               float* __restrict alpha, float* __restrict beta) {
   Vec top[VECS];
-  for (int j = 0; j < VECS; ++j) top[j] = load(m + j * kLanes);
+  for (int j = 0; j < VECS; ++j) top[j] = splat(-__builtin_inff());
   for (int64_t key = 0; key < num_keys; ++key) {
     for (int j = 0; j < VECS; ++j) {
       float* score = scores + key * kPanel + j * kLanes;
@@ -121,22 +128,26 @@ BROS_INLINE void softmax_block(float* __restrict scores, int64_t num_keys, const
       top[j] = vmax(x, top[j]);
     }
   }
-  Vec sum[VECS];
+  Vec sum[VECS] = {}, zero[VECS];
   for (int j = 0; j < VECS; ++j) {
-    const Vec rescale = exp2_nonpositive(load(m + j * kLanes) - top[j]);
-    sum[j] = load(l + j * kLanes) * rescale;
-    store(alpha + j * kLanes, rescale);
-    store(m + j * kLanes, top[j]);
+    // A lane that attends to none of the keys has weights of 0.
+    zero[j] = select(top[j] == splat(-__builtin_inff()), Vec{}, top[j]);
   }
   for (int64_t key = 0; key < num_keys; ++key) {
     for (int j = 0; j < VECS; ++j) {
       float* score = scores + key * kPanel + j * kLanes;
-      const Vec weight = exp2_nonpositive(load(score) - top[j]);
+      const Vec weight = exp2_nonpositive(load(score) - zero[j]);
       sum[j] += weight;
       store(score, weight);
     }
   }
-  for (int j = 0; j < VECS; ++j) store(l + j * kLanes, sum[j]);
+  for (int j = 0; j < VECS; ++j) {
+    const Partial::Rescaling by(load(m + j * kLanes), top[j]);
+    store(alpha + j * kLanes, by.alpha);
+    store(beta + j * kLanes, by.beta);
+    store(l + j * kLanes, by.sum(load(l + j * kLanes), sum[j]));
+    store(m + j * kLanes, by.top);
+  }
 }
 
 // One panel over the num_keys keys of the tile; `masked` if some lane attends to fewer of them.
@@ -149,13 +160,14 @@ void tile_panel(const Problem& p, const TileScratch& s, int64_t panel, int64_t n
     score_block<VECS>(s.k + key * s.key_stride, s.key_stride, q, p.dim, s.scores + key * kPanel);
   }
   softmax_block<VECS>(s.scores, num_keys, masked ? s.visible + panel * kPanel : nullptr, base,
-                      s.m + panel * kPanel, s.l + panel * kPanel, s.alpha);
+                      s.m + panel * kPanel, s.l + panel * kPanel, s.alpha, s.beta);
   for (int64_t d = 0; d < p.dim; d += kRows) {
-    value_block<VECS>(s.v + d, s.key_stride, s.scores, num_keys, s.alpha, o + d * kPanel);
+    value_block<VECS>(s.v + d, s.key_stride, s.scores, num_keys, s.alpha, s.beta, o + d * kPanel);
   }
 }
 
-// Copies the task's keys and values, in order, into the tile, as fp32.
+// Copies the task's keys and values, in order, into the tile, as fp32; those of the chunk rounded to
+// the type of the cache.
 template <class T>
 class KeyStream {
  public:
@@ -188,13 +200,22 @@ class KeyStream {
   }
 
  private:
+  void read(float* out, const T* in) const { widen(out, in, p_.dim); }
+
+  template <class S>
+  void read(float* out, const S* in) const {
+    for_each_vector(
+        p_.dim, [&](int64_t d) { store(out + d, round_to<T>(load(in + d))); },
+        [&](int64_t d, int64_t n) { store_first(out + d, round_to<T>(load_first(in + d, n)), n); });
+  }
+
   template <class S>
   void copy(const TileScratch& s, int64_t row, int64_t n, const S* k, const S* v, int64_t stride) {
     for (int64_t i = 0; i < n; ++i) {
       float* key = s.k + (row + i) * s.key_stride;
       float* value = s.v + (row + i) * s.key_stride;
-      widen(key, k + i * stride, p_.dim);
-      widen(value, v + i * stride, p_.dim);
+      read(key, k + i * stride);
+      read(value, v + i * stride);
       for (int64_t d = p_.dim; d < s.key_stride; ++d) value[d] = 0.0f;
     }
   }
@@ -207,15 +228,41 @@ class KeyStream {
   int64_t chunk_ = 0;
 };
 
+// Forgets what the record has so far.
+void clear_panel(const TileScratch& s, int64_t panel) {
+  __builtin_memset(s.o + panel * s.key_stride * kPanel, 0, s.key_stride * kPanel * sizeof(float));
+  for (int64_t i = panel * kPanel; i < (panel + 1) * kPanel; ++i) {
+    s.m[i] = -__builtin_inff();
+    s.l[i] = 0.0f;
+  }
+}
+
+// Adds the record to those before it. The first one is copied, which is the same.
+void add_record(const TileScratch& s, int64_t panel, bool first) {
+  const int64_t size = s.key_stride * kPanel, begin = panel * kPanel;
+  float* all = s.all + panel * size;
+  const float* o = s.o + panel * size;
+  if (first) {
+    __builtin_memcpy(all, o, size * sizeof *o);
+    __builtin_memcpy(s.all_m + begin, s.m + begin, kPanel * sizeof *s.m);
+    __builtin_memcpy(s.all_l + begin, s.l + begin, kPanel * sizeof *s.l);
+    return;
+  }
+  for (int64_t i = 0; i < kPanel; i += kLanes) {
+    const Partial::Rescaling by(load(s.all_m + begin + i), load(s.m + begin + i));
+    for (int64_t d = i; d < size; d += kPanel) store(all + d, by.sum(load(all + d), load(o + d)));
+    float* l = s.all_l + begin + i;
+    store(l, by.sum(load(l), load(s.l + begin + i)));
+    store(s.all_m + begin + i, by.top);
+  }
+}
+
 void start_panels(const Problem& p, const Task& task, float q_scale, const TileScratch& s,
                   int64_t panels) {
   const int64_t lanes = task.num_queries * p.group;
-  __builtin_memset(s.o, 0, panels * s.key_stride * kPanel * sizeof(float));
   for (int64_t i = 0; i < panels * kPanel; ++i) {
     const int64_t lane = min_of(i, lanes - 1);  // lanes past the end repeat the last one
     const int64_t query = lane / p.group;
-    s.m[i] = -__builtin_inff();
-    s.l[i] = 0.0f;
     s.visible[i] = task.with_chunk
                        ? task.num_context + task.first_query + static_cast<int32_t>(query) + 1
                        : kSeesAll;
@@ -225,22 +272,52 @@ void start_panels(const Problem& p, const Task& task, float q_scale, const TileS
   }
 }
 
-void finish_panels(const Problem& p, const Task& task, const TileScratch& s, float* partials) {
+// Writes the record of a panel.
+void write_record(const Problem& p, const Task& task, const TileScratch& s, int64_t panel,
+                float* results) {
   const int64_t lanes = task.num_queries * p.group;
-  for (int64_t lane = 0; lane < lanes; ++lane) {
-    const float* o = s.o + lane / kPanel * s.key_stride * kPanel + lane % kPanel;
-    float* out;
-    float scale = 1.0f;
-    if (task.partial < 0) {
-      out = p.output(task.query_token(lane / p.group), task.kv_head * p.group + lane % p.group);
-      scale /= s.l[lane];
-    } else {
-      const Partial part(partials + task.partial + lane * p.lane_size(), p.dim);
-      out = part.o;
-      *part.m = s.m[lane];
-      *part.l = s.l[lane];
+  for (int64_t lane = panel * kPanel; lane < min_of(lanes, (panel + 1) * kPanel); lane += kLanes) {
+    const float* o = s.o + panel * s.key_stride * kPanel + lane % kPanel;
+    const int64_t count = min_of<int64_t>(kLanes, lanes - lane);
+    float* out = results + lane * p.lane_size();
+    for (int64_t d = 0; d < p.dim; d += kLanes) {
+      const int64_t width = min_of<int64_t>(kLanes, p.dim - d);
+      Vec block[kLanes] = {};
+      for (int64_t i = 0; i < width; ++i) block[i] = load(o + (d + i) * kPanel);
+      transpose(block);
+      for (int64_t i = 0; i < count; ++i) {
+        float* to = out + i * p.lane_size() + d;
+        width == kLanes ? store(to, block[i]) : store_first(to, block[i], width);
+      }
     }
-    for (int64_t d = 0; d < p.dim; ++d) out[d] = o[d * kPanel] * scale;
+    for (int64_t i = 0; i < count; ++i) {
+      const Partial result(out + i * p.lane_size(), p.dim);
+      *result.m = s.m[lane + i];
+      *result.l = s.l[lane + i];
+    }
+  }
+}
+
+void finish_panels(const Problem& p, const Task& task, const TileScratch& s) {
+  for (int64_t lane = 0; lane < task.num_queries * p.group; ++lane) {
+    const float* o = s.all + lane / kPanel * s.key_stride * kPanel + lane % kPanel;
+    float* out = p.output(task.query_token(lane / p.group), task.kv_head * p.group + lane % p.group);
+    for (int64_t d = 0; d < p.dim; ++d) out[d] = o[d * kPanel] / s.all_l[lane];
+  }
+}
+
+// Adds the first `seen` keys of a tile to a panel. base: index of the tile's first key in the task.
+void add_tile(const Problem& p, const TileScratch& s, int64_t panel, int64_t lanes, int64_t seen,
+              int64_t base) {
+  const bool masked = s.visible[panel * kPanel] - base < seen;
+  const int32_t from = static_cast<int32_t>(base);
+  switch (ceil_div(min_of(kPanel, lanes - panel * kPanel), kLanes)) {
+    case 1:
+      return tile_panel<1>(p, s, panel, seen, from, masked);
+    case 2:
+      return tile_panel<2>(p, s, panel, seen, from, masked);
+    default:
+      return tile_panel<kVecs>(p, s, panel, seen, from, masked);
   }
 }
 
@@ -250,32 +327,37 @@ void tile_task(const Problem& p, const Task& task, float q_scale, const TileScra
   const int64_t lanes = task.num_queries * p.group;
   const int64_t panels = ceil_div(lanes, kPanel);
   start_panels(p, task, q_scale, s, panels);
+  for (int64_t panel = 0; panel < panels; ++panel) clear_panel(s, panel);
   const int64_t num_keys =
       task.num_context + (task.with_chunk ? task.first_query + task.num_queries : 0);
+  const int64_t end = task.position + num_keys;
+  int64_t record = record_end(task.position, end);
+  float* out = partials + task.partial;
+  bool first = true;
   KeyStream<T> stream(p, task);
-  for (int64_t base = 0; base < num_keys; base += kTileKeys) {
-    const int64_t in_tile = min_of(kTileKeys, num_keys - base);
-    stream.fill(s, in_tile);
+  for (int64_t at = task.position; at < end;) {
+    const int64_t next = min_of(tile_end(at), end), base = at - task.position;
+    stream.fill(s, next - at);
     for (int64_t panel = 0; panel < panels; ++panel) {
       const int32_t* visible = s.visible + panel * kPanel;
-      const int64_t seen = min_of<int64_t>(in_tile, visible[kPanel - 1] - base);
-      if (seen <= 0) continue;
-      const bool masked = visible[0] - base < seen;
-      const int32_t from = static_cast<int32_t>(base);
-      switch (ceil_div(min_of(kPanel, lanes - panel * kPanel), kLanes)) {
-        case 1:
-          tile_panel<1>(p, s, panel, seen, from, masked);
-          break;
-        case 2:
-          tile_panel<2>(p, s, panel, seen, from, masked);
-          break;
-        default:
-          tile_panel<kVecs>(p, s, panel, seen, from, masked);
-          break;
+      const int64_t seen = min_of<int64_t>(next - at, visible[kPanel - 1] - base);
+      if (seen > 0) add_tile(p, s, panel, lanes, seen, base);
+      if (next < record) continue;
+      if (task.partial < 0) {
+        add_record(s, panel, first);
+      } else {
+        write_record(p, task, s, panel, out);
       }
+      clear_panel(s, panel);
     }
+    if (next == record) {
+      record = record_end(next, end);
+      out += task.record_step;
+      first = false;
+    }
+    at = next;
   }
-  finish_panels(p, task, s, partials);
+  if (task.partial < 0) finish_panels(p, task, s);
 }
 
 }  // namespace

@@ -214,6 +214,83 @@ BROS_INLINE void widen(float* out, const T* in, int64_t n) {
       [&](int64_t i, int64_t m) { store_first(out + i, load_first(in + i, m), m); });
 }
 
+// x in the precision of T.
+template <class T>
+BROS_INLINE Vec round_to(Vec x) {
+  if (sizeof(T) == sizeof(float)) return x;
+  T rounded[kLanes];
+  store(rounded, x);
+  return load(rounded);
+}
+
+// a * b + c. In an expression with two products the compiler chooses which of them is rounded; here
+// it is always `c`, if that is one, and never a * b where the CPU has FMA.
+BROS_INLINE Vec mul_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// Transposes kLanes vectors: lane j of vector i becomes lane i of vector j.
+BROS_INLINE void transpose(Vec* rows) {
+#if defined(__AVX512F__)
+  // u[4 g + c] has column 4 L + c of rows 4 g to 4 g + 3 in its quarter L.
+  __m512 u[16];
+  for (int i = 0; i < 16; i += 4) {
+    const __m512 low = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
+    const __m512 high = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
+    const __m512 next_low = _mm512_unpacklo_ps(rows[i + 2], rows[i + 3]);
+    const __m512 next_high = _mm512_unpackhi_ps(rows[i + 2], rows[i + 3]);
+    const auto pair = [](__m512 a, __m512 b, bool second) {
+      const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
+      return _mm512_castpd_ps(second ? _mm512_unpackhi_pd(x, y) : _mm512_unpacklo_pd(x, y));
+    };
+    u[i] = pair(low, next_low, false);
+    u[i + 1] = pair(low, next_low, true);
+    u[i + 2] = pair(high, next_high, false);
+    u[i + 3] = pair(high, next_high, true);
+  }
+  for (int c = 0; c < 4; ++c) {
+    const __m512 even = _mm512_shuffle_f32x4(u[c], u[4 + c], 0x88);
+    const __m512 odd = _mm512_shuffle_f32x4(u[c], u[4 + c], 0xdd);
+    const __m512 next_even = _mm512_shuffle_f32x4(u[8 + c], u[12 + c], 0x88);
+    const __m512 next_odd = _mm512_shuffle_f32x4(u[8 + c], u[12 + c], 0xdd);
+    rows[c] = _mm512_shuffle_f32x4(even, next_even, 0x88);
+    rows[4 + c] = _mm512_shuffle_f32x4(odd, next_odd, 0x88);
+    rows[8 + c] = _mm512_shuffle_f32x4(even, next_even, 0xdd);
+    rows[12 + c] = _mm512_shuffle_f32x4(odd, next_odd, 0xdd);
+  }
+#elif defined(__AVX2__)
+  __m256 u[8];
+  for (int i = 0; i < 8; i += 4) {
+    const __m256 low = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+    const __m256 high = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+    const __m256 next_low = _mm256_unpacklo_ps(rows[i + 2], rows[i + 3]);
+    const __m256 next_high = _mm256_unpackhi_ps(rows[i + 2], rows[i + 3]);
+    u[i] = _mm256_shuffle_ps(low, next_low, 0x44);
+    u[i + 1] = _mm256_shuffle_ps(low, next_low, 0xee);
+    u[i + 2] = _mm256_shuffle_ps(high, next_high, 0x44);
+    u[i + 3] = _mm256_shuffle_ps(high, next_high, 0xee);
+  }
+  for (int c = 0; c < 4; ++c) {
+    rows[c] = _mm256_permute2f128_ps(u[c], u[4 + c], 0x20);
+    rows[4 + c] = _mm256_permute2f128_ps(u[c], u[4 + c], 0x31);
+  }
+#else
+  for (int i = 0; i < kLanes; ++i) {
+    for (int j = 0; j < i; ++j) {
+      const float x = rows[i][j];
+      rows[i][j] = rows[j][i];
+      rows[j][i] = x;
+    }
+  }
+#endif
+}
+
 // ---- exponentials -----------------------------------------------------------------------------
 
 // 2^n * 2^f for integral n (given as round_magic + n) and |f| <= 1/2. The polynomial is the
@@ -236,6 +313,11 @@ BROS_INLINE Vec exp2_nonpositive(Vec x) {
   const Vec shifted = clamped + kRoundMagic;
   const Vec y = scale_exp2(shifted, clamped - (shifted - kRoundMagic));
   return bit_cast<Vec>(in_range & bit_cast<IntVec>(y));
+}
+
+// 2^(x - top) for x <= top, exactly 1 if they are equal.
+BROS_INLINE Vec exp2_relative(Vec x, Vec top) {
+  return select(x == top, splat(1.0f), exp2_nonpositive(x - top));
 }
 
 // e^x with x clamped to [-87, 87]. The reduction x - n ln 2 is done in two parts, so the error

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from bros.core.errors import EngineDeadError
 from bros.core.plan import StepPlan, StepResult, TokenConstraint
@@ -18,6 +18,8 @@ from bros.core.request import (
     Slo,
 )
 
+K = TypeVar("K")
+
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
@@ -25,11 +27,32 @@ class Grouping:
     block_size slots that at least min_rows rows have in common.
 
     Every row reads a smaller shared prefix itself, because merging costs each row more.
+
+    step_blocks: pieces begin and end at multiples of so many blocks. Kernels whose sums are in one
+        order, whoever reads the context, have tiles of this length.
     """
 
     block_size: int
     min_blocks: int
     min_rows: int = 2
+    step_blocks: int = 1
+
+    def cut(self, parts: Iterable[tuple[K, int]]) -> list[tuple[K, int, int]]:
+        """The pieces that a row can read together with others: (key, first block, end).
+
+        parts: (key, tokens) of what the row shares with some others, from its first token on. A
+            row that has a part has all before it, too. So a piece that is too short becomes the
+            beginning of the next one, and so does what is left behind a multiple of step_blocks.
+        """
+        pieces = []
+        first = end = 0
+        for key, tokens in parts:
+            end += tokens // self.block_size
+            last = end - end % self.step_blocks
+            if last - first >= self.min_blocks:
+                pieces.append((key, first, last))
+                first = last
+        return pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

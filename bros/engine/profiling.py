@@ -124,7 +124,7 @@ def quick_grid(limits: StepLimits) -> list[StepShape]:
 def full_grid(limits: StepLimits) -> list[StepShape]:
     """All shapes that the limits allow; to measure them takes some minutes on two cores."""
     rows = (2, 4, 8, 16, 24, 32, 48, 64, 128)
-    shared = _shared_prefix_grid(limits, rows, (256, 512, 1024, 2032))
+    shared = _shared_prefix_grid(limits, rows, (256, 512, 1024, 1984))
     return _allowed(itertools.chain(quick_grid(limits), _full_grid(), shared), limits)
 
 
@@ -146,7 +146,7 @@ def _shared_prefix_grid(
 
 def _is_read_once(rule: Grouping, shared: int) -> bool:
     blocks, rest = divmod(shared, rule.block_size)
-    return rest == 0 and blocks >= rule.min_blocks
+    return rest == 0 and blocks >= rule.min_blocks and blocks % rule.step_blocks == 0
 
 
 def _full_grid() -> Iterator[StepShape]:
@@ -192,7 +192,8 @@ def random_steps(limits: StepLimits, count: int, rng: random.Random) -> list[Ste
 def _random_shared_prefix(limits: StepLimits, rng: random.Random) -> StepShape:
     rule = limits.grouping
     assert rule is not None
-    shared = rng.randint(rule.min_blocks, 8 * rule.min_blocks) * rule.block_size
+    blocks = rng.randint(rule.min_blocks, 8 * rule.min_blocks)
+    shared = (blocks - blocks % rule.step_blocks) * rule.block_size
     rows = max(_log_uniform(rng, rule.min_rows, limits.rows), rule.min_rows)
     return shared_prefix_rows(rows, shared + _log_uniform(rng, 1, 500), shared)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError
 from bros.core.interfaces import Grouping
 from bros.executor.kv_storage import DTYPES
-from bros.kernels.interface import HeadLayout
+from bros.kernels.interface import TILE_KEYS, HeadLayout
 from bros.kernels.xformers_attention import XformersAttention, load_xformers
 
 CPU = torch.device("cpu")
@@ -172,7 +173,8 @@ def grouping_for(kernels: str, block_size: int) -> Grouping | None:
     if kernels.startswith("triton"):
         return Grouping(block_size, min_blocks=4)
     if kernels.startswith("cpu"):
-        return Grouping(block_size, min_blocks=16, min_rows=4)
+        step = math.lcm(TILE_KEYS, block_size) // block_size
+        return Grouping(block_size, min_blocks=16, min_rows=4, step_blocks=step)
     return None
 
 

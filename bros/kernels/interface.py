@@ -10,7 +10,8 @@ for slots [lo, hi) of a block.
 
 The attention of a query merges, by log-sum-exp, its attention over the row's segments, over the
 shared parts that the row reads, and causally over the row's chunk. Segments may be empty and in any
-order.
+order. A backend may round K and V of the chunk to the type of the cache before, as if they had been
+read from there: the CPU kernels do.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ import torch
 from torch import Tensor
 
 from bros.kernels.panels import Panels
+
+TILE_KEYS = 64
+"""The CPU kernels add what tiles of so many keys give in the order of their positions. Shared parts
+that begin and end at multiples of it change no bit of a result."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -320,8 +320,8 @@ def most_worthwhile(
 #     row 1   [ a  512 ][ b  64 ] ...
 #     row 2   [ a  512 ][ c  96 ] ...        2 x 512 + 64 tokens fewer; only row 2 reads c
 #
-# A piece counts if it is long enough and enough rows have it (Grouping). Prompt chunks read their
-# context by themselves.
+# A piece counts if it is long enough and enough rows have it (Grouping.cut). Prompt chunks read
+# their context by themselves.
 
 
 class CommonContext(Generic[C]):
@@ -336,11 +336,8 @@ class CommonContext(Generic[C]):
         self._grouping = predictor.grouping
         self.exists = self._grouping is not None and memory.has_common_parts
         self._changes = memory.sharing_changes
-        self._rows: dict[C, Sequence[tuple[Hashable, int]]] = {}
+        self._rows: dict[C, Sequence[tuple[Hashable, int, int]]] = {}
         self._counts: dict[Hashable, int] = {}
-        if self._grouping is not None:
-            self._least_tokens = self._grouping.min_blocks * self._grouping.block_size
-            self._least_rows = self._grouping.min_rows
 
     @property
     def is_stale(self) -> bool:
@@ -352,27 +349,28 @@ class CommonContext(Generic[C]):
         parts = self._memory.common_parts(row) if self.exists else ()
         if not parts:
             return 0
-        self._rows[row] = parts
+        assert self._grouping is not None
+        pieces = self._rows[row] = self._grouping.cut(parts)
         counts, saved = self._counts, 0
-        for part, tokens in parts:
-            if tokens >= self._least_tokens:
-                count = counts[part] = counts.get(part, 0) + 1
-                saved += self._saved(count, tokens)
+        for part, first, end in pieces:
+            count = counts[part] = counts.get(part, 0) + 1
+            saved += self._saved(count, end - first)
         return saved
 
     def leave(self, row: C) -> int:
         """Remove a row; returns how many fewer tokens the step would read if it joined again."""
         saved = 0
-        for part, tokens in self._rows.pop(row, ()):
-            if tokens >= self._least_tokens:
-                saved += self._saved(self._counts[part], tokens)
-                self._counts[part] -= 1
+        for part, first, end in self._rows.pop(row, ()):
+            saved += self._saved(self._counts[part], end - first)
+            self._counts[part] -= 1
         return saved
 
-    def _saved(self, count: int, tokens: int) -> int:
+    def _saved(self, count: int, blocks: int) -> int:
         """Tokens saved by the last of `count` rows that have a piece."""
-        if count <= self._least_rows:
-            return tokens * (count - 1) if count == self._least_rows else 0
+        assert self._grouping is not None
+        least, tokens = self._grouping.min_rows, blocks * self._grouping.block_size
+        if count <= least:
+            return tokens * (count - 1) if count == least else 0
         return tokens
 
 
@@ -393,22 +391,19 @@ def shared_prefixes(
 
     rows: (index in the plan, Reservations.common_parts, segments) of each decode row. If a block
         became common after a row's segments were listed, it is elsewhere in them; that row reads
-        the piece by itself.
+        the piece, and what comes after it, by itself.
     """
     found: dict[Hashable, tuple[int, int, array[int], array[int]]] = {}
-    size, least = grouping.block_size, grouping.min_blocks
     for place, parts, segments in rows:
-        end = 0
-        for part, tokens in parts:
-            first, end = end, end + tokens // size
-            if end - first < least:
-                continue
+        for part, first, end in grouping.cut(parts):
             piece = segments[first * SEGMENT_WIDTH : end * SEGMENT_WIDTH]
             known = found.get(part)
             if known is None:
                 found[part] = first, end, piece, array("i", [place])
             elif known[2] == piece:
                 known[3].append(place)
+            else:
+                break
     return tuple(
         SharedPrefix(places, first, end)
         for first, end, _, places in found.values()

@@ -110,12 +110,16 @@ def predicting(grouping: Grouping) -> StepTimePredictor:
     return StepTimePredictor(READING, grouping=grouping)
 
 
-@given(populations, st.integers(1, 4), st.integers(2, 4), st.data())
+@given(populations, st.integers(1, 4), st.integers(2, 4), st.integers(1, 3), st.data())
 def test_what_is_counted_is_what_the_plan_says(
-    population: list[Path], min_blocks: int, min_rows: int, data: st.DataObject
+    population: list[Path],
+    min_blocks: int,
+    min_rows: int,
+    step_blocks: int,
+    data: st.DataObject,
 ) -> None:
     """Also beside requests that are not in the step, and if rows leave it again."""
-    rule = Grouping(BLOCK_SIZE, min_blocks, min_rows)
+    rule = Grouping(BLOCK_SIZE, min_blocks, min_rows, step_blocks)
     items = [Item(str(i), 1, BLOCK_SIZE * len(p) + 1) for i, p in enumerate(population)]
     memory = Tree({str(i): path for i, path in enumerate(population)}, {i.name for i in items})
     common: CommonContext[Item] = CommonContext(memory, predicting(rule))
@@ -135,7 +139,11 @@ def test_what_is_counted_is_what_the_plan_says(
             assert len(piece.rows) >= min_rows and piece.end - piece.first >= min_blocks
             same = {listed[row][3 * piece.first : 3 * piece.end].tobytes() for row in piece.rows}
             assert len(same) == 1
-        if min_blocks == 1:
+        for row in range(len(rows)):  # what a row reads with others is all that it begins with
+            mine = [(piece.first, piece.end) for piece in shared if row in piece.rows]
+            assert [first for first, _ in mine] == [0, *(end for _, end in mine)][: len(mine)]
+            assert all(end % step_blocks == 0 for _, end in mine)
+        if min_blocks == step_blocks == 1:
             assert total == saved(found, rule)
 
 
@@ -146,6 +154,22 @@ def test_a_row_that_lists_its_blocks_in_another_order_reads_for_itself() -> None
     (piece,) = shared_prefixes(rows, Grouping(BLOCK_SIZE, 2))
     assert piece == SharedPrefix(array("i", [0, 2]), 0, 2)
     assert shared_prefixes(rows, Grouping(BLOCK_SIZE, 2, min_rows=3)) == ()
+
+
+def test_a_row_with_other_blocks_reads_what_follows_them_for_itself() -> None:
+    parts = [("outer", BLOCK_SIZE), ("inner", BLOCK_SIZE)]
+    here, there = array("i", [1, 0, 16, 2, 0, 16]), array("i", [3, 0, 16, 2, 0, 16])
+    rows = [(0, parts, here), (1, parts, there), (2, parts, here)]
+    found = shared_prefixes(rows, Grouping(BLOCK_SIZE, 1))
+    both = array("i", [0, 2])
+    assert found == (SharedPrefix(both, 0, 1), SharedPrefix(both, 1, 2))
+
+
+def test_pieces_are_cut_at_steps_and_short_ones_go_to_the_next() -> None:
+    parts = [("a", 5 * BLOCK_SIZE), ("b", 2 * BLOCK_SIZE), ("c", 10 * BLOCK_SIZE)]
+    assert Grouping(BLOCK_SIZE, 4, step_blocks=4).cut(parts) == [("a", 0, 4), ("c", 4, 16)]
+    assert Grouping(BLOCK_SIZE, 1).cut(parts) == [("a", 0, 5), ("b", 5, 7), ("c", 7, 17)]
+    assert Grouping(BLOCK_SIZE, 8).cut(parts) == [("c", 0, 17)]
 
 
 @st.composite

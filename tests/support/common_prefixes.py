@@ -55,10 +55,11 @@ def find_shared(rows: Sequence[Sequence[tuple[int, ...]]], rule: Grouping) -> li
         end = first
         while all(len(b) > end for b, _ in rows) and len({b[end] for b, _ in rows}) == 1:
             end += 1
-        if end - first >= max(rule.min_blocks, 1):
+        last = end - end % rule.step_blocks
+        if last - first >= max(rule.min_blocks, 1):
             places = array("i", sorted(row for _, row in rows))
-            found.append(SharedPrefix(places, first, end))
-            first = end
+            found.append(SharedPrefix(places, first, last))
+            first = last
         families: dict[int, list[tuple[list[int], int]]] = {}
         for blocks, row in rows:
             if len(blocks) > end:

@@ -166,6 +166,12 @@ class AttentionCase:
             v_cache=self.v_cache.to(device),
         )
 
+    def with_rounded_chunks(self) -> AttentionCase:
+        """The same with K and V of the chunks rounded to the type of the cache."""
+        case, q_size = self.clone(), self.layout.q_size
+        case.qkv[:, q_size:] = case.qkv[:, q_size:].to(self.k_cache.dtype).to(case.qkv.dtype)
+        return case
+
     def row(self, index: int) -> AttentionCase:
         """The same with only one row in the batch, and the parts it shares as its own."""
         queries = slice(*self.batch.query_start[index : index + 2].tolist())
