@@ -101,11 +101,21 @@ async def empty_parts(http: httpx.AsyncClient) -> None:
     await _chats(http, [{"role": "user", "content": parts}])
 
 
+async def wrong_parts(http: httpx.AsyncClient) -> None:
+    """Programs of two million calls that are none, and tool lists of as many."""
+    session, wrong = await _session(http), [1] * 1_900_000
+    await asyncio.gather(
+        http.post(f"{session}/requests", json={"requests": wrong}),
+        http.post("/v1/messages", json={"messages": [], "max_tokens": 1, "tools": wrong}),
+    )
+    await http.delete(session)
+
+
 ATTACKS: dict[str, Attack] = {
     work.__name__: work
     for work in (
         idle, slow_regexes, large_join, large_inputs, tokenize, tokenize_8, empty_messages,
-        empty_parts,
+        empty_parts, wrong_parts,
     )
 }  # fmt: skip
 

@@ -99,6 +99,25 @@ async def empty_lists(server: Server) -> None:
         await send(server, "/v1/completions", {"prompt": [[]] * count})
 
 
+async def wrong_parts(server: Server) -> None:
+    """If the errors of all parts were collected, the interpreter would be held for seconds."""
+    count = by_tier(fast=1_000_000, long=1_900_000)
+    session = await SessionClient.open(server.http)
+    chat = {"messages": [{"role": "user", "content": ""}], "max_tokens": 1}
+    await send(server, f"/v1/sessions/{session.id}/requests", {"requests": [1] * count})
+    await send(server, "/v1/messages", chat | {"tools": [1] * count})
+    await send(server, "/detokenize", {"tokens": [""] * (count // 2)})
+    names = {str(i): "" for i in range(by_tier(fast=100_000, long=190_000))}
+    await send(server, "/v1/chat/completions", chat | {"logit_bias": names})
+    await send(server, "/v1/chat/completions", chat | {"slo": names})
+
+
+async def empty_calls(server: Server) -> None:
+    session = await SessionClient.open(server.http)
+    calls: list[object] = [{}] * by_tier(fast=20_000, long=140_000)
+    await send(server, f"/v1/sessions/{session.id}/requests", {"requests": calls})
+
+
 ATTACKS: list[Attack] = [
     slow_regexes,
     large_join,
@@ -109,6 +128,8 @@ ATTACKS: list[Attack] = [
     empty_messages,
     empty_parts,
     empty_lists,
+    wrong_parts,
+    empty_calls,
 ]
 
 

@@ -21,7 +21,6 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    ConfigDict,
     Field,
     GetJsonSchemaHandler,
     WithJsonSchema,
@@ -37,7 +36,7 @@ from bros.semantic import schema
 from bros.semantic.schema import CallSpec, Criteria, Perf, Sampling, ValueBounds, wire_form
 from bros.server.batches.schema import Metadata
 from bros.server.http import validate
-from bros.server.openai.schema import BaseSamplingFields, GrammarFields, WireModel
+from bros.server.openai.schema import BaseSamplingFields, ClosedModel, GrammarFields
 
 T = TypeVar("T")
 
@@ -71,11 +70,7 @@ class _OrName:
         return {"anyOf": [{"type": "string", "enum": list(_PERFS)}, handler(core)]}
 
 
-class _Strict(WireModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class SamplingFields(BaseSamplingFields, GrammarFields, _Strict):
+class SamplingFields(BaseSamplingFields, GrammarFields, ClosedModel):
     """Sampling parameters of an output, and what it must match; the fields of /v1/completions."""
 
     logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], float] | None = Field(
@@ -99,7 +94,7 @@ class SamplingFields(BaseSamplingFields, GrammarFields, _Strict):
         return {name: value for name, value in given.items() if value is not None}
 
 
-class _Derived(_Strict):
+class _Derived(ClosedModel):
     """The wire form of one record."""
 
     record: ClassVar[type]
