@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, Self
+from typing import Any, ParamSpec
 
 from support.machine_speed import slowdown
 
@@ -37,8 +37,9 @@ class MeasuredLoop(asyncio.SelectorEventLoop):
         process waited for a core (see RunQueueWait). So it counts if another thread holds the
         interpreter, or if the loop waits for a lock.
 
-    The garbage collector does not count: it walks all that the test process has imported, which a
-    server has frozen.
+    The garbage collector is off meanwhile: it walks all that the test process has imported, which a
+    server has frozen. A callback of the collector would hide stalls, because other threads can run
+    when a function of Python begins.
     """
 
     def __init__(self, selector: _SlicedSelector | None = None) -> None:
@@ -46,20 +47,19 @@ class MeasuredLoop(asyncio.SelectorEventLoop):
         super().__init__(selector)
         selector.measured = self._measured
         self.longest_s = self.longest_lag_s = 0.0
-        self._collected = self._collecting = _Instant(0.0, 0.0)
         self._queued = RunQueueWait()
         self._measures = False
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Measure the turns within."""
-        gc.callbacks.append(self._on_collection)
+        gc.disable()
         self.longest_s, self.longest_lag_s, self._measures = 0.0, 0.0, True
         try:
             yield
         finally:
             self._measures = False
-            gc.callbacks.remove(self._on_collection)
+            gc.enable()
 
     def check_turns(self) -> None:
         """Fails if a turn has broken the promise, at the speed of this machine."""
@@ -67,25 +67,18 @@ class MeasuredLoop(asyncio.SelectorEventLoop):
         assert self.longest_s < LONGEST_TURN_S * slower
         assert self.longest_lag_s < LONGEST_LAG_S * slower
 
-    def _on_collection(self, phase: str, info: object) -> None:
-        now = _Instant.now()
-        if phase == "start":
-            self._collecting = now
-        else:
-            self._collected += now - self._collecting
-
     def _process_events(self, event_list: Any) -> None:
         """Called when the turn has waited for events."""
         self._turn = self._measured(0.0)
         self._turn.__enter__()
-        self._counts, self._begun = self._measures, _Instant.now() - self._collected
+        self._counts, self._begun_s = self._measures, time.thread_time()
         super()._process_events(event_list)  # type: ignore[misc]
 
     def _run_once(self) -> None:
         super()._run_once()  # type: ignore[misc]
-        took = _Instant.now() - self._collected - self._begun
+        took_s = time.thread_time() - self._begun_s
         if self._counts:
-            self.longest_s = max(self.longest_s, took.cpu_s)
+            self.longest_s = max(self.longest_s, took_s)
         self._turn.__exit__(None, None, None)
 
     @contextmanager
@@ -95,9 +88,9 @@ class MeasuredLoop(asyncio.SelectorEventLoop):
             yield
             return
         self._queued.note()
-        begun = _Instant.now() - self._collected
+        begun = time.monotonic()
         yield
-        took_s = (_Instant.now() - self._collected - begun).wall_s
+        took_s = time.monotonic() - begun
         if took_s - expected_s > self.longest_lag_s:
             lag_s = took_s - expected_s - self._queued.seconds()
             self.longest_lag_s = max(self.longest_lag_s, lag_s)
@@ -124,23 +117,6 @@ class _SlicedSelector(selectors.DefaultSelector):
 
 
 SLICE_S = 0.01
-
-
-class _Instant(NamedTuple):
-    """CPU time of this thread, and wall time, or a difference of two."""
-
-    cpu_s: float
-    wall_s: float
-
-    @classmethod
-    def now(cls) -> Self:
-        return cls(time.thread_time(), time.monotonic())
-
-    def __add__(self, other: Self) -> _Instant:  # type: ignore[override]
-        return _Instant(self.cpu_s + other.cpu_s, self.wall_s + other.wall_s)
-
-    def __sub__(self, other: Self) -> _Instant:
-        return _Instant(self.cpu_s - other.cpu_s, self.wall_s - other.wall_s)
 
 
 class RunQueueWait:
