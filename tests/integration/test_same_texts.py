@@ -25,7 +25,45 @@ COMMON = "You are a helpful assistant who answers in short and simple sentences.
 """Long enough to be read together."""
 
 
-@pytest.mark.parametrize("weights", ["fp32", "bf16", "int4"])
+FORMATS = ("fp32", "bf16", "int4")
+QUESTIONS = (
+    "What is the capital of France?",
+    "What is the capital of Italy?",
+    "What color is the sky on a clear day?",
+    "How many days are in a week?",
+    "What is 2 plus 2?",
+    "Who wrote Romeo and Juliet?",
+    "What is the largest planet in our solar system?",
+    "What do bees make?",
+    "What is the opposite of hot?",
+    "How many legs does a spider have?",
+    "What is the chemical symbol for water?",
+    "In which continent is Egypt?",
+    "What is the first month of the year?",
+    "What animal says meow?",
+    "What is the freezing point of water in degrees Celsius?",
+    "Which ocean is the largest?",
+    "What language is spoken in Spain?",
+    "How many hours are in a day?",
+    "What is the capital of Japan?",
+    "What gas do plants absorb from the air?",
+)
+
+
+def test_plain_questions_are_answered_the_same_in_every_format() -> None:
+    """The embedded model's weights are stored in 4 bits, so that only activations are rounded."""
+    greedy = SamplingParams(temperature=0, max_tokens=24)
+    asked = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    found = {}
+    for weights in FORMATS:
+        with LLM(weights=weights) as llm:
+            found[weights] = [each[0].text for each in llm.chat(asked, greedy, progress=False)]
+    for weights in FORMATS:
+        assert found[weights] == found["fp32"], weights
+    assert "Paris" in found["fp32"][0]
+
+
+@pytest.mark.parametrize("weights", FORMATS)
 def test_a_text_depends_on_its_request_alone(weights: str) -> None:
     if not has_products(select_kernels("auto", CPU).name, weights):
         pytest.skip(f"linear layers of {weights} are oneDNN's on this CPU, which has AMX")
