@@ -19,6 +19,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFReader, dequantize
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from bros.core.errors import ModelError
@@ -61,7 +62,8 @@ def convert_gguf(path: Path, folder: Path, shard_bytes: int = 2**31) -> None:
     """Write config.json, generation_config.json, tokenizer files and weights into `folder`.
 
     shard_bytes: a new weights file is started once the current one has this many bytes.
-    Raises ModelError if the file is damaged or its architecture is not supported.
+    Raises ModelError if the file is damaged or its architecture is not supported, and OSError if a
+    file cannot be written.
     """
     try:
         reader = GGUFReader(path)
@@ -206,7 +208,10 @@ def _write_weights(folder: Path, weights: Iterator[tuple[str, Array]], shard_byt
 
     def flush() -> None:
         file_name = f"model-{len(set(weight_map.values())) + 1:05}.safetensors"
-        save_file(shard, folder / file_name)
+        try:
+            save_file(shard, folder / file_name)
+        except SafetensorError as error:  # whatever it is that the system said
+            raise OSError(str(error)) from error
         weight_map.update(dict.fromkeys(shard, file_name))
         shard.clear()
 

@@ -139,6 +139,7 @@ def _converted(gguf: Path, cache_dir: Path, report: Callable[[str], None]) -> Pa
                 convert_gguf(gguf, partial)
                 os.rename(partial, folder)
     except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
         raise ModelError(
             f"{gguf.name} cannot be converted into {cache_dir}: {error}; choose another folder "
             "with --data-dir"

@@ -11,6 +11,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 from transformers import LlamaConfig
 
 from bros.core.errors import ModelError
@@ -142,6 +143,20 @@ def test_cache_that_cannot_be_written_is_named(gguf_file: Path, tmp_path: Path) 
     (tmp_path / "cache").write_text("a file where a folder should be")
     with pytest.raises(ModelError, match="cannot be converted into"):
         resolve_model(str(gguf_file), tmp_path / "cache")
+
+
+def test_a_conversion_without_room_says_so_and_leaves_nothing(
+    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_file(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr("bros.executor.gguf.save_file", save_file)
+        with pytest.raises(ModelError, match="cannot be converted into .*No space left"):
+            resolve_model(str(gguf_file), tmp_path / "cache")
+    assert all(name.endswith(".lock") for name in names_in(tmp_path / "cache"))
+    assert resolve_model(str(gguf_file), tmp_path / "cache").folder.is_dir()
 
 
 @pytest.mark.slow
