@@ -25,6 +25,7 @@ from bros.executor.kv_storage import KvStorage
 from bros.kernels.interface import AttentionBatch, HeadLayout
 from bros.kernels.reference import ReferenceKernels
 from bros.kernels.self_test import Check, check_kernels
+from support.kernel_cases import KV_DTYPES, cpu_kernels, each_level
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATIONS = {
@@ -52,6 +53,13 @@ def triton_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def checked(kernels: ReferenceKernels) -> dict[str, Check]:
     found = check_kernels(kernels, torch.device("cpu"), FP32, seed=0)
     return {check.operation: check for check in found}
+
+
+@each_level
+def test_kernels_pass_with_every_type_of_cache(level: str) -> None:
+    types = [(torch.float32, cache) for cache in KV_DTYPES]
+    for check in check_kernels(cpu_kernels(level), torch.device("cpu"), types, seed=0):
+        assert check.passed, check
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
