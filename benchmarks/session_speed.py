@@ -80,7 +80,7 @@ from bros.text.tokenizer import Tokenizer
 from bros.workload.attainment import tpot_of
 
 DELAY_S = 0.25
-SERVER = ("--max-model-len", "4096", "--log-level", "warning")
+SERVER = ("--weights", "fp32", "--max-model-len", "4096", "--log-level", "warning")
 CLOCK = SystemClock()
 LIMITED_ROWS = 2
 SYSTEM_TOKENS, CHATS = 1500, 16

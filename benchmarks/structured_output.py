@@ -79,7 +79,7 @@ from support.tiny_models import save_tiny_llama
 
 MAX_TOKENS = 96
 IN_FLIGHT = {ServiceClass.RT: 12, ServiceClass.BE: 40}
-SMALL = EngineConfig(kv_blocks=72, max_model_len=256, max_num_seqs=64)
+SMALL = EngineConfig(weights="fp32", kv_blocks=72, max_model_len=256, max_num_seqs=64)
 """With memory for some ten rows."""
 
 
@@ -296,7 +296,9 @@ class Bench:
     """Engines that share the weights and run in turns."""
 
     def __init__(self) -> None:
-        self.config = EngineConfig(policy="fcfs", max_num_seqs=64, max_batch_tokens=2048)
+        self.config = EngineConfig(
+            weights="fp32", policy="fcfs", max_num_seqs=64, max_batch_tokens=2048
+        )
         self.files = resolve_model(None, default_cache_dir())
         self.executor, self.info = load_executor(self.config, self.files)
         self.tokenizer = Tokenizer.load(self.files.folder)

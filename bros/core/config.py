@@ -117,7 +117,7 @@ class EngineConfig(_Checked):
     )
     weights: str = option(
         "auto",
-        "precision of the weights; auto: fp32 on a CPU, bf16 on a GPU",
+        "precision of the weights; auto: bf16, or what a device without bf16 multiplies best",
         choices=("auto", "fp32", "bf16", "fp16", "int4"),
     )
     kernels: str = option("auto", "kernel back end", choices=KERNELS)

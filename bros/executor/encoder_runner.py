@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,8 @@ def load_encoder(
     torch.set_num_threads(config.threads_of_rank(len(os.sched_getaffinity(0)), 1))
     spec = EncoderSpec.from_config(settings)
     target = choose_target(config, find_cuda())
+    if config.weights == "auto" and target.device.type == "cpu":
+        target = replace(target, weights="fp32")  # the numbers are what is asked for, not a choice
     most = longest_text(folder) or spec.max_positions
     length = config.max_model_len or min(most, spec.max_positions)
     if length > spec.max_positions:

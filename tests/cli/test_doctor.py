@@ -63,7 +63,7 @@ def test_kernels_pass_with_every_type_of_cache(level: str) -> None:
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
-    status = main(["doctor", "--json", "--threads", "1", *arguments], {})
+    status = main(["doctor", "--json", "--threads", "1", "--weights", "fp32", *arguments], {})
     return status, json.loads(capsys.readouterr().out)
 
 

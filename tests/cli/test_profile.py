@@ -28,7 +28,7 @@ def profile(*arguments: str | Path) -> int:
 def test_a_model_of_step_times_and_a_picture_are_stored(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert profile(model, "--out", tmp_path) == 0
+    assert profile(model, "--weights", "fp32", "--out", tmp_path) == 0
     [stored] = tmp_path.rglob("*.json")
     assert stored.name.startswith("tiny-fp32")
     assert stored.with_suffix(".png").read_bytes().startswith(PNG)

@@ -15,6 +15,7 @@ from bros.core.plan import StepPlan
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_model
 from bros.executor.runner import ModelRunner
+from bros.executor.target import multiplies_bf16
 from support.checkpoints import ScatteredRequest, all_logits
 
 pytestmark = pytest.mark.slow
@@ -55,7 +56,8 @@ def stepwise_logits(runner: ModelRunner, token_ids: list[int]) -> torch.Tensor:
 
 def test_info(embedded: ModelFiles) -> None:
     info = load(embedded, "auto")[1]
-    assert (info.model, info.weights) == ("SmolLM2-135M-Instruct", "fp32")
+    weights = "bf16" if multiplies_bf16() else "fp32"
+    assert (info.model, info.weights) == ("SmolLM2-135M-Instruct", weights)
     assert (info.vocab_size, info.eos_token_ids) == (49152, (2,))
     assert info.max_model_len == 32 * 16
 

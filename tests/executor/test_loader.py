@@ -45,7 +45,13 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 def test_info_tells_what_was_resolved(folder: Path) -> None:
     info = info_of(
-        folder, kv_blocks=100, host_kv_blocks=9, kernels="reference", policy="fcfs", max_queue=7
+        folder,
+        weights="fp32",
+        kv_blocks=100,
+        host_kv_blocks=9,
+        kernels="reference",
+        policy="fcfs",
+        max_queue=7,
     )
     assert info == EngineInfo(
         model="tiny",
@@ -155,7 +161,7 @@ def test_sliding_window_is_exact_up_to_the_window_and_refused_beyond(tmp_path: P
     model = save_checkpoint(tmp_path, config)
     with pytest.raises(ModelError, match="--max-model-len 48"):
         info_of(tmp_path, kv_blocks=8)
-    options = EngineConfig(kv_blocks=8, max_model_len=48, threads=1)
+    options = EngineConfig(weights="fp32", kv_blocks=8, max_model_len=48, threads=1)
     runner, info = load_executor(options, ModelFiles(tmp_path, "tiny"))
     assert info.max_model_len == 48
     tokens = list(range(48))

@@ -41,7 +41,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def loaded(spec: ModelSpec, **options: Any) -> tuple[ModelRunner, EngineInfo]:
-    config = EngineConfig(**{"device": "cpu", "kv_blocks": 64, "threads": 1, **options})
+    config = EngineConfig(
+        **{"device": "cpu", "weights": "fp32", "kv_blocks": 64, "threads": 1, **options}
+    )
     return random_executor(spec, config)
 
 

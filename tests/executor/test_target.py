@@ -39,8 +39,6 @@ def config(**options: Any) -> EngineConfig:
 @pytest.mark.parametrize(
     ("options", "cuda", "target"),
     [
-        ({}, NO_GPU, Target(CPU, "fp32", packed=True)),
-        ({"device": "cpu"}, HOPPER, Target(CPU, "fp32", packed=True)),
         ({"device": "cpu", "weights": "int4"}, HOPPER, Target(CPU, "int4", packed=True)),
         ({}, HOPPER, Target(GPU, "bf16", packed=False)),
         ({}, TURING, Target(GPU, "fp16", packed=False)),
@@ -50,6 +48,21 @@ def config(**options: Any) -> EngineConfig:
 )
 def test_device_and_precision(options: dict[str, Any], cuda: Cuda, target: Target) -> None:
     assert choose_target(config(**options), cuda) == target
+
+
+@pytest.mark.parametrize(
+    ("avx512_bf16", "amx", "weights"),
+    [(True, False, "bf16"), (True, True, "bf16"), (False, False, "fp32")],
+)
+def test_a_cpu_that_multiplies_bf16_gets_it(
+    avx512_bf16: bool, amx: bool, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: avx512_bf16)
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
+    for options, cuda in (({}, NO_GPU), ({"device": "cpu"}, HOPPER)):
+        assert choose_target(config(**options), cuda) == Target(CPU, weights, packed=True)
+    fp32 = config(device="cpu", weights="fp32")
+    assert choose_target(fp32, HOPPER) == Target(CPU, "fp32", packed=True)
 
 
 def test_activations_have_the_precision_of_weights_on_a_gpu_only() -> None:

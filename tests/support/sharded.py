@@ -50,7 +50,15 @@ def mixed_plans(lengths: Sequence[int] = (30, 17, 4), seed: int = 2) -> Iterator
 def logits_of(case: Case, ranks: Ranks = SINGLE_RANK) -> tuple[list[Tensor], EngineInfo]:
     """Of every step of mixed_plans."""
     folder, options = case
-    config = EngineConfig(**{"threads": 1, "kv_blocks": KV_BLOCKS, "host_kv_blocks": 9, **options})  # type: ignore[arg-type]
+    config = EngineConfig(
+        **{
+            "weights": "fp32",
+            "threads": 1,
+            "kv_blocks": KV_BLOCKS,
+            "host_kv_blocks": 9,
+            **options,
+        }  # type: ignore[arg-type]
+    )
     runner, info = load_executor(config, ModelFiles(folder, "tiny"), ranks)
     logits = [runner.logits(plan) for plan in mixed_plans()]
     runner.close()

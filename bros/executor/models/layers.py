@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bros.executor.target import Target
+from bros.executor.target import Target, multiplies_bf16
 from bros.executor.weights import Int4Groups, Weights
 from bros.kernels.interface import Kernels, Products
 from bros.kernels.panels import GROUP, Panels
@@ -111,7 +111,8 @@ def make_linear(
     if target.weights == "int4" and columns % GROUP == 0:
         groups = Int4Groups.concatenate([source.int4(name, (n, columns)) for name, n in parts])
         if products is None:
-            return pack(groups.dequantize().to(_wide_dtype()), stacked_bias)
+            dtype = torch.bfloat16 if multiplies_bf16() else torch.float32
+            return pack(groups.dequantize().to(dtype), stacked_bias)
         width = products.panel_width
         panels = Panels.int4(groups.codes, groups.scale, groups.minimum, width)
         return PanelLinear(products, panels, stacked_bias)
@@ -175,12 +176,6 @@ def token_padding(device: str, kernels: str, weights: str) -> tuple[tuple[int, i
     if device != "cpu" or not _has_onednn() or has_products(kernels, weights):
         return ()
     return ROW_PADDING
-
-
-def _wide_dtype() -> torch.dtype:
-    """bf16 where the CPU multiplies it natively; elsewhere it is slower than fp32."""
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if native else torch.float32
 
 
 def pack(weight: Tensor, bias: Tensor | None = None, products: Products | None = None) -> Linear:
