@@ -102,8 +102,8 @@ async def empty_parts(http: httpx.AsyncClient) -> None:
 
 
 async def wrong_parts(http: httpx.AsyncClient) -> None:
-    """Programs of two million calls that are none, and tool lists of as many."""
-    session, wrong = await _session(http), [1] * 1_900_000
+    """Programs of a million calls that are none, and tool lists of as many."""
+    session, wrong = await _session(http), [1] * 990_000
     await asyncio.gather(
         http.post(f"{session}/requests", json={"requests": wrong}),
         http.post("/v1/messages", json={"messages": [], "max_tokens": 1, "tools": wrong}),

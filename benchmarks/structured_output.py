@@ -79,7 +79,7 @@ from support.tiny_models import save_tiny_llama
 
 MAX_TOKENS = 96
 IN_FLIGHT = {ServiceClass.RT: 12, ServiceClass.BE: 40}
-SMALL = EngineConfig(weights="fp32", kv_blocks=72, max_model_len=256, max_num_seqs=64)
+SMALL = EngineConfig(kv_blocks=72, max_model_len=256, max_num_seqs=64)
 """With memory for some ten rows."""
 
 

@@ -101,7 +101,7 @@ async def empty_lists(server: Server) -> None:
 
 async def wrong_parts(server: Server) -> None:
     """If the errors of all parts were collected, the interpreter would be held for seconds."""
-    count = by_tier(fast=1_000_000, long=1_900_000)
+    count = by_tier(fast=500_000, long=990_000)
     session = await SessionClient.open(server.http)
     chat = {"messages": [{"role": "user", "content": ""}], "max_tokens": 1}
     await send(server, f"/v1/sessions/{session.id}/requests", {"requests": [1] * count})
