@@ -207,11 +207,11 @@ BROS_INLINE void softmax_lane(float* scores, int64_t n, float* max, float* sum) 
 template <class T>
 Keys<T> list_keys(const Problem& p, const Task& task, const DecodeScratch& s) {
   Keys<T> keys = {reinterpret_cast<const T**>(s.k), reinterpret_cast<const T**>(s.v), 0};
-  for_each_stretch(task, [&](int64_t block, int64_t offset, int32_t count) {
-    const int64_t row = p.cache_row(block, task.kv_head, offset);
-    for (int32_t i = 0; i < count; ++i, ++keys.count) {
-      keys.k[keys.count] = static_cast<const T*>(p.args.cache.k) + row + i * p.dim;
-      keys.v[keys.count] = static_cast<const T*>(p.args.cache.v) + row + i * p.dim;
+  for_each_stretch(task, [&](const Stretch& stretch) {
+    int64_t row = p.cache_row(stretch.block, task.kv_head, stretch.offset);
+    for (int32_t i = 0; i < stretch.count; ++i, ++keys.count, row += stretch.step * p.dim) {
+      keys.k[keys.count] = static_cast<const T*>(p.args.cache.k) + row;
+      keys.v[keys.count] = static_cast<const T*>(p.args.cache.v) + row;
     }
   });
   if (!task.with_chunk) return keys;

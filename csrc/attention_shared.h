@@ -15,11 +15,11 @@ namespace bros {
 namespace {
 
 constexpr int64_t kTileLanes = 192;    // lanes of a query tile, unless one query has more
-constexpr int64_t kSharedSplit = 512;  // context keys of a task if all queries are in one tile
+constexpr int64_t kSharedSplit = kRunKeys;  // context keys of a task if all queries are in one tile
 
 struct SharedPart {
   const int32_t* tokens;    // [num_queries], of the queries of all its readers
-  const int32_t* segments;  // (block, lo, hi) each
+  const int32_t* segments;  // (block, lo, hi) each, see keys_of
   int64_t num_queries;
   int64_t num_context;
   int64_t position;     // of its first key: in its readers, parts before it come before it
@@ -44,7 +44,9 @@ const char* check_segments(const AttentionArgs& a, const int32_t* start, int64_t
       const int32_t block = segments[3 * i];
       const int32_t lo = segments[3 * i + 1], hi = segments[3 * i + 2];
       if (block < 0 || block >= a.cache.num_blocks) return "segment outside the KV cache";
-      if (lo < 0 || lo > hi || hi > a.cache.block_size) return "segment outside its block";
+      if (min_of(lo, hi) < 0 || max_of(lo, hi) > a.cache.block_size) {
+        return "segment outside its block";
+      }
     }
   }
   return nullptr;
@@ -64,9 +66,14 @@ const char* check_shared(const AttentionArgs& a) {
   return check_segments(a, s.segment_start, s.parts, s.segments, s.num_segments);
 }
 
+// A segment with lo > hi is read from slot lo - 1 down to hi.
+int32_t keys_of(const int32_t* segment) {
+  return segment[1] < segment[2] ? segment[2] - segment[1] : segment[1] - segment[2];
+}
+
 int64_t count_keys(const int32_t* segments, int64_t num_segments) {
   int64_t total = 0;
-  for (int64_t i = 0; i < num_segments; ++i) total += segments[3 * i + 2] - segments[3 * i + 1];
+  for (int64_t i = 0; i < num_segments; ++i) total += keys_of(segments + 3 * i);
   return total;
 }
 

@@ -228,8 +228,8 @@ class TaskList {
     int32_t left = task->skip + task->num_context;
     for (;;) {
       const int32_t* s = task->segment;
-      if (left < s[2] - s[1]) break;
-      left -= s[2] - s[1];
+      if (left < keys_of(s)) break;
+      left -= keys_of(s);
       task->segment += 3;
     }
     task->skip = left;
@@ -246,16 +246,30 @@ class TaskList {
   Source* sources_;
 };
 
-// Calls visit(block, offset, count) for the contiguous ranges of slots of a task's context.
+// The slots of a segment but for the first `skip` ones: from `offset` on, in steps of 1 or -1.
+struct Stretch {
+  int32_t block;
+  int32_t offset;
+  int32_t step;
+  int32_t count;
+
+  Stretch(const int32_t* segment, int32_t skip)
+      : block(segment[0]),
+        offset(segment[1] <= segment[2] ? segment[1] + skip : segment[1] - 1 - skip),
+        step(segment[1] <= segment[2] ? 1 : -1),
+        count(keys_of(segment) - skip) {}
+};
+
+// Calls visit(stretch) for the contiguous ranges of slots of a task's context.
 template <class Visit>
 BROS_INLINE void for_each_stretch(const Task& task, const Visit& visit) {
   const int32_t* segment = task.segment;
   int32_t skip = task.skip;
   for (int32_t left = task.num_context; left > 0; segment += 3, skip = 0) {
-    const int32_t lo = segment[1] + skip;
-    const int32_t count = min_of(segment[2] - lo, left);
-    if (count > 0) visit(segment[0], lo, count);
-    left -= count;
+    Stretch stretch(segment, skip);
+    stretch.count = min_of(stretch.count, left);
+    if (stretch.count > 0) visit(stretch);
+    left -= stretch.count;
   }
 }
 

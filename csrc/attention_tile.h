@@ -178,15 +178,15 @@ class KeyStream {
   void fill(const TileScratch& s, int64_t count) {
     int64_t row = 0;
     while (row < count && left_ > 0) {
-      const int64_t lo = segment_[1] + skip_;
-      const int64_t n = min_of<int64_t>(min_of<int64_t>(segment_[2] - lo, left_), count - row);
-      const int64_t source = p_.cache_row(segment_[0], task_.kv_head, lo);
+      const Stretch stretch(segment_, static_cast<int32_t>(skip_));
+      const int64_t n = min_of<int64_t>(min_of<int64_t>(stretch.count, left_), count - row);
+      const int64_t source = p_.cache_row(stretch.block, task_.kv_head, stretch.offset);
       copy(s, row, n, static_cast<const T*>(p_.args.cache.k) + source,
-           static_cast<const T*>(p_.args.cache.v) + source, p_.dim);
+           static_cast<const T*>(p_.args.cache.v) + source, stretch.step * p_.dim);
       row += n;
       left_ -= n;
       skip_ += n;
-      if (segment_[1] + skip_ == segment_[2]) {
+      if (skip_ == keys_of(segment_)) {
         segment_ += 3;
         skip_ = 0;
       }

@@ -7,6 +7,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "key_order.h"
 #include "kernels.h"
 #include "plan_segments.h"
 
@@ -266,6 +267,26 @@ PyObject* sample(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return in.ok() ? call(table->sample, a, a.num_draws * a.vocab) : nullptr;
 }
 
+// order_segments(positions, num_blocks, block_size, start, rows, segments, out_start, out): the
+// number of pieces.
+PyObject* ordered(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  const int32_t* positions = in.pointer<const int32_t>();
+  const int64_t num_blocks = in.integer();
+  const int64_t block_size = in.integer();
+  const int32_t* start = in.pointer<const int32_t>();
+  const int64_t rows = in.integer();
+  const Piece* segments = in.pointer<const Piece>();
+  int32_t* out_start = in.pointer<int32_t>();
+  Piece* out = in.pointer<Piece>();
+  if (!in.ok()) return nullptr;
+  const int64_t pieces = order_segments(positions, num_blocks, block_size, start, rows, segments,
+                                        out_start, out);
+  if (pieces >= 0) return PyLong_FromLongLong(pieces);
+  PyErr_SetString(PyExc_IndexError, "segment outside the KV cache");
+  return nullptr;
+}
+
 // panel_outputs(level): outputs per panel of packed weights.
 PyObject* panel_outputs(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
@@ -412,6 +433,7 @@ PyMethodDef methods[] = {
     method<rms_norm>("rms_norm"),
     method<rope_and_cache>("rope_and_cache"),
     method<attention>("attention"),
+    method<ordered>("order_segments"),
     method<silu_and_mul>("silu_and_mul"),
     method<linear>("linear"),
     method<sample>("sample"),

@@ -73,7 +73,7 @@ async def send(url: str, rows: int, asked: list[Any], in_flight: int) -> dict[st
             try:
                 jsonschema.validate(json.loads(choice["message"]["content"]), schema)
                 found["valid"] += 1
-            except (ValueError, jsonschema.ValidationError):
+            except (TypeError, ValueError, jsonschema.ValidationError):  # TypeError: no text
                 found["invalid"] += 1
 
         began_s = time.perf_counter()

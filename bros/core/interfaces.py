@@ -29,7 +29,7 @@ class Grouping:
     Every row reads a smaller shared prefix itself, because merging costs each row more.
 
     step_blocks: pieces begin and end at multiples of so many blocks. Kernels whose sums are in one
-        order, whoever reads the context, have tiles of this length.
+        order, no matter how many rows read the context, have tiles of this length.
     """
 
     block_size: int

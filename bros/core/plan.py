@@ -4,8 +4,8 @@
 
 KV memory is `num_blocks` blocks of `block_size` slots; slot s is offset s % block_size of
 block s // block_size. A request's cached tokens are a list of segments (block, lo, hi): slots
-[lo, hi) of that block, in any order, because attention inside the context is order-free
-(positions are applied when K is written).
+[lo, hi) of that block, in any order, because positions are applied when K is written. (Only the
+last bits of sums depend on the order: see Kernels.prepare.)
 
 Where the executor can, plan t + 1 is made while plan t runs (interfaces.LaunchingExecutor):
 

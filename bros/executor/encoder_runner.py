@@ -97,7 +97,7 @@ def load_encoder(
     spec = EncoderSpec.from_config(settings)
     target = choose_target(config, find_cuda())
     if config.weights == "auto" and target.device.type == "cpu":
-        target = replace(target, weights="fp32")  # the numbers are what is asked for, not a choice
+        target = replace(target, weights="fp32")  # a user asks for these numbers themselves
     most = longest_text(folder) or spec.max_positions
     length = config.max_model_len or min(most, spec.max_positions)
     if length > spec.max_positions:

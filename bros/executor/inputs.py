@@ -195,9 +195,19 @@ class InputUploader:
         self._device = device
         self._staging = staging
 
-    def __call__(self, inputs: StepInputs, pending: PendingTokens | None = None) -> StepInputs:
-        """The same inputs on the device. The host does not wait for the device."""
-        attention = self._kernels.prepare(inputs.attention, self._layout, self._device)
+    def __call__(
+        self,
+        inputs: StepInputs,
+        pending: PendingTokens | None = None,
+        slot_positions: Tensor | None = None,
+    ) -> StepInputs:
+        """The same inputs on the device. The host does not wait for the device.
+
+        slot_positions: KvMemory.positions.
+        """
+        attention = self._kernels.prepare(
+            inputs.attention, self._layout, self._device, slot_positions=slot_positions
+        )
         if self._staging is None:
             assert pending is None, "on the host all tokens are known"
             if attention is inputs.attention:

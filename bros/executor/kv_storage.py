@@ -55,6 +55,16 @@ class KvMemory(Protocol):
         """
         ...
 
+    @property
+    def positions(self) -> Tensor | None:
+        """int32 [blocks, 16], of the token in each slot, -1 if there is none, for Kernels.prepare;
+        None on a GPU."""
+        ...
+
+    def note(self, slots: Tensor, positions: Tensor) -> None:
+        """Tokens at these positions are written to these slots, int32 [tokens], from now on."""
+        ...
+
     def clear(self) -> None:
         """Release the memory; the storage cannot be used afterwards."""
         ...
@@ -78,6 +88,8 @@ class KvStorage:
         self._rows: Tensor = whole.view(2 * spec.num_layers, -1, spec.head_dim)
         self._copies = self._host_memory(spec, num_host_blocks, dtype)
         self._heads = torch.arange(spec.num_kv_heads)
+        self.positions = torch.full((num_blocks, KV_BLOCK_SIZE), -1, dtype=torch.int32)
+        self._host_positions = torch.full((num_host_blocks, KV_BLOCK_SIZE), -1, dtype=torch.int32)
         self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(
             (whole[layer, 0], whole[layer, 1]) for layer in range(spec.num_layers)
         )
@@ -88,10 +100,18 @@ class KvStorage:
             rows, host_rows = self._rows_of(copies.out_device, copies.out_host)
             for kv, host in zip(self._rows, self._copies, strict=True):
                 host.index_copy_(0, host_rows, kv.index_select(0, rows))
+            kept = self.positions.view(-1)[_indexes(copies.out_device)]
+            self._host_positions.view(-1)[_indexes(copies.out_host)] = kept
         if copies.back_device:
             rows, host_rows = self._rows_of(copies.back_device, copies.back_host)
             for kv, host in zip(self._rows, self._copies, strict=True):
                 kv.index_copy_(0, rows, host.index_select(0, host_rows))
+            kept = self._host_positions.view(-1)[_indexes(copies.back_host)]
+            self.positions.view(-1)[_indexes(copies.back_device)] = kept
+
+    def note(self, slots: Tensor, positions: Tensor) -> None:
+        """See KvMemory."""
+        self.positions.view(-1)[slots.long()] = positions
 
     def wait_for_layer(self, layer: int) -> None:
         """Returns at once: copies are complete already."""

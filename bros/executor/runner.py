@@ -98,6 +98,7 @@ class ModelRunner:
         """Start a plan's KV copies; returns the inputs for `compute`."""
         if copies is not None:
             self._kv.copy(copies)
+        self._kv.note(inputs.slots, inputs.positions)
         return inputs
 
     def compute(
@@ -118,7 +119,9 @@ class ModelRunner:
         assert decoder is not None, "the executor is closed"
         graph = None if graphs is None else graphs.find(inputs)
         if graphs is None or graph is None:
-            return self._run(decoder, self._uploader(inputs, pending), should_abort)
+            return self._run(
+                decoder, self._uploader(inputs, pending, self._kv.positions), should_abort
+            )
         if should_abort is not None and should_abort():
             return None
         self._kv.wait_for_layer(len(self._kv.layers) - 1)

@@ -41,6 +41,17 @@ def rope_and_cache(
     threads: int,
     /,
 ) -> None: ...
+def order_segments(
+    positions: int,
+    num_blocks: int,
+    block_size: int,
+    start: int,
+    rows: int,
+    segments: int,
+    out_start: int,
+    out: int,
+    /,
+) -> int: ...
 def attention(
     level: int,
     out: int,

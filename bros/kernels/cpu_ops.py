@@ -6,6 +6,7 @@ torch must be imported first: it loads the OpenMP library whose threads the kern
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +40,40 @@ _KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 def levels() -> list[str]:
     """The instruction sets that this machine has kernels for, fastest first, `generic` last."""
     return [name for name, available in _C.levels() if available]
+
+
+def in_order(batch: AttentionBatch, positions: Tensor) -> AttentionBatch:
+    """The same attention, with the keys of each row and part in the order of their positions, which
+    is the order in which they are summed.
+
+    positions: int32 [blocks, slots], of the token in each slot, -1 if it is unknown. Rows with
+        unknown ones stay as they are.
+    Segments of the result may be split, and read downwards (see AttentionBatch).
+    """
+    start, segments = _ordered(batch.segment_start, batch.segments, positions)
+    shared = batch.shared
+    if shared is not None:
+        parts, pieces = _ordered(shared.segment_start, shared.segments, positions)
+        shared = replace(shared, segment_start=parts, segments=pieces)
+    return AttentionBatch(batch.query_start, start, segments, shared)
+
+
+def _ordered(start: Tensor, segments: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """(start, segments) of the pieces."""
+    rows = start.shape[0] - 1
+    keys = int((segments[:, 2] - segments[:, 1]).sum())
+    out_start = torch.empty_like(start)
+    out = torch.empty(max(keys, 1) + len(segments), 3, dtype=torch.int32)
+    count = _C.order_segments(
+        _address(positions, torch.int32),
+        *positions.shape,
+        _address(start, torch.int32),
+        rows,
+        _address(segments, torch.int32),
+        out_start.data_ptr(),
+        out.data_ptr(),
+    )
+    return out_start, out[:count]
 
 
 class DrawBuffers(NamedTuple):
@@ -91,10 +126,13 @@ class CpuKernels:
         layout: HeadLayout,
         device: torch.device,
         into: GraphBuffers | None = None,
+        slot_positions: Tensor | None = None,
     ) -> AttentionBatch:
-        """The batch, unchanged."""
+        """The batch, with the keys of each row in the order of their positions."""
         assert device.type == "cpu" and into is None
-        return batch
+        if slot_positions is None:
+            return batch
+        return in_order(batch, slot_positions)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See Kernels."""

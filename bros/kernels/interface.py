@@ -62,7 +62,8 @@ class AttentionBatch:
 
     query_start: [rows + 1].
     segment_start: [rows + 1].
-    segments: [n, 3] of (block, lo, hi).
+    segments: [n, 3] of (block, lo, hi). With lo > hi: from slot lo - 1 down to hi, which only
+        kernels of the CPU are given.
     shared: prefixes that are not in `segments`.
     """
 
@@ -172,9 +173,13 @@ class Kernels(Protocol):
         layout: HeadLayout,
         device: torch.device,
         into: GraphBuffers | None = None,
+        slot_positions: Tensor | None = None,
     ) -> AttentionBatch:
         """Prepare a batch, once per step, for `attention` of every layer.
 
+        slot_positions: int32 [blocks, slots], of the token in each slot, -1 if it is unknown. With
+            them the CPU kernels read the keys of a row in the order of their positions: in another
+            order, sums have other last bits.
         into: from graph_buffers; into.fits(batch) must be True. `attention` then reads the batch
             only from these buffers, so that a graph that captured it can be replayed after any
             later prepare. The captured step may have more tokens than the batch: the last ones are

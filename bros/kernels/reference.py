@@ -34,6 +34,7 @@ class ReferenceKernels:
         layout: HeadLayout,
         device: torch.device,
         into: GraphBuffers | None = None,
+        slot_positions: Tensor | None = None,
     ) -> AttentionBatch:
         """The batch, unchanged."""
         assert into is None
@@ -128,7 +129,10 @@ def segments_of_rows(batch: AttentionBatch) -> list[list[list[int]]]:
 
 def gather_segments(cache: Tensor, segments: list[list[int]]) -> Tensor:
     """The cached tokens of (block, lo, hi) segments, [tokens, kv_heads, head_dim]."""
-    parts = [cache[block, :, lo:hi].transpose(0, 1) for block, lo, hi in segments]
+    parts = []
+    for block, lo, hi in segments:
+        part = cache[block, :, min(lo, hi) : max(lo, hi)].transpose(0, 1)
+        parts.append(part if lo <= hi else part.flip(0))
     return torch.cat([cache.new_empty(0, cache.shape[1], cache.shape[3]), *parts])
 
 

@@ -4,8 +4,8 @@
     block  [ a0  a1  a2  a3  a4   .   .   .   .   .   .   .   .  b2  b1  b0 ]
              left, height 5 ->                             <- right, height 3
 
-Each side is a stack with one owner. Attention does not depend on the order of tokens in memory, so
-a kernel reads a side as one range (block, lo, hi) of slots, whichever way the stack grows. If one
+Each side is a stack with one owner. A kernel may read tokens in any order (see core/plan.py), so
+it reads a side as one range (block, lo, hi) of slots, whichever way the stack grows. If one
 side preempts slots of the other, the top of the other stack is popped: the tokens pushed last (BROS
 5.1).
 """

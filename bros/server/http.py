@@ -195,14 +195,21 @@ def _to_invalid_request(details: ErrorDetails) -> InvalidRequestError:
         )
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     reason = details["msg"][:1].lower() + details["msg"][1:]
-    return InvalidRequestError(f"Invalid value for '{param}': {reason}.", param, code)
+    where = f"for '{param}'" if param else "of the body"
+    return InvalidRequestError(f"Invalid value {where}: {reason}.", param or None, code)
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """("messages", 0, "content") -> messages[0].content"""
+    """("messages", 0, "content") -> messages[0].content
+
+    Pydantic names a form of a field that has several, such as "dict[str,any]", after the field.
+    """
     path = ""
     for step in location:
-        path += f"[{step}]" if isinstance(step, int) else f".{step}"
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif "[" not in step:
+            path += f".{step}"
     return path.removeprefix(".")[:200]
 
 

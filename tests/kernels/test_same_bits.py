@@ -1,5 +1,5 @@
 """The attention of a token has the same bits, however its prompt is cut into chunks, whatever else
-is in the batch, and whoever reads a part of its context."""
+is in the batch, wherever its keys lie, and no matter how many rows read a part of its context."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from support.tier import examples
 
 
 class Texts:
-    """Sequences of tokens with random Q, K and V, all of them in the cache.
+    """Sequences of tokens with random Q, K and V, all of them in the cache: each from the left to
+    the right of its blocks, or from the right to the left.
 
     prefix: tokens that all sequences begin with, in the same blocks.
     """
@@ -53,38 +54,57 @@ class Texts:
         ]
         shape = (sum(sizes) + 1, layout.num_kv_heads, BLOCK_SIZE, layout.head_dim)
         self.caches = [torch.full(shape, float("nan")).to(dtype) for _ in range(2)]
+        self.positions = torch.full((shape[0], BLOCK_SIZE), -1, dtype=torch.int32)
+        self.downwards = [rng.random() < 0.5 for _ in range(shape[0])]
+        self.mixed = rng
         for qkv, blocks in zip(self.qkv, self.blocks, strict=True):
             for cache, columns in zip(
                 self.caches, qkv[:, layout.q_size :].chunk(2, dim=1), strict=True
             ):
                 heads = columns.reshape(len(qkv), layout.num_kv_heads, layout.head_dim)
                 for token in range(len(qkv)):
-                    slot = blocks[token // BLOCK_SIZE], token % BLOCK_SIZE
-                    cache[slot[0], :, slot[1]] = heads[token].to(dtype)
+                    block = blocks[token // BLOCK_SIZE]
+                    offset = self._offset(block, token)
+                    cache[block, :, offset] = heads[token].to(dtype)
+                    self.positions[block, offset] = token
 
     def attend(
         self, level: str, chunks: Sequence[Chunk], shared: Sequence[SharedPrefix] = ()
     ) -> list[Tensor]:
         """The attention of each chunk, computed in one step."""
-        segments = [self._segments(chunk) for chunk in chunks]
+        in_front = max((piece.end for piece in shared), default=0)
+        segments = [self._segments(chunk, in_front) for chunk in chunks]
         batch = AttentionBatch(
             offsets([chunk.end - chunk.first for chunk in chunks]),
             offsets([len(each) for each in segments]),
             torch.tensor([s for each in segments for s in each], dtype=torch.int32).reshape(-1, 3),
         )
-        batch = with_shared_parts(batch, shared)
-        qkv = torch.cat([self.qkv[c.text][c.first : c.end] for c in chunks])
-        out = cpu_kernels(level).attention(
-            qkv, self.layout, *self.caches, batch, self.layout.head_dim**-0.5
+        kernels = cpu_kernels(level)
+        batch = kernels.prepare(
+            with_shared_parts(batch, shared),
+            self.layout,
+            torch.device("cpu"),
+            slot_positions=self.positions,
         )
+        qkv = torch.cat([self.qkv[c.text][c.first : c.end] for c in chunks])
+        out = kernels.attention(qkv, self.layout, *self.caches, batch, self.layout.head_dim**-0.5)
         return list(out.split([chunk.end - chunk.first for chunk in chunks]))
 
-    def _segments(self, chunk: Chunk) -> list[tuple[int, int, int]]:
+    def _offset(self, block: int, token: int) -> int:
+        offset = token % BLOCK_SIZE
+        return BLOCK_SIZE - 1 - offset if self.downwards[block] else offset
+
+    def _segments(self, chunk: Chunk, in_front: int) -> list[tuple[int, int, int]]:
+        """In the order of the cache: only the first `in_front` blocks are in that of positions."""
         blocks = self.blocks[chunk.text]
-        return [
-            (blocks[at // BLOCK_SIZE], 0, min(BLOCK_SIZE, chunk.first - at))
-            for at in range(0, chunk.first, BLOCK_SIZE)
-        ]
+        segments = []
+        for at in range(0, chunk.first, BLOCK_SIZE):
+            block, size = blocks[at // BLOCK_SIZE], min(BLOCK_SIZE, chunk.first - at)
+            low = BLOCK_SIZE - size if self.downwards[block] else 0
+            segments.append((block, low, low + size))
+        rest = segments[in_front:]
+        self.mixed.shuffle(rest)
+        return segments[:in_front] + rest
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""However many parts of a body are wrong, one is reported, and validating holds nobody up."""
+"""However many parts of a body are wrong, few errors are collected, and the first one is named."""
 
 from __future__ import annotations
 
@@ -6,8 +6,16 @@ import pytest
 from pydantic import ValidationError
 
 import bros.server.app  # noqa: F401  (defines all models)
-from bros.server.openai.schema import ClosedModel, WireModel
+from bros.core.errors import InvalidRequestError
+from bros.server.http import validate
+from bros.server.openai.schema import (
+    ChatCompletionRequest,
+    ClosedModel,
+    DrainRequest,
+    WireModel,
+)
 
+USER = {"role": "user", "content": "Hello"}
 MANY = 1000
 FEW = 80
 """One error per field that is missing, and some for each form of a field that has several."""
@@ -36,7 +44,7 @@ def errors(model: type[WireModel], fields: dict[str, object]) -> int:
 
 
 @pytest.mark.parametrize(("model", "name"), FIELDS)
-def test_one_wrong_part_of_many_is_reported(model: type[WireModel], name: str) -> None:
+def test_errors_of_many_parts_are_not_all_collected(model: type[WireModel], name: str) -> None:
     for part in (1.5, "x", [], {}, None):
         assert errors(model, {name: [part] * MANY}) < FEW
         assert errors(model, {name: {str(i): part for i in range(MANY)}}) < FEW
@@ -44,5 +52,35 @@ def test_one_wrong_part_of_many_is_reported(model: type[WireModel], name: str) -
 
 
 @pytest.mark.parametrize("model", subclasses(ClosedModel), ids=lambda model: model.__name__)
-def test_unknown_fields_are_not_all_reported(model: type[WireModel]) -> None:
+def test_unknown_fields_are_not_all_collected(model: type[WireModel]) -> None:
     assert 0 < errors(model, {f"x{i}": 1 for i in range(MANY)}) < FEW
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [USER, USER, 5]}, "messages[2]"),
+        ({"messages": [USER, {"role": "user", "content": [1]}]}, "messages[1].content"),
+        ({"messages": [USER], "stop_token_ids": [1, 2, "x"]}, "stop_token_ids[2]"),
+        ({"messages": [USER], "logit_bias": {"5": 1, "6": "x"}}, "logit_bias.6"),
+        (
+            {
+                "messages": [USER],
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": 5},
+                },
+            },
+            "response_format.json_schema.schema",
+        ),
+    ],
+)
+def test_the_wrong_part_is_named(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as raised:
+        validate(ChatCompletionRequest, fields)
+    assert raised.value.param == param
+
+
+def test_a_body_of_too_many_fields_is_named() -> None:
+    with pytest.raises(InvalidRequestError, match="Invalid value of the body: it has 1000 fields"):
+        validate(DrainRequest, {f"x{i}": 1 for i in range(MANY)})

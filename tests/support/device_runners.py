@@ -145,6 +145,7 @@ class RecordableKernels(ReferenceKernels):
         layout: HeadLayout,
         device: torch.device,
         into: GraphBuffers | None = None,
+        slot_positions: Tensor | None = None,
     ) -> AttentionBatch:
         if into is None:
             return batch

@@ -408,6 +408,14 @@ class CudaKvStorage(Generic[StreamT, EventT]):
         )
         self._mover = _Mover(cache, host, pieces, buffers, streams, copier)
 
+    @property
+    def positions(self) -> None:
+        """None: kernels of a GPU read keys in any order."""
+        return None
+
+    def note(self, slots: Tensor, positions: Tensor) -> None:
+        """Nothing is noted."""
+
     def copy(self, copies: KvCopies) -> None:
         """See KvMemory."""
         if len(copies):

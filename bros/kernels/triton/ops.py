@@ -57,6 +57,7 @@ class TritonKernels:
         layout: HeadLayout,
         device: torch.device,
         into: GraphBuffers | None = None,
+        slot_positions: Tensor | None = None,
     ) -> AttentionBatch:
         """The batch with its work list on the device; the host does not wait for the copy."""
         assert into is None or isinstance(into, GraphWork)
