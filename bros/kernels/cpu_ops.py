@@ -66,7 +66,8 @@ def _ordered(start: Tensor, segments: Tensor, positions: Tensor) -> tuple[Tensor
     out = torch.empty(max(keys, 1) + len(segments), 3, dtype=torch.int32)
     count = _C.order_segments(
         _address(positions, torch.int32),
-        *positions.shape,
+        positions.shape[0],
+        positions.shape[1],
         _address(start, torch.int32),
         rows,
         _address(segments, torch.int32),
