@@ -61,9 +61,8 @@ def in_order(batch: AttentionBatch, positions: Tensor) -> AttentionBatch:
 def _ordered(start: Tensor, segments: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """(start, segments) of the pieces."""
     rows = start.shape[0] - 1
-    keys = int((segments[:, 2] - segments[:, 1]).sum())
     out_start = torch.empty_like(start)
-    out = torch.empty(max(keys, 1) + len(segments), 3, dtype=torch.int32)
+    out = torch.empty(len(segments) * positions.shape[1], 3, dtype=torch.int32)  # a piece per key
     count = _C.order_segments(
         _address(positions, torch.int32),
         positions.shape[0],
