@@ -38,6 +38,8 @@ _MANY_TOKENS = 1024
 """A prompt of so many tokens is compute-bound."""
 _UNKNOWN_OUTPUT_TOKENS = 128
 """Expected output of a class until a request of it has finished."""
+_LEAST_OF_MEAN = 0.5
+"""An answer that others wait for is expected to go on for at least this share of the mean."""
 
 
 def needs_cost_model(config: EngineConfig) -> bool:
@@ -175,7 +177,7 @@ def _policy(
 
     def patient_tokens(state: RequestState) -> int:
         """For requests that wait for its end: an answer longer than the mean may go on."""
-        return expected_tokens(state, least=0.5)
+        return expected_tokens(state, least=_LEAST_OF_MEAN)
 
     guard = OverloadGuard(config.overload, predictor, _capacity(bounds, kv), patient_tokens)
     order = None

@@ -656,7 +656,7 @@ class _Packer(Generic[C]):
             return self._pass_over(candidate, "tokens")
         num_tokens = self._chunk_within(candidate, self._limit_s)
         finish_s = self._finish_s(candidate, num_tokens)
-        hopeless = finish_s > due_s * self._safety_factor
+        hopeless = self._is_hopeless(finish_s, due_s)
         can_wait = hopeless or self._has_time(candidate, due_s)
         if num_tokens > 0 and can_wait and not self._rules.early_return:
             # It is late anyway, or has time: it must not make others late.
@@ -672,6 +672,10 @@ class _Packer(Generic[C]):
         if refused is None:
             self._bind(candidate, finish_s, due_s)
         return refused
+
+    def _is_hopeless(self, finish_s: float, due_s: float) -> bool:
+        """Whether a token that takes `finish_s`, with safety margin, will be late in any case."""
+        return finish_s > due_s * self._safety_factor
 
     def _has_time(self, candidate: C, due_s: float) -> bool:
         """Whether small chunks will do, even if others arrive meanwhile: it is due very late, or it

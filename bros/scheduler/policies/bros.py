@@ -52,6 +52,8 @@ _TURN_STEPS = 8
 """Once in so many steps, the request that has been late for longest goes before all others. Half
 that many steps later, the oldest preempted stream does."""
 
+_RESTART_MARGIN = 2.0
+
 
 class UrgentOrder:
     """Orders real-time requests.
@@ -129,9 +131,9 @@ class UrgentOrder:
     def _set_restart_deadline(self, state: RequestState, now: float) -> None:
         """Renew the deadline of a request that starts over after its first token.
 
-        It gets at least twice the time of recomputing its tokens.
+        It gets at least _RESTART_MARGIN times the time of recomputing its tokens.
         """
-        least_s = 2.0 * self._predictor.prefill_seconds(state.remaining)
+        least_s = _RESTART_MARGIN * self._predictor.prefill_seconds(state.remaining)
         state.deadline_s = now + max(state.slo.ttft_s or 0.0, least_s)
         state.late = True
 
@@ -562,8 +564,12 @@ class BrosPolicy:
             ttft_s = min(max(self._tight_objectives[0][1], settings.ttft_s / 2), settings.ttft_s)
             wait_s = settings.rt_wait * ttft_s
         wait_s = min(wait_s, max(self._wait_for_prompt_s(running), wait_s / 2)) / settings.depth
+        return min(wait_s, self._pace_bound_s(running))
+
+    def _pace_bound_s(self, running: Sequence[RequestState]) -> float:
+        """The shortest TPOT objective of the running requests, but at least half the default."""
         intervals = (state.slo.tpot_s for state in running if state.slo.tpot_s is not None)
-        return min(wait_s, max(min(intervals, default=wait_s), settings.tpot_s / 2))
+        return max(min(intervals, default=math.inf), self._settings.tpot_s / 2)
 
     def _wait_for_prompt_s(self, running: Sequence[RequestState]) -> float:
         """Longest step that leaves enough of the default TTFT for a new request's own step.
@@ -597,8 +603,8 @@ class BrosPolicy:
         """Decode rows, then pressing requests, running prompts (shortest first), new requests."""
         running = queues.running_of(ServiceClass.BE)
         rows = [s for s in running if s.remaining == 1]
-        rows.sort(key=lambda s: s.num_missing)  # requests that must be restored come later
-        prompts = sorted((s for s in running if s.remaining > 1), key=lambda s: s.remaining)
+        rows.sort(key=_tokens_to_restore)
+        prompts = sorted((s for s in running if s.remaining > 1), key=_tokens_to_compute)
         waiting, most = queues.waiting[ServiceClass.BE], self._settings.rows + 1
         pressing = min(most, bisect.bisect_left(waiting, _OTHERS, key=section))
         rest = self._order.first(waiting, pressing, most - pressing, now)
@@ -644,6 +650,14 @@ def _latest_s(state: RequestState) -> float:
         return state.deadline_s
     paced_s = state.paced_deadline_s(_MAX_GAP)
     return max(state.deadline_s, paced_s, last_s + _MAX_GAP_BEHIND * interval_s)
+
+
+def _tokens_to_restore(state: RequestState) -> int:
+    return state.num_missing
+
+
+def _tokens_to_compute(state: RequestState) -> int:
+    return state.remaining
 
 
 def _has_deadline(state: RequestState) -> bool:

@@ -1,0 +1,687 @@
+"""The mechanisms of the scheduler, and how ablation.py leaves each one out.
+
+A mechanism is left out by other options, by patches of named constants and methods, or by both.
+The scheduler has no switches for this. A patch that names something that no longer exists fails, so
+a mechanism that is deleted from the scheduler has to be deleted here as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+from bros.core.request import ServiceClass
+from bros.scheduler import build, memory, packing, state
+from bros.scheduler.cost_model import StepLoad, StepTimePredictor
+from bros.scheduler.memory import StepMemory
+from bros.scheduler.metrics import ClassCounters
+from bros.scheduler.packing import _Packer
+from bros.scheduler.policies import best_effort_order, bros
+from bros.scheduler.policies.best_effort_order import BestEffortOrder
+from bros.scheduler.policies.bros import AdaptiveBatchSize, BrosPolicy, OverloadGuard, UrgentOrder
+from bros.scheduler.state import Queues, Rank, RequestState
+
+Patch = tuple[object, str, object]
+"""(a module or class, name of its attribute, what the attribute is instead)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mechanism:
+    """One mechanism.
+
+    name: in tables.
+    part: packing, policy, batch size, cost model, memory, or admission.
+    without: what the scheduler does if it is left out.
+    options: options of the engine that leave it out.
+    patches: what is replaced in the scheduler.
+    """
+
+    name: str
+    part: str
+    without: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    patches: Sequence[Patch] = ()
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Leave it out of every scheduler that is built and used within the context."""
+        with contextlib.ExitStack() as stack:
+            for owner, name, instead in self.patches:
+                stack.enter_context(patch.object(owner, name, instead))
+            yield
+
+
+def _rules(**changes: Any) -> Patch:
+    """Other switches of packing.Rules."""
+    settings = build._settings
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        found = settings(*args, **kwargs)
+        return dataclasses.replace(found, rules=dataclasses.replace(found.rules, **changes))
+
+    return build, "_settings", changed
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+def _fixed(value: Any) -> property:
+    """An attribute that always has this value, whatever is assigned to it."""
+    return property(lambda self: value, lambda self, assigned: None)
+
+
+# ---- Packing.
+
+
+def _bind_without_credit_only(
+    bind: Callable[..., None], packer: _Packer[Any], *args: Any, **kwargs: Any
+) -> None:
+    bind(packer, *args, **kwargs)
+    packer._credit_only = False
+
+
+def _bind_without_just_possible(
+    bind: Callable[..., None], packer: _Packer[Any], item: Any, finish_s: float, due_s: float
+) -> None:
+    """A token that is on time only without the safety margin counts as lost."""
+    just = due_s < finish_s <= due_s * packer._safety_factor
+    bind(packer, item, math.inf if just else finish_s, due_s)
+
+
+def _wrapped(owner: Any, name: str, wrapper: Callable[..., Any]) -> Patch:
+    """A method replaced by `wrapper`, which gets the method first and then its arguments."""
+    method = getattr(owner, name)
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(method, *args, **kwargs)
+
+    return owner, name, replaced
+
+
+PACKING = (
+    Mechanism(
+        name="chunked prompts",
+        part="packing",
+        without="prompts are taken whole",
+        patches=[_rules(chunked=False)],
+    ),
+    Mechanism(
+        name="passing over",
+        part="packing",
+        without="the first urgent candidate that does not fit ends the step (lines 11-12)",
+        patches=[_rules(early_return=True)],
+    ),
+    Mechanism(
+        name="due rows exceed the batch size",
+        part="packing",
+        without="the batch size also bounds decode rows that are due before the next step",
+        patches=[_rules(strict_rows=True)],
+    ),
+    Mechanism(
+        name="replacement",
+        part="packing",
+        without="best-effort work never takes the row of a real-time request (lines 25-32)",
+        patches=[_rules(replace=False)],
+    ),
+    Mechanism(
+        name="smallest chunk",
+        part="packing",
+        without="chunks of one token are allowed, instead of 16",
+        patches=[_rules(min_chunk=1)],
+    ),
+    Mechanism(
+        name="late prompts in short steps",
+        part="packing",
+        without="a prompt that is late in any case may fill the step up to the others' deadlines",
+        patches=[(_Packer, "_is_hopeless", _always(False))],
+    ),
+    Mechanism(
+        name="patient prompts in short steps",
+        part="packing",
+        without="a prompt that is due much later may fill the step up to the others' deadlines",
+        patches=[(packing, "_PATIENT_STEPS", math.inf)],
+    ),
+    Mechanism(
+        name="task groups in short steps",
+        part="packing",
+        without="prompts of task groups may fill the step up to the others' deadlines",
+        patches=[
+            (RequestState, "in_group", property(lambda self: False, lambda self, value: None))
+        ],
+    ),
+    Mechanism(
+        name="only credit beside late prompts",
+        part="packing",
+        without="best-effort work is added beside a prompt whose first token is just lost",
+        patches=[_wrapped(_Packer, "_bind", _bind_without_credit_only)],
+    ),
+    Mechanism(
+        name="just possible tokens",
+        part="packing",
+        without="a token that is on time only without the safety margin does not end the step",
+        patches=[_wrapped(_Packer, "_bind", _bind_without_just_possible)],
+    ),
+    Mechanism(
+        name="early prefills beside others",
+        part="packing",
+        without="early prefills run only when nothing else does",
+        patches=[(packing, "_WORTH", 0.0)],
+    ),
+    Mechanism(
+        name="early prefills only if worth it",
+        part="packing",
+        without="early prefills take all time that is left",
+        patches=[(packing, "_WORTH", math.inf)],
+    ),
+    Mechanism(
+        name="copies are predicted",
+        part="packing",
+        without="the time of copies to the host is not predicted",
+        patches=[(StepMemory, "is_tight", _always(False))],
+    ),
+)
+
+
+# ---- The order of real-time requests.
+
+
+def _renew_running_only(
+    renew: Callable[..., None], order: UrgentOrder, running: Any, queues: Queues, now: float
+) -> None:
+    renew(order, running, Queues(), now)
+
+
+def _without_turn(turn: int) -> Patch:
+    """No step is the turn at `turn` of _TURN_STEPS."""
+
+    def order(method: Any, self: UrgentOrder, running: Any, queues: Queues, step: int) -> Any:
+        return method(self, running, queues, step + (step % bros._TURN_STEPS == turn))
+
+    return _wrapped(UrgentOrder, "order", order)
+
+
+URGENT = (
+    Mechanism(
+        name="late deadlines are renewed",
+        part="policy",
+        without="a lost deadline stays, so that the latest token comes first (edf)",
+        options={"late": "edf"},
+    ),
+    Mechanism(
+        name="late first tokens wait",
+        part="policy",
+        without="waiting requests keep their place although their first token is late",
+        patches=[_wrapped(UrgentOrder, "renew", _renew_running_only)],
+    ),
+    Mechanism(
+        name="turns of late requests",
+        part="policy",
+        without="no step begins with the request that has been late for longest",
+        patches=[_without_turn(0)],
+    ),
+    Mechanism(
+        name="turns of preempted streams",
+        part="policy",
+        without="no step begins with the oldest preempted stream",
+        patches=[_without_turn(bros._TURN_STEPS // 2)],
+    ),
+    Mechanism(
+        name="time to start over",
+        part="policy",
+        without="a request that starts over is due as if its prompt were short",
+        patches=[(bros, "_RESTART_MARGIN", 0.0)],
+    ),
+    Mechanism(
+        name="lead over the pace",
+        part="policy",
+        without="each token is due one interval after the last, however far ahead a request is",
+        patches=[(state, "_MAX_GAP", 1.0)],
+    ),
+    Mechanism(
+        name="bounded lead",
+        part="policy",
+        without="a request that is ahead of its pace may wait until it is on pace",
+        patches=[(state, "_MAX_GAP", 1e6)],
+    ),
+)
+
+
+# ---- The time that best-effort work gets.
+
+
+def _abort_without_credit(
+    aborted: Callable[..., None], policy: BrosPolicy, *args: Any, **kwargs: Any
+) -> None:
+    before = policy._credit_s
+    aborted(policy, *args, **kwargs)
+    policy._credit_s = before
+
+
+TIME = (
+    Mechanism(
+        name="bound on best-effort steps",
+        part="policy",
+        without="steps with best-effort work may take the whole TTFT objective (--rt-wait 1)",
+        options={"rt_wait": 1.0},
+    ),
+    Mechanism(
+        name="tight objectives",
+        part="policy",
+        without="best-effort steps are bounded by the default TTFT objective alone",
+        patches=[(bros, "_TIGHT_FOR_S", -1.0)],
+    ),
+    Mechanism(
+        name="room for a usual prompt",
+        part="policy",
+        without="best-effort steps leave half the TTFT objective, however long prompts are",
+        patches=[(BrosPolicy, "_wait_for_prompt_s", _always(math.inf))],
+    ),
+    Mechanism(
+        name="a quarter more for late arrivals",
+        part="policy",
+        without="the room for a usual prompt assumes an arrival at the beginning of a step",
+        patches=[(bros, "_ARRIVAL_FACTOR", 1.0)],
+    ),
+    Mechanism(
+        name="best-effort steps within the pace",
+        part="policy",
+        without="best-effort steps may be longer than the shortest TPOT objective",
+        patches=[(BrosPolicy, "_pace_bound_s", _always(math.inf))],
+    ),
+    Mechanism(
+        name="less best-effort work in full memory",
+        part="policy",
+        without="best-effort work gets as much time when real-time requests fill the memory",
+        patches=[(BrosPolicy, "_best_effort_share", _always(1.0))],
+    ),
+    Mechanism(
+        name="guaranteed share",
+        part="policy",
+        without="best-effort work has no credit (--be-share 0)",
+        options={"be_share": 0.0},
+    ),
+    Mechanism(
+        name="aborted steps",
+        part="policy",
+        without="no running step is aborted for an arrival",
+        patches=[_rules(aborts_steps=False)],
+    ),
+    Mechanism(
+        name="bounded time of aborted steps",
+        part="policy",
+        without="any share of the time may go into aborted steps",
+        patches=[(bros, "_ABORTED_SHARE", math.inf), (bros, "_MAX_ABORTED_S", math.inf)],
+    ),
+    Mechanism(
+        name="no abort near the end",
+        part="policy",
+        without="a step may be aborted although less than a fifth of it is left",
+        patches=[(bros, "_MIN_GAIN", 0.0)],
+    ),
+    Mechanism(
+        name="aborts may delay streams",
+        part="policy",
+        without="a step is aborted only if no stream misses its deadline by that",
+        patches=[(bros, "_latest_s", lambda state: state.deadline_s)],
+    ),
+    Mechanism(
+        name="bounded delay by aborts",
+        part="policy",
+        without="aborts may delay a stream for any time",
+        patches=[(bros, "_MAX_GAP", 1e3), (bros, "_MAX_GAP_BEHIND", 1e3)],
+    ),
+    Mechanism(
+        name="credit for aborted steps",
+        part="policy",
+        without="the time of aborted steps earns best-effort work no credit",
+        patches=[_wrapped(BrosPolicy, "on_step_aborted", _abort_without_credit)],
+    ),
+)
+
+
+# ---- The order of best-effort requests.
+
+
+class _ByArrival(BestEffortOrder):
+    def key(self, state: RequestState, now: float) -> Rank:
+        return (state.record.arrival_s, state.arrival_index)
+
+
+def _order_without(**hints: Any) -> Patch:
+    """The order as if requests had these hints."""
+
+    class Order(BestEffortOrder):
+        def key(self, state: RequestState, now: float) -> Rank:
+            request = state.request
+            state.request = dataclasses.replace(
+                request, hints=dataclasses.replace(request.hints, **hints)
+            )
+            try:
+                return super().key(state, now)
+            finally:
+                state.request = request
+
+    return bros, "BestEffortOrder", Order
+
+
+ORDER = (
+    Mechanism(
+        name="best-effort start order",
+        part="policy",
+        without="best-effort requests start in order of arrival",
+        patches=[(bros, "BestEffortOrder", _ByArrival)],
+    ),
+    Mechanism(
+        name="programs in order",
+        part="policy",
+        without="best-effort requests of a program that has begun do not go first",
+        patches=[_order_without(program="")],
+    ),
+    Mechanism(
+        name="task groups first",
+        part="policy",
+        without="best-effort requests of task groups do not go first",
+        patches=[_order_without(group=None)],
+    ),
+    Mechanism(
+        name="deepest calls first",
+        part="policy",
+        without="calls of a program are not ordered by depth",
+        patches=[_order_without(depth=0)],
+    ),
+    Mechanism(
+        name="common prefixes together",
+        part="policy",
+        without="best-effort requests with a common prefix do not start next to each other",
+        patches=[(best_effort_order, "_PREFIX_TOKENS", 10**9)],
+    ),
+    Mechanism(
+        name="pressing deadlines",
+        part="policy",
+        without="best-effort requests with a deadline do not go first when it comes near",
+        patches=[(BrosPolicy, "_move_pressing", _always(None))],
+    ),
+    Mechanism(
+        name="half more time for deadlines",
+        part="policy",
+        without="a best-effort request presses only when its work takes all time that is left",
+        patches=[(bros, "_LAXITY", 1.0)],
+    ),
+    Mechanism(
+        name="rows to restore come last",
+        part="policy",
+        without="best-effort rows that must be restored come in order of arrival",
+        patches=[(bros, "_tokens_to_restore", _always(0))],
+    ),
+    Mechanism(
+        name="shortest prompts first",
+        part="policy",
+        without="running best-effort prompts come in order of arrival",
+        patches=[(bros, "_tokens_to_compute", _always(0))],
+    ),
+)
+
+
+# ---- Adaptive batch size.
+
+
+def _largest(initial: int, most: int, growth: str) -> AdaptiveBatchSize:
+    return AdaptiveBatchSize(most, most, growth)
+
+
+class _WithoutSlowStart(AdaptiveBatchSize):
+    def __init__(self, initial: int, most: int, growth: str) -> None:
+        super().__init__(initial, most, growth)
+        self._slow_start = False
+
+
+class _WithoutHalving(AdaptiveBatchSize):
+    def __init__(self, initial: int, most: int, growth: str) -> None:
+        super().__init__(initial, most, growth)
+        self._halves = False
+
+
+BATCH = (
+    Mechanism(
+        name="adaptive batch size",
+        part="batch size",
+        without="as many rows as --max-num-seqs, always",
+        patches=[(bros, "AdaptiveBatchSize", _largest)],
+    ),
+    Mechanism(
+        name="slow start",
+        part="batch size",
+        without="the batch size grows by one row from the beginning",
+        patches=[(bros, "AdaptiveBatchSize", _WithoutSlowStart)],
+    ),
+    Mechanism(
+        name="halving",
+        part="batch size",
+        without="a violation resets the batch size to B0",
+        patches=[(bros, "AdaptiveBatchSize", _WithoutHalving)],
+    ),
+    Mechanism(
+        name="never below the running requests",
+        part="batch size",
+        without="the batch size may fall below the number of running real-time requests",
+        patches=[(BrosPolicy, "_rows", lambda self, running: self._batch.rows)],
+    ),
+    Mechanism(
+        name="only rows late because of others",
+        part="batch size",
+        without="every late decode row and first token is a violation",
+        patches=[(_Packer, "_late_because_of_others", _always(True))],
+    ),
+)
+
+
+# ---- Corrections of the cost model.
+
+
+class _OneFactor(StepTimePredictor):
+    """Prefill and decode are corrected by one factor."""
+
+    def observe(self, load: StepLoad, actual_s: float) -> None:
+        super().observe(load, actual_s)
+        self.rho_decode = self.rho_prefill = (self.rho_decode + self.rho_prefill) / 2
+
+
+class _FixedMargins(StepTimePredictor):
+    def _followed(self, factor: float, ratio: float, quantile: float) -> float:
+        return factor
+
+
+COST = (
+    Mechanism(
+        name="online correction",
+        part="cost model",
+        without="predictions are not corrected by measured step times",
+        patches=[(build, "StepTimePredictor", partial(StepTimePredictor, alpha=0.0))],
+    ),
+    Mechanism(
+        name="a factor per phase",
+        part="cost model",
+        without="one factor corrects prefill and decode",
+        patches=[(build, "StepTimePredictor", _OneFactor)],
+    ),
+    Mechanism(
+        name="safety margin",
+        part="cost model",
+        without="steps are bounded by their expected times",
+        patches=[(build, "StepTimePredictor", partial(StepTimePredictor, max_factor=1.0))],
+    ),
+    Mechanism(
+        name="learnt margins",
+        part="cost model",
+        without="the safety margins are always 5 and 10 %",
+        patches=[(build, "StepTimePredictor", _FixedMargins)],
+    ),
+    Mechanism(
+        name="larger margin of first tokens",
+        part="cost model",
+        without="first tokens have the margin of all tokens",
+        patches=[(build, "StepTimePredictor", partial(StepTimePredictor, rare_quantile=0.0))],
+    ),
+)
+
+
+# ---- Memory: admission of new requests, and the choice of victims.
+
+
+def _victims_as_if_on_time(
+    victims: Callable[..., Iterable[RequestState]], self: StepMemory, state: RequestState
+) -> Iterator[RequestState]:
+    late, state.late = state.late, False
+    found = list(victims(self, state))
+    state.late = late
+    return iter(found)
+
+
+def _oldest_first(
+    victims: Callable[..., Iterable[RequestState]], self: StepMemory, state: RequestState
+) -> Iterator[RequestState]:
+    found = list(victims(self, state))
+    found.sort(key=lambda victim: (victim.service_class is ServiceClass.RT, victim.arrival_index))
+    return iter(found)
+
+
+def _get_without_growth(
+    can_get: Callable[..., bool], self: StepMemory, state: Any, blocks: int, victims: Any
+) -> bool:
+    holders = len(self._running) - len(victims) + len(self._new_requests)
+    return can_get(self, state, blocks - holders, victims)
+
+
+def _get_without_promises(
+    can_get: Callable[..., bool], self: StepMemory, state: Any, blocks: int, victims: Any
+) -> bool:
+    return can_get(self, state, blocks - self._promised_blocks, victims)
+
+
+class _Unlearnt(ClassCounters):
+    mean_output_tokens = _fixed(128.0)
+
+
+def _one_kind_of_rows(init: Callable[..., None], self: StepMemory, *args: Any, **kw: Any) -> None:
+    init(self, *args, **kw)
+    self._free_rows[ServiceClass.RT] = self._free_rows[ServiceClass.BE]
+
+
+MEMORY = (
+    Mechanism(
+        name="new requests preempt",
+        part="memory",
+        without="new real-time requests wait until memory is free",
+        patches=[(BrosPolicy, "new_requests_preempt", False)],
+    ),
+    Mechanism(
+        name="late new requests spare real-time ones",
+        part="memory",
+        without="a late new request may preempt younger real-time requests",
+        patches=[_wrapped(StepMemory, "_victims", _victims_as_if_on_time)],
+    ),
+    Mechanism(
+        name="the newest is the victim",
+        part="memory",
+        without="of each class, the oldest request is preempted first",
+        patches=[_wrapped(StepMemory, "_victims", _oldest_first)],
+    ),
+    Mechanism(
+        name="expected growth",
+        part="memory",
+        without="best-effort requests are admitted as soon as their prompt fits",
+        patches=[(StepMemory, "_fits_with_growth", _always(True))],
+    ),
+    Mechanism(
+        name="output lengths are learnt",
+        part="memory",
+        without="each output is expected to have 128 tokens",
+        patches=[(build, "ClassCounters", _Unlearnt)],
+    ),
+    Mechanism(
+        name="a block for each holder",
+        part="memory",
+        without="new requests are admitted although others have no block to grow into",
+        patches=[_wrapped(StepMemory, "_can_get", _get_without_growth)],
+    ),
+    Mechanism(
+        name="blocks for the rest of new prompts",
+        part="memory",
+        without="several new requests of a step may count on the same blocks",
+        patches=[_wrapped(StepMemory, "_can_get", _get_without_promises)],
+    ),
+    Mechanism(
+        name="rows of best-effort work do not count",
+        part="memory",
+        without="best-effort requests that hold memory take real-time requests' --max-num-seqs",
+        patches=[_wrapped(StepMemory, "__init__", _one_kind_of_rows)],
+    ),
+    Mechanism(
+        name="waiting for a producer",
+        part="memory",
+        without="a new request computes a prefix itself although another one computes it",
+        patches=[(StepMemory, "_should_wait_for_prefix", _always(False))],
+    ),
+    Mechanism(
+        name="waiting in time only",
+        part="memory",
+        without="waiting for a producer is taken to need no more than the predicted time",
+        patches=[(memory, "_WAIT_MARGIN", 0.0)],
+    ),
+    Mechanism(
+        name="copies of preempted KV",
+        part="memory",
+        without="preempted KV is recomputed (--on-pressure recompute)",
+        options={"on_pressure": "recompute"},
+    ),
+    Mechanism(
+        name="blocks of both classes",
+        part="memory",
+        without="blocks have one owner (--kv-layout plain)",
+        options={"kv_layout": "plain"},
+    ),
+)
+
+
+# ---- Overload: only with --overload relegate or reject.
+
+
+GUARD = (
+    Mechanism(
+        name="relegation",
+        part="admission",
+        without="requests that cannot be on time are served as real-time (--overload late)",
+        options={"overload": "late"},
+    ),
+    Mechanism(
+        name="wait for room",
+        part="admission",
+        without="the estimate assumes that a row and memory are free",
+        patches=[(OverloadGuard, "_start_wait_s", _always(0.0))],
+    ),
+    Mechanism(
+        name="share of prompts",
+        part="admission",
+        without="the estimate assumes that prompts get all time",
+        patches=[(bros, "_MIN_SHARE", 1.0)],
+    ),
+    Mechanism(
+        name="long answers go on",
+        part="admission",
+        without="the estimate assumes that an answer longer than the mean ends at once",
+        patches=[(build, "_LEAST_OF_MEAN", 0.0)],
+    ),
+)
+
+MECHANISMS = {
+    mechanism.name: mechanism
+    for group in (PACKING, URGENT, TIME, ORDER, BATCH, COST, MEMORY, GUARD)
+    for mechanism in group
+}
