@@ -432,7 +432,7 @@ _ALL = (
         be=BeLoad(16),
         options={"host_kv_blocks": 0},
         kv_blocks=500,
-        duration_s=15.0,
+        duration_s=8.0,
     ),
     Load(
         name="one-token flood",

@@ -320,12 +320,6 @@ TIME = (
         patches=[(bros, "_ABORTED_SHARE", math.inf), (bros, "_MAX_ABORTED_S", math.inf)],
     ),
     Mechanism(
-        name="no abort near the end",
-        part="policy",
-        without="a step may be aborted although less than a fifth of it is left",
-        patches=[(bros, "_MIN_GAIN", 0.0)],
-    ),
-    Mechanism(
         name="aborts may delay streams",
         part="policy",
         without="a step is aborted only if no stream misses its deadline by that",

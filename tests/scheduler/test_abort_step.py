@@ -191,16 +191,6 @@ def test_the_new_prompt_has_the_next_step_and_both_classes_their_tokens() -> Non
     assert len(run.token_times["be"]) == 4
 
 
-def test_hardly_anything_left_of_a_step_is_no_reason_to_give_it_up() -> None:
-    run = run_with_best_effort()
-    plan = run.scheduler.schedule(0.0)
-    assert plan is not None
-    nearly_done = 0.9 * plan_seconds(plan)
-    slo = Slo(0.34)
-    assert run.scheduler.yields(arrival(LONG, 0.001, slo), 0.001)
-    assert not run.scheduler.yields(arrival(LONG, nearly_done, slo), nearly_done)
-
-
 def test_a_request_whose_pace_is_impossible_aborts_no_step() -> None:
     run = run_with_best_effort()
     run.submit("impossible", 10, max_tokens=500, slo=Slo(0.4, 0.001))

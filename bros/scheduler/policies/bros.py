@@ -339,9 +339,6 @@ pace, the second for all others."""
 _ABORTED_SHARE, _MAX_ABORTED_S = 0.03, 1.0
 """Aborted steps may take this share of all time. What is not used adds up to this many seconds."""
 
-_MIN_GAIN = 0.2
-"""A step is aborted only if more than this share of it is left."""
-
 _RECENT_PROMPTS, _QUANTILE, _ARRIVAL_FACTOR = 64, 0.9, 1.25
 """Steps with best-effort work leave time for a new prompt of this quantile of the recent lengths.
 The factor allows for arrivals in the middle of a step; see `_wait_for_prompt_s`."""
@@ -485,11 +482,10 @@ class BrosPolicy:
         - the new request's first token would be late after this step, but on time in a step that
           begins now;
         - no token that this step would give on time becomes late;
-        - enough of the step is left, and not too much time went into aborted steps.
+        - not too much time went into aborted steps.
         """
         ends_s = max(began_s + packing.seconds, now)
-        gain_s, loss_s = ends_s - now, now - began_s
-        if gain_s < _MIN_GAIN * packing.seconds or loss_s > self._allowance_s:
+        if now - began_s > self._allowance_s:
             return False
         predictor = self.predictor
         load = StepLoad()
