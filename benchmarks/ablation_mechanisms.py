@@ -414,12 +414,6 @@ ORDER = (
         without="best-effort rows that must be restored come in order of arrival",
         patches=[(bros, "_tokens_to_restore", _always(0))],
     ),
-    Mechanism(
-        name="shortest prompts first",
-        part="policy",
-        without="running best-effort prompts come in order of arrival",
-        patches=[(bros, "_tokens_to_compute", _always(0))],
-    ),
 )
 
 

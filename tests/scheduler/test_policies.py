@@ -362,7 +362,7 @@ def test_a_patient_prompt_goes_on_beside_rows_that_fill_a_short_step(rt_wait: fl
 
 
 def test_order_of_best_effort_work() -> None:
-    """Rows, then what is pressing, prompts that are nearly done, newcomers."""
+    """Rows, then what is pressing, prompts that have begun, newcomers."""
     run = VirtualRun(max_batch_tokens=300, rt_wait=1.0, max_num_seqs=20)
     run.now = 100.0
     run.submit("row", 5, BE, max_tokens=50)

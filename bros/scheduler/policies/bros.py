@@ -596,11 +596,11 @@ class BrosPolicy:
         self._order.started(s for s, _ in best_effort if not s.running and section(s) == _OTHERS)
 
     def _best_effort(self, queues: Queues, now: float) -> Iterator[RequestState]:
-        """Decode rows, then pressing requests, running prompts (shortest first), new requests."""
+        """Decode rows, then pressing requests, running prompts, new requests."""
         running = queues.running_of(ServiceClass.BE)
         rows = [s for s in running if s.remaining == 1]
         rows.sort(key=_tokens_to_restore)
-        prompts = sorted((s for s in running if s.remaining > 1), key=_tokens_to_compute)
+        prompts = [s for s in running if s.remaining > 1]
         waiting, most = queues.waiting[ServiceClass.BE], self._settings.rows + 1
         pressing = min(most, bisect.bisect_left(waiting, _OTHERS, key=section))
         rest = self._order.first(waiting, pressing, most - pressing, now)
@@ -650,10 +650,6 @@ def _latest_s(state: RequestState) -> float:
 
 def _tokens_to_restore(state: RequestState) -> int:
     return state.num_missing
-
-
-def _tokens_to_compute(state: RequestState) -> int:
-    return state.remaining
 
 
 def _has_deadline(state: RequestState) -> bool:
