@@ -256,14 +256,6 @@ URGENT = (
 # ---- The time that best-effort work gets.
 
 
-def _abort_without_credit(
-    aborted: Callable[..., None], policy: BrosPolicy, *args: Any, **kwargs: Any
-) -> None:
-    before = policy._credit_s
-    aborted(policy, *args, **kwargs)
-    policy._credit_s = before
-
-
 TIME = (
     Mechanism(
         name="bound on best-effort steps",
@@ -330,12 +322,6 @@ TIME = (
         part="policy",
         without="aborts may delay a stream for any time",
         patches=[(bros, "_MAX_GAP", 1e3), (bros, "_MAX_GAP_BEHIND", 1e3)],
-    ),
-    Mechanism(
-        name="credit for aborted steps",
-        part="policy",
-        without="the time of aborted steps earns best-effort work no credit",
-        patches=[_wrapped(BrosPolicy, "on_step_aborted", _abort_without_credit)],
     ),
 )
 

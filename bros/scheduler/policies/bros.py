@@ -505,7 +505,6 @@ class BrosPolicy:
         for state, _ in packing.selected[: packing.num_urgent]:
             state.deadline_s = max(state.deadline_s, _latest_s(state))
         self._allowance_s = max(0.0, self._allowance_s - seconds)
-        self._credit_s = min(self._credit_s + self._settings.be_share * seconds, _MAX_CREDIT_S)
 
     def on_request_ended(self, state: RequestState, now: float) -> None:
         self._order.ended(state, now)
