@@ -533,12 +533,6 @@ def _get_without_growth(
     return can_get(self, state, blocks - holders, victims)
 
 
-def _get_without_promises(
-    can_get: Callable[..., bool], self: StepMemory, state: Any, blocks: int, victims: Any
-) -> bool:
-    return can_get(self, state, blocks - self._promised_blocks, victims)
-
-
 class _Unlearnt(ClassCounters):
     mean_output_tokens = _fixed(128.0)
 
@@ -584,12 +578,6 @@ MEMORY = (
         part="memory",
         without="new requests are admitted although others have no block to grow into",
         patches=[_wrapped(StepMemory, "_can_get", _get_without_growth)],
-    ),
-    Mechanism(
-        name="blocks for the rest of new prompts",
-        part="memory",
-        without="several new requests of a step may count on the same blocks",
-        patches=[_wrapped(StepMemory, "_can_get", _get_without_promises)],
     ),
     Mechanism(
         name="rows of best-effort work do not count",

@@ -89,7 +89,6 @@ class StepMemory:
         self._has_best_effort = any(s.service_class is ServiceClass.BE for s in reversed(running))
         self._preemptors: set[str] = set()
         self._new_requests: list[tuple[int, int]] = []
-        self._promised_blocks = 0  # blocks that new requests need for the rest of their prompts
         self._admitting = True
         self._requester: RequestState | None = None
         self._asked_for_victims = False
@@ -251,16 +250,15 @@ class StepMemory:
             return False
         self.refusal = "memory"
         size = self._kv.block_size
-        everything, now = -(-state.remaining // size), -(-num_tokens // size)
+        whole_prompt = -(-state.remaining // size)
         victims = list(self._victims(state))
         holders = len(self._running) - len(victims) + len(self._new_requests)
         self._admitting = (
             self._fits_with_growth(state)
-            and self._can_get(state, everything + self._promised_blocks + holders, victims)
+            and self._can_get(state, whole_prompt + holders, victims)
             and self._append(state, num_tokens)
         )
         if self._admitting:
-            self._promised_blocks += everything - now
             for service_class in {state.service_class, ServiceClass.BE}:
                 self._free_rows[service_class] -= 1
             self._new_requests.append(self._growth_of(state))

@@ -148,15 +148,6 @@ def test_a_newcomer_must_fit_with_its_whole_prompt_and_keeps_the_others_out() ->
     assert not memory.reserve(state(2, RT, 4), 4), "no request overtakes one that waits for memory"
 
 
-def test_a_second_newcomer_does_not_get_what_the_first_one_still_needs() -> None:
-    _, memory = memory_with([], 10)
-    assert memory.reserve(state(0, BE, 32), 4)
-    assert not memory.reserve(state(1, BE, 8), 4), "nor the block that it grows into"
-    _, memory = memory_with([], 11)
-    assert memory.reserve(state(0, BE, 32), 4)
-    assert memory.reserve(state(1, BE, 8), 4)
-
-
 def test_a_newcomer_leaves_every_holder_a_block() -> None:
     for index in (0, 3):  # also one that is older than those who run
         holders = [state(1, RT, 4, cached=4), state(2, RT, 4, cached=4)]
