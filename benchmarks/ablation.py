@@ -416,8 +416,10 @@ def main() -> None:
     )
     parser.add_argument("--report", type=Path, metavar="FILE", help="where to save the report")
     parser.add_argument("--stored", type=Path, metavar="FILE", help="figures to report")
-    parser.add_argument("--mechanisms", default=",".join(MECHANISMS), help="names, by commas")
-    parser.add_argument("--loads", default=",".join(LOADS), help="names, by commas")
+    parser.add_argument(
+        "--mechanisms", default=";".join(MECHANISMS), help="names, separated by semicolons"
+    )
+    parser.add_argument("--loads", default=";".join(LOADS), help="names, separated by semicolons")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="number of seeds")
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--duration", type=float, help="virtual seconds of each run")
@@ -428,8 +430,8 @@ def main() -> None:
     else:
         seeds = range(args.first_seed, args.first_seed + args.seeds)
         results = measure(
-            [name for name in args.mechanisms.split(",") if name],
-            args.loads.split(","), seeds, args.duration, args.jobs,
+            [name for name in args.mechanisms.split(";") if name],
+            args.loads.split(";"), seeds, args.duration, args.jobs,
         )  # fmt: skip
     console = Console(soft_wrap=True)
     for name in results["mechanisms"]:
