@@ -389,12 +389,6 @@ ORDER = (
         patches=[(BrosPolicy, "_move_pressing", _always(None))],
     ),
     Mechanism(
-        name="half more time for deadlines",
-        part="policy",
-        without="a best-effort request presses only when its work takes all time that is left",
-        patches=[(bros, "_LAXITY", 1.0)],
-    ),
-    Mechanism(
         name="rows to restore come last",
         part="policy",
         without="best-effort rows that must be restored come in order of arrival",

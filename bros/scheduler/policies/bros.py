@@ -353,9 +353,6 @@ _CROWDED_FROM, _CROWDED_TO = 0.6, 0.9
 """Shares of KV memory held by real-time requests: best-effort work gets less time beyond the first,
 and none beyond the second, since longer steps make these requests hold their memory for longer."""
 
-_LAXITY = 1.5
-"""A best-effort request is pressing once the time left is so many times its estimated work."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrosSettings:
@@ -437,7 +434,7 @@ class BrosPolicy:
         state.queue_key = (_EARLY if state.early else _OTHERS, *self._order.key(state, now))
         if state.slo.deadline_s is not None:
             due_s = state.record.arrival_s + state.slo.deadline_s
-            start_s = due_s - _LAXITY * self._work_s(state)
+            start_s = due_s - self._work_s(state)
             if start_s >= state.record.arrival_s:  # else it could never be met
                 heapq.heappush(self._deadlines, (start_s, state.arrival_index, state))
             if len(self._deadlines) > _MAX_STALE + 2 * self._known_deadlines:
