@@ -1,6 +1,6 @@
 """What each mechanism of the scheduler is worth: simulated with and without it, over many loads.
 
-    python benchmarks/ablation.py [--json FILE] [--report FILE] [--mechanisms a,b] [--loads a,b]
+    python benchmarks/ablation.py [--json FILE] [--report FILE] [--mechanisms "a;b"] [--loads "a;b"]
 
 Each mechanism (ablation_mechanisms.py) is left out alone, in each load (ablation_loads.py), with
 the same seeds as the complete scheduler. Intervals (95 %) are Student's t over the differences of
@@ -44,17 +44,16 @@ from bros.workload.attainment import (
     judge,
 )
 
-SEEDS = 4
-SAME_SEEDS = 1
-"""If so many runs are the same without a mechanism, all are taken to be."""
+FIRST_SEEDS, SEEDS = 3, 9
+"""Seeds of all runs, and of those whose loss may be chance. If the run of the first seed is the
+same without a mechanism, all are taken to be."""
 WARM_UP = 0.1
 """Share of a run that is not counted in the throughput."""
 ATTAINMENT_POINTS, THROUGHPUT_PERCENT, WORST_PERCENT, DEADLINE_POINTS = 0.5, 1.0, 10.0, 1.0
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160)
 """Quantiles (0.975) of Student's t with 1, 2, ... degrees of freedom."""
 
-Figures = Mapping[str, float | None]
-"""The figures of one run."""
+_LABELS = {"mechanism", "load"}
 
 # ---- Running.
 
@@ -62,8 +61,8 @@ Figures = Mapping[str, float | None]
 class Task(NamedTuple):
     """A mechanism that is left out of one load; None: the complete scheduler.
 
-    digests: of the runs of the complete scheduler with the first seeds. If all of these are the
-        same without the mechanism, the other seeds are left out.
+    digests: of the run of the complete scheduler with the first seed. If it is the same without the
+        mechanism, the other seeds are left out.
     """
 
     mechanism: str | None
@@ -177,41 +176,61 @@ def measure(
 ) -> dict[str, Any]:  # fmt: skip
     """All runs, and everything that determines them beside the code."""
     began = time.perf_counter()
-    complete = [Task(None, load, tuple(seeds), duration_s) for load in loads]
-    known = dict(zip(loads, run_all(run, complete, jobs), strict=True))
-    tasks = [
-        Task(mechanism, load, tuple(seeds), duration_s, _first_digests(known[load]))
-        for load in loads
-        for mechanism in mechanisms
-    ]
-    done = set()
-    console = Console(stderr=True)
-
-    def progress(index: int, share: float) -> None:
-        if share == 1.0 and index not in done:
-            done.add(index)
-            if len(done) % 50 == 0:
-                console.print(f"{len(done)} of {len(tasks)}", style="dim")
-
-    found = run_all(run, tasks, jobs, progress)
-    runs = [
-        {"mechanism": task.mechanism, "load": task.load, **_by_figure(each)}
-        for task, each in zip([*complete, *tasks], [*known.values(), *found], strict=True)
-    ]
-    return {
+    first, rest = tuple(seeds[:FIRST_SEEDS]), tuple(seeds[FIRST_SEEDS:])
+    complete = _run_all([Task(None, load, tuple(seeds), duration_s) for load in loads], jobs)
+    digests = {each["load"]: tuple(each["digest"][:1]) for each in complete}
+    found = _run_all(
+        [
+            Task(mechanism, load, first, duration_s, digests[load])
+            for load in loads
+            for mechanism in mechanisms
+        ],
+        jobs,
+    )
+    results: dict[str, Any] = {
         "environment": environment(),
         "seeds": list(seeds),
-        "wall_s": round(time.perf_counter() - began, 1),
+        "wall_s": 0.0,
         "loads": {name: LOADS[name].about for name in loads},
         "mechanisms": {
             name: [MECHANISMS[name].part, MECHANISMS[name].without] for name in mechanisms
         },
-        "runs": runs,
+        "runs": [*complete, *found],
     }
+    if rest:
+        _extend(results, rest, duration_s, jobs)
+    results["wall_s"] = round(time.perf_counter() - began, 1)
+    return results
 
 
-def _first_digests(runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    return tuple(run["digest"] for run in runs[:SAME_SEEDS])
+def _run_all(tasks: Sequence[Task], jobs: int) -> list[dict[str, Any]]:
+    return [
+        {"mechanism": task.mechanism, "load": task.load, **_by_figure(runs)}
+        for task, runs in zip(tasks, run_all(run, tasks, jobs), strict=True)
+    ]
+
+
+def _extend(
+    results: Mapping[str, Any], seeds: tuple[int, ...], duration_s: float | None, jobs: int
+) -> None:
+    """Run more seeds where a loss may be chance, of mechanisms that no load is known to need."""
+    tasks = [Task(*pair, seeds, duration_s) for pair in sorted(_undecided(results))]
+    more = {(each["mechanism"], each["load"]): each for each in _run_all(tasks, jobs)}
+    for each in results["runs"]:
+        added = more.get((each["mechanism"], each["load"]))
+        if added is not None:
+            each.update({name: each[name] + added[name] for name in added.keys() - _LABELS})
+
+
+def _undecided(results: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """(mechanism, load) pairs."""
+    verdicts = {name: judge_mechanism(results, name) for name in results["mechanisms"]}
+    return {
+        (name, load)
+        for name, verdict in verdicts.items()
+        if not verdict.needed
+        for load in verdict.unsure
+    }
 
 
 def _by_figure(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -276,10 +295,13 @@ FIGURES = (
 
 
 def change(figure: Figure, with_it: Mapping[str, Any], without: Mapping[str, Any]) -> Change | None:
-    """The change by leaving a mechanism out; None if there is no such figure."""
+    """The change by leaving a mechanism out; None if there is no such figure.
+
+    Without the mechanism, only the first seeds may have run.
+    """
     pairs = [
         (before, after)
-        for before, after in zip(with_it[figure.name], without[figure.name], strict=True)
+        for before, after in zip(with_it[figure.name], without[figure.name], strict=False)
         if before is not None and after is not None and (before or not figure.relative)
     ]
     if not pairs:
@@ -297,17 +319,19 @@ class Verdict:
     harmful: texts of gains.
     changes: load -> figure name -> change.
     same: loads in which nothing changes at all.
+    unsure: loads with a loss that may be chance.
     """
 
     needed: list[str]
     harmful: list[str]
     changes: dict[str, dict[str, Change]]
     same: set[str]
+    unsure: set[str]
 
 
 def judge_mechanism(results: Mapping[str, Any], mechanism: str) -> Verdict:
     complete = {run["load"]: run for run in results["runs"] if run["mechanism"] is None}
-    verdict = Verdict([], [], {}, set())
+    verdict = Verdict([], [], {}, set(), set())
     for run in results["runs"]:
         if run["mechanism"] != mechanism:
             continue
@@ -330,6 +354,8 @@ def judge_mechanism(results: Mapping[str, Any], mechanism: str) -> Verdict:
                 verdict.needed.append(text)
             elif better:
                 verdict.harmful.append(text)
+            elif (found.mean if figure.rises else -found.mean) <= -figure.least:
+                verdict.unsure.add(load)
     return verdict
 
 
@@ -339,11 +365,13 @@ def judge_mechanism(results: Mapping[str, Any], mechanism: str) -> Verdict:
 def report(results: Mapping[str, Any]) -> Iterator[str]:
     """The lines of a Markdown page."""
     loads, seeds = list(results["loads"]), len(results["seeds"])
+    first = min(FIRST_SEEDS, seeds)
     verdicts = {name: judge_mechanism(results, name) for name in results["mechanisms"]}
     yield "# Ablation of the scheduler"
     yield ""
     yield (
-        f"Each mechanism is left out alone, in {len(loads)} simulated loads with {seeds} seeds. "
+        f"Each mechanism is left out alone, in {len(loads)} simulated loads with {first} seeds; with "
+        f"{seeds} where a loss may be chance of a mechanism that no load is known to need. "
         "Changes are those by leaving it out. A loss counts from "
         f"{ATTAINMENT_POINTS} points of attainment, {THROUGHPUT_PERCENT:g} % of best-effort "
         f"throughput, {WORST_PERCENT:g} % of a p99 (first token, gap between tokens, a best-effort "
@@ -360,12 +388,17 @@ def report(results: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield "## Which loads need it"
     yield ""
+    yield (
+        "A mechanism that no load needs is deleted, unless it is named here why it stays. Its row "
+        "stays, with the figures of the scheduler that still had it."
+    )
+    yield ""
     yield "| mechanism | part | without it | costs | gains |"
     yield "|---|---|---|---|---|"
     for name, verdict in verdicts.items():
         part, without = results["mechanisms"][name]
-        needed = "; ".join(verdict.needed) or "**nothing**"
-        yield f"| {name} | {part} | {without} | {needed} | {'; '.join(verdict.harmful)} |"
+        costs = "; ".join(verdict.needed) or f"**nothing**: {_fate(name)}"
+        yield f"| {name} | {part} | {without} | {costs} | {'; '.join(verdict.harmful)} |"
     for title, names in (
         ("Attainment (points) / best-effort throughput (%)", ("attainment", "be_tokens_per_s")),
         ("p99 of first tokens / of gaps between tokens (%)", ("ttft_p99_s", "gap_p99_s")),
@@ -380,6 +413,12 @@ def report(results: Mapping[str, Any]) -> Iterator[str]:
         for name, verdict in verdicts.items():
             cells = [_cell(verdict, load, names) for load in loads]
             yield f"| {name} | {' | '.join(cells)} |"
+
+
+def _fate(name: str) -> str:
+    """What became of a mechanism that no load needs."""
+    mechanism = MECHANISMS.get(name)
+    return "deleted" if mechanism is None else mechanism.kept
 
 
 def _mean(values: Sequence[float | None]) -> str:
@@ -420,7 +459,7 @@ def main() -> None:
         "--mechanisms", default=";".join(MECHANISMS), help="names, separated by semicolons"
     )
     parser.add_argument("--loads", default=";".join(LOADS), help="names, separated by semicolons")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="number of seeds")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="most seeds of a run")
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--duration", type=float, help="virtual seconds of each run")
     parser.add_argument("--jobs", type=int, default=2, help="parallel simulations")
@@ -431,7 +470,7 @@ def main() -> None:
         seeds = range(args.first_seed, args.first_seed + args.seeds)
         results = measure(
             [name for name in args.mechanisms.split(";") if name],
-            args.loads.split(";"), seeds, args.duration, args.jobs,
+            args.loads.split(";"), list(seeds), args.duration, args.jobs,
         )  # fmt: skip
     console = Console(soft_wrap=True)
     for name in results["mechanisms"]:

@@ -40,6 +40,7 @@ class Mechanism:
     without: what the scheduler does if it is left out.
     options: options of the engine that leave it out.
     patches: what is replaced in the scheduler.
+    kept: why it stays although no load needs it.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Mechanism:
     without: str
     options: Mapping[str, Any] = field(default_factory=dict)
     patches: Sequence[Patch] = ()
+    kept: str = ""
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
