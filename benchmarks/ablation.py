@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,7 +174,6 @@ def measure(
     duration_s: float | None, jobs: int,
 ) -> dict[str, Any]:  # fmt: skip
     """All runs, and everything that determines them beside the code."""
-    began = time.perf_counter()
     first, rest = tuple(seeds[:FIRST_SEEDS]), tuple(seeds[FIRST_SEEDS:])
     complete = _run_all([Task(None, load, tuple(seeds), duration_s) for load in loads], jobs)
     digests = {each["load"]: tuple(each["digest"][:1]) for each in complete}
@@ -190,7 +188,6 @@ def measure(
     results: dict[str, Any] = {
         "environment": environment(),
         "seeds": list(seeds),
-        "wall_s": 0.0,
         "loads": {name: LOADS[name].about for name in loads},
         "mechanisms": {
             name: [MECHANISMS[name].part, MECHANISMS[name].without] for name in mechanisms
@@ -199,15 +196,18 @@ def measure(
     }
     if rest:
         _extend(results, rest, duration_s, jobs)
-    results["wall_s"] = round(time.perf_counter() - began, 1)
     return results
 
 
 def _run_all(tasks: Sequence[Task], jobs: int) -> list[dict[str, Any]]:
-    return [
-        {"mechanism": task.mechanism, "load": task.load, **_by_figure(runs)}
-        for task, runs in zip(tasks, run_all(run, tasks, jobs), strict=True)
-    ]
+    """A record of each task; of runs that change nothing only the digest."""
+    found = []
+    for task, runs in zip(tasks, run_all(run, tasks, jobs), strict=True):
+        record: dict[str, Any] = {"mechanism": task.mechanism, "load": task.load}
+        lists = _by_figure(runs)
+        same = lists["digest"] == list(task.digests)
+        found.append(record | ({"digest": lists["digest"]} if same else lists))
+    return found
 
 
 def _extend(
@@ -235,7 +235,7 @@ def _undecided(results: Mapping[str, Any]) -> set[tuple[str, str]]:
 
 def _by_figure(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {
-        name: [float(f"{r[name]:.6g}") if isinstance(r[name], float) else r[name] for r in runs]
+        name: [float(f"{r[name]:.5g}") if isinstance(r[name], float) else r[name] for r in runs]
         for name in runs[0]
     }
 
@@ -370,7 +370,7 @@ def report(results: Mapping[str, Any]) -> Iterator[str]:
     yield "# Ablation of the scheduler"
     yield ""
     yield (
-        f"Each mechanism is left out alone, in {len(loads)} simulated loads with {first} seeds; with "
+        f"Each mechanism is left out alone, in {len(loads)} loads with {first} seeds each; with "
         f"{seeds} where a loss may be chance of a mechanism that no load is known to need. "
         "Changes are those by leaving it out. A loss counts from "
         f"{ATTAINMENT_POINTS} points of attainment, {THROUGHPUT_PERCENT:g} % of best-effort "
@@ -397,7 +397,7 @@ def report(results: Mapping[str, Any]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for name, verdict in verdicts.items():
         part, without = results["mechanisms"][name]
-        costs = "; ".join(verdict.needed) or f"**nothing**: {_fate(name)}"
+        costs = "; ".join([*verdict.needed, _fate(name)]).removesuffix("; ")
         yield f"| {name} | {part} | {without} | {costs} | {'; '.join(verdict.harmful)} |"
     for title, names in (
         ("Attainment (points) / best-effort throughput (%)", ("attainment", "be_tokens_per_s")),
@@ -416,9 +416,11 @@ def report(results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _fate(name: str) -> str:
-    """What became of a mechanism that no load needs."""
+    """Whether a mechanism is deleted, or why it stays although no load needs it."""
     mechanism = MECHANISMS.get(name)
-    return "deleted" if mechanism is None else mechanism.kept
+    if mechanism is None:
+        return "**deleted**"
+    return f"nothing; it stays: {mechanism.kept}" if mechanism.kept else ""
 
 
 def _mean(values: Sequence[float | None]) -> str:
@@ -449,10 +451,13 @@ def as_json(results: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
+_QUICK = {
+    "seeds": 1, "duration": 2.0, "loads": "cpu", "mechanisms": "guaranteed share", "jobs": 1,
+}  # fmt: skip
+
+
 def main() -> None:
-    parser = benchmark_parser(
-        __doc__, seeds=1, duration=2.0, loads="cpu", mechanisms="guaranteed share", jobs=1
-    )
+    parser = benchmark_parser(__doc__, **_QUICK)
     parser.add_argument("--report", type=Path, metavar="FILE", help="where to save the report")
     parser.add_argument("--stored", type=Path, metavar="FILE", help="figures to report")
     parser.add_argument(

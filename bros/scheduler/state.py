@@ -26,7 +26,8 @@ SIDES: Mapping[ServiceClass, Side] = MappingProxyType(
 """The side of a block on which requests of a class grow."""
 
 _MAX_GAP = 1.5
-"""Longest planned time to the next token, in TPOT objectives; see paced_deadline_s."""
+"""Longest planned time to the next token, in TPOT objectives; see paced_deadline_s. Ablation:
+tight, p99 gap +53 % without a bound; mixed, throughput -3 % without a lead."""
 
 
 def due_from_s(request: EngineRequest, now: float) -> float:

@@ -68,6 +68,7 @@ def run(mechanism: str | None, attainment: list[float], **changes: Any) -> dict[
         "ttft_p99_s": [0.2] * count,
         "gap_p99_s": [0.1] * count,
         "be_wait_p99_s": [3.0] * count,
+        "program_s": [None] * count,
         "be_deadlines": [None] * count,
         "digest": [str(mechanism)] * count,
     } | changes
@@ -76,20 +77,23 @@ def run(mechanism: str | None, attainment: list[float], **changes: Any) -> dict[
 def test_a_mechanism_is_needed_by_the_load_that_loses_without_it(ablation: ModuleType) -> None:
     results = {
         "loads": {"tight": ""},
-        "mechanisms": dict.fromkeys("abcd", ["policy", ""]),
+        "mechanisms": dict.fromkeys("abcde", ["policy", ""]),
         "runs": [
             run(None, [99.0, 98.0, 97.0]),
             run("a", [97.0, 96.1, 95.1]),
             run("b", [98.9, 97.9, 96.9]),
             run("c", [99.0, 98.0, 97.0], gap_p99_s=[0.12, 0.13, 0.125]),
-            run("d", [99.0, 98.0, 97.0], digest=["None"] * 3, be_tokens_per_s=[1010.0] * 3),
+            {"mechanism": "d", "load": "tight", "digest": ["None"]},
+            run("e", [99.0, 80.0, 97.0]),
         ],
     }
-    found = {name: ablation.judge_mechanism(results, name) for name in "abcd"}
+    found = {name: ablation.judge_mechanism(results, name) for name in "abcde"}
     assert found["a"].needed == ["tight: attainment -1.9 points"]
     assert found["b"].needed == [], "a tenth of a point is too little"
     assert found["c"].needed == ["tight: p99 gap +25.0 %"]
-    assert found["d"].same == {"tight"} and not found["d"].harmful
+    assert found["d"].same == {"tight"} and not found["d"].changes
+    assert found["e"].needed == [] and found["e"].unsure == {"tight"}, "it may be chance"
+    assert ablation._undecided(results) == {("e", "tight")}
 
 
 def test_the_committed_report_is_that_of_the_committed_figures(ablation: ModuleType) -> None:
