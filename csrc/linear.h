@@ -1,13 +1,13 @@
 // Linear layers: out = x @ weight.T + bias, with packed weights (linear_formats.h).
 //
-// Every output of a row is one sum in fp32, from the first input to the last. It depends on nothing
-// but this row: not on other rows, on their number or on threads. A row of a product has the same
+// Every output of a row is summed in fp32 in one order, from the first input to the last. It depends
+// on nothing but this row: not on other rows, on their number or on threads. A row of a product has the same
 // bits in any batch.
 //
 //     tile of R rows x C panels:   R * C * 2 accumulators; per input R broadcasts, 2 C vectors
 //
-// A few rows read the packed weights over several panels at once, so that there are enough
-// independent sums to hide the latency of an FMA. For more rows, a block of rows that stays in the
+// A few rows read the packed weights over several panels at once (Panel::kPanels), so that there are
+// enough independent sums to hide the latency of an FMA. For more rows, a block of rows that stays in the
 // cache is multiplied with one panel after the other. Where activations are multiplied exactly, the
 // block of the panel is first widened to fp32, and every tile of rows reads it from there.
 #pragma once
@@ -38,8 +38,13 @@ struct Inputs {
   int64_t panel_bytes;
   int64_t first;
   int64_t count;
-  bool carry;  // the sums go on from `out`
+  bool carry;        // the sums go on from `out`
+  const char* next;  // prefetched where Panel::kPrefetches, as many bytes as are read; or null
 };
+
+BROS_INLINE void prefetch(const char* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
 
 // The sums of R rows for C panels: out[r * stride + c * kPanelOutputs + i].
 template <int R, int C, class Panel>
@@ -54,7 +59,11 @@ BROS_INLINE void tile(const Inputs& in, float* __restrict out, int64_t stride) {
   for (int64_t k = in.first; k < in.first + in.count; k += Panel::kStep, x += Panel::kStepBytes) {
     Panel panels[C];
     for (int c = 0; c < C; ++c) panels[c].seek(in.weights + c * in.panel_bytes, k);
-    Panel::template multiply<R, C>(panels, x, in.x_stride, sum);
+    if constexpr (Panel::kPrefetches) {
+      if (in.next) prefetch(in.next + Panel::bytes(k - in.first), Panel::bytes(Panel::kStep));
+    }
+    const int64_t count = min_of<int64_t>(Panel::kStep, in.first + in.count - k);
+    Panel::template multiply<R, C>(panels, x, in.x_stride, count, sum);
   }
   for (int r = 0; r < R; ++r) {
     for (int i = 0; i < 2 * C; ++i) store(out + r * stride + i * kLanes, sum[r][i]);
@@ -87,7 +96,7 @@ BROS_INLINE void tile_at(const LinearArgs& a, const Inputs& in, float* out, int6
 template <int R, int C, class Panel>
 void few_rows(const LinearArgs& a, const Rows& rows, int64_t begin, int64_t end) {
   const int64_t bytes = Panel::bytes(a.inputs);
-  Inputs in = {rows.x, rows.x_stride, nullptr, bytes, 0, a.inputs, false};
+  Inputs in = {rows.x, rows.x_stride, nullptr, bytes, 0, a.inputs, false, nullptr};
   int64_t p = begin;
   for (; p + C <= end; p += C) {
     in.weights = static_cast<const char*>(a.weights) + p * bytes;
@@ -108,6 +117,7 @@ void block_rows(const LinearArgs& a, const Inputs& in, const Rows& rows, int64_t
   float* out = rows.out;
   for (int64_t t = 0; t < tiles; ++t) {
     const int64_t count = t < full ? R : R - 1;
+    block.next = t + 1 == tiles ? in.next : nullptr;
     if (t < full) {
       tile_at<R, 1, Panel>(a, block, out, at);
     } else {
@@ -163,8 +173,8 @@ BROS_INLINE int64_t row_block(int64_t rows, int64_t x_stride) {
   if (!is_same<Panel, typename Panel::Wide>) return rows;  // a panel is widened once
   constexpr int64_t kRows = Panel::Wide::kTileRows;
   const int64_t inputs = kInputBlock / Panel::kStep * Panel::kStepBytes;
-  const int64_t most = kRowBlockBytes / min_of(inputs, x_stride) / kRows * kRows;
-  return min_of(rows, max_of(most, kRows));
+  const int64_t most = max_of(kRowBlockBytes / min_of(inputs, x_stride), kRows);
+  return round_up(ceil_div(rows, ceil_div(rows, most)), kRows);  // about equal blocks
 }
 
 // Panels [begin, end) of many rows: block by block of rows and of inputs.
@@ -194,7 +204,9 @@ void many_rows(const LinearArgs& a, const Rows& all, int64_t begin, int64_t end)
                      0,
                      k,
                      min_of(kInputBlock, a.inputs - k),
-                     k > 0};
+                     k > 0,
+                     nullptr};
+        if (tiles > 1) in.next = weights + Panel::bytes(k + in.count);  // one tile reads in order
         if constexpr (kWidens) {
           widen_block<Panel>(weights, k, in.count, wide);
           in.weights = reinterpret_cast<const char*>(wide);
@@ -208,8 +220,8 @@ void many_rows(const LinearArgs& a, const Rows& all, int64_t begin, int64_t end)
 
 template <class Panel>
 void panels_of(const LinearArgs& a, const Rows& rows, int64_t begin, int64_t end) {
-  // fp32 weights and a pair need few registers beside the sums, groups with scales more.
-  constexpr int kOne = Panel::kStep <= 2 ? 4 : 2, kTwo = 2, kMore = kLanes == 16 ? 2 : 1;
+  constexpr int kOne = Panel::kPanels, kTwo = min_of(kOne, 2);
+  constexpr int kMore = min_of(kOne, kLanes == 16 ? 2 : 1);
   switch (rows.count) {
     case 1: return few_rows<1, kOne, Panel>(a, rows, begin, end);
     case 2: return few_rows<2, kTwo, Panel>(a, rows, begin, end);
@@ -239,7 +251,7 @@ const char* product(const LinearArgs& a) {
                a.rows};
   if constexpr (Panel::kRounds) {
     static thread_local Scratch scratch;
-    rows.x_stride = a.inputs / Panel::kStep * Panel::kStepBytes;
+    rows.x_stride = ceil_div(a.inputs, Panel::kStep) * Panel::kStepBytes;
     char* rounded = static_cast<char*>(scratch.reserve(a.rows * rows.x_stride));
     if (!rounded) return "no memory for rounded activations";
     parallel_for(a.rows, a.rows * a.inputs, a.threads, [&](int64_t begin, int64_t end) {

@@ -15,11 +15,17 @@
 //
 //     kStep, kStepBytes       inputs of one step, and the bytes of a row of activations for it
 //     kTileRows               rows of a tile, as the registers allow
+//     kPanels                 panels that one row is multiplied with at once: 1 for groups, since
+//                             two take 1.4 times as long (AVX2) or twice as long (VNNI)
+//     kPrefetches             whether the last of several tiles prefetches the weights after its own:
+//                             int4 by VNNI takes 12 % less time for 8 rows; fp32, whose loop is
+//                             short, would take 10 % more for 16, and bf16 as long as before
 //     bytes(inputs)           of a panel
 //     seek(weights, k)        goes to input k, a multiple of kStep, of the panel at `weights`
-//     multiply(panels, x, x_stride, sum)
+//     multiply(panels, x, x_stride, count, sum)
 //                             sum[r][2 c + j] += row r of x, one step at x + r * x_stride, times
-//                             vector j of panel c
+//                             vector j of panel c; the step may have only `count` inputs, a multiple
+//                             of kGroup, if kStep is several groups
 //     round(x, inputs, out)   a row of activations as `multiply` takes it; fp32 if kRounds is false
 //     Wide                    the format that a block is widened to for many rows, or itself
 #pragma once
@@ -54,7 +60,7 @@ struct ExactProducts {
 
   template <int R, int C>
   BROS_INLINE static void multiply(const Panel (&panels)[C], const char* x, int64_t x_stride,
-                                   Vec (&sum)[R][2 * C]) {
+                                   int64_t, Vec (&sum)[R][2 * C]) {
 #pragma GCC unroll 32
     for (int part = 0; part < Panel::kStep; ++part) {
 #pragma GCC unroll 4
@@ -78,6 +84,8 @@ struct Fp32Panel : ExactProducts<Fp32Panel> {
 #else
   static constexpr int kTileRows = 6;  // 12 of 16
 #endif
+  static constexpr int kPanels = 4;
+  static constexpr bool kPrefetches = false;
   static constexpr int kStep = 1, kStepBytes = 4;
   static int64_t bytes(int64_t inputs) { return inputs * kPanelOutputs * 4; }
 
@@ -93,6 +101,8 @@ struct Fp32Panel : ExactProducts<Fp32Panel> {
 #if !defined(__AVX512BF16__)
 struct Bf16Panel : ExactProducts<Bf16Panel> {
   using Wide = Fp32Panel;
+  static constexpr int kPanels = 4;
+  static constexpr bool kPrefetches = false;
   static constexpr int kStep = 2, kStepBytes = 8;
   static int64_t bytes(int64_t inputs) { return inputs * kPanelOutputs * 2; }
 
@@ -116,6 +126,8 @@ struct Bf16Panel : ExactProducts<Bf16Panel> {
 #if !defined(__AVX512VNNI__)
 struct Int8Panel : ExactProducts<Int8Panel> {
   using Wide = Fp32Panel;
+  static constexpr int kPanels = 1;
+  static constexpr bool kPrefetches = false;
   static constexpr int kStep = kGroup, kStepBytes = 4 * kGroup;
   static constexpr int64_t kGroupBytes = kPanelOutputs * (4 + kGroup);
   static int64_t bytes(int64_t inputs) { return inputs / kGroup * kGroupBytes; }
@@ -142,6 +154,8 @@ struct Int8Panel : ExactProducts<Int8Panel> {
 
 struct Int4Panel : ExactProducts<Int4Panel> {
   using Wide = Fp32Panel;
+  static constexpr int kPanels = 1;
+  static constexpr bool kPrefetches = false;
   static constexpr int kStep = kGroup, kStepBytes = 4 * kGroup;
   static constexpr int64_t kGroupBytes = kPanelOutputs * (4 + kGroup / 2);
   static int64_t bytes(int64_t inputs) { return inputs / kGroup * kGroupBytes; }
@@ -177,6 +191,8 @@ struct Bf16Panel {
   using Wide = Bf16Panel;
   static constexpr bool kRounds = true;
   static constexpr int kTileRows = 12;  // sums: 24 of 32 registers
+  static constexpr int kPanels = 4;
+  static constexpr bool kPrefetches = false;
   static constexpr int kStep = 2, kStepBytes = 4;
   static int64_t bytes(int64_t inputs) { return inputs * kPanelOutputs * 2; }
 
@@ -186,7 +202,7 @@ struct Bf16Panel {
 
   template <int R, int C>
   BROS_INLINE static void multiply(const Bf16Panel (&panels)[C], const char* x, int64_t x_stride,
-                                   Vec (&sum)[R][2 * C]) {
+                                   int64_t, Vec (&sum)[R][2 * C]) {
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) {
       const __m512bh w[2] = {bit_cast<__m512bh>(load_int(panels[c].pairs_)),
@@ -218,155 +234,183 @@ struct Bf16Panel {
 };
 #endif
 
-// ---- AVX-512 VNNI: activations are rounded to 16 bits in groups of 32, and products of codes are
-// ---- summed exactly within a group. With codes w of weights, and two codes per activation:
+// ---- AVX-512 VNNI: activations are rounded to codes of 16 bits, in blocks of four groups that share
+// ---- a scale. Products of codes are summed exactly within a group of weights. With codes w and a:
 //
-//     a = kFine * high + low             |high|, |low| <= 127
-//     sum over the group = scale_w * scale_a * (sum of w * a) + minimum_w * scale_a * (sum of a)
+//     sum over a block = scale_a * sum over its groups of (scale_w * sum of w * a
+//                                                          + minimum_w * sum of a)
 //
-// With the high codes alone, int4 diverged from fp32 and answered plain questions wrongly
+// With codes of 8 bits, int4 diverged from fp32 and answered plain questions wrongly
 // (docs/decisions/0004).
 
 #if defined(__AVX512VNNI__)
-constexpr int32_t kFine = 254;
+constexpr int kBlockGroups = 4;
 
-struct ActivationGroup {
-  float scale;           // the largest magnitude / 127 / kFine; NaN if a value is not finite
-  float total;           // scale * the sum of a
-  int32_t shift[2];      // -128 * the sum of high, and of low codes
-  int8_t codes[2][kGroup];  // high, low
+struct ActivationBlock {
+  // Of each four inputs the first, the third, the second and the fourth: a vector of weights has
+  // two inputs per output that were two bytes apart.
+  int16_t codes[kBlockGroups][kGroup];
+  float total[kBlockGroups];  // the sum of the codes, exact
+  float scale;                // the largest magnitude / kMostCode; NaN if a value is not finite
 };
 
-BROS_INLINE void round_group(const float* x, ActivationGroup* out) {
-  const Vec v[2] = {load(x), load(x + kLanes)};
-  const __m512 magnitude[2] = {_mm512_abs_ps(v[0]), _mm512_abs_ps(v[1])};
-  const __mmask16 finite =
-      _mm512_cmp_ps_mask(magnitude[0], splat(__builtin_inff()), _CMP_LT_OQ) &
-      _mm512_cmp_ps_mask(magnitude[1], splat(__builtin_inff()), _CMP_LT_OQ);
-  const float most = _mm512_reduce_max_ps(_mm512_max_ps(magnitude[0], magnitude[1]));
-  const bool usable = finite == 0xffff;
-  const float to_code = usable && most > 1e-30f ? 127.0f / most : 0.0f;
-  int32_t sums[2] = {0, 0};
-  for (int j = 0; j < 2; ++j) {
-    const __m512 scaled = v[j] * to_code;
-    const __m512i high = _mm512_cvtps_epi32(scaled);
-    const __m512 rest = _mm512_sub_ps(scaled, _mm512_cvtepi32_ps(high));  // at most 1/2
-    const __m512i low = _mm512_cvtps_epi32(rest * static_cast<float>(kFine));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out->codes[0]) + j, _mm512_cvtsepi32_epi8(high));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out->codes[1]) + j, _mm512_cvtsepi32_epi8(low));
-    sums[0] += _mm512_reduce_add_epi32(high);
-    sums[1] += _mm512_reduce_add_epi32(low);
+constexpr float kMostCode = 32766.0f;  // 258 * 127: steps of 8 bits stay exact
+
+// The sum of each of four vectors.
+BROS_INLINE __m128i sums_of(const __m512i (&v)[4]) {
+  __m512i pairs[2];
+  for (int i = 0; i < 2; ++i) {
+    pairs[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]),
+                                _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]));
   }
-  out->scale = usable ? most / 127.0f / kFine : __builtin_nanf("");
-  out->total = out->scale * static_cast<float>(kFine * sums[0] + sums[1]);
-  for (int part = 0; part < 2; ++part) out->shift[part] = -128 * sums[part];
+  const __m512i all = _mm512_add_epi32(_mm512_unpacklo_epi64(pairs[0], pairs[1]),
+                                       _mm512_unpackhi_epi64(pairs[0], pairs[1]));
+  const __m256i half =
+      _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+  return _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+}
+
+// `groups` groups of x; the codes of others remain undefined.
+BROS_INLINE void round_block(const float* x, int groups, ActivationBlock* out) {
+  __m512 most = {};
+  __mmask16 finite = 0xffff;
+  for (int i = 0; i < 2 * groups; ++i) {
+    const __m512 magnitude = _mm512_abs_ps(load(x + i * kLanes));
+    finite &= _mm512_cmp_ps_mask(magnitude, splat(kInfinity), _CMP_LT_OQ);
+    most = _mm512_max_ps(most, magnitude);
+  }
+  const float largest = _mm512_reduce_max_ps(most);
+  const bool usable = finite == 0xffff;
+  const float to_code = usable && largest > 1e-30f ? kMostCode / largest : 0.0f;
+  __m512i sum[kBlockGroups] = {};
+  for (int g = 0; g < groups; ++g) {
+    for (int j = 0; j < 2; ++j) {
+      const __m512i code = _mm512_cvtps_epi32(load(x + g * kGroup + j * kLanes) * to_code);
+      sum[g] = _mm512_add_epi32(sum[g], code);
+      const __m512i ordered = _mm512_shuffle_epi32(code, static_cast<_MM_PERM_ENUM>(0xd8));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out->codes[g]) + j,
+                          _mm512_cvtsepi32_epi16(ordered));
+    }
+  }
+  _mm_storeu_ps(out->total, _mm_cvtepi32_ps(sums_of(sum)));
+  out->scale = usable ? largest / kMostCode : __builtin_nanf("");
 }
 
 template <class Panel>
 struct GroupProducts {
   using Wide = Panel;
   static constexpr bool kRounds = true;
-  static constexpr int kTileRows = 4;  // sums of codes and of groups: 24 of 32 registers
-  static constexpr int kStep = kGroup, kStepBytes = sizeof(ActivationGroup);
+  static constexpr int kTileRows = 4;  // sums of a group, of a block and of the row: 24 of 32
+  static constexpr int kPanels = 1;
+  static constexpr bool kPrefetches = true;
+  static constexpr int kStep = kBlockGroups * kGroup, kStepBytes = sizeof(ActivationBlock);
 
   template <int R, int C>
   BROS_INLINE static void multiply(const Panel (&panels)[C], const char* x, int64_t x_stride,
-                                   Vec (&sum)[R][2 * C]) {
-    const ActivationGroup* rows[R];
+                                   int64_t count, Vec (&sum)[R][2 * C]) {
+    static_assert(C == kPanels, "");
+    const ActivationBlock* rows[R];
     for (int r = 0; r < R; ++r) {
-      rows[r] = reinterpret_cast<const ActivationGroup*>(x + r * x_stride);
+      rows[r] = reinterpret_cast<const ActivationBlock*>(x + r * x_stride);
     }
-#pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) {
-      IntVec dot[R][2][2];  // [row][high, low][half of the panel]
-#pragma GCC unroll 12
-      for (int r = 0; r < R; ++r) {
-        for (int part = 0; part < 2; ++part) {
-          dot[r][part][0] = dot[r][part][1] = splat_int(Panel::first(*rows[r], part));
-        }
-      }
-#pragma GCC unroll 8
-      for (int quad = 0; quad < kGroup / 4; ++quad) {
-#pragma GCC unroll 2
-        for (int j = 0; j < 2; ++j) {
-          const __m512i w = bit_cast<__m512i>(panels[c].codes(quad, j));
-#pragma GCC unroll 12
-          for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-            for (int part = 0; part < 2; ++part) {
-              int32_t a;
-              __builtin_memcpy(&a, rows[r]->codes[part] + 4 * quad, sizeof a);
-              dot[r][part][j] = bit_cast<IntVec>(_mm512_dpbusd_epi32(
-                  bit_cast<__m512i>(dot[r][part][j]), w, bit_cast<__m512i>(splat_int(a))));
-            }
-          }
-        }
-      }
-#pragma GCC unroll 2
+    Vec block[R][2] = {};
+    for (int g = 0; g < count / kGroup; ++g) {
+      add_group(panels[0].group(g), g, rows, block);
+    }
+    for (int r = 0; r < R; ++r) {
       for (int j = 0; j < 2; ++j) {
-        const Vec scale = panels[c].scale(j);
-#pragma GCC unroll 12
-        for (int r = 0; r < R; ++r) {
-          Vec& to = sum[r][2 * c + j];
-          const IntVec both = dot[r][0][j] * kFine + dot[r][1][j];
-          to = _mm512_fmadd_ps(to_float(both), scale * rows[r]->scale, to);
-          to = panels[c].add_minimum(to, j, *rows[r]);
-        }
+        sum[r][j] = _mm512_fmadd_ps(block[r][j], splat(rows[r]->scale), sum[r][j]);
       }
     }
   }
 
   static void round(const float* x, int64_t inputs, char* out) {
-    ActivationGroup* groups = reinterpret_cast<ActivationGroup*>(out);
-    for (int64_t g = 0; g < inputs / kGroup; ++g) round_group(x + g * kGroup, groups + g);
+    ActivationBlock* blocks = reinterpret_cast<ActivationBlock*>(out);
+    for (int64_t k = 0; k < inputs; k += kStep) {
+      const int64_t count = min_of<int64_t>(kStep, inputs - k);
+      round_block(x + k, static_cast<int>(count / kGroup), blocks++);
+    }
+  }
+
+ private:
+  template <int R>
+  BROS_INLINE static void add_group(const Panel& panel, int g, const ActivationBlock* (&rows)[R],
+                                    Vec (&block)[R][2]) {
+    __m512i dot[R][2] = {};
+#pragma GCC unroll 16
+    for (int pair = 0; pair < kGroup / 2; ++pair) {
+      const __m512i w[2] = {panel.codes(pair, 0), panel.codes(pair, 1)};
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) {
+        int32_t a;
+        __builtin_memcpy(&a, rows[r]->codes[g] + 2 * pair, sizeof a);
+        for (int j = 0; j < 2; ++j) {
+          dot[r][j] = _mm512_dpwssd_epi32(dot[r][j], w[j], _mm512_set1_epi32(a));
+        }
+      }
+    }
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) {
+      const Vec scale = panel.scale(j);
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) {
+        Vec& to = block[r][j];
+        to = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[r][j]), scale, to);
+        if constexpr (Panel::kHasMinimum) {
+          to = _mm512_fmadd_ps(panel.minimum(j), splat(rows[r]->total[g]), to);
+        }
+      }
+    }
   }
 };
 
 struct Int8Panel : GroupProducts<Int8Panel> {
+  static constexpr bool kHasMinimum = false;
   static constexpr int64_t kGroupBytes = kPanelOutputs * (4 + kGroup);
   static int64_t bytes(int64_t inputs) { return inputs / kGroup * kGroupBytes; }
 
   BROS_INLINE void seek(const char* weights, int64_t k) {
     group_ = weights + k / kGroup * kGroupBytes;
   }
-  // The first factor of a product is unsigned: code + 128.
-  BROS_INLINE IntVec codes(int quad, int j) const {
+  BROS_INLINE Int8Panel group(int64_t g) const { return {{}, group_ + g * kGroupBytes}; }
+  BROS_INLINE __m512i codes(int pair, int j) const {
     const char* quads = group_ + 4 * kPanelOutputs;
-    const uint32_t* at = reinterpret_cast<const uint32_t*>(quads) + quad * kPanelOutputs;
-    return load_int(at + j * kLanes) ^ splat_int(static_cast<int32_t>(0x80808080));
+    const uint32_t* at = reinterpret_cast<const uint32_t*>(quads) + pair / 2 * kPanelOutputs;
+    const __m512i raw = bit_cast<__m512i>(load_int(at + j * kLanes));
+    return _mm512_srai_epi16(pair % 2 ? raw : _mm512_slli_epi16(raw, 8), 8);
   }
-  BROS_INLINE static int32_t first(const ActivationGroup& x, int part) { return x.shift[part]; }
   BROS_INLINE Vec scale(int j) const {
     return load(reinterpret_cast<const float*>(group_) + j * kLanes);
   }
-  BROS_INLINE Vec add_minimum(Vec sum, int, const ActivationGroup&) const { return sum; }
 
- private:
   const char* group_;
 };
 
 struct Int4Panel : GroupProducts<Int4Panel> {
+  static constexpr bool kHasMinimum = true;
   static constexpr int64_t kGroupBytes = kPanelOutputs * (4 + kGroup / 2);
   static int64_t bytes(int64_t inputs) { return inputs / kGroup * kGroupBytes; }
 
   BROS_INLINE void seek(const char* weights, int64_t k) {
     group_ = weights + k / kGroup * kGroupBytes;
   }
-  BROS_INLINE IntVec codes(int quad, int j) const {
+  BROS_INLINE Int4Panel group(int64_t g) const { return {{}, group_ + g * kGroupBytes}; }
+  BROS_INLINE __m512i codes(int pair, int j) const {
+    constexpr int kNibble[] = {0, 2, 1, 3};  // of a half word: inputs 0 and 2, 1 and 3, 4 and 6 ...
     const char* eights = group_ + 4 * kPanelOutputs;
-    const uint32_t* at = reinterpret_cast<const uint32_t*>(eights) + quad / 2 * kPanelOutputs;
-    return (load_int(at + j * kLanes) >> (quad % 2 * 4)) & splat_int(0x0f0f0f0f);
+    const uint32_t* at = reinterpret_cast<const uint32_t*>(eights) + pair / 4 * kPanelOutputs;
+    const __m512i raw = bit_cast<__m512i>(load_int(at + j * kLanes));
+    const int nibble = kNibble[pair % 4];
+    const __m512i low = nibble ? _mm512_srli_epi16(raw, 4 * nibble) : raw;
+    return nibble == 3 ? low : _mm512_and_si512(low, _mm512_set1_epi16(15));
   }
-  BROS_INLINE static int32_t first(const ActivationGroup&, int) { return 0; }
   BROS_INLINE Vec scale(int j) const {
     return load(reinterpret_cast<const Fp16*>(group_) + j * kLanes);
   }
-  BROS_INLINE Vec add_minimum(Vec sum, int j, const ActivationGroup& x) const {
-    const Fp16* minima = reinterpret_cast<const Fp16*>(group_) + kPanelOutputs;
-    return _mm512_fmadd_ps(load(minima + j * kLanes), splat(x.total), sum);
+  BROS_INLINE Vec minimum(int j) const {
+    return load(reinterpret_cast<const Fp16*>(group_) + kPanelOutputs + j * kLanes);
   }
 
- private:
   const char* group_;
 };
 #endif

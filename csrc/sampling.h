@@ -20,7 +20,6 @@ namespace bros {
 namespace {
 
 constexpr int64_t kBlock = 256;
-constexpr float kInfinity = __builtin_inff();
 constexpr float kSmallestTemperature = 1e-20f;  // below it, dividing by it could overflow
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15;
 constexpr uint64_t kBlockNoise = uint64_t{1} << 32;  // numbers from here on are for blocks

@@ -26,6 +26,8 @@ constexpr int kLanes = 8;
 constexpr int kLanes = 4;
 #endif
 
+constexpr float kInfinity = __builtin_inff();
+
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * kLanes)));
@@ -46,11 +48,11 @@ BROS_INLINE A bit_cast(const B& b) {
 }
 
 template <class T>
-BROS_INLINE T min_of(T a, T b) {
+BROS_INLINE constexpr T min_of(T a, T b) {
   return a < b ? a : b;
 }
 template <class T>
-BROS_INLINE T max_of(T a, T b) {
+BROS_INLINE constexpr T max_of(T a, T b) {
   return a > b ? a : b;
 }
 BROS_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,8 +23,10 @@ from support.tier import examples
 each_format = pytest.mark.parametrize("form", ["fp32", "bf16", "int8", "int4"])
 
 
-FINE = 254.0
-"""kFine of csrc/linear_formats.h: low codes per high code of an activation."""
+BLOCK = 4 * GROUP
+"""Activations that share a scale where codes are multiplied, see csrc/linear_formats.h."""
+
+MOST_CODE = torch.tensor(32766.0)  # torch divides a number by a tensor with two roundings
 
 
 def normal(seed: int, *shape: int) -> Tensor:
@@ -52,13 +55,11 @@ def rounded(x: Tensor, level: str, form: str) -> Tensor:
     if form == "bf16" and level == "avx512-bf16":
         return x.bfloat16().double()
     if form in ("int8", "int4") and level in ("avx512-bf16", "avx512-vnni"):
-        groups = x.unflatten(1, (-1, GROUP))
-        most = groups.abs().amax(2, keepdim=True)
-        top = torch.tensor(127.0)  # torch divides a number by a tensor with two roundings
-        scaled = (groups * (top / most)).nan_to_num()
-        high = scaled.round()
-        low = ((scaled - high) * FINE).round()
-        return ((FINE * high + low).double() * (most / top / FINE)).flatten(1)
+        inputs = x.shape[1]
+        blocks = F.pad(x, (0, -inputs % BLOCK)).unflatten(1, (-1, BLOCK))
+        most = blocks.abs().amax(2, keepdim=True)
+        codes = (blocks * (MOST_CODE / most)).nan_to_num().round()
+        return (codes.double() * (most / MOST_CODE)).flatten(1)[:, :inputs]
     return x.double()
 
 
