@@ -39,26 +39,29 @@ struct ThreadScratch {
       : decode(arena, p), tile(arena, p), run(arena->take<float>(p.dim)) {}
 };
 
-template <class T>
+template <class T, class Words>
 void run_task(const Problem& p, const Task& task, float q_scale, const ThreadScratch& scratch,
               float* partials) {
   if (task.decode) {
-    decode_task<T>(p, task, q_scale, scratch.decode, partials);
+    decode_task<T, Words>(p, task, q_scale, scratch.decode, partials);
   } else {
-    tile_task<T>(p, task, q_scale, scratch.tile, partials);
+    tile_task<T, Words>(p, task, q_scale, scratch.tile, partials);
   }
 }
 
 using RunTask = void (*)(const Problem&, const Task&, float, const ThreadScratch&, float*);
 
-RunTask task_runner(KvType type) {
+RunTask task_runner(KvType type, int64_t dim) {
   switch (type) {
     case KvType::kBf16:
-      return run_task<Bf16>;
+#if defined(__AVX512BF16__)
+      if (dim % Bf16Pairs::kPerWord == 0) return run_task<Bf16, Bf16Pairs>;
+#endif
+      return run_task<Bf16, Floats>;
     case KvType::kFp16:
-      return run_task<Fp16>;
+      return run_task<Fp16, Floats>;
     default:
-      return run_task<float>;
+      return run_task<float, Floats>;
   }
 }
 
@@ -89,7 +92,7 @@ const char* attention(const AttentionArgs& a) {
   Source* sources = arena.take<Source>(counted.num_sources);
   const TaskList list(p, shared, tasks, merges, sources);
 
-  const RunTask run = task_runner(a.cache.type);
+  const RunTask run = task_runner(a.cache.type, p.dim);
   const float q_scale = a.scale * 1.44269504f;  // scores in base 2
   if (!parallel) {
     Arena own(base);

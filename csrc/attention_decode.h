@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention_tasks.h"
+#include "attention_words.h"
 
 namespace bros {
 namespace {
@@ -27,12 +28,12 @@ struct Keys {
 };
 
 struct DecodeScratch {
-  float* q;        // [lanes, stride], scaled, zero past head_dim
+  float* q;        // words of head_dim, [lanes, stride], scaled
   float* tile;     // [lanes, stride], of the current tile
   float* run;      // [lanes, stride], of the record so far
   float* o;        // [lanes, stride], of all records
-  float* weights;  // [lanes, kTileKeys]: scores first
-  float* columns;  // [stride, kTileKeys]: the tile's K transposed
+  float* weights;  // [lanes, kTileKeys]: scores first, then weights in words of keys
+  float* columns;  // words of head_dim, [stride, kTileKeys]: the tile's K transposed
   float* chunk;    // [2, kDecodeLanes, head_dim] or less: K and V of the chunk in the cache's type
   const void** k;  // [kDecodeSplit + kDecodeLanes]
   const void** v;
@@ -59,46 +60,46 @@ BROS_INLINE void prefetch_row(const T* row, int64_t dim) {
   }
 }
 
-// columns[d][key] = k[key][d] for the `count` keys of a tile, repeating the last one up to a whole
-// vector. Prefetches `next` meanwhile, a row for each key.
-template <class T>
+// columns[word][key] = word of k[key] for the `count` keys of a tile, repeating the last one up to a
+// whole vector. Prefetches `next` meanwhile, a row for each key.
+template <class Words, class T>
 void transpose_keys(const T* const* k, int64_t count, int64_t dim, const T* const* next,
                     int64_t next_count, float* columns) {
   for (int64_t first = 0; first < count; first += kLanes) {
     for (int64_t i = first; i < min_of(first + kLanes, next_count); ++i) prefetch_row(next[i], dim);
     const T* rows[kLanes];
     for (int64_t i = 0; i < kLanes; ++i) rows[i] = k[min_of(first + i, count - 1)];
-    const auto write = [&](Vec* block, int64_t d) {
+    const auto write = [&](Vec* block, int64_t word) {
       transpose(block);
-      for (int i = 0; i < kLanes; ++i) store(columns + (d + i) * kTileKeys + first, block[i]);
+      for (int i = 0; i < kLanes; ++i) store(columns + (word + i) * kTileKeys + first, block[i]);
     };
     for_each_vector(
-        dim,
-        [&](int64_t d) {
+        ceil_div(dim, Words::kPerWord),
+        [&](int64_t word) {
           Vec block[kLanes];
-          for (int i = 0; i < kLanes; ++i) block[i] = load(rows[i] + d);
-          write(block, d);
+          for (int i = 0; i < kLanes; ++i) block[i] = Words::load_row(rows[i], word);
+          write(block, word);
         },
-        [&](int64_t d, int64_t n) {
+        [&](int64_t word, int64_t n) {
           Vec block[kLanes];
-          for (int i = 0; i < kLanes; ++i) block[i] = load_first(rows[i] + d, n);
-          write(block, d);
+          for (int i = 0; i < kLanes; ++i) block[i] = Words::load_row_first(rows[i], word, n);
+          write(block, word);
         });
   }
 }
 
-// scores[lane][key] = sum over d of q[lane][d] columns[d][key], for LANES lanes and VECS vectors of
-// keys.
-template <int LANES, int VECS>
-BROS_INLINE void score_columns(const float* q, int64_t q_stride, const float* columns, int64_t dim,
-                               float* scores) {
+// scores[lane][key] = sum over words of q[lane][word] columns[word][key], for LANES lanes and VECS
+// vectors of keys.
+template <int LANES, int VECS, class Words>
+BROS_INLINE void score_columns(const float* q, int64_t q_stride, const float* columns,
+                               int64_t words, float* scores) {
   Vec sum[LANES][VECS] = {};
-  for (int64_t d = 0; d < dim; ++d) {
+  for (int64_t word = 0; word < words; ++word) {
     Vec key[VECS];
-    for (int i = 0; i < VECS; ++i) key[i] = load(columns + d * kTileKeys + i * kLanes);
+    for (int i = 0; i < VECS; ++i) key[i] = load(columns + word * kTileKeys + i * kLanes);
     for (int lane = 0; lane < LANES; ++lane) {
-      const Vec x = splat(q[lane * q_stride + d]);
-      for (int i = 0; i < VECS; ++i) sum[lane][i] = mul_add(key[i], x, sum[lane][i]);
+      const Vec x = splat_word(q + lane * q_stride + word);
+      for (int i = 0; i < VECS; ++i) sum[lane][i] = Words::add_product(sum[lane][i], key[i], x);
     }
   }
   for (int lane = 0; lane < LANES; ++lane) {
@@ -108,18 +109,18 @@ BROS_INLINE void score_columns(const float* q, int64_t q_stride, const float* co
 
 // o[lane] = sum over keys of weights[lane][key] * v[key], for LANES lanes and VECS vectors of `v`
 // from element d on. If tail > 0, the last vector has only `tail` elements.
-template <int LANES, int VECS, class T>
+template <int LANES, int VECS, class Words, class T>
 void weigh_values_block(const float* weights, const T* const* v, int64_t count, int64_t d,
                         int64_t tail, float* o, int64_t o_stride) {
   Vec sum[LANES][VECS] = {};
-  for (int64_t key = 0; key < count; ++key) {
+  for (int64_t key = 0; key < count; key += Words::kPerWord, ++weights) {
     Vec x[VECS];
     for (int i = 0; i < VECS; ++i) {
-      x[i] = VECS == 1 && tail ? load_first(v[key] + d, tail) : load(v[key] + d + i * kLanes);
+      x[i] = Words::load_column(v + key, count - key, d + i * kLanes, VECS == 1 ? tail : 0);
     }
     for (int lane = 0; lane < LANES; ++lane) {
-      const Vec weight = splat(weights[lane * kTileKeys + key]);
-      for (int i = 0; i < VECS; ++i) sum[lane][i] = mul_add(x[i], weight, sum[lane][i]);
+      const Vec weight = splat_word(weights + lane * kTileKeys);
+      for (int i = 0; i < VECS; ++i) sum[lane][i] = Words::add_product(sum[lane][i], x[i], weight);
     }
   }
   for (int lane = 0; lane < LANES; ++lane) {
@@ -145,26 +146,27 @@ BROS_INLINE void for_lane_blocks(int64_t lanes, const Body& body) {
   }
 }
 
+template <class Words>
 struct ScoreBody {
   const DecodeScratch& s;
   int64_t stride;
   int64_t count;
-  int64_t dim;
+  int64_t words;
   template <int LANES>
   void run(int64_t lane) const {
     const float* q = s.q + lane * stride;
     float* scores = s.weights + lane * kTileKeys;
     int64_t key = 0;
     for (; key + (kKeyBlock - 1) * kLanes < count; key += kKeyBlock * kLanes) {
-      score_columns<LANES, kKeyBlock>(q, stride, s.columns + key, dim, scores + key);
+      score_columns<LANES, kKeyBlock, Words>(q, stride, s.columns + key, words, scores + key);
     }
     for (; key < count; key += kLanes) {
-      score_columns<LANES, 1>(q, stride, s.columns + key, dim, scores + key);
+      score_columns<LANES, 1, Words>(q, stride, s.columns + key, words, scores + key);
     }
   }
 };
 
-template <class T>
+template <class Words, class T>
 struct ValueBody {
   const DecodeScratch& s;
   int64_t stride;
@@ -177,30 +179,32 @@ struct ValueBody {
     float* o = s.tile + lane * stride;
     int64_t d = 0;
     for (; d + kDimBlock * kLanes <= dim; d += kDimBlock * kLanes) {
-      weigh_values_block<LANES, kDimBlock>(weights, v, count, d, 0, o, stride);
+      weigh_values_block<LANES, kDimBlock, Words>(weights, v, count, d, 0, o, stride);
     }
     for (; d < dim; d += kLanes) {
       const int64_t tail = d + kLanes <= dim ? 0 : dim - d;
-      weigh_values_block<LANES, 1>(weights, v, count, d, tail, o, stride);
+      weigh_values_block<LANES, 1, Words>(weights, v, count, d, tail, o, stride);
     }
   }
 };
 
-// Replaces n scores by 2^(score - max); returns max, and the sum of the weights from the first to
-// the last. Without a finite score, all weights are 0.
+// Replaces n scores by weights 2^(score - max), in words; returns max, and the sum of the weights from
+// the first to the last. Without a finite score, all weights are 0.
+template <class Words>
 BROS_INLINE void softmax_lane(float* scores, int64_t n, float* max, float* sum) {
   const int64_t padded = round_up(n, kLanes);
-  for (int64_t i = n; i < padded; ++i) scores[i] = -__builtin_inff();
+  for (int64_t i = n; i < padded; ++i) scores[i] = -kInfinity;
   Vec top = load(scores);
   for (int64_t i = kLanes; i < padded; i += kLanes) top = vmax(load(scores + i), top);
   *max = reduce_max(top);
-  const Vec base = splat(*max == -__builtin_inff() ? 0.0f : *max);
+  const Vec base = splat(*max == -kInfinity ? 0.0f : *max);
   for (int64_t i = 0; i < padded; i += kLanes) {
-    store(scores + i, exp2_nonpositive(load(scores + i) - base));
+    store(scores + i, Words::rounded(exp2_nonpositive(load(scores + i) - base)));
   }
   float total = 0.0f;
   for (int64_t i = 0; i < n; ++i) total += scores[i];
   *sum = total;
+  if (Words::kPerWord > 1) Words::template put_row<float, float>(scores, scores, padded);
 }
 
 // The keys of the task: its context in the cache, then its chunk, in the type of the cache.
@@ -225,14 +229,14 @@ Keys<T> list_keys(const Problem& p, const Task& task, const DecodeScratch& s) {
   return keys;
 }
 
+template <class Words>
 void start_lanes(const Problem& p, const Task& task, float q_scale, const DecodeScratch& s,
                  int64_t stride) {
   for (int64_t lane = 0; lane < task.num_queries * p.group; ++lane) {
     const float* q =
         p.query(task.query_token(lane / p.group), task.kv_head * p.group + lane % p.group);
-    for (int64_t d = 0; d < stride; ++d) {
-      s.q[lane * stride + d] = d < p.dim ? q[d] * q_scale : 0.0f;
-    }
+    for (int64_t d = 0; d < p.dim; ++d) s.tile[d] = q[d] * q_scale;
+    Words::template put_row<float, float>(s.q + lane * stride, s.tile, p.dim);
   }
 }
 
@@ -247,31 +251,31 @@ struct Results {
 };
 
 // The results for keys [first, first + count) of the task, which are of one tile.
-template <class T>
+template <class Words, class T>
 void decode_tile(const Problem& p, const Task& task, const Keys<T>& keys, int64_t first,
                  int64_t count, const DecodeScratch& s, int64_t stride, Results& tile) {
   const int64_t lanes = task.num_queries * p.group;
   const int64_t next = min_of(kTileKeys, keys.count - first - count);
-  transpose_keys(keys.k + first, count, p.dim, keys.v + first, count, s.columns);
-  for_lane_blocks(lanes, ScoreBody{s, stride, count, p.dim});
+  transpose_keys<Words>(keys.k + first, count, p.dim, keys.v + first, count, s.columns);
+  for_lane_blocks(lanes, ScoreBody<Words>{s, stride, count, ceil_div(p.dim, Words::kPerWord)});
   for (int64_t lane = 0; lane < lanes; ++lane) {
     float* scores = s.weights + lane * kTileKeys;
     if (task.with_chunk) {  // the query of this lane attends to the chunk up to itself
       const int64_t visible = max_of<int64_t>(task.num_context + lane / p.group + 1 - first, 0);
-      for (int64_t key = visible; key < count; ++key) scores[key] = -__builtin_inff();
+      for (int64_t key = visible; key < count; ++key) scores[key] = -kInfinity;
     }
-    softmax_lane(scores, count, tile.m + lane, tile.l + lane);
+    softmax_lane<Words>(scores, count, tile.m + lane, tile.l + lane);
   }
   for (int64_t i = 0; i < next; ++i) prefetch_row(keys.k[first + count + i], p.dim);
-  for_lane_blocks(lanes, ValueBody<T>{s, stride, keys.v + first, count, p.dim});
+  for_lane_blocks(lanes, ValueBody<Words, T>{s, stride, keys.v + first, count, p.dim});
 }
 
-template <class T>
+template <class T, class Words>
 void decode_task(const Problem& p, const Task& task, float q_scale, const DecodeScratch& s,
                  float* partials) {
   const int64_t lanes = task.num_queries * p.group;
   const int64_t stride = round_up(p.dim, kLanes);
-  start_lanes(p, task, q_scale, s, stride);
+  start_lanes<Words>(p, task, q_scale, s, stride);
   const Keys<T> keys = list_keys<T>(p, task, s);
   Results tile(s.tile, stride), run(s.run, stride), all(s.o, stride);
   for (int64_t lane = 0; lane < lanes; ++lane) {
@@ -283,7 +287,7 @@ void decode_task(const Problem& p, const Task& task, float q_scale, const Decode
   float* out = partials + task.partial;
   for (int64_t at = task.position; at < end;) {
     const int64_t next = min_of(tile_end(at), end);
-    decode_tile(p, task, keys, at - task.position, next - at, s, stride, tile);
+    decode_tile<Words>(p, task, keys, at - task.position, next - at, s, stride, tile);
     for (int64_t lane = 0; lane < lanes; ++lane) {
       run.of(lane).add(tile.of(lane), p.dim);
       if (next < record) continue;

@@ -7,10 +7,11 @@
 //
 // so K and V need no transposition, and the maxima, sums and rescaling of the softmax are vertical
 // operations. A panel is kPanel lanes. Lanes are ordered by query, so a panel skips the keys after
-// its last query.
+// its last query. K, V, Q' and weights are words (attention_words.h), of neighbours along the sums.
 #pragma once
 
 #include "attention_tasks.h"
+#include "attention_words.h"
 
 namespace bros {
 namespace {
@@ -29,12 +30,12 @@ static_assert(kTileKeys % kRows == 0, "");
 
 struct TileScratch {
   int64_t key_stride;  // of k and v: head_dim, rounded up to kRows
-  float* k;            // [kTileKeys, key_stride]
-  float* v;            // [kTileKeys, key_stride]
-  float* scores;       // [kTileKeys, kPanel]
+  float* k;            // words of head_dim, [kTileKeys, key_stride]
+  float* v;            // words of keys, [kTileKeys, key_stride]
+  float* scores;       // [kTileKeys, kPanel], then weights in words of keys
   float* alpha;        // [kPanel]: factors of the tiles so far
   float* beta;         // [kPanel]: and of this tile
-  float* q;            // per panel [head_dim, kPanel]
+  float* q;            // per panel words of head_dim, [head_dim, kPanel]
   float* o;            // per panel [key_stride, kPanel], of the record so far
   float* m;            // per panel [kPanel]
   float* l;            // per panel [kPanel]
@@ -61,18 +62,18 @@ struct TileScratch {
   }
 };
 
-// scores[i][lane] = k[i] . q[.][lane] for kRows keys.
-template <int VECS>
+// scores[i][lane] = k[i] . q[.][lane] for kRows keys of `words` words.
+template <int VECS, class Words>
 BROS_INLINE void score_block(const float* __restrict k, int64_t k_stride, const float* __restrict q,
-                             int64_t dim, float* __restrict scores) {
+                             int64_t words, float* __restrict scores) {
   Vec sum[kRows][VECS] = {};
-  for (int64_t d = 0; d < dim; ++d) {
+  for (int64_t word = 0; word < words; ++word) {
     Vec x[VECS];
-    for (int j = 0; j < VECS; ++j) x[j] = load(q + d * kPanel + j * kLanes);
+    for (int j = 0; j < VECS; ++j) x[j] = load(q + word * kPanel + j * kLanes);
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
-      const Vec key = splat(k[i * k_stride + d]);
-      for (int j = 0; j < VECS; ++j) sum[i][j] = mul_add(key, x[j], sum[i][j]);
+      const Vec key = splat_word(k + i * k_stride + word);
+      for (int j = 0; j < VECS; ++j) sum[i][j] = Words::add_product(sum[i][j], key, x[j]);
     }
   }
   for (int i = 0; i < kRows; ++i) {
@@ -81,20 +82,20 @@ BROS_INLINE void score_block(const float* __restrict k, int64_t k_stride, const 
 }
 
 // o[i][lane] = o[i][lane] * alpha[lane] + beta[lane] * sum over keys of v[key][i] *
-// weights[key][lane], for kRows elements i of head_dim.
-template <int VECS>
+// weights[key][lane], for kRows elements i of head_dim and `words` words of keys.
+template <int VECS, class Words>
 BROS_INLINE void value_block(const float* __restrict v, int64_t v_stride,
-                             const float* __restrict weights, int64_t num_keys,
+                             const float* __restrict weights, int64_t words,
                              const float* __restrict alpha, const float* __restrict beta,
                              float* __restrict o) {
   Vec sum[kRows][VECS] = {};
-  for (int64_t key = 0; key < num_keys; ++key) {
+  for (int64_t word = 0; word < words; ++word) {
     Vec x[VECS];
-    for (int j = 0; j < VECS; ++j) x[j] = load(weights + key * kPanel + j * kLanes);
+    for (int j = 0; j < VECS; ++j) x[j] = load(weights + word * kPanel + j * kLanes);
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
-      const Vec value = splat(v[key * v_stride + i]);
-      for (int j = 0; j < VECS; ++j) sum[i][j] = mul_add(value, x[j], sum[i][j]);
+      const Vec value = splat_word(v + word * v_stride + i);
+      for (int j = 0; j < VECS; ++j) sum[i][j] = Words::add_product(sum[i][j], value, x[j]);
     }
   }
   for (int j = 0; j < VECS; ++j) {
@@ -106,15 +107,15 @@ BROS_INLINE void value_block(const float* __restrict v, int64_t v_stride,
   }
 }
 
-// Replaces the scores of a tile by weights relative to their maximum, and adds the maximum and the
-// sum to m and l; alpha and beta are the factors of o and of this tile's. visible: keys that each
+// Replaces the scores of a tile by weights relative to their maximum, in words of keys, and adds the
+// maximum and the sum to m and l; alpha and beta are the factors of o and of this tile's. visible: keys that each
 // lane attends to, null for all; base: index of the tile's first key.
-template <int VECS>
+template <int VECS, class Words>
 BROS_INLINE void softmax_block(float* __restrict scores, int64_t num_keys, const int32_t* visible,
                                int32_t base, float* __restrict m, float* __restrict l,
                                float* __restrict alpha, float* __restrict beta) {
   Vec top[VECS];
-  for (int j = 0; j < VECS; ++j) top[j] = splat(-__builtin_inff());
+  for (int j = 0; j < VECS; ++j) top[j] = splat(-kInfinity);
   for (int64_t key = 0; key < num_keys; ++key) {
     for (int j = 0; j < VECS; ++j) {
       float* score = scores + key * kPanel + j * kLanes;
@@ -122,7 +123,7 @@ BROS_INLINE void softmax_block(float* __restrict scores, int64_t num_keys, const
       if (visible) {
         IntVec seen;
         __builtin_memcpy(&seen, visible + j * kLanes, sizeof seen);
-        x = select(seen - base > splat_int(static_cast<int32_t>(key)), x, splat(-__builtin_inff()));
+        x = select(seen - base > splat_int(static_cast<int32_t>(key)), x, splat(-kInfinity));
         store(score, x);
       }
       top[j] = vmax(x, top[j]);
@@ -131,14 +132,22 @@ BROS_INLINE void softmax_block(float* __restrict scores, int64_t num_keys, const
   Vec sum[VECS] = {}, zero[VECS];
   for (int j = 0; j < VECS; ++j) {
     // A lane that attends to none of the keys has weights of 0.
-    zero[j] = select(top[j] == splat(-__builtin_inff()), Vec{}, top[j]);
+    zero[j] = select(top[j] == splat(-kInfinity), Vec{}, top[j]);
   }
-  for (int64_t key = 0; key < num_keys; ++key) {
+  for (int64_t key = num_keys; key % Words::kPerWord; ++key) {  // the last word's other keys
+    for (int j = 0; j < VECS; ++j) store(scores + key * kPanel + j * kLanes, splat(-kInfinity));
+  }
+  float* words = scores;  // never beyond the scores that have been read
+  for (int64_t key = 0; key < num_keys; key += Words::kPerWord, words += kPanel) {
     for (int j = 0; j < VECS; ++j) {
-      float* score = scores + key * kPanel + j * kLanes;
-      const Vec weight = exp2_nonpositive(load(score) - zero[j]);
-      sum[j] += weight;
-      store(score, weight);
+      Vec weights[Words::kPerWord];
+      for (int part = 0; part < Words::kPerWord; ++part) {
+        const Vec score = load(scores + (key + part) * kPanel + j * kLanes);
+        weights[part] = exp2_nonpositive(score - zero[j]);
+      }
+      const Vec word = Words::join(weights);
+      sum[j] = Words::add_numbers(sum[j], word);
+      store(words + j * kLanes, word);
     }
   }
   for (int j = 0; j < VECS; ++j) {
@@ -151,24 +160,28 @@ BROS_INLINE void softmax_block(float* __restrict scores, int64_t num_keys, const
 }
 
 // One panel over the num_keys keys of the tile; `masked` if some lane attends to fewer of them.
-template <int VECS>
+template <int VECS, class Words>
 void tile_panel(const Problem& p, const TileScratch& s, int64_t panel, int64_t num_keys,
                 int32_t base, bool masked) {
   const float* q = s.q + panel * p.dim * kPanel;
   float* o = s.o + panel * s.key_stride * kPanel;
+  const int64_t dim_words = ceil_div(p.dim, Words::kPerWord);
+  const int64_t key_words = ceil_div(num_keys, Words::kPerWord);
   for (int64_t key = 0; key < num_keys; key += kRows) {
-    score_block<VECS>(s.k + key * s.key_stride, s.key_stride, q, p.dim, s.scores + key * kPanel);
+    score_block<VECS, Words>(s.k + key * s.key_stride, s.key_stride, q, dim_words,
+                             s.scores + key * kPanel);
   }
-  softmax_block<VECS>(s.scores, num_keys, masked ? s.visible + panel * kPanel : nullptr, base,
-                      s.m + panel * kPanel, s.l + panel * kPanel, s.alpha, s.beta);
+  softmax_block<VECS, Words>(s.scores, num_keys, masked ? s.visible + panel * kPanel : nullptr,
+                             base, s.m + panel * kPanel, s.l + panel * kPanel, s.alpha, s.beta);
   for (int64_t d = 0; d < p.dim; d += kRows) {
-    value_block<VECS>(s.v + d, s.key_stride, s.scores, num_keys, s.alpha, s.beta, o + d * kPanel);
+    value_block<VECS, Words>(s.v + d, s.key_stride, s.scores, key_words, s.alpha, s.beta,
+                             o + d * kPanel);
   }
 }
 
-// Copies the task's keys and values, in order, into the tile, as fp32; those of the chunk rounded to
-// the type of the cache.
-template <class T>
+// Copies the task's keys and values, in order, into the tile; those of the chunk rounded to the type
+// of the cache.
+template <class T, class Words>
 class KeyStream {
  public:
   KeyStream(const Problem& p, const Task& task)
@@ -200,23 +213,15 @@ class KeyStream {
   }
 
  private:
-  void read(float* out, const T* in) const { widen(out, in, p_.dim); }
-
-  template <class S>
-  void read(float* out, const S* in) const {
-    for_each_vector(
-        p_.dim, [&](int64_t d) { store(out + d, round_to<T>(load(in + d))); },
-        [&](int64_t d, int64_t n) { store_first(out + d, round_to<T>(load_first(in + d, n)), n); });
-  }
-
   template <class S>
   void copy(const TileScratch& s, int64_t row, int64_t n, const S* k, const S* v, int64_t stride) {
     for (int64_t i = 0; i < n; ++i) {
       float* key = s.k + (row + i) * s.key_stride;
-      float* value = s.v + (row + i) * s.key_stride;
-      read(key, k + i * stride);
-      read(value, v + i * stride);
-      for (int64_t d = p_.dim; d < s.key_stride; ++d) value[d] = 0.0f;
+      float* values = s.v + (row + i) / Words::kPerWord * s.key_stride;
+      const int part = static_cast<int>((row + i) % Words::kPerWord);
+      Words::template put_row<S, T>(key, k + i * stride, p_.dim);
+      Words::template put_column<S, T>(values, v + i * stride, p_.dim, part);
+      for (int64_t d = p_.dim; d < s.key_stride; ++d) values[d] = 0.0f;
     }
   }
 
@@ -232,7 +237,7 @@ class KeyStream {
 void clear_panel(const TileScratch& s, int64_t panel) {
   __builtin_memset(s.o + panel * s.key_stride * kPanel, 0, s.key_stride * kPanel * sizeof(float));
   for (int64_t i = panel * kPanel; i < (panel + 1) * kPanel; ++i) {
-    s.m[i] = -__builtin_inff();
+    s.m[i] = -kInfinity;
     s.l[i] = 0.0f;
   }
 }
@@ -257,9 +262,12 @@ void add_record(const TileScratch& s, int64_t panel, bool first) {
   }
 }
 
+template <class Words>
 void start_panels(const Problem& p, const Task& task, float q_scale, const TileScratch& s,
                   int64_t panels) {
   const int64_t lanes = task.num_queries * p.group;
+  float* scaled = s.v;  // no key has been read yet
+  float* words = s.k;
   for (int64_t i = 0; i < panels * kPanel; ++i) {
     const int64_t lane = min_of(i, lanes - 1);  // lanes past the end repeat the last one
     const int64_t query = lane / p.group;
@@ -268,7 +276,11 @@ void start_panels(const Problem& p, const Task& task, float q_scale, const TileS
                        : kSeesAll;
     const float* in = p.query(task.query_token(query), task.kv_head * p.group + lane % p.group);
     float* out = s.q + i / kPanel * p.dim * kPanel + i % kPanel;
-    for (int64_t d = 0; d < p.dim; ++d) out[d * kPanel] = in[d] * q_scale;
+    for (int64_t d = 0; d < p.dim; ++d) scaled[d] = in[d] * q_scale;
+    Words::template put_row<float, float>(words, scaled, p.dim);
+    for (int64_t d = 0; d < ceil_div(p.dim, Words::kPerWord); ++d) {
+      __builtin_memcpy(out + d * kPanel, words + d, sizeof *out);
+    }
   }
 }
 
@@ -307,26 +319,27 @@ void finish_panels(const Problem& p, const Task& task, const TileScratch& s) {
 }
 
 // Adds the first `seen` keys of a tile to a panel. base: index of the tile's first key in the task.
+template <class Words>
 void add_tile(const Problem& p, const TileScratch& s, int64_t panel, int64_t lanes, int64_t seen,
               int64_t base) {
   const bool masked = s.visible[panel * kPanel] - base < seen;
   const int32_t from = static_cast<int32_t>(base);
   switch (ceil_div(min_of(kPanel, lanes - panel * kPanel), kLanes)) {
     case 1:
-      return tile_panel<1>(p, s, panel, seen, from, masked);
+      return tile_panel<1, Words>(p, s, panel, seen, from, masked);
     case 2:
-      return tile_panel<2>(p, s, panel, seen, from, masked);
+      return tile_panel<2, Words>(p, s, panel, seen, from, masked);
     default:
-      return tile_panel<kVecs>(p, s, panel, seen, from, masked);
+      return tile_panel<kVecs, Words>(p, s, panel, seen, from, masked);
   }
 }
 
-template <class T>
+template <class T, class Words>
 void tile_task(const Problem& p, const Task& task, float q_scale, const TileScratch& s,
                float* partials) {
   const int64_t lanes = task.num_queries * p.group;
   const int64_t panels = ceil_div(lanes, kPanel);
-  start_panels(p, task, q_scale, s, panels);
+  start_panels<Words>(p, task, q_scale, s, panels);
   for (int64_t panel = 0; panel < panels; ++panel) clear_panel(s, panel);
   const int64_t num_keys =
       task.num_context + (task.with_chunk ? task.first_query + task.num_queries : 0);
@@ -334,14 +347,14 @@ void tile_task(const Problem& p, const Task& task, float q_scale, const TileScra
   int64_t record = record_end(task.position, end);
   float* out = partials + task.partial;
   bool first = true;
-  KeyStream<T> stream(p, task);
+  KeyStream<T, Words> stream(p, task);
   for (int64_t at = task.position; at < end;) {
     const int64_t next = min_of(tile_end(at), end), base = at - task.position;
     stream.fill(s, next - at);
     for (int64_t panel = 0; panel < panels; ++panel) {
       const int32_t* visible = s.visible + panel * kPanel;
       const int64_t seen = min_of<int64_t>(next - at, visible[kPanel - 1] - base);
-      if (seen > 0) add_tile(p, s, panel, lanes, seen, base);
+      if (seen > 0) add_tile<Words>(p, s, panel, lanes, seen, base);
       if (next < record) continue;
       if (task.partial < 0) {
         add_record(s, panel, first);
