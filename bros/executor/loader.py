@@ -269,7 +269,7 @@ class _Loader:
         self._layout = HeadLayout(local.num_heads, local.num_kv_heads, local.head_dim)
         chunk_attention = xformers_for(config, self._target, self._kernels_name, self._layout)
         self._kernels = select_kernels(self._kernels_name, self._device, chunk_attention)
-        self._kv_dtype = kv_dtype_for(config, self._target)
+        self._kv_dtype = kv_dtype_for(config, self._target, self._kernels.name)
         self._share_prefixes = config.shared_attention == "on"
         self._grouping = (
             grouping_for(self._kernels.name, KV_BLOCK_SIZE) if self._share_prefixes else None

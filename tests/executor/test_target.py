@@ -116,19 +116,23 @@ def test_kernels_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "cuda", "dtype"),
+    ("options", "cuda", "kernels", "dtype"),
     [
-        ({}, NO_GPU, "fp32"),
-        ({"weights": "bf16"}, NO_GPU, "fp32"),
-        ({}, HOPPER, "bf16"),
-        ({"weights": "fp32"}, HOPPER, "fp32"),
-        ({"kv_dtype": "fp16"}, HOPPER, "fp16"),
+        ({"weights": "fp32"}, NO_GPU, "cpu-avx512-bf16", "fp32"),
+        ({"weights": "int4"}, NO_GPU, "cpu-avx512-bf16", "fp32"),
+        ({"weights": "bf16"}, NO_GPU, "cpu-avx512-bf16", "bf16"),
+        ({"weights": "bf16"}, NO_GPU, "cpu-avx2", "fp32"),
+        ({"weights": "bf16", "kv_dtype": "fp32"}, NO_GPU, "cpu-avx512-bf16", "fp32"),
+        ({}, HOPPER, "triton", "bf16"),
+        ({"weights": "fp32"}, HOPPER, "triton", "fp32"),
+        ({"kv_dtype": "fp16"}, HOPPER, "triton", "fp16"),
     ],
 )
 def test_the_cache_rounds_no_more_than_the_weights(
-    options: dict[str, Any], cuda: Cuda, dtype: str
+    options: dict[str, Any], cuda: Cuda, kernels: str, dtype: str
 ) -> None:
-    assert kv_dtype_for(config(**options), choose_target(config(**options), cuda)) == dtype
+    target = choose_target(config(**options), cuda)
+    assert kv_dtype_for(config(**options), target, kernels) == dtype
 
 
 def test_a_torch_without_cuda_is_told_apart_from_a_machine_without_a_gpu(
