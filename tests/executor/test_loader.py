@@ -113,6 +113,7 @@ def test_more_kv_memory_than_there_is_names_the_options(
 def test_memory_on_the_host_is_turned_into_blocks_or_none(
     folder: Path, options: dict[str, object], blocks: int
 ) -> None:
+    options = {"kv_dtype": "fp32", **options}
     assert info_of(folder, kv_blocks=10, **options).num_host_kv_blocks == blocks
 
 
