@@ -32,13 +32,12 @@ from rich.console import Console
 
 from bros.core.request import EngineRequest, ServiceClass
 from bros.scheduler.admission import objectives
+from bros.simulator.metrics import timeline_of
 from bros.simulator.simulation import SimulatedRequest, SimulationResult, slo_of
 from bros.simulator.sweep import run_all
 from bros.workload.attainment import (
     Attainment,
     Summary,
-    Timeline,
-    TimelineOutcome,
     gaps_s,
     judge,
 )
@@ -122,7 +121,7 @@ def figures(
         if request.hints.group is not None:
             continue  # only the end of the last member counts
         asked = objectives(request, ServiceClass.RT, slo, 0.0)
-        judged = judge(_timeline(record), asked, result.end_s)
+        judged = judge(timeline_of(record), asked, result.end_s)
         verdicts.append(judged.both_met)
         if judged.ttft_s is not None:
             first_s.append(judged.ttft_s)
@@ -157,16 +156,6 @@ def _meets_deadline(record: SimulatedRequest, request: EngineRequest, end_s: flo
     if record.finished:
         return record.token_times_s[-1] - record.arrival_s <= due_s
     return False if end_s - record.arrival_s > due_s else None
-
-
-def _timeline(record: SimulatedRequest) -> Timeline:
-    outcome = TimelineOutcome.OPEN
-    if record.finished:
-        outcome = TimelineOutcome.COMPLETED
-    elif record.refused or record.finish is not None:
-        outcome = TimelineOutcome.LOST
-    times = record.token_times_s
-    return Timeline(start_s=record.arrival_s, times_s=times, tokens=len(times), outcome=outcome)
 
 
 def measure(

@@ -188,8 +188,8 @@ struct ValueBody {
   }
 };
 
-// Replaces n scores by weights 2^(score - max), in words; returns max, and the sum of the weights from
-// the first to the last. Without a finite score, all weights are 0.
+// Replaces n scores by weights 2^(score - max), in words; returns max, and the sum of the weights
+// from the first to the last. Without a finite score, all weights are 0.
 template <class Words>
 BROS_INLINE void softmax_lane(float* scores, int64_t n, float* max, float* sum) {
   const int64_t padded = round_up(n, kLanes);

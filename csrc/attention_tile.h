@@ -108,8 +108,8 @@ BROS_INLINE void value_block(const float* __restrict v, int64_t v_stride,
 }
 
 // Replaces the scores of a tile by weights relative to their maximum, in words of keys, and adds the
-// maximum and the sum to m and l; alpha and beta are the factors of o and of this tile's. visible: keys that each
-// lane attends to, null for all; base: index of the tile's first key.
+// maximum and the sum to m and l; alpha and beta are the factors of o and of this tile's. visible:
+// keys that each lane attends to, null for all; base: index of the tile's first key.
 template <int VECS, class Words>
 BROS_INLINE void softmax_block(float* __restrict scores, int64_t num_keys, const int32_t* visible,
                                int32_t base, float* __restrict m, float* __restrict l,
@@ -286,7 +286,7 @@ void start_panels(const Problem& p, const Task& task, float q_scale, const TileS
 
 // Writes the record of a panel.
 void write_record(const Problem& p, const Task& task, const TileScratch& s, int64_t panel,
-                float* results) {
+                  float* results) {
   const int64_t lanes = task.num_queries * p.group;
   for (int64_t lane = panel * kPanel; lane < min_of(lanes, (panel + 1) * kPanel); lane += kLanes) {
     const float* o = s.o + panel * s.key_stride * kPanel + lane % kPanel;

@@ -20,8 +20,8 @@ struct Piece {
 
 // positions: of the token in each slot, -1 if it is unknown. Rows of `segments` begin at
 // start[row]; those of `out`, which has room for a piece per key, begin at out_start[row]. Returns
-// the number of pieces, -1 if a segment is outside the cache. Ranges with unknown positions stay as they are, and so does the order of
-// their row.
+// the number of pieces, -1 if a segment is outside the cache. Ranges with unknown positions stay as
+// they are, and so does the order of their row.
 inline int64_t order_segments(const int32_t* positions, int64_t num_blocks, int64_t block_size,
                               const int32_t* start, int64_t rows, const Piece* segments,
                               int32_t* out_start, Piece* out) {

@@ -1,15 +1,15 @@
 // Linear layers: out = x @ weight.T + bias, with packed weights (linear_formats.h).
 //
 // Every output of a row is summed in fp32 in one order, from the first input to the last. It depends
-// on nothing but this row: not on other rows, on their number or on threads. A row of a product has the same
-// bits in any batch.
+// on nothing but this row: not on other rows, on their number or on threads. A row of a product has
+// the same bits in any batch.
 //
 //     tile of R rows x C panels:   R * C * 2 accumulators; per input R broadcasts, 2 C vectors
 //
 // A few rows read the packed weights over several panels at once (Panel::kPanels), so that there are
-// enough independent sums to hide the latency of an FMA. For more rows, a block of rows that stays in the
-// cache is multiplied with one panel after the other. Where activations are multiplied exactly, the
-// block of the panel is first widened to fp32, and every tile of rows reads it from there.
+// enough independent sums to hide the latency of an FMA. For more rows, a block of rows that stays in
+// the cache is multiplied with one panel after the other. Where activations are multiplied exactly,
+// the block of the panel is first widened to fp32, and every tile of rows reads it from there.
 #pragma once
 
 #include "kernels.h"

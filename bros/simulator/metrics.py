@@ -123,7 +123,7 @@ def _class_report(result: SimulationResult, service_class: ServiceClass, slo: Sl
     before = result.warm_up.stats.by_class.get(service_class, ClassStats())
     all_records = [r for r in result.records if r.service_class is service_class]
     records = [record for record in all_records if record.arrival_s >= since_s]
-    timelines = [_timeline(record) for record in records]
+    timelines = [timeline_of(record) for record in records]
     judged = [judge(timeline, slo, end_s) for timeline in timelines]
     on_time = [
         tokens_on_time(timeline, j.ttft_met, slo.tpot_s, end_s)
@@ -162,7 +162,8 @@ def _class_report(result: SimulationResult, service_class: ServiceClass, slo: Sl
     )
 
 
-def _timeline(record: SimulatedRequest) -> Timeline:
+def timeline_of(record: SimulatedRequest) -> Timeline:
+    """What its client saw."""
     outcome = TimelineOutcome.OPEN
     if record.finished:
         outcome = TimelineOutcome.COMPLETED

@@ -144,13 +144,14 @@ def _stop_at_first_error(schema: Any) -> None:
         for part in schema:
             _stop_at_first_error(part)
     elif isinstance(schema, dict):
-        parts = _PARTS.get(schema["type"]) if isinstance(schema.get("type"), str) else None
+        kind = schema.get("type")
+        is_schema = isinstance(kind, str)  # else the fields of a model, by name
+        parts = _PARTS.get(str(kind))
         if parts in schema and not schema.get("fail_fast"):
             schema["fail_fast"] = True
             schema[parts] = core_schema.no_info_before_validator_function(
                 _let_others_run, schema[parts]
             )
-        is_schema = isinstance(schema.get("type"), str)  # else the fields of a model, by name
         for name, part in schema.items():
             if not (is_schema and name in _NOT_SCHEMAS):
                 _stop_at_first_error(part)
