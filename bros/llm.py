@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -15,9 +16,12 @@ from bros.core.loop_thread import LoopThread
 from bros.core.request import SamplingParams, ServiceClass
 from bros.executor.model_store import default_cache_dir
 from bros.terminal import progress_bar
+from bros.text.answers import AnswerParsing
+from bros.text.chat_format import ChatFormat
 from bros.text.contexts import Contexts, GenerationJob, TokenContext
 from bros.text.generation import ChoiceResult, collect, shifted_seed
 from bros.text.pooling import PoolingInput, TextPooler, check_dimensions, embedding_of
+from bros.text.tools import NO_TOOLS
 from bros.transport.local import LocalEngine, open_local
 
 Prompt = str | Sequence[int]
@@ -54,6 +58,7 @@ class LLM:
             self._loop.close()
             raise
         engine = self._engine
+        self._answers = ChatFormat(engine.tokenizer)
         self._contexts = Contexts(engine.client, engine.generator, engine.ids)
 
     def generate(
@@ -74,8 +79,11 @@ class LLM:
         single = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
         many: Sequence[Any] = [prompts] if single else prompts
         tokenizer = self._engine.tokenizer
-        ids = [tokenizer.encode(p) if isinstance(p, str) else list(p) for p in many]
-        return self._run_all(ids, params, service_class, progress, "prompt")
+        jobs = [
+            _Job(tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt), sampling)
+            for prompt, sampling in zip(many, _one_per_prompt(params, len(many)), strict=True)
+        ]
+        return self._run_all(jobs, service_class, progress, "prompt")
 
     def chat(
         self,
@@ -88,12 +96,17 @@ class LLM:
         """Answer one or more conversations; returns params.n choices per conversation, in order.
 
         messages: each is {"role": ..., "content": ...}.
-        Otherwise as `generate`.
+
+        If the model thinks before it answers, this is the `reasoning` of a result, not a part of
+        its `text`, and a grammar applies to the text. Otherwise as `generate`.
         """
         single = bool(messages) and isinstance(messages[0], Mapping)
         many: Sequence[Any] = [messages] if single else messages
-        ids = [self._engine.tokenizer.apply_chat_template(m) for m in many]
-        return self._run_all(ids, params, service_class, progress, "messages")
+        jobs = [
+            self._chat_job(conversation, sampling)
+            for conversation, sampling in zip(many, _one_per_prompt(params, len(many)), strict=True)
+        ]
+        return self._run_all(jobs, service_class, progress, "messages")
 
     def context(
         self,
@@ -189,6 +202,16 @@ class LLM:
             raise EngineDeadError("The LLM has been closed.")
         return self._loop.run(work)
 
+    def _chat_job(self, messages: Sequence[Message], sampling: SamplingParams) -> _Job:
+        tokenizer, answers = self._engine.tokenizer, self._answers
+        text = tokenizer.render_chat(tokenizer.escape(messages))
+        start = answers.reasoning_start(text)
+        grammar = answers.grammar(None, sampling.grammar, start)
+        if grammar is not sampling.grammar:
+            sampling = sampling.with_changes(grammar=grammar)
+        ids = tokenizer.encode(text, add_special_tokens=False, escaped=True)
+        return _Job(ids, sampling, answers.parsing(NO_TOOLS, start))
+
     def _encode_beginning(self, beginning: Prompt | Sequence[Message]) -> list[int]:
         tokenizer = self._engine.tokenizer
         if isinstance(beginning, str):
@@ -199,41 +222,52 @@ class LLM:
 
     def _run_all(
         self,
-        ids: Sequence[list[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        jobs: Sequence[_Job],
         service_class: ServiceClass,
         progress: bool,
         param: str,
     ) -> list[tuple[ChoiceResult, ...]]:
-        each = _one_per_prompt(params, len(ids))
         done = done_tokens = 0
         with progress_bar("generating", shown=progress) as advance:
-            advance(0, len(ids), "0 tokens")
+            advance(0, len(jobs), "0 tokens")
 
-            async def one(prompt: list[int], sampling: SamplingParams) -> tuple[ChoiceResult, ...]:
+            async def one(job: _Job) -> tuple[ChoiceResult, ...]:
                 nonlocal done, done_tokens
                 generation = await self._engine.generator.start(
-                    [prompt],
-                    sampling,
+                    [job.prompt],
+                    job.sampling,
                     request_id=self._engine.ids.new("llm"),
                     service_class=service_class,
                     param=param,
+                    parsing=job.parsing,
                 )
                 result = tuple(await collect(generation))
                 done_tokens += sum(len(choice.token_ids) for choice in result)
                 done += 1
-                advance(done, len(ids), f"{done_tokens} tokens")
+                advance(done, len(jobs), f"{done_tokens} tokens")
                 return result
 
             async def everything() -> list[tuple[ChoiceResult, ...]]:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(one(*pair)) for pair in zip(ids, each, strict=True)]
+                    tasks = [group.create_task(one(job)) for job in jobs]
                 return [task.result() for task in tasks]
 
             try:
                 return self._run(everything())
             except BaseExceptionGroup as group:
                 raise group.exceptions[0] from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A prompt to complete.
+
+    parsing: tells reasoning from answers; None: answers are nothing but text.
+    """
+
+    prompt: list[int]
+    sampling: SamplingParams
+    parsing: AnswerParsing | None = None
 
 
 class Context:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import AddedToken
 
 from bros import LLM, SamplingParams
 from bros.core import grammars
@@ -25,7 +27,7 @@ from bros.core.errors import (
     PromptTooLongError,
 )
 from bros.core.interfaces import EngineStats
-from bros.core.request import ServiceClass
+from bros.core.request import FinishReason, ServiceClass
 from bros.executor.runner import ModelRunner
 from support.tiny_models import save_tiny_llama
 from support.tiny_tokenizer import TEMPLATE, save_tokenizer, tiny_tokenizer
@@ -73,6 +75,32 @@ def test_outputs_match_a_grammar(folder: Path) -> None:
         assert {choice.text for choice in answer} <= {"stop there", "go on"}
         with pytest.raises(InvalidRequestError, match="The grammar cannot be used: unknown name"):
             llm.generate(["a"], SamplingParams(grammar=grammars.lark("start: x")), progress=False)
+
+
+def test_a_grammar_of_a_chat_applies_after_the_reasoning(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path, vocab_size=1000)
+    save_tokenizer(tmp_path, chat_template=TEMPLATE + "<think>")
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_tokens([AddedToken(text, special=False) for text in ("<think>", "</think>")])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    # The bias lets a random model end its thoughts: a grammar forbids the marker behind them.
+    sampling = SamplingParams(
+        logit_bias={backend.token_to_id("</think>"): 5},
+        grammar=grammars.choice(["yes", "no"]),
+        n=4,
+        seed=1,
+        max_tokens=200,
+    )
+    conversation = [{"role": "user", "content": "hello"}]
+    with LLM(str(tmp_path), kernels="reference", kv_blocks=64, threads=1) as llm:
+        (answers,) = llm.chat(conversation, sampling, progress=False)
+        (raw,) = llm.generate("hello", sampling, progress=False)
+        (free,) = llm.chat(conversation, sampling.with_changes(grammar=None), progress=False)
+    assert {answer.text for answer in answers} <= {"yes", "no"}
+    assert any(answer.reasoning for answer in answers)
+    assert {(answer.text, answer.reasoning) for answer in raw} <= {("yes", ""), ("no", "")}
+    assert [answer.reasoning for answer in free] == [answer.reasoning for answer in answers]
+    assert {answer.finish_reason for answer in answers} == {FinishReason.STOP}
 
 
 def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:

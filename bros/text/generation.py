@@ -36,7 +36,7 @@ from bros.core.request import (
     expanded,
 )
 from bros.core.tenants import REQUESTS, QuotaHolds, Resource, TenantAccounts
-from bros.text.answers import AnswerParser, AnswerParsing, AnswerPart, TextPart
+from bros.text.answers import AnswerParser, AnswerParsing, AnswerPart, ReasoningPart, TextPart
 from bros.text.public_prefixes import PublicPrefixes
 from bros.text.stop_strings import StopMatcher
 from bros.text.tokenizer import Tokenizer
@@ -84,7 +84,10 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceResult:
-    """One complete choice; fields as in TextDelta."""
+    """One complete choice; fields as in TextDelta.
+
+    reasoning: if the answer is parsed: what the model thought before it, without the markers.
+    """
 
     index: int
     text: str
@@ -97,6 +100,7 @@ class ChoiceResult:
     error: str | None
     retry_after_s: float | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    reasoning: str = ""
 
 
 class DeltaSink(Protocol):
@@ -551,6 +555,9 @@ def _joined(deltas: Sequence[TextDelta]) -> ChoiceResult:
         error=last.error,
         retry_after_s=last.retry_after_s,
         prompt_logprobs=tuple(piece for delta in deltas for piece in delta.prompt_logprobs),
+        reasoning="".join(
+            part.text for delta in deltas for part in delta.parts if isinstance(part, ReasoningPart)
+        ),
     )
 
 

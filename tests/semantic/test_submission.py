@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from bros.core.errors import InvalidRequestError
 from bros.semantic.core.submission import SubmissionReader
 from bros.semantic.schema import CallSpec, Message, Parameter, Role
+from bros.text.chat_format import ChatFormat
 from support.program_engine import TOKENIZER
 
 
@@ -31,7 +32,9 @@ class CountingChat:
 
 def submitter(chat: CountingChat) -> SubmissionReader:
     numbers = itertools.count()
-    return SubmissionReader(chat, lambda prefix: f"{prefix}-{next(numbers)}", max_tokens=9)
+    return SubmissionReader(
+        chat, ChatFormat(TOKENIZER), lambda prefix: f"{prefix}-{next(numbers)}", max_tokens=9
+    )
 
 
 # Alike enough to be taken for one another, and some of them are wrong.

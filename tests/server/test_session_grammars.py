@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from bros.core import grammars
 from bros.core.request import SamplingParams
 from bros.semantic.core.submission import check_sampling
 from bros.text.grammar_check import GrammarChecker
+from support import chat_templates
 from support.scripted_server import Server, assert_envelope
 from support.session_server import SessionClient, keeping, ok
 from support.tiny_tokenizer import save_tokenizer
@@ -19,6 +21,7 @@ from support.tiny_tokenizer import save_tokenizer
 JSON = {"response_format": {"type": "json_object"}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CALL = "Say {{output:y}}"
+THINK_TOKENS = {"<think>": False, "</think>": False}
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +132,128 @@ def test_the_front_end_takes_the_same_fields(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'response_format.type' must be text"):
         check_sampling({"response_format": {}})
     assert SamplingParams(grammar=grammars.json_object()).grammar is not None
+
+
+# ---- Models that think before they answer.
+
+
+@contextlib.asynccontextmanager
+async def thinking(template: str, **options: Any) -> AsyncIterator[tuple[Server, SessionClient]]:
+    server = Server(template=template, tokens=THINK_TOKENS, max_model_len=4000, **options)
+    async with keeping(server), server.http:
+        yield server, await SessionClient.open(server.http)
+
+
+ASK = {
+    "template": "Say {{output:y}}",
+    "chat": True,
+    "parameters": [{"name": "y", "variable": "v"}],
+    "sampling": JSON,
+}
+READ = {
+    "template": "And {{input:y}} so {{output:z}}",
+    "parameters": [{"name": "y", "variable": "v"}],
+}
+VALUE = '{"a": 1}'
+
+
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        (chat_templates.THINKING, f"<think>\nHm, {{1}}.\n</think>\n\n{VALUE}"),
+        (chat_templates.THINKING, VALUE),
+        (chat_templates.OPENED, f"Hm.\n</think>\n\n{VALUE}"),
+    ],
+)
+async def test_a_grammar_applies_after_the_reasoning_which_is_no_part_of_the_value(
+    template: str, written: str
+) -> None:
+    async with thinking(template) as (server, session):
+        server.engine.texts = (written, "Yes")
+        reply = ok(await session.submit(requests=[ASK, READ], wait=True))
+        asked, read = server.engine.submitted
+        start = server.state.chat_format.reasoning_start(
+            server.tokenizer.decode(asked.prompt_token_ids, skip_special_tokens=False)
+        )
+        assert asked.sampling.grammar == server.state.chat_format.grammar(
+            None, grammars.json_object(param="response_format"), start
+        )
+        assert asked.sampling.grammar != grammars.json_object(param="response_format")
+        assert server.tokenizer.decode(read.prompt_token_ids) == f"And {VALUE} so "
+        assert reply["requests"][0]["values"] == {"y": VALUE}
+        assert await session.value("v") == VALUE
+
+
+async def test_outputs_within_an_answer_have_no_reasoning() -> None:
+    async with thinking(chat_templates.THINKING) as (server, session):
+        server.engine.texts = ('{"b": 2}', f"<think>Hm.</think>{VALUE}")
+        messages = [
+            {"role": "user", "content": "Say"},
+            {"role": "assistant", "content": "It is {{output:x}}"},
+            {"role": "user", "content": "More"},
+            {"role": "assistant", "content": "{{output:y}}"},
+        ]
+        reply = ok(
+            await session.submit(requests=[{"messages": messages, "sampling": JSON}], wait=True)
+        )
+        assert reply["requests"][0]["values"] == {"x": '{"b": 2}', "y": VALUE}
+        within, whole = (request.sampling.grammar for request in server.engine.submitted)
+        assert within == grammars.json_object(param="response_format") != whole
+        plain = {"template": CALL, "sampling": JSON}
+        server.engine.texts, server.engine.text = (), VALUE
+        ok(await session.submit(requests=[plain], wait=True))
+        assert server.last().sampling.grammar == within
+
+
+async def test_reasoning_that_never_ends_fails_its_call() -> None:
+    async with thinking(chat_templates.OPENED) as (server, session):
+        server.engine.text = "Hm, let me see."
+        free = {**ASK, "sampling": {"max_tokens": 5}}
+        for call in (free, {**ASK, "sampling": {"max_tokens": 5, **JSON}}):
+            reply = await session.submit(requests=[call], wait=True)
+            assert reply.status_code == 424
+            cause = reply.json()["error"]["cause"]["message"]
+            assert cause == "The model was still reasoning after 5 tokens; give more max_tokens."
+            session = await SessionClient.open(server.http)
+
+
+async def test_the_format_of_reasoning_can_be_set() -> None:
+    async with thinking(chat_templates.THINKING, reasoning_format="none") as (server, session):
+        server.engine.text = f"<think>Hm.</think>{VALUE}"
+        reply = ok(await session.submit(requests=[{**ASK, "sampling": {}}], wait=True))
+        assert reply["requests"][0]["values"] == {"y": server.engine.text}
+
+
+async def test_gbnf_cannot_follow_reasoning() -> None:
+    gbnf = {"structured_outputs": {"grammar": 'root ::= "a"'}}
+    async with thinking(chat_templates.THINKING) as (server, session):
+        reply = await session.submit(requests=[{**ASK, "sampling": gbnf}])
+        error = assert_envelope(reply, 400)
+        assert error["param"] == "requests[0].sampling.structured_outputs.grammar"
+        assert "write it in Lark" in error["message"]
+        ok(await session.submit(requests=[{**READ, "sampling": gbnf}]))
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "stop", "whole"),
+    [
+        ({"type": "object"}, VALUE + "\n", "\n", True),
+        ({"type": "integer", "minimum": 10}, "1234", "3", False),
+        ({"type": "boolean"}, "true\n", "\n", True),
+        ({"type": "array"}, "[1, 2]", ", ", False),
+    ],
+)
+async def test_stop_strings_may_end_json_only_behind_it(
+    kept: Server, session: SessionClient, schema: Any, text: str, stop: str, whole: bool
+) -> None:
+    kept.engine.text = text
+    sampling = {"stop": stop, "guided_json": schema, "guided_whitespace_pattern": r"[ \n]*"}
+    reply = await session.submit(requests=[{"template": CALL, "sampling": sampling}], wait=True)
+    if whole:
+        assert ok(reply)["requests"][0]["values"] == {"y": text.removesuffix(stop)}
+    else:
+        assert reply.status_code == 424
+        message = (
+            f"The answer does not match 'guided_json': it was cut by the stop string {stop!r}."
+        )
+        assert reply.json()["error"]["cause"]["message"] == message

@@ -18,11 +18,12 @@ import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from bros.core.request import SamplingParams
+from bros.core.request import Grammar, SamplingParams
 from bros.semantic.core.template import Text
 from bros.semantic.errors import Cause
 from bros.semantic.schema import CallKind, CallState, Criteria, Perf, VariableState
 from bros.semantic.transforms import Transforms
+from bros.text.answers import AnswerParsing
 
 
 class Level(enum.IntEnum):
@@ -135,12 +136,19 @@ class InputPiece:
 
 @dataclass(frozen=True, slots=True)
 class OutputPiece:
-    """The text that the model generates here becomes the value of a variable."""
+    """What the model answers here becomes the value of a variable, without its reasoning.
+
+    sampling: its grammar allows the reasoning before the answer too.
+    grammar: what the answer must match.
+    parsing: tells the reasoning from the answer; None: the whole text is the answer.
+    """
 
     name: str
     variable_id: str
     transforms: Transforms | None = None
     sampling: SamplingParams = DEFAULT_SAMPLING
+    grammar: Grammar | None = None
+    parsing: AnswerParsing | None = None
 
 
 Piece = Text | InputPiece | OutputPiece

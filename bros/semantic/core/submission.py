@@ -18,6 +18,7 @@ differently from the latest one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections import Counter
@@ -42,6 +43,8 @@ from bros.semantic.core.template import (
 )
 from bros.semantic.schema import CallKind, CallSpec, Criteria, Parameter, Role
 from bros.semantic.transforms import Transforms, parse_transforms
+from bros.text.chat_format import ChatFormat, ReasoningStart
+from bros.text.tools import NO_TOOLS
 
 ANSWER = Placeholder("output", Role.OUTPUT)
 """The output that is added to a conversation without one."""
@@ -54,7 +57,7 @@ _ASSISTANT = "assistant"
 _MARK, _END_OF_MARK = "\ue000", "\ue001"  # private use area: no template or model uses them
 
 
-class ChatFormat(Protocol):
+class ChatRenderer(Protocol):
     """The part of bros.text.tokenizer.Tokenizer that renders conversations."""
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> str:
@@ -72,7 +75,7 @@ class _Message(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
-def prompt_pieces(spec: CallSpec, chat: ChatFormat) -> tuple[Piece, ...]:
+def prompt_pieces(spec: CallSpec, chat: ChatRenderer) -> tuple[Piece, ...]:
     """The prompt pieces of a call that is not native; the last one is an output.
 
     All placeholders have a role. Text after the last output of a template is dropped, as nothing
@@ -183,7 +186,7 @@ def _with_contents(spec: CallSpec) -> list[_Message]:
     return messages
 
 
-def _render(messages: Sequence[_Message], chat: ChatFormat, param: str) -> tuple[Piece, ...]:
+def _render(messages: Sequence[_Message], chat: ChatRenderer, param: str) -> tuple[Piece, ...]:
     """The conversation in the model's chat format, up to its last output.
 
     The pieces of an assistant message up to its last output are used verbatim after the rendered
@@ -208,7 +211,8 @@ def _render(messages: Sequence[_Message], chat: ChatFormat, param: str) -> tuple
         for index, piece in enumerate(message.pieces):
             content += sentinels.put(piece)
             if index < end:
-                laid_out.append(piece)
+                begins = index == 0 and is_output(piece)
+                laid_out.append(_beginning_answer(piece) if begins else piece)
             if index == end - 1:
                 sentinels.pass_over()
         history.append({"role": message.role, "content": content})
@@ -220,7 +224,7 @@ def _render(messages: Sequence[_Message], chat: ChatFormat, param: str) -> tuple
                 "rename it, or write an assistant message with an output."
             )
             raise InvalidRequestError(reason, param=param)
-        laid_out.append(ANSWER)
+        laid_out.append(_beginning_answer(ANSWER))
     joined = join_texts(laid_out)
     if any(is_output(before) and is_output(piece) for before, piece in itertools.pairwise(joined)):
         reason = "The model's chat template writes nothing between two of the outputs."
@@ -228,7 +232,12 @@ def _render(messages: Sequence[_Message], chat: ChatFormat, param: str) -> tuple
     return joined
 
 
-def _escaped(piece: Piece, chat: ChatFormat) -> Piece:
+def _beginning_answer(piece: Piece) -> Placeholder:
+    assert isinstance(piece, Placeholder)
+    return dataclasses.replace(piece, begins_answer=True)
+
+
+def _escaped(piece: Piece, chat: ChatRenderer) -> Piece:
     return Text(chat.escape(piece.text)) if isinstance(piece, Text) else piece
 
 
@@ -326,9 +335,19 @@ class Submission:
 class SubmissionReader:
     """Validates submitted calls and converts them for the graph."""
 
-    def __init__(self, chat: ChatFormat, new_id: Callable[[str], str], max_tokens: int) -> None:
-        """new_id: makes an id with the given prefix. max_tokens: default of outputs."""
+    def __init__(
+        self,
+        chat: ChatRenderer,
+        answers: ChatFormat,
+        new_id: Callable[[str], str],
+        max_tokens: int,
+    ) -> None:
+        """answers: how the model writes reasoning.
+        new_id: makes an id with the given prefix.
+        max_tokens: default of outputs.
+        """
         self._chat = chat
+        self._answers = answers
         self._new_id = new_id
         self._max_tokens = max_tokens
 
@@ -343,7 +362,7 @@ class SubmissionReader:
         self, specs: Sequence[CallSpec], sampling: Mapping[str, Any]
     ) -> Generator[None, None, list[Submission]]:
         """`read` in slices: it pauses where the caller may let other work run."""
-        cache = _ProgramCache(self._chat)
+        cache = _ProgramCache(self._chat, self._answers)
         found: list[Submission] = []
         for index, spec in enumerate(specs):
             try:
@@ -367,9 +386,11 @@ class SubmissionReader:
         names: dict[str, str] = {}
         wanted: dict[str, Criteria] = {}
         made: list[GraphPiece] = []
+        text_before = ""
         for piece in pieces:
             if isinstance(piece, Text):
                 made.append(piece)
+                text_before = piece.text
                 continue
             reader = readers.get(piece.name) or _ParameterReader(None, Parameter(name=piece.name))
             transforms = reader.transforms(cache)
@@ -382,8 +403,20 @@ class SubmissionReader:
                     values[variable_id] = parameter.value
                 made.append(InputPiece(piece.name, variable_id, transforms))
                 continue
+            start = ReasoningStart.NONE
+            if piece.begins_answer:
+                start = self._answers.reasoning_start(text_before)
             params = reader.sampling(defaults, cache.sampling)
-            made.append(OutputPiece(piece.name, variable_id, transforms, params))
+            made.append(
+                OutputPiece(
+                    piece.name,
+                    variable_id,
+                    transforms,
+                    reader.with_reasoning(params, start, cache),
+                    params.grammar,
+                    cache.parsing(start),
+                )
+            )
             if parameter.criteria is not None:
                 wanted[variable_id] = parameter.criteria
         kind = CallKind.NATIVE if spec.native else CallKind.LLM
@@ -398,8 +431,12 @@ class SubmissionReader:
 class _ProgramCache:
     """Caches what the calls of one program have in common: pieces, transforms and sampling."""
 
-    def __init__(self, chat: ChatFormat) -> None:
+    def __init__(self, chat: ChatRenderer, answers: ChatFormat) -> None:
         self._chat = chat
+        self.parsing = functools.cache(functools.partial(answers.parsing, NO_TOOLS))
+        """(ReasoningStart) -> how to tell the reasoning from the answer."""
+        self._answers = answers
+        self._with_reasoning: dict[tuple[int, ReasoningStart], SamplingParams] = {}
         self._pieces: dict[Hashable, Sequence[Piece]] = {}
         self._transforms: dict[str, Transforms | None] = {}
         self._sampling: dict[str, SamplingParams] = {}
@@ -423,6 +460,16 @@ class _ProgramCache:
         if key not in self._sampling:
             self._sampling[key] = SamplingParams(**fields)
         return self._sampling[key]
+
+    def with_reasoning(self, sampling: SamplingParams, start: ReasoningStart) -> SamplingParams:
+        """`sampling`, one of this cache, with a grammar that allows reasoning before the answer.
+        Raises InvalidRequestError naming the field of the grammar."""
+        key = (id(sampling), start)
+        if key not in self._with_reasoning:
+            grammar = self._answers.grammar(None, sampling.grammar, start)
+            same = grammar is sampling.grammar
+            self._with_reasoning[key] = sampling if same else sampling.with_changes(grammar=grammar)
+        return self._with_reasoning[key]
 
 
 class _ParameterReader:
@@ -477,14 +524,27 @@ class _ParameterReader:
                 fields["grammar"] = from_fields(asked)
             return make(**fields)
         except InvalidRequestError as error:
-            where = place if error.param in own else "sampling"
-            raise InvalidRequestError(
-                error.message, None if error.param is None else f"{where}.{error.param}"
-            ) from None
+            raise self._placed(error) from None
         except (TypeError, ValueError, AttributeError) as error:
             raise InvalidRequestError(
                 f"The sampling parameters are wrong: {error}", place
             ) from None
+
+    def with_reasoning(
+        self, sampling: SamplingParams, start: ReasoningStart, cache: _ProgramCache
+    ) -> SamplingParams:
+        """As `_ProgramCache.with_reasoning`."""
+        try:
+            return cache.with_reasoning(sampling, start)
+        except InvalidRequestError as error:
+            raise self._placed(error) from None
+
+    def _placed(self, error: InvalidRequestError) -> InvalidRequestError:
+        """The error about a sampling parameter, with its place in the call."""
+        own = self.parameter.sampling or {}
+        where = f"{self._place}.sampling" if error.param in own else "sampling"
+        param = None if error.param is None else f"{where}.{error.param}"
+        return InvalidRequestError(error.message, param)
 
     def _refuse(self, field: str, message: str) -> None:
         raise InvalidRequestError(message, f"{self._place}.{field}")

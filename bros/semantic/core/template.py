@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from bros.core.errors import InvalidRequestError
 from bros.semantic.schema import Role
@@ -47,11 +47,14 @@ class Placeholder:
 
     role: None if the template does not give one.
     sampling: name of a set of sampling parameters; only outputs have one.
+    begins_answer: the model's answer to a conversation begins with this output, so it may think
+        first; set where the conversation is rendered.
     """
 
     name: str
     role: Role | None = None
     sampling: str | None = None
+    begins_answer: bool = field(default=False, compare=False)
 
 
 Piece = Text | Placeholder

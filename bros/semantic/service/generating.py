@@ -27,9 +27,10 @@ from bros.core.errors import (
 )
 from bros.core.grammars import is_json
 from bros.core.interfaces import EngineClient
-from bros.core.request import FinishReason, Hints, SamplingParams, ServiceClass, Slo
+from bros.core.request import FinishReason, Grammar, Hints, SamplingParams, ServiceClass, Slo
 from bros.semantic.errors import FailedStage
 from bros.semantic.service.live import SessionSettings
+from bros.text.answers import AnswerParsing
 from bros.text.generation import Generation, TextDelta, TextGenerator
 
 _CHECK_S = 0.05
@@ -97,6 +98,8 @@ class LlmRequest:
     """An LLM call as a request for the engine.
 
     arrival_s: time when its last input was set.
+    grammar: as in OutputPiece.
+    parsing: as in OutputPiece.
     """
 
     request_id: str
@@ -104,6 +107,8 @@ class LlmRequest:
     sampling: SamplingParams
     tenant: str
     arrival_s: float
+    grammar: Grammar | None = None
+    parsing: AnswerParsing | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +124,9 @@ class GenerationTerms:
 class LlmAnswer:
     """A complete answer of the engine.
 
-    token_ids: generated tokens without a stop token at the end. If a stop string ended the answer,
-        they extend beyond the text.
+    text: without the model's reasoning.
+    token_ids: generated tokens, those of the reasoning too, without a stop token at the end. If a
+        stop string ended the answer, they extend beyond the text.
     output_tokens: number of generated tokens.
     """
 
@@ -221,19 +227,28 @@ class LlmCallGenerator:
             arrival_s=request.arrival_s,
             hints=terms.hints,
             param="template",
+            parsing=request.parsing,
         )
         async with generation:
             watcher.accepted(request_id, generation.service_classes[0])
             try:
-                answer, reason = await self._collect(generation, progress)
+                answer, last = await self._collect(generation, progress)
             finally:
                 watcher.ended()
-        _check_complete(request.sampling, answer, reason)
+        if last.finish_reason is FinishReason.LENGTH and last.reasoning_tokens and not answer.text:
+            message = (
+                f"The model was still reasoning after {answer.output_tokens} tokens; give more "
+                "max_tokens."
+            )
+            raise LlmCallFailedError(FailedStage.GENERATE, message)
+        if request.grammar is not None:
+            _check_complete(request.grammar, answer, last)
         return answer
 
     async def _collect(
         self, generation: Generation, progress: Progress
-    ) -> tuple[LlmAnswer, FinishReason]:
+    ) -> tuple[LlmAnswer, TextDelta]:
+        """The answer and its last delta."""
         text = ""
         token_ids: list[int] = []
         last: TextDelta | None = None
@@ -252,32 +267,34 @@ class LlmCallGenerator:
         ended_by_token = last.finish_reason is FinishReason.STOP and not isinstance(
             last.stop_reason, str
         )
-        assert last.finish_reason is not None
         answer = LlmAnswer(
             text=text,
             token_ids=tuple(token_ids[:-1] if ended_by_token else token_ids),
             output_tokens=len(token_ids),
         )
-        return answer, last.finish_reason
+        return answer, last
 
 
-def _check_complete(sampling: SamplingParams, answer: LlmAnswer, reason: FinishReason) -> None:
+def _check_complete(grammar: Grammar, answer: LlmAnswer, last: TextDelta) -> None:
     """Raises LlmCallFailedError for an answer that was cut before it matched its grammar: the calls
     that read it rely on its form."""
-    grammar = sampling.grammar
-    if grammar is None:
-        return
-    failed: str | None = None
-    if reason is FinishReason.LENGTH:
+    if last.finish_reason is FinishReason.LENGTH:
         failed = f"it was cut after {answer.output_tokens} tokens; give more max_tokens"
-    elif is_json(grammar) and not grammar.after:
-        try:
-            json.loads(answer.text)
-        except ValueError as error:  # a stop string has cut it
-            failed = str(error)
-    if failed is not None:
-        message = f"The answer does not match '{grammar.param}': {failed}."
-        raise LlmCallFailedError(FailedStage.GENERATE, message)
+    elif isinstance(last.stop_reason, str) and not _is_whole_json(grammar, answer.text):
+        failed = f"it was cut by the stop string {last.stop_reason!r}"
+    else:
+        return
+    message = f"The answer does not match '{grammar.param}': {failed}."
+    raise LlmCallFailedError(FailedStage.GENERATE, message)
+
+
+def _is_whole_json(grammar: Grammar, text: str) -> bool:
+    """Whether the beginning of a match of a grammar of JSON is all of it: every JSON value has its
+    own end but a number."""
+    try:
+        return is_json(grammar) and type(json.loads(text)) not in (int, float)
+    except ValueError:
+        return False
 
 
 def _is_reproducible(sampling: SamplingParams) -> bool:

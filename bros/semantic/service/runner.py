@@ -396,7 +396,7 @@ class ProgramRunner:
             await asyncio.sleep(0)  # let other tasks run between bursts of starts
         await self._prefiller.stop(session, llm_call)
         prompt = await self._prompter.extend(session, llm_call)
-        call, sampling = llm_call.call, _output_piece(llm_call).sampling
+        call, piece = llm_call.call, _output_piece(llm_call)
         token_ids = prompt.token_ids()
         record = session.record(call.id).llm_call(llm_call.index)
         record.prompt_tokens = len(token_ids)
@@ -409,7 +409,9 @@ class ProgramRunner:
         return LlmRequest(
             request_id=call.id if len(call.llm_calls) == 1 else f"{call.id}.{llm_call.index}",
             token_ids=token_ids,
-            sampling=sampling,
+            sampling=piece.sampling,
+            grammar=piece.grammar,
+            parsing=piece.parsing,
             tenant=session.tenant,
             arrival_s=llm_call.ready_s,
         )

@@ -62,6 +62,7 @@ from bros.semantic.service.views import (
     view_variable,
 )
 from bros.semantic.transforms.process import TransformRunner, TransformThreads
+from bros.text.chat_format import ChatFormat
 from bros.text.generation import TextGenerator
 from bros.text.tokenizer import Tokenizer
 
@@ -314,12 +315,14 @@ class SessionService:
         threads: FairThreads | None = None,
         transforms: TransformRunner | None = None,
         accounts: TenantAccounts | None = None,
+        answers: ChatFormat | None = None,
     ) -> None:
         """placements: tells where a router has placed an engine request; None without a router.
         engines: number of engines that share the requests.
         threads: for work on long texts; None: threads of its own.
         transforms: runs transforms that may take long, closed at the end of `run`; None: `threads`.
         accounts: count what the service holds for each tenant; None: there are no limits.
+        answers: how the model writes reasoning; None: as its chat template does.
         """
         threads = threads or FairThreads()
         self._accounts = accounts or TenantAccounts()
@@ -339,7 +342,8 @@ class SessionService:
             engines,
             self._accounts,
         )
-        self._reader = SubmissionReader(tokenizer, ids.new, settings.max_tokens)
+        answers = answers or ChatFormat(tokenizer)
+        self._reader = SubmissionReader(tokenizer, answers, ids.new, settings.max_tokens)
         self._registry = SessionRegistry(settings.max_gone)
         self._stopping: set[asyncio.Task[None]] = set()
         self._waiting = ValueWaiter(clock, settings, self._accounts)
