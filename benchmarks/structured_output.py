@@ -16,7 +16,9 @@
               what else the machine does is in both.
     forced    32 rows of a schema with many properties, with and without forced tokens: seconds
               until all are complete
-    hostile   seconds until a hostile schema, pattern or grammar is refused
+    hostile   seconds until a hostile schema, pattern or grammar is refused; for those that are
+              accepted, as their automaton is built only as far as an output goes, the longest step
+              of 60 and the longest without them
 
 Wall times, except of `valid`: run it on an idle machine.
 """
@@ -433,7 +435,18 @@ HOSTILE: dict[str, Callable[[], Grammar]] = {
 }
 
 
+LARGE: dict[str, Grammar] = {
+    "regex, nested repetitions": grammars.regex("(a{1,1000}){1,1000}"),
+    "regex, repetitions thrice": grammars.regex("((a{1,100}){1,100}){1,100}"),
+    "regex, exponential automaton": grammars.regex(".*a.{400}"),
+    "regex, several of these": grammars.regex("(.*a.{12}){10}"),
+    "regex, repeated words": grammars.regex(r"(\w+\s?){1,1000}z"),
+    "grammar, ambiguous": grammars.lark('start: x* "q"\nx: "a" | "a" x | x x'),
+}
+
+
 async def hostile(bench: Bench) -> dict[str, float]:
+    """Seconds until each is refused, and the longest step with each that is accepted."""
     checker = GrammarChecker(bench.files.folder, bench.info.vocab_size, bench.info.eos_token_ids)
     found: dict[str, float] = {}
     await checker.check("", grammars.regex("warm"))
@@ -445,8 +458,26 @@ async def hostile(bench: Bench) -> dict[str, float]:
             found[name] = time.perf_counter() - began_s
         else:
             found[name] = float("inf")
+    for grammar in LARGE.values():
+        await checker.check("", grammar)
     checker.close()
-    return found
+    longest = {name: _longest_step_s(bench, grammar) for name, grammar in LARGE.items()}
+    return found | longest | {"no grammar": _longest_step_s(bench, None)}
+
+
+def _longest_step_s(bench: Bench, grammar: Grammar | None) -> float:
+    """The longest step after the prefill, of a row with the grammar beside a free one."""
+    engine = bench.engine()
+    for number, asked in enumerate((grammar, None)):
+        engine.submit(bench.request(number, asked, max_tokens=60, ignore_eos=True))
+    longest_s, steps = 0.0, 0
+    while engine.has_work:
+        began_s = time.perf_counter()
+        engine.step()
+        steps += 1
+        if steps > 2:
+            longest_s = max(longest_s, time.perf_counter() - began_s)
+    return longest_s
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import threading
+import time
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -24,6 +25,7 @@ from bros.core.errors import InvalidRequestError
 from bros.core.interfaces import GrammarState, StopRule
 from bros.core.request import Grammar
 from bros.engine.grammars import Grammars
+from support.machine_speed import slowdown
 from support.scheduling import engine_info
 from support.tier import by_tier, examples, seed
 from support.tiny_tokenizer import byte_level_backend, save_tokenizer
@@ -352,3 +354,36 @@ def test_masks_refuse_tokens_that_only_the_model_has(compiler: Grammars) -> None
     size = BACKEND.get_vocab_size()
     assert size < VOCAB and max(allowed(state)) < size
     assert not state.constraint().allows(VOCAB - 1)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        grammars.regex("(a{1,1000}){1,1000}"),
+        grammars.regex("((a{1,100}){1,100}){1,100}"),
+        grammars.regex(".*a.{400}"),
+        grammars.regex("(.*a.{12}){10}"),
+        grammars.regex(r"(a+\s?){1,1000}z"),
+        grammars.lark('start: x* "q"\nx: "a" | "a" x | x x'),
+    ],
+    ids=["nested", "thrice", "exponential", "several", "words", "ambiguous"],
+)
+def test_a_step_with_a_grammar_that_grows_without_end_stays_short(
+    folder: Path, grammar: Grammar
+) -> None:
+    """Its automaton is built only as far as the output goes, up to a bound that ends the output."""
+    state = made(folder).state(grammar, STOPS)
+    (token_id,) = ids("a")
+    longest_s = 0.0
+    for _ in range(100):
+        began_s = time.thread_time()
+        try:
+            state.advance((), 0)
+            assert token_id in allowed(state)
+            state.advance([token_id], 0)
+        except ValueError as error:
+            assert "too many expressions constructed" in str(error)
+            break
+        finally:
+            longest_s = max(longest_s, time.thread_time() - began_s)
+    assert longest_s < 0.05 * slowdown()
