@@ -65,9 +65,9 @@ def made(results: Row) -> str:
 def speed_page(results: Row) -> Iterator[str]:
     yield "## Measured\n\n"
     yield (
-        f"SmolLM2-135M in fp32 over HTTP, {made(results)} Each client request has an additional "
-        f"latency of {1e3 * results['delay_s']:.0f} ms. Medians of {results['rounds']} rounds; "
-        "`times ours` is the median of the ratios within a round.\n\n"
+        f"SmolLM2-135M in {results.get('weights', 'fp32')} over HTTP, {made(results)} Each client "
+        f"request has an additional latency of {1e3 * results['delay_s']:.0f} ms. Medians of "
+        f"{results['rounds']} rounds; `times ours` is the median of the ratios within a round.\n\n"
         "![seconds of programs](sessions_cpu.png)\n\n"
     )
     rows = []
@@ -102,7 +102,8 @@ def beside_page(results: Row) -> Iterator[str]:
         "flood_and_chats": f"{FLOOD} best-effort requests and {fast:g} chats per second",
     }
     yield (
-        f"A map-reduce of 8 parts that a user waits for. SmolLM2-135M in fp32, {made(results)} "
+        f"A map-reduce of 8 parts that a user waits for. SmolLM2-135M in "
+        f"{results.get('weights', 'fp32')}, {made(results)} "
         "Clients are on the same machine and have no network delay. Medians of "
         f"{results['rounds']} rounds, with the median ratio to the session of the same round. "
         f"Chats are on time if TTFT is at most {1e3 * TTFT_S:.0f} ms and TPOT at most "

@@ -2,11 +2,11 @@
 
     python benchmarks/session_speed.py [--parts chain,map-reduce,...] [--json FILE]
 
-`bros serve` with the embedded model on this machine, in fp32 unless int4 is named. Run nothing else
-on it. Every client request has an additional latency of 250 ms, as over the Internet; a session
-needs three of them for any program. All ways run the same prompts and generate the same number of
-tokens; each has its own server, and they alternate within a round. Figures are medians over the
-rounds, ratios are taken within a round.
+`bros serve` with the embedded model on this machine, with its default weights unless int4 is named.
+Run nothing else on it. Every client request has an additional latency of 250 ms, as over the
+Internet; a session needs three of them for any program. All ways run the same prompts and generate
+the same number of tokens; each has its own server, and they alternate within a round. Figures are
+medians over the rounds, ratios are taken within a round.
 
 chain       A document summarized part by part, with int4 weights. By calls: each waits for the
             previous one and for the network. A call takes two or three times the network latency,
@@ -56,8 +56,10 @@ from session_clients import HttpEnd
 
 from bros.cli.bench import local_server
 from bros.core.clock import SystemClock
+from bros.core.config import EngineConfig
 from bros.core.request import Slo
 from bros.executor.model_store import default_cache_dir, resolve_model
+from bros.executor.target import choose_target, find_cuda
 from bros.semantic.schema import Perf
 from bros.simulator.programs import (
     BE,
@@ -80,7 +82,7 @@ from bros.text.tokenizer import Tokenizer
 from bros.workload.attainment import tpot_of
 
 DELAY_S = 0.25
-SERVER = ("--weights", "fp32", "--max-model-len", "4096", "--log-level", "warning")
+SERVER = ("--max-model-len", "4096", "--log-level", "warning")
 CLOCK = SystemClock()
 LIMITED_ROWS = 2
 SYSTEM_TOKENS, CHATS = 1500, 16
@@ -654,7 +656,9 @@ def keep(path: Path, results: Row, rounds: int) -> None:
     """Store the results; other parts in the file are kept."""
     found = json.loads(path.read_text()) if path.exists() else {"parts": {}}
     found["parts"] |= results.pop("parts")
-    found |= {"environment": environment(), "delay_s": DELAY_S, "rounds": rounds, **results}
+    weights = choose_target(EngineConfig(), find_cuda()).weights
+    found |= {"environment": environment(), "weights": weights}
+    found |= {"delay_s": DELAY_S, "rounds": rounds, **results}
     path.write_text(json.dumps(found, indent=1) + "\n")
 
 
