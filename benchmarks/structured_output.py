@@ -38,6 +38,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +216,8 @@ async def _open_late(config: EngineConfig, cache_dir: Path) -> AsyncIterator[Loc
     files, clock = resolve_model(config.model, cache_dir), SystemClock()
     folders = profile_folders(cache_dir)
     group = LateGroup(config)
-    client = ThreadEngineClient(build_engine(config, files, clock, profiles=folders, group=group))
+    build = partial(build_engine, config, files, clock, profiles=folders, group=group)
+    client = ThreadEngineClient(build)
     await client.wait_ready()
     try:
         tokenizer, ids = Tokenizer.load(files.folder), IdGenerator(random.Random(0))
