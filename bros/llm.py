@@ -58,7 +58,7 @@ class LLM:
             self._loop.close()
             raise
         engine = self._engine
-        self._answers = ChatFormat(engine.tokenizer)
+        self._chat = ChatFormat(engine.tokenizer)
         self._contexts = Contexts(engine.client, engine.generator, engine.ids)
 
     def generate(
@@ -203,14 +203,15 @@ class LLM:
         return self._loop.run(work)
 
     def _chat_job(self, messages: Sequence[Message], sampling: SamplingParams) -> _Job:
-        tokenizer, answers = self._engine.tokenizer, self._answers
-        text = tokenizer.render_chat(tokenizer.escape(messages))
-        start = answers.reasoning_start(text)
-        grammar = answers.grammar(None, sampling.grammar, start)
+        tokenizer, chat = self._engine.tokenizer, self._chat
+        adapted, _ = chat.conversation(messages, ())
+        text = tokenizer.render_chat(adapted)
+        start = chat.reasoning_start(text)
+        grammar = chat.grammar(None, sampling.grammar, start)
         if grammar is not sampling.grammar:
             sampling = sampling.with_changes(grammar=grammar)
         ids = tokenizer.encode(text, add_special_tokens=False, escaped=True)
-        return _Job(ids, sampling, answers.parsing(NO_TOOLS, start))
+        return _Job(ids, sampling, chat.parsing(NO_TOOLS, start))
 
     def _encode_beginning(self, beginning: Prompt | Sequence[Message]) -> list[int]:
         tokenizer = self._engine.tokenizer

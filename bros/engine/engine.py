@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from bros.core.clock import Clock
-from bros.core.errors import ConfigError
+from bros.core.errors import ConfigError, OverloadedError
 from bros.core.interfaces import (
     EngineInfo,
     EngineReport,
@@ -53,6 +53,7 @@ class Engine:
         self._running: StepHandle | None = None
         self._grammars = grammars or Grammars(None, info, clock)
         self._preparing: dict[str, float] = {}  # request id -> since when
+        self._refused: dict[str, OverloadedError] = {}  # request id -> why, until it is submitted
 
     @property
     def has_work(self) -> bool:
@@ -64,7 +65,11 @@ class Engine:
         grammar = request.sampling.grammar
         if grammar is None or not request.samples:
             return True
-        if self._grammars.prepare(grammar, done, request.tenant):
+        try:
+            if self._grammars.prepare(grammar, done, request.tenant):
+                return True
+        except OverloadedError as error:
+            self._refused[request.request_id] = error
             return True
         self._preparing[request.request_id] = self._clock.now()
         return False
@@ -76,6 +81,9 @@ class Engine:
         """
         now = self._clock.now()
         since_s = self._preparing.pop(request.request_id, now)
+        refused = self._refused.pop(request.request_id, None)
+        if refused is not None:
+            raise refused
         if request.sampling.grammar is None or not request.samples:
             return self._scheduler.submit(request, now)
         return self._scheduler.submit(request, now, self._grammar_state, now - since_s)

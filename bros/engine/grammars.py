@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bros.core.clock import Clock
-from bros.core.errors import InvalidRequestError
+from bros.core.errors import InvalidRequestError, OverloadedError
 from bros.core.fair import FairMemory
 from bros.core.grammars import is_gbnf
 from bros.core.interfaces import EngineInfo, GrammarState, StopRule
@@ -143,7 +143,10 @@ class Grammars:
 
     def prepare(self, grammar: Grammar, done: Callable[[], None], tenant: str = "") -> bool:
         """Compile a grammar of a tenant unless it is compiled; whether `state` would not wait for
-        it. If it would, `done` is called on another thread as soon as it does not."""
+        it. If it would, `done` is called on another thread as soon as it does not.
+
+        Raises OverloadedError if too many others are being compiled.
+        """
         with self._lock:
             found = self._find(grammar, tenant)
             if found.ready.is_set():
@@ -154,7 +157,8 @@ class Grammars:
     def state(self, grammar: Grammar, stops: StopRule, tenant: str = "") -> GrammarState:
         """The state of a new output of a tenant; waits until the grammar is compiled.
 
-        Raises InvalidRequestError if this engine cannot use it.
+        Raises InvalidRequestError if this engine cannot use it, OverloadedError if too many others
+        are being compiled.
         """
         with self._lock:
             found = self._find(grammar, tenant)
@@ -183,9 +187,7 @@ class Grammars:
             return found
         found = _Compiled(grammar)
         if len(self._compiling) >= _MAX_COMPILING:
-            found.error = "too many other grammars are being compiled; try again later"
-            found.ready.set()
-            return found
+            raise OverloadedError("Too many grammars are being compiled; try again later.", 1.0)
         self._compiling[key] = found
         self._compiler.put(lambda: self._compile(key, found))
         return found
@@ -212,13 +214,8 @@ class Grammars:
             done()
 
     def _compile_with(self, vocabulary: _Vocabulary, compiled: _Compiled) -> None:
-        from llguidance import LLMatcher
-
         grammar = compiled.grammar
-        matcher = LLMatcher(vocabulary.tokenizer, grammar.text, log_level=0, limits=parser_limits())
-        if matcher.is_error():
-            compiled.error = first_line(matcher.get_error())
-            return
+        matcher = compile_grammar(vocabulary.tokenizer, grammar.text)
         if grammar.after:
             compiled.free_text = _FreeText(grammar.after.encode(), vocabulary)
         compiled.matcher = matcher

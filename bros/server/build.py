@@ -227,7 +227,7 @@ def with_sessions(state: ServerState) -> ServerState:
         threads=state.threads,
         transforms=TransformProcesses(state.accounts) if os.name == "posix" else None,
         accounts=state.accounts,
-        answers=state.chat_format,
+        chat=state.chat_format,
     )
     return dataclasses.replace(state, sessions=service)
 

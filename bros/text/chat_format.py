@@ -134,6 +134,10 @@ def _reasoning_format_of(source: str) -> ReasoningFormat | None:
     return MISTRAL_THINK if any(marker in source for marker in MISTRAL_THINK.markers) else None
 
 
+SAY_NO_MARKERS = frozenset({"user", "tool"})
+"""Roles whose texts have no markers: they are escaped. The model's own have them."""
+
+
 class ReasoningStart(enum.Enum):
     """Where the reasoning of an answer begins.
 
@@ -229,6 +233,14 @@ class ChatFormat:
             return adapted, {"tools": definitions} if definitions else {}
         return _described(adapted, definitions), {}
 
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """As `Tokenizer.render_chat`."""
+        return self._tokenizer.render_chat(messages)
+
+    def escape(self, text: str, *, markers: bool = True) -> str:
+        """As `Tokenizer.escape`; with `markers` those of calls and reasoning become text, too."""
+        return self._tokenizer.escape(text, self._escaper if markers else None)
+
     def reasoning_start(self, prompt: str) -> ReasoningStart:
         """Where reasoning begins after a rendered prompt."""
         end = prompt[-_END_CHARS:].rstrip()
@@ -239,7 +251,7 @@ class ChatFormat:
 
     def _escaped(self, message: dict[str, Any]) -> dict[str, Any]:
         escape = self._tokenizer.escape
-        if message["role"] in ("user", "tool"):
+        if message.get("role") in SAY_NO_MARKERS:
             return escape(message, self._escaper)
         escaped = {name: escape(value) for name, value in message.items() if name != "tool_calls"}
         if "tool_calls" in message:
@@ -255,7 +267,7 @@ class ChatFormat:
             adapted.setdefault("reasoning_content", reasoning)
         calls = adapted.pop("tool_calls", None)
         if calls:
-            adapted["content"] = adapted["content"] or ""
+            adapted["content"] = adapted.get("content") or ""
             adapted["tool_calls"] = [self._adapted_call(call) for call in calls]
         call_id = adapted.get("tool_call_id")
         if call_id is not None:

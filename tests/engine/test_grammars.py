@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from bros.core import grammars
 from bros.core.clock import ManualClock
-from bros.core.errors import InvalidRequestError
+from bros.core.errors import InvalidRequestError, OverloadedError
 from bros.core.interfaces import GrammarState, StopRule
 from bros.core.request import Grammar
 from bros.engine.grammars import Grammars
@@ -310,6 +310,43 @@ def test_it_compiles_on_a_thread_and_once_for_equal_texts(folder: Path) -> None:
     assert done.acquire(timeout=60) and (first or done.acquire(timeout=60))
     assert compiler.prepare(one, done.release) and compiler.prepare(two, done.release)
     assert compiler.counters.compiled == 1
+
+
+def test_gbnf_is_converted(compiler: Grammars) -> None:
+    state = compiler.state(grammars.lark('root ::= "stop " b\nb ::= "here" | "there"'), STOPS)
+    forced = text_of(list(state.advance((), 99)))
+    assert forced and "stop ".startswith(forced.rstrip())
+    follow(state, "stop there"[len(forced) :])
+    assert list(state.advance((), 99)) == [END]
+    with pytest.raises(InvalidRequestError, match="cannot be used"):
+        compiler.state(grammars.lark('root ::= ("a"'), STOPS)
+
+
+def test_when_too_many_wait_to_be_compiled_others_may_try_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bros.engine.grammars._MAX_COMPILING", 1)
+    compiler, busy, going = made(folder), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        going.set()
+        busy.wait(timeout=60)
+
+    compiler._compiler.put(hold)
+    assert going.wait(timeout=60)
+    done = threading.Semaphore(0)
+    first, second = grammars.choice(["a"]), grammars.choice(["b"])
+    assert not compiler.prepare(first, done.release)
+    for ask in (
+        lambda: compiler.prepare(second, done.release),
+        lambda: compiler.state(second, STOPS),
+    ):
+        with pytest.raises(OverloadedError, match="try again"):
+            ask()
+    assert not compiler.prepare(first, done.release)  # it waits already
+    busy.set()
+    assert done.acquire(timeout=60) and done.acquire(timeout=60)
+    compiler.state(second, STOPS)
 
 
 def test_tenants_do_not_share_what_is_compiled(folder: Path) -> None:

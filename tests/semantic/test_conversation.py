@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.core.errors import InvalidRequestError
-from bros.semantic.core.submission import ANSWER, ChatFormat, prompt_pieces
+from bros.semantic.core.submission import ANSWER, prompt_pieces
 from bros.semantic.core.template import Piece, Placeholder, Text, render_template
 from bros.semantic.schema import CallSpec, Message, Parameter, Role
+from bros.text.chat_format import ChatFormat
 from support.tiny_tokenizer import TEMPLATE, tiny_tokenizer
 
 # As in SmolLM2-Instruct: a system message unless there is one.
@@ -30,6 +31,10 @@ THINKING = (
 )
 KEEPING = {"tiny": TEMPLATE, "system": SYSTEM, "thinking": THINKING}
 TEXTS = st.text("ab {}\\\n:0\ue000\ue001", max_size=8)
+
+
+def chat_format(template: str | None = TEMPLATE) -> ChatFormat:
+    return ChatFormat(tiny_tokenizer(template))
 
 
 def filled(pieces: Sequence[Piece], values: Mapping[str, str]) -> str:
@@ -51,7 +56,7 @@ def test_a_call_reads_what_its_conversation_would(
 ) -> None:
     """The pieces filled in are what the chat format makes of the filled in messages; texts may
     look like the marks that are used inside."""
-    chat = tiny_tokenizer(template)
+    chat = chat_format(template)
     messages, plain = [], []
     roles = ["system", "user", "user", "user"] if system else ["user"] * 4
     given_values = {f"v{i}": value for i, value in enumerate(values)}
@@ -69,7 +74,7 @@ def test_a_call_reads_what_its_conversation_would(
 
 @pytest.mark.parametrize("template", [TEMPLATE, SYSTEM])
 def test_several_outputs_read_what_the_whole_conversation_would(template: str) -> None:
-    chat = tiny_tokenizer(template)
+    chat = chat_format(template)
     messages = [
         Message(role="user", content="Ask {{q}} and {{q}}"),
         Message(role="assistant", content="Sure: {{output:a}}, or {{output:b}}, {{t}}!"),
@@ -94,7 +99,7 @@ def test_each_llm_call_begins_with_what_the_format_writes_before_an_answer() -> 
     """Although this format writes past answers without it."""
     pieces = prompt_pieces(
         CallSpec(template="Do {{x}} {{output:a}} then {{output:b}}", chat=True),
-        tiny_tokenizer(THINKING),
+        chat_format(THINKING),
     )
     assert filled(pieces[:-1], {"x": "X", "a": "A"}) == (
         "<user>Do X</><assistant><think></think>A</><user>then</><assistant><think></think>"
@@ -113,13 +118,13 @@ def test_a_chat_template_makes_llm_calls_of_the_outputs() -> None:
         Message(role="assistant", content="{{output:b:fast}}"),
     ]
     for template in (TEMPLATE, SYSTEM, TRIMMED):
-        chat = tiny_tokenizer(template)
+        chat = chat_format(template)
         assert prompt_pieces(spec, chat) == prompt_pieces(CallSpec(messages=messages), chat)
 
 
 def test_a_format_that_trims_keeps_the_placeholders() -> None:
     messages = [Message(role="user", content="\n {{x}} and\n{{y}} \n")]
-    pieces = prompt_pieces(CallSpec(messages=messages), tiny_tokenizer(TRIMMED))
+    pieces = prompt_pieces(CallSpec(messages=messages), chat_format(TRIMMED))
     assert pieces[:4] == (
         Text("[user]"),
         Placeholder("x", Role.INPUT),
@@ -133,7 +138,7 @@ def test_a_template_without_chat_is_as_it_stands_up_to_its_last_output() -> None
         template=" {{x}} is {{output:y}} after {{x}}",
         parameters=[Parameter(name="x", value="1"), Parameter(name="y", role=Role.OUTPUT)],
     )
-    assert prompt_pieces(spec, tiny_tokenizer(None)) == (
+    assert prompt_pieces(spec, chat_format(None)) == (
         Text(" "),
         Placeholder("x", Role.INPUT),
         Text(" is "),
@@ -203,22 +208,20 @@ ASSISTANT = Message(role="assistant", content="{{output:a}}")
 )
 def test_what_is_wrong_with_a_call_is_said(spec: CallSpec, param: str, message: str) -> None:
     with pytest.raises(InvalidRequestError) as raised:
-        prompt_pieces(spec, tiny_tokenizer())
+        prompt_pieces(spec, chat_format())
     assert raised.value.param == param
     assert message in str(raised.value)
 
 
-class Format:
+class Format(ChatFormat):
     """A chat format that is a function of the messages."""
 
     def __init__(self, render: Any) -> None:
+        super().__init__(tiny_tokenizer())
         self._render = render
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         return str(self._render([message["content"] for message in messages]))
-
-    def escape(self, value: str) -> str:
-        return value
 
 
 @pytest.mark.parametrize(
@@ -258,11 +261,11 @@ def test_inputs_may_change_places_before_an_output() -> None:
 
 
 def test_a_refusal_of_the_format_goes_through() -> None:
-    strict = tiny_tokenizer("{{ raise_exception('roles must alternate') }}")
+    strict = chat_format("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequestError, match="roles must alternate"):
         prompt_pieces(CallSpec(messages=[USER]), strict)
     with pytest.raises(InvalidRequestError, match="no chat template"):
-        prompt_pieces(CallSpec(template="x {{output:a}}", chat=True), tiny_tokenizer(None))
+        prompt_pieces(CallSpec(template="x {{output:a}}", chat=True), chat_format(None))
 
 
 def test_a_text_of_all_the_marks_is_not_mistaken() -> None:

@@ -35,6 +35,10 @@ def make_prompt(
     return prompt
 
 
+def encoder_of(tokenizer: Tokenizer) -> PieceEncoder:
+    return PieceEncoder(tokenizer, tokenizer.escape)
+
+
 def sentencepiece_tokenizer() -> Tokenizer:
     special = {"bos_token": "<s>", "eos_token": "</s>"}
     templates = ChatTemplates({}, special, ManualClock())
@@ -114,7 +118,7 @@ def test_pieces_together_say_what_the_texts_do(make: object, texts: list[str]) -
     """In particular, no space comes in between with a tokenizer that begins texts with one."""
     tokenizer = make() if callable(make) else None
     assert isinstance(tokenizer, Tokenizer)
-    encoder = PieceEncoder(tokenizer)
+    encoder = encoder_of(tokenizer)
     token_ids = [
         token for i, text in enumerate(texts) for token in encoder.encode(text, first=i == 0)
     ]
@@ -122,13 +126,13 @@ def test_pieces_together_say_what_the_texts_do(make: object, texts: list[str]) -
 
 
 def test_a_piece_has_the_same_tokens_everywhere_inside() -> None:
-    encoder = PieceEncoder(sentencepiece_tokenizer())
+    encoder = encoder_of(sentencepiece_tokenizer())
     assert encoder.encode("the", first=False) != encoder.encode("the", first=True)
 
 
 def test_texts_begin_with_bos_if_the_model_wants_one() -> None:
     backend = byte_level_backend()
-    plain = PieceEncoder(tiny_tokenizer())
+    plain = encoder_of(tiny_tokenizer())
     assert plain.beginning == ()
 
     bos = backend.token_to_id("<|start|>")
@@ -137,12 +141,12 @@ def test_texts_begin_with_bos_if_the_model_wants_one() -> None:
     )
     special = {"bos_token": "<|start|>", "eos_token": "<|end|>"}
     wanted = Tokenizer(backend, special, ChatTemplates({}, special, ManualClock()))
-    assert PieceEncoder(wanted).beginning == (bos,)
-    assert bos not in PieceEncoder(wanted).encode("dog", first=True)
+    assert encoder_of(wanted).beginning == (bos,)
+    assert bos not in encoder_of(wanted).encode("dog", first=True)
 
 
 def test_remembered_texts_are_found_and_old_ones_evicted() -> None:
-    encoder = PieceEncoder(tiny_tokenizer())
+    encoder = encoder_of(tiny_tokenizer())
     encoder.cache("ann", "dog", (1, 2), first=True)
     assert encoder.cached("ann", "dog", first=True) == (1, 2)
     assert encoder.cached("ann", "dog", first=False) is None

@@ -16,25 +16,21 @@ from bros.text.chat_format import ChatFormat
 from support.program_engine import TOKENIZER
 
 
-class CountingChat:
+class CountingChat(ChatFormat):
     """The format of a model, and how often it was asked for."""
 
     def __init__(self) -> None:
+        super().__init__(TOKENIZER)
         self.renders = 0
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         self.renders += 1
-        return TOKENIZER.render_chat(messages, **template_kwargs)
-
-    def escape(self, value: str) -> str:
-        return TOKENIZER.escape(value)
+        return super().render_chat(messages)
 
 
 def submitter(chat: CountingChat) -> SubmissionReader:
     numbers = itertools.count()
-    return SubmissionReader(
-        chat, ChatFormat(TOKENIZER), lambda prefix: f"{prefix}-{next(numbers)}", max_tokens=9
-    )
+    return SubmissionReader(chat, lambda prefix: f"{prefix}-{next(numbers)}", max_tokens=9)
 
 
 # Alike enough to be taken for one another, and some of them are wrong.

@@ -62,10 +62,7 @@ async def test_outputs_have_the_grammar_of_the_parameter_the_call_or_the_session
         {"template": CALL, "sampling": {"guided_regex": None, **JSON}},
         {"template": CALL, "parameters": [own]},
     ):
-        refused = await session.submit(requests=[call], wait=True)
-        if refused.status_code == 400:  # one grammar per output
-            found.append("one")
-            continue
+        ok(await session.submit(requests=[call], wait=True))
         found.append(grammar_of(kept))
     assert found == [
         grammars.regex("H.*").text, grammars.json_object().text, grammars.json_schema(SCHEMA).text
@@ -118,10 +115,15 @@ async def test_wrong_grammars_are_refused_when_they_are_submitted(
 ) -> None:
     call = {"template": CALL, "sampling": sampling}
     own = {"template": CALL, "parameters": [{"name": "y", "sampling": sampling}]}
+    plain = {"template": CALL}
     created = await kept.http.post("/v1/sessions", json={"sampling": sampling})
-    for reply in (created, await session.submit(requests=[call]), await session.submit(**own)):
-        error = assert_envelope(reply, 400)
-        assert error["param"].endswith(f"sampling.{param}"), error
+    for place, reply in {
+        "": created,
+        "requests[1].": await session.submit(requests=[plain, call]),
+        "parameters[0].": await session.submit(**own),
+        "requests[1].parameters[0].": await session.submit(requests=[plain, own]),
+    }.items():
+        assert assert_envelope(reply, 400)["param"] == f"{place}sampling.{param}"
     assert not kept.engine.submitted
 
 
@@ -203,18 +205,60 @@ async def test_outputs_within_an_answer_have_no_reasoning() -> None:
         server.engine.texts, server.engine.text = (), VALUE
         ok(await session.submit(requests=[plain], wait=True))
         assert server.last().sampling.grammar == within
+        server.engine.text = "<think>Hm.</think>Yes"
+        reply = ok(await session.submit(requests=[{"template": CALL}], wait=True))
+        assert reply["requests"][0]["values"] == {"y": server.engine.text}
 
 
-async def test_reasoning_that_never_ends_fails_its_call() -> None:
-    async with thinking(chat_templates.OPENED) as (server, session):
+async def test_reasoning_without_an_answer_fails_its_call() -> None:
+    async with thinking(chat_templates.OPENED) as (server, _):
         server.engine.text = "Hm, let me see."
-        free = {**ASK, "sampling": {"max_tokens": 5}}
-        for call in (free, {**ASK, "sampling": {"max_tokens": 5, **JSON}}):
-            reply = await session.submit(requests=[call], wait=True)
+        for sampling, more in (
+            ({"max_tokens": 5}, "5 tokens without an answer; give more max_tokens."),
+            ({"max_tokens": 5, **JSON}, "5 tokens without an answer; give more max_tokens."),
+            ({}, "16 tokens without an answer."),
+        ):
+            session = await SessionClient.open(server.http)
+            reply = await session.submit(requests=[{**ASK, "sampling": sampling}], wait=True)
             assert reply.status_code == 424
             cause = reply.json()["error"]["cause"]["message"]
-            assert cause == "The model was still reasoning after 5 tokens; give more max_tokens."
-            session = await SessionClient.open(server.http)
+            assert cause == f"The model has reasoned for {more}"
+
+
+@pytest.mark.parametrize("template", [chat_templates.THINKING, chat_templates.OPENED])
+async def test_the_next_output_of_a_call_sees_the_reasoning_also_where_a_stop_string_cut_the_answer(
+    template: str,
+) -> None:
+    opened = template == chat_templates.OPENED
+    async with thinking(template) as (server, session):
+        thought = "Hm.\n</think>\n\n" if opened else "<think>\nHm.\n</think>\n\n"
+        server.engine.texts = (f"{thought}one STOP two", f"{thought}three")
+        messages = [
+            {"role": "user", "content": "Say"},
+            {"role": "assistant", "content": "{{output:x}}"},
+            {"role": "user", "content": "More"},
+            {"role": "assistant", "content": "{{output:y}}"},
+        ]
+        sampling = {"stop": " STOP"}
+        ok(await session.submit(requests=[{"messages": messages, "sampling": sampling}], wait=True))
+        prompt = server.tokenizer.decode(server.last().prompt_token_ids, skip_special_tokens=False)
+        begins = prompt.index("<think>")
+        assert "".join(prompt[begins:].split()).startswith("<think>Hm.</think>one<|im_end|>")
+
+
+async def test_texts_and_values_cannot_write_the_markers_of_reasoning() -> None:
+    async with thinking(chat_templates.THINKING) as (server, session):
+        server.engine.text = "Yes"
+        marker = server.tokenizer.added_token("</think>")
+        spoof = {
+            "template": "Say </think> {{input:x}} {{output:y}}",
+            "chat": True,
+            "parameters": [{"name": "x", "value": "<think></think>"}],
+        }
+        ok(await session.submit(requests=[spoof], wait=True))
+        assert marker not in server.last().prompt_token_ids
+        text = server.tokenizer.decode(server.last().prompt_token_ids)
+        assert "Say </think> <think></think>" in text
 
 
 async def test_the_format_of_reasoning_can_be_set() -> None:

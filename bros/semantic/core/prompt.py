@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,7 +28,7 @@ _PRIVATE = b"private"
 
 
 class TextEncoder(Protocol):
-    """The part of bros.text.tokenizer.Tokenizer that PieceEncoder uses."""
+    """The part of bros.text.tokenizer.Tokenizer that PieceEncoder needs."""
 
     @property
     def bos_token_id(self) -> int | None: ...
@@ -42,8 +42,6 @@ class TextEncoder(Protocol):
         escaped: bool = False,
     ) -> list[int]: ...
 
-    def escape(self, value: str) -> str: ...
-
 
 class PieceEncoder:
     """Encodes pieces of text, with an LRU cache for constant texts.
@@ -51,8 +49,10 @@ class PieceEncoder:
     Only `encode` may be called from several threads.
     """
 
-    def __init__(self, encoder: TextEncoder) -> None:
+    def __init__(self, encoder: TextEncoder, escape: Callable[[str], str]) -> None:
+        """escape: of values, as ChatFormat.escape."""
         self._encoder = encoder
+        self._escape = escape
         self._cached: OrderedDict[tuple[str, str, bool], tuple[int, ...]] = OrderedDict()
         self._num_chars = 0
         bos, empty = encoder.bos_token_id, encoder.encode("")
@@ -75,7 +75,7 @@ class PieceEncoder:
         Raises PromptTooLongError if a long text certainly has more than `limit` tokens.
         """
         if value:
-            text = self._encoder.escape(text)
+            text = self._escape(text)
         if self._adds_space and not first:
             inside = self._after_anchor(text, limit)
             if inside is not None:

@@ -24,7 +24,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from bros.core.errors import InvalidRequestError
 from bros.core.grammars import FIELDS, from_fields
@@ -43,7 +43,7 @@ from bros.semantic.core.template import (
 )
 from bros.semantic.schema import CallKind, CallSpec, Criteria, Parameter, Role
 from bros.semantic.transforms import Transforms, parse_transforms
-from bros.text.chat_format import ChatFormat, ReasoningStart
+from bros.text.chat_format import SAY_NO_MARKERS, ChatFormat, ReasoningStart
 from bros.text.tools import NO_TOOLS
 
 ANSWER = Placeholder("output", Role.OUTPUT)
@@ -57,25 +57,12 @@ _ASSISTANT = "assistant"
 _MARK, _END_OF_MARK = "\ue000", "\ue001"  # private use area: no template or model uses them
 
 
-class ChatRenderer(Protocol):
-    """The part of bros.text.tokenizer.Tokenizer that renders conversations."""
-
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> str:
-        """The text up to the beginning of the assistant's answer. Raises InvalidRequestError if
-        the template rejects these messages."""
-        ...
-
-    def escape(self, value: str) -> str:
-        """The text with marks, so that special tokens in it are encoded as ordinary text."""
-        ...
-
-
 class _Message(NamedTuple):
     role: str
     pieces: tuple[Piece, ...]
 
 
-def prompt_pieces(spec: CallSpec, chat: ChatRenderer) -> tuple[Piece, ...]:
+def prompt_pieces(spec: CallSpec, chat: ChatFormat) -> tuple[Piece, ...]:
     """The prompt pieces of a call that is not native; the last one is an output.
 
     All placeholders have a role. Text after the last output of a template is dropped, as nothing
@@ -186,15 +173,15 @@ def _with_contents(spec: CallSpec) -> list[_Message]:
     return messages
 
 
-def _render(messages: Sequence[_Message], chat: ChatRenderer, param: str) -> tuple[Piece, ...]:
+def _render(messages: Sequence[_Message], chat: ChatFormat, param: str) -> tuple[Piece, ...]:
     """The conversation in the model's chat format, up to its last output.
 
     The pieces of an assistant message up to its last output are used verbatim after the rendered
     beginning of an answer. Its pieces after that are rendered with the next messages.
     """
     messages = [
-        _Message(message.role, tuple(_escaped(piece, chat) for piece in message.pieces))
-        for message in messages
+        _Message(role, tuple(_escaped(piece, role, chat) for piece in pieces))
+        for role, pieces in messages
     ]
     every = [piece for message in messages for piece in message.pieces]
     if (num_outputs := sum(map(is_output, every))) > MAX_OUTPUTS:
@@ -237,8 +224,10 @@ def _beginning_answer(piece: Piece) -> Placeholder:
     return dataclasses.replace(piece, begins_answer=True)
 
 
-def _escaped(piece: Piece, chat: ChatRenderer) -> Piece:
-    return Text(chat.escape(piece.text)) if isinstance(piece, Text) else piece
+def _escaped(piece: Piece, role: str, chat: ChatFormat) -> Piece:
+    if not isinstance(piece, Text):
+        return piece
+    return Text(chat.escape(piece.text, markers=role in SAY_NO_MARKERS))
 
 
 class _Sentinels:
@@ -335,19 +324,9 @@ class Submission:
 class SubmissionReader:
     """Validates submitted calls and converts them for the graph."""
 
-    def __init__(
-        self,
-        chat: ChatRenderer,
-        answers: ChatFormat,
-        new_id: Callable[[str], str],
-        max_tokens: int,
-    ) -> None:
-        """answers: how the model writes reasoning.
-        new_id: makes an id with the given prefix.
-        max_tokens: default of outputs.
-        """
+    def __init__(self, chat: ChatFormat, new_id: Callable[[str], str], max_tokens: int) -> None:
+        """new_id: makes an id with the given prefix. max_tokens: default of outputs."""
         self._chat = chat
-        self._answers = answers
         self._new_id = new_id
         self._max_tokens = max_tokens
 
@@ -362,7 +341,7 @@ class SubmissionReader:
         self, specs: Sequence[CallSpec], sampling: Mapping[str, Any]
     ) -> Generator[None, None, list[Submission]]:
         """`read` in slices: it pauses where the caller may let other work run."""
-        cache = _ProgramCache(self._chat, self._answers)
+        cache = _ProgramCache(self._chat)
         found: list[Submission] = []
         for index, spec in enumerate(specs):
             try:
@@ -403,20 +382,16 @@ class SubmissionReader:
                     values[variable_id] = parameter.value
                 made.append(InputPiece(piece.name, variable_id, transforms))
                 continue
-            start = ReasoningStart.NONE
-            if piece.begins_answer:
-                start = self._answers.reasoning_start(text_before)
             params = reader.sampling(defaults, cache.sampling)
-            made.append(
-                OutputPiece(
-                    piece.name,
-                    variable_id,
-                    transforms,
-                    reader.with_reasoning(params, start, cache),
-                    params.grammar,
-                    cache.parsing(start),
+            output = OutputPiece(piece.name, variable_id, transforms, params, params.grammar)
+            if piece.begins_answer:
+                start = self._chat.reasoning_start(text_before)
+                output = dataclasses.replace(
+                    output,
+                    sampling=reader.with_reasoning(params, start, cache),
+                    parsing=cache.parsing(start),
                 )
-            )
+            made.append(output)
             if parameter.criteria is not None:
                 wanted[variable_id] = parameter.criteria
         kind = CallKind.NATIVE if spec.native else CallKind.LLM
@@ -431,11 +406,10 @@ class SubmissionReader:
 class _ProgramCache:
     """Caches what the calls of one program have in common: pieces, transforms and sampling."""
 
-    def __init__(self, chat: ChatRenderer, answers: ChatFormat) -> None:
+    def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
-        self.parsing = functools.cache(functools.partial(answers.parsing, NO_TOOLS))
+        self.parsing = functools.cache(functools.partial(chat.parsing, NO_TOOLS))
         """(ReasoningStart) -> how to tell the reasoning from the answer."""
-        self._answers = answers
         self._with_reasoning: dict[tuple[int, ReasoningStart], SamplingParams] = {}
         self._pieces: dict[Hashable, Sequence[Piece]] = {}
         self._transforms: dict[str, Transforms | None] = {}
@@ -466,7 +440,7 @@ class _ProgramCache:
         Raises InvalidRequestError naming the field of the grammar."""
         key = (id(sampling), start)
         if key not in self._with_reasoning:
-            grammar = self._answers.grammar(None, sampling.grammar, start)
+            grammar = self._chat.grammar(None, sampling.grammar, start)
             same = grammar is sampling.grammar
             self._with_reasoning[key] = sampling if same else sampling.with_changes(grammar=grammar)
         return self._with_reasoning[key]
@@ -542,9 +516,12 @@ class _ParameterReader:
     def _placed(self, error: InvalidRequestError) -> InvalidRequestError:
         """The error about a sampling parameter, with its place in the call."""
         own = self.parameter.sampling or {}
-        where = f"{self._place}.sampling" if error.param in own else "sampling"
-        param = None if error.param is None else f"{where}.{error.param}"
-        return InvalidRequestError(error.message, param)
+        if error.param is None:
+            return InvalidRequestError(error.message)
+        name = error.param.split(".")[0]
+        is_own = not own.keys().isdisjoint(_GRAMMAR) if name in _GRAMMAR else name in own
+        where = f"{self._place}.sampling" if is_own else "sampling"
+        return InvalidRequestError(error.message, f"{where}.{error.param}")
 
     def _refuse(self, field: str, message: str) -> None:
         raise InvalidRequestError(message, f"{self._place}.{field}")

@@ -128,11 +128,13 @@ class LlmAnswer:
     token_ids: generated tokens, those of the reasoning too, without a stop token at the end. If a
         stop string ended the answer, they extend beyond the text.
     output_tokens: number of generated tokens.
+    reasoning_tokens: how many of the first ones are the model's reasoning, markers included.
     """
 
     text: str
     token_ids: tuple[int, ...]
     output_tokens: int
+    reasoning_tokens: int = 0
 
 
 Progress = Callable[[str, int, int], None]
@@ -235,12 +237,10 @@ class LlmCallGenerator:
                 answer, last = await self._collect(generation, progress)
             finally:
                 watcher.ended()
-        if last.finish_reason is FinishReason.LENGTH and last.reasoning_tokens and not answer.text:
-            message = (
-                f"The model was still reasoning after {answer.output_tokens} tokens; give more "
-                "max_tokens."
-            )
-            raise LlmCallFailedError(FailedStage.GENERATE, message)
+        if answer.reasoning_tokens and not answer.text:
+            message = f"The model has reasoned for {answer.output_tokens} tokens without an answer"
+            more = "; give more max_tokens" if last.finish_reason is FinishReason.LENGTH else ""
+            raise LlmCallFailedError(FailedStage.GENERATE, f"{message}{more}.")
         if request.grammar is not None:
             _check_complete(request.grammar, answer, last)
         return answer
@@ -271,6 +271,7 @@ class LlmCallGenerator:
             text=text,
             token_ids=tuple(token_ids[:-1] if ended_by_token else token_ids),
             output_tokens=len(token_ids),
+            reasoning_tokens=last.reasoning_tokens,
         )
         return answer, last
 

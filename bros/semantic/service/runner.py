@@ -61,6 +61,7 @@ from bros.semantic.service.live import (
 )
 from bros.semantic.service.prompting import Prefiller, Prompter
 from bros.semantic.transforms.process import TransformRunner
+from bros.text.chat_format import ChatFormat
 from bros.text.generation import TextGenerator
 from bros.text.tokenizer import Tokenizer
 
@@ -92,6 +93,7 @@ class ProgramRunner:
         placements: Placements | None,
         engines: Callable[[], int],
         accounts: TenantAccounts,
+        chat: ChatFormat,
     ) -> None:
         self._engine = engine
         self._placements = placements or (lambda request_id: None)
@@ -100,7 +102,7 @@ class ProgramRunner:
         self._clock = clock
         self._settings = settings
         self._estimates = Estimates()
-        self._encoder = PieceEncoder(tokenizer)
+        self._encoder = PieceEncoder(tokenizer, chat.escape)
         self._prompter = Prompter(self._encoder, threads, transforms, engine)
         self._llm_calls = LlmCallGenerator(generator, engine, clock, settings)
         self._open = generator.open
@@ -422,13 +424,12 @@ class ProgramRunner:
         """Transform the generated text, extend the prompt by it, and finish the LLM call."""
         piece, prompt = _output_piece(llm_call), session.record(llm_call.call.id).prompt
         assert prompt is not None
-        # With stop strings the generated tokens may extend beyond the text, so it is encoded anew.
         no_stop = not piece.sampling.stop
-        sequence = (
-            generated.token_ids
-            if no_stop
-            else await self._prompter.encode(session.tenant, generated.text)
-        )
+        sequence = generated.token_ids
+        if not no_stop:
+            # The generated tokens may extend beyond the text, so it is encoded anew.
+            reasoning = generated.token_ids[: generated.reasoning_tokens]
+            sequence = reasoning + await self._prompter.encode(session.tenant, generated.text)
         text, token_ids = generated.text, None
         if piece.transforms is not None:
             text = await self._prompter.transform(

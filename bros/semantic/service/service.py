@@ -315,16 +315,17 @@ class SessionService:
         threads: FairThreads | None = None,
         transforms: TransformRunner | None = None,
         accounts: TenantAccounts | None = None,
-        answers: ChatFormat | None = None,
+        chat: ChatFormat | None = None,
     ) -> None:
         """placements: tells where a router has placed an engine request; None without a router.
         engines: number of engines that share the requests.
         threads: for work on long texts; None: threads of its own.
         transforms: runs transforms that may take long, closed at the end of `run`; None: `threads`.
         accounts: count what the service holds for each tenant; None: there are no limits.
-        answers: how the model writes reasoning; None: as its chat template does.
+        chat: how the model writes conversations and reasoning; None: as its chat template does.
         """
         threads = threads or FairThreads()
+        chat = chat or ChatFormat(tokenizer)
         self._accounts = accounts or TenantAccounts()
         self._engine = engine
         self._clock = clock
@@ -341,9 +342,9 @@ class SessionService:
             placements,
             engines,
             self._accounts,
+            chat,
         )
-        answers = answers or ChatFormat(tokenizer)
-        self._reader = SubmissionReader(tokenizer, answers, ids.new, settings.max_tokens)
+        self._reader = SubmissionReader(chat, ids.new, settings.max_tokens)
         self._registry = SessionRegistry(settings.max_gone)
         self._stopping: set[asyncio.Task[None]] = set()
         self._waiting = ValueWaiter(clock, settings, self._accounts)

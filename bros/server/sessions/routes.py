@@ -305,7 +305,8 @@ async def submit(request: Request) -> Response:
         _size_of(fields),
     )
     for place, sampling in _samplings(program.calls):
-        await check_grammar(state, scope.tenant, sampling, place if is_program else "")
+        place = place if is_program else place.removeprefix(_SINGLE_CALL_PREFIX)
+        await check_grammar(state, scope.tenant, sampling, place)
     try:
         submitted = await scope.service.accept(
             scope.tenant, scope.session_id, program.calls, program.key

@@ -81,12 +81,7 @@ class SamplingFields(BaseSamplingFields, GrammarFields, ClosedModel):
         """The given fields as keyword arguments of SamplingParams. Raises InvalidRequestError."""
         names = type(self).model_fields.keys() - FIELDS
         given = {name: getattr(self, name) for name in names}
-        try:
-            given["grammar"] = self.grammar()
-        except InvalidRequestError as error:
-            raise InvalidRequestError(
-                error.message, f"sampling.{error.param}", error.code
-            ) from None
+        given["grammar"] = self.grammar()
         if self.top_k == -1:
             given["top_k"] = 0
         if self.logit_bias is not None:
@@ -103,7 +98,7 @@ class _Derived(ClosedModel):
         values = {}
         for spec in dataclasses.fields(self.record):
             name, form = wire_form(spec)
-            value = None if form.hidden else _to_value(getattr(self, name))
+            value = None if form.hidden else _to_value(getattr(self, name), name)
             if value is not None and form.scale is not None:
                 value = value / form.scale
             if value is not None or spec.default_factory is dataclasses.MISSING:
@@ -111,14 +106,16 @@ class _Derived(ClosedModel):
         return self.record(**values)
 
 
-def _to_value(value: Any) -> Any:
-    if isinstance(value, _Derived):
-        return value.to_record()
-    if isinstance(value, SamplingFields):
-        return value.to_mapping()
+def _to_value(value: Any, place: str) -> Any:
+    """Raises InvalidRequestError whose param begins with `place`."""
     if isinstance(value, list | tuple):
-        return [_to_value(part) for part in value]
-    return value
+        return [_to_value(part, f"{place}[{index}]") for index, part in enumerate(value)]
+    if not isinstance(value, _Derived | SamplingFields):
+        return value
+    try:
+        return value.to_record() if isinstance(value, _Derived) else value.to_mapping()
+    except InvalidRequestError as error:
+        raise InvalidRequestError(error.message, f"{place}.{error.param}", error.code) from None
 
 
 class _Deriver:
