@@ -111,11 +111,31 @@ async def wrong_parts(http: httpx.AsyncClient) -> None:
     await http.delete(session)
 
 
+async def hostile_grammars(http: httpx.AsyncClient) -> None:
+    """Schemas and grammars that take long to compile, or are refused for their size."""
+    fields = {f"p{number}": {"type": "string"} for number in range(4000)}
+    options = [{"anyOf": [{"properties": {f"a{n}_{i}": {}}} for i in range(4)]} for n in range(8)]
+    words = " | ".join(f'"w{number}"' for number in range(25_000))
+    asked: list[dict[str, object]] = [
+        {"json": {"type": "object", "properties": fields}},
+        {"json": {"type": "object", "allOf": options}},
+        {"regex": "(" * 50_000 + "a" + ")" * 50_000},
+        {"regex": "(a{1,1000}){1,1000}"},
+        {"grammar": f"start: {words}"},
+        {"grammar": "start: " + "x" * 1_000_000},
+    ]
+    messages = [{"role": "user", "content": "Hi"}]
+    bodies = [{"messages": messages, "max_tokens": 8, "structured_outputs": each} for each in asked]
+    await asyncio.gather(
+        *(http.post("/v1/chat/completions", json=body) for body in bodies for _ in range(5))
+    )
+
+
 ATTACKS: dict[str, Attack] = {
     work.__name__: work
     for work in (
         idle, slow_regexes, large_join, large_inputs, tokenize, tokenize_8, empty_messages,
-        empty_parts, wrong_parts,
+        empty_parts, wrong_parts, hostile_grammars,
     )
 }  # fmt: skip
 

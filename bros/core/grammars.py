@@ -466,8 +466,8 @@ def _literal(text: str) -> str:
 
 
 def _escaped_regex(pattern: str) -> str:
-    """The pattern without anchors at its ends, which mean nothing as the whole text has to match,
-    and with slashes and line breaks escaped."""
+    """The pattern with slashes and line breaks escaped. The compiler ignores anchors at its ends,
+    as the whole text has to match."""
     return _REGEX_PART.sub(_escape_part, pattern)
 
 

@@ -4,6 +4,7 @@ The lists of fields are those of the `openai` and `anthropic` packages. A field 
 here fails with the versions that this file was written for, and with others is named as skipped.
 
     EFFECT    it changes what the engine is asked for, or the reply
+    ECHOED    it changes nothing in the reply but the field that repeats it
     ACCEPTED  it is taken and changes neither, as there is nothing here that it could change
     REFUSED   400, naming it: what it asks for would silently be missing
 """
@@ -30,11 +31,12 @@ WRITTEN_FOR = {"openai": "3.57.0", "anthropic": "2.14.0"}
 
 class Fate(enum.Enum):
     EFFECT = enum.auto()
+    ECHOED = enum.auto()
     ACCEPTED = enum.auto()
     REFUSED = enum.auto()
 
 
-EFFECT, ACCEPTED, REFUSED = Fate
+EFFECT, ECHOED, ACCEPTED, REFUSED = Fate
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FUNCTION = {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}
 TOOL = {"type": "function", "function": FUNCTION}
@@ -154,19 +156,23 @@ RESPONSES = Reference(
         "include": Field(EFFECT, ["message.output_text.logprobs"]),
         "instructions": Field(EFFECT, "Be brief."),
         "max_output_tokens": Field(EFFECT, 16),
-        "max_tool_calls": Field(EFFECT, 3),
-        "metadata": Field(EFFECT, {"a": "b"}),
+        "max_tool_calls": Field(ECHOED, 3),  # of built-in tools, which there are none of
+        "metadata": Field(ECHOED, {"a": "b"}),
         "moderation": Field(REFUSED, {"model": "omni-moderation-latest"}),
-        "parallel_tool_calls": Field(EFFECT, False),
+        "parallel_tool_calls": Field(
+            EFFECT,
+            False,
+            {"tools": [{"type": "function", **FUNCTION}], "tool_choice": "required"},
+        ),
         "previous_response_id": Field(REFUSED, "resp_0"),  # there is none
         "prompt": Field(REFUSED, {"id": "pmpt_1"}),
-        "prompt_cache_key": Field(EFFECT, "a"),
-        "prompt_cache_options": Field(REFUSED, {"ttl": "30m"}),
+        "prompt_cache_key": Field(ECHOED, "a"),
+        "prompt_cache_options": Field(ACCEPTED, {"ttl": "30m"}),
         "prompt_cache_retention": Field(ACCEPTED, "24h"),
         "reasoning": Field(EFFECT, {"effort": "none"}),
         "safety_identifier": Field(EFFECT, "user-1"),
         "service_tier": Field(EFFECT, "flex"),
-        "store": Field(EFFECT, False),
+        "store": Field(ECHOED, False),  # and it cannot be retrieved
         "stream_options": Field(ACCEPTED, {"include_obfuscation": False}, {"stream": True}),
         "temperature": Field(EFFECT, 0.3),
         "text": Field(EFFECT, {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}),
@@ -174,7 +180,7 @@ RESPONSES = Reference(
         "tools": Field(EFFECT, [{"type": "function", **FUNCTION}]),
         "top_logprobs": Field(EFFECT, 2, {"include": ["message.output_text.logprobs"]}),
         "top_p": Field(EFFECT, 0.5),
-        "truncation": Field(EFFECT, "auto"),
+        "truncation": Field(ECHOED, "auto"),  # an effect on inputs that are too long
         "user": Field(EFFECT, "user-1"),
     },
 )
@@ -221,8 +227,10 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Batc
         yield made
 
 
-async def outcome(server: BatchServer, reference: Reference, body: Mapping[str, Any]) -> str:
-    """What the engine was asked for, and the reply."""
+async def outcome(
+    server: BatchServer, reference: Reference, body: Mapping[str, Any], but: str = ""
+) -> str:
+    """What the engine was asked for, and the reply. but: a field of the reply to leave out."""
     before = len(server.engine.submitted)
     reply = await server.http.post(reference.path, json=dict(body))
     assert reply.status_code == 200, reply.text
@@ -235,13 +243,13 @@ async def outcome(server: BatchServer, reference: Reference, body: Mapping[str, 
         found = [json.loads(line) for line in lines if line.startswith("{")]
     else:
         found = [reply.json()]
-    return f"{asked} {json.dumps([_comparable(each) for each in found])}"
+    return f"{asked} {json.dumps(_without(found, OF_ONE_REQUEST | {but}))}"
 
 
-def _comparable(value: Any) -> Any:
+def _without(value: Any, names: frozenset[str]) -> Any:
     if isinstance(value, dict):
-        return {k: _comparable(v) for k, v in value.items() if k not in OF_ONE_REQUEST}
-    return [_comparable(each) for each in value] if isinstance(value, list) else value
+        return {name: _without(v, names) for name, v in value.items() if name not in names}
+    return [_without(each, names) for each in value] if isinstance(value, list) else value
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -259,6 +267,8 @@ async def test_each_field_has_its_effect_or_is_refused_by_name(
         assert name in (error["param"] or error["message"])
         return
     plain, changed = [await outcome(server, reference, b) for b in (without, with_it)]
+    assert (plain != changed) is (field.fate in (EFFECT, ECHOED))
+    plain, changed = [await outcome(server, reference, b, but=name) for b in (without, with_it)]
     assert (plain != changed) is (field.fate is EFFECT)
 
 

@@ -524,3 +524,17 @@ async def test_the_format_of_reasoning_can_be_set() -> None:
 async def test_answers_that_are_not_parsed_have_no_details() -> None:
     async with serving("Hi", CHATML, {}) as server:
         assert "completion_tokens_details" not in (await server.chat()).json()["usage"]
+
+
+async def test_a_named_function_is_called_once() -> None:
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    grammars = []
+    async with serving("") as server:
+        for fields in (
+            {"tool_choice": named},
+            {"tool_choice": named, "parallel_tool_calls": False},
+            {"tool_choice": "required", "tools": TOOLS[:1]},
+        ):
+            await server.chat(messages=ASKED, **{"tools": TOOLS, **fields})
+            grammars.append(server.last().sampling.grammar)
+    assert grammars[0] == grammars[1] != grammars[2]

@@ -466,6 +466,7 @@ def tool_use(definitions: Sequence[ToolDefinition] | None, choice: ToolChoice | 
         ),
         allowed=frozenset(allowed),
         required=required,
+        parallel=not isinstance(choice, ToolReference),
     )
 
 

@@ -51,7 +51,6 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "moderation": NO_EFFECT,
         "n": (None, 1),
         "prompt": NO_EFFECT,
-        "prompt_cache_options": NO_EFFECT,
     }
 )
 """Field -> values without an effect."""
