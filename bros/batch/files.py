@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from bros.batch.database import BATCHES, FILES, Database
 from bros.batch.objects import OPEN_STATUSES, StoredFile, StoreFullError, is_storable
 from bros.core.errors import NotFoundError
-from bros.core.tenants import NO_LIMITS, Resource, TenantLimits, check_limit
+from bros.core.tenants import ALL_TENANTS, NO_LIMITS, Resource, TenantLimits, check_limit
 
 # ---- File bodies on disk: `<folder>/<first two digits>/<SHA-256>`, written once, never modified.
 #
@@ -166,12 +166,20 @@ class FileStore:
         self.bodies = bodies
 
     def add(
-        self, writer: BodyWriter, file: StoredFile, limits: TenantLimits = NO_LIMITS
+        self,
+        writer: BodyWriter,
+        file: StoredFile,
+        limits: TenantLimits = NO_LIMITS,
+        together: TenantLimits = NO_LIMITS,
     ) -> StoredFile:
-        """Store a finished body and its record, or neither. Raises TenantLimitError or
-        InvalidRequestError if the tenant may not have so much more."""
+        """Store a finished body and its record, or neither.
+
+        limits: of the tenant. together: of all tenants.
+        Raises TenantLimitError or InvalidRequestError if these may not have so much more.
+        """
         with self._database.write(exclusive=True) as connection:
-            self._check_room(connection, file.tenant, file.num_bytes, file.created_at, limits)
+            size, now = file.num_bytes, file.created_at
+            self._check_room(connection, file.tenant, size, now, limits, together)
             self.insert(connection, writer, file)
         return file
 
@@ -180,10 +188,12 @@ class FileStore:
         self.bodies.place(writer)
         connection.execute(sa.insert(FILES).values(asdict(file)))
 
-    def check_room(self, tenant: str, now: float, limits: TenantLimits) -> None:
+    def check_room(
+        self, tenant: str, now: float, limits: TenantLimits, together: TenantLimits
+    ) -> None:
         """Raises TenantLimitError if the tenant may not have another file of one byte."""
         with self._database.read() as connection:
-            self._check_room(connection, tenant, 1, now, limits)
+            self._check_room(connection, tenant, 1, now, limits, together)
 
     def _check_room(
         self,
@@ -192,14 +202,17 @@ class FileStore:
         num_bytes: int,
         now: float,
         limits: TenantLimits,
+        together: TenantLimits,
     ) -> None:
-        if limits.files is None and limits.file_bytes is None:
-            return
-        size = sa.func.coalesce(sa.func.sum(FILES.c.num_bytes), 0)
-        query = sa.select(sa.func.count(), size).where(*_visible(tenant, now))
-        files, used_bytes = connection.execute(query).one()
-        check_limit(limits, Resource.FILES, files)
-        check_limit(limits, Resource.FILE_BYTES, int(used_bytes), num_bytes)
+        of_tenant, of_all = _visible(tenant, now), (_unexpired(now),)
+        for holder, most, which in ((None, limits, of_tenant), (ALL_TENANTS, together, of_all)):
+            if most.files is None and most.file_bytes is None:
+                continue
+            size = sa.func.coalesce(sa.func.sum(FILES.c.num_bytes), 0)
+            query = sa.select(sa.func.count(), size).where(*which)
+            files, used_bytes = connection.execute(query).one()
+            check_limit(most, Resource.FILES, files, holder=holder)
+            check_limit(most, Resource.FILE_BYTES, int(used_bytes), num_bytes, holder=holder)
 
     def get(self, tenant: str, file_id: str, now: float) -> StoredFile:
         with self._database.read() as connection:
@@ -286,8 +299,11 @@ def paged(
 
 
 def _visible(tenant: str, now: float) -> tuple[sa.ColumnElement[bool], ...]:
-    unexpired = sa.or_(FILES.c.expires_at.is_(None), FILES.c.expires_at > int(now))
-    return FILES.c.tenant == tenant, unexpired
+    return FILES.c.tenant == tenant, _unexpired(now)
+
+
+def _unexpired(now: float) -> sa.ColumnElement[bool]:
+    return sa.or_(FILES.c.expires_at.is_(None), FILES.c.expires_at > int(now))
 
 
 def _used(connection: sa.Connection, digest: str | None = None) -> set[str]:

@@ -348,6 +348,20 @@ class ServerConfig(_Checked):
         None,
         "files with beginnings of prompts and system messages, whose cached KV all tenants may use",
     )
+    max_session_chars: int | None = option(
+        None,
+        "maximum characters in all sessions; default: a 16th of the bytes of the memory",
+        low=1,
+    )
+    max_input_bytes: str | None = option(
+        None,
+        "maximum bytes of all inputs in progress; default: a 64th of the memory, at least 64MiB",
+        size=True,
+    )
+    max_files: int = option(100_000, "maximum files of all tenants", low=1)
+    max_file_bytes: str | None = option(
+        None, "maximum bytes of the files of all tenants; default: half of the disk", size=True
+    )
     tenant_max_requests: int | None = option(
         None,
         "maximum open requests of a tenant by class; default: half of --max-queue if several exist",

@@ -9,6 +9,7 @@ BrosError
 ├── QueueFullError           too many requests are waiting, try later       (HTTP 429)
 ├── OverloadedError          objectives cannot be met now, try later        (HTTP 429)
 ├── TenantLimitError         the API key holds as much as it may            (HTTP 429)
+│   └── ServerLimitError     all clients together do                        (HTTP 429)
 ├── EngineDeadError          the engine stopped; open requests are lost     (HTTP 503)
 ├── RanksLostError           another rank of the model ended or hangs       (ends the engine)
 ├── ConfigError              a flag, variable or file entry is wrong        (start-up)
@@ -117,6 +118,10 @@ class TenantLimitError(BrosError):
         self.resource = resource
         self.retry_after_s = retry_after_s
         self.ends_soon = ends_soon
+
+
+class ServerLimitError(TenantLimitError):
+    """The server holds as much for all its tenants together as it may; the message names it."""
 
 
 class EngineDeadError(BrosError):

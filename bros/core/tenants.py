@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Self
 
 from bros.core.clock import Clock, SystemClock
-from bros.core.errors import OverTenantLimitError, TenantLimitError
+from bros.core.errors import OverTenantLimitError, ServerLimitError, TenantLimitError
 from bros.core.request import ServiceClass
 
 
@@ -30,7 +30,8 @@ class Resource(enum.StrEnum):
         ended, so in its queue or running. Rows of batches do not count, since batches have limits
         of their own.
     SESSIONS: open sessions.
-    SESSION_CHARS: characters of templates and values in open sessions.
+    SESSION_CHARS: characters of templates and values in open sessions; their calls and variables
+        count as further ones.
     WAITS: requests of clients that wait for values of sessions or for the end of background
         responses.
     FILES, FILE_BYTES: files in the store.
@@ -39,7 +40,7 @@ class Resource(enum.StrEnum):
     RESPONSES, RESPONSE_BYTES: stored responses. The oldest make room for new ones.
     BACKGROUND: background responses that have not ended.
     INPUT_BYTES: bytes of requests that are received, or wait for a thread or are processed there:
-        bodies, prompts to render and tokenize.
+        bodies, prompts to render and tokenize, grammars to check.
     CPU_SECONDS: CPU time of work off the event loop, see `CpuBudget`, within some minute: what was
         used a minute ago counts a third.
     GRAMMARS: outputs of open requests that must match a grammar, and grammars that wait for their
@@ -165,27 +166,47 @@ _CPU_KEPT_S = 10 * CPU_WINDOW_S
 
 NO_LIMITS = TenantLimits()
 
+ALL_TENANTS = "*"
+"""Name of all tenants together in figures. No tenant has it."""
 
-def check_limit(limits: TenantLimits, resource: Resource, used: int, more: int = 1) -> None:
+
+def check_limit(
+    limits: TenantLimits,
+    resource: Resource,
+    used: int,
+    more: int = 1,
+    *,
+    holder: str | None = None,
+) -> None:
     """Raises TenantLimitError if a tenant that holds `used` may not hold so much more now, and
-    OverTenantLimitError if it never may."""
+    OverTenantLimitError if it never may.
+
+    holder: ALL_TENANTS: the same for all tenants together, with ServerLimitError.
+    """
     limit = limits.of(resource)
     if limit is None or used + more <= limit:
         return
-    option = f"max_{_LIMITS[resource]}"
+    option, shared = _option(holder, resource), holder == ALL_TENANTS
     if more > limit:
+        whose = "this server" if shared else "your API key"
         raise OverTenantLimitError(
-            f"The limit of your API key is {_amount(limit, resource)} ({option}); this needs "
-            f"{more}.",
+            f"The limit of {whose} is {_amount(limit, resource)} ({option}); this needs {more}.",
             resource.value,
         )
     soon = resource in _SOON
-    raise TenantLimitError(
-        f"Your API key has {_amount(used, resource)}, and its limit is {limit} ({option}).",
+    raise (ServerLimitError if shared else TenantLimitError)(
+        f"{'This server' if shared else 'Your API key'} has {_amount(used, resource)}, and its "
+        f"limit is {limit} ({option}).",
         resource.value,
         _SOON_S if soon else _LATER_S,
         ends_soon=soon,
     )
+
+
+def _option(holder: str | None, resource: Resource) -> str:
+    """What sets a limit: a field of the file of --api-keys, or an option of the server."""
+    name = f"max_{_LIMITS[resource]}"
+    return f"--{name.replace('_', '-')}" if holder == ALL_TENANTS else name
 
 
 def _amount(amount: int, resource: Resource) -> str:
@@ -197,6 +218,7 @@ def _amount(amount: int, resource: Resource) -> str:
 class TenantFigure:
     """What a tenant holds of one resource.
 
+    tenant: ALL_TENANTS: all together.
     limit: None if there is none.
     refused: how often it was refused more, since the server started.
     """
@@ -209,8 +231,8 @@ class TenantFigure:
 
     @property
     def option(self) -> str:
-        """Name of the limit in the file of --api-keys."""
-        return f"max_{_LIMITS[self.resource]}"
+        """What sets the limit: its name in the file of --api-keys, or the server's option."""
+        return _option(self.tenant, self.resource)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,14 +260,19 @@ class TenantAccounts:
         limits: Mapping[str, TenantLimits] = MappingProxyType({}),
         default: TenantLimits = NO_LIMITS,
         clock: Clock | None = None,
+        *,
+        together: TenantLimits = NO_LIMITS,
     ) -> None:
         """limits: by tenant. default: of all other tenants. clock: for CPU time; None: that of the
-        machine."""
+        machine. together: of all tenants together, however many there are; not of CPU time.
+        """
         self.names: tuple[str, ...] = tuple(limits)
+        self.together = together
         self._limits = limits
         self._default = default
         self._clock = clock or SystemClock()
         self._used: Counter[tuple[str, Resource]] = Counter()
+        self._sums: Counter[Resource] = Counter()  # of all tenants
         self._cpu: OrderedDict[str, _CpuLevel] = OrderedDict()  # in the order of their last work
         self._refused: Counter[tuple[str, Resource]] = Counter()
 
@@ -256,7 +283,7 @@ class TenantAccounts:
         return self._used[tenant, resource]
 
     def refused(self, tenant: str, resource: Resource) -> int:
-        """How often more was refused."""
+        """How often more was refused; ALL_TENANTS: because of what all hold together."""
         return self._refused[tenant, resource]
 
     def figures(self, elsewhere: Mapping[tuple[str, Resource], int]) -> list[TenantFigure]:
@@ -283,6 +310,23 @@ class TenantAccounts:
             for resource in Resource
         ]
 
+    def figures_together(self, elsewhere: Mapping[tuple[str, Resource], int]) -> list[TenantFigure]:
+        """One of ALL_TENANTS for each limit of what they hold together. elsewhere: as above."""
+        sums = self._sums.copy()
+        for (_, resource), amount in elsewhere.items():
+            sums[resource] += amount
+        return [
+            TenantFigure(
+                tenant=ALL_TENANTS,
+                resource=resource,
+                used=sums[resource],
+                limit=limit,
+                refused=self._refused[ALL_TENANTS, resource],
+            )
+            for resource in Resource
+            if (limit := self.together.of(resource)) is not None
+        ]
+
     @property
     def held(self) -> Mapping[tuple[str, Resource], int]:
         """All that is held: (tenant, resource) -> amount above 0."""
@@ -304,12 +348,15 @@ class TenantAccounts:
         return QuotaHold(self, tenant, resource, amount)
 
     def check(self, tenant: str, resource: Resource, more: int = 1) -> None:
-        """Raises what `check_limit` raises if the tenant may not hold so much more."""
+        """Raises what `check_limit` raises if the tenant, or all together, may not hold so much
+        more."""
         check_limit(self.limits(tenant), resource, self._used[tenant, resource], more)
+        check_limit(self.together, resource, self._sums[resource], more, holder=ALL_TENANTS)
 
     def check_growth(self, hold: QuotaHold, amount: int) -> None:
         """Raises what `check` raises if a hold may not grow to this amount."""
         check_limit(self.limits(hold.tenant), hold.resource, 0, amount)
+        check_limit(self.together, hold.resource, 0, amount, holder=ALL_TENANTS)
         self.check(hold.tenant, hold.resource, amount - hold.amount)
 
     def spend(self, tenant: str, cpu_s: float) -> None:
@@ -351,6 +398,11 @@ class TenantAccounts:
         """A client got a TenantLimitError or an OverTenantLimitError."""
         self._refused[tenant, resource] += 1
 
+    def note_shared_refusal(self, tenant: str, resource: Resource) -> None:
+        """The same with a ServerLimitError."""
+        self.note_refusal(tenant, resource)
+        self.note_refusal(ALL_TENANTS, resource)
+
     def check_integrity(self, holds: Mapping[QuotaHold, int]) -> None:
         """Raise AssertionError unless exactly these are counted, with these amounts."""
         counted: Counter[tuple[str, Resource]] = Counter()
@@ -358,10 +410,14 @@ class TenantAccounts:
             assert hold.amount == amount
             counted[hold.tenant, hold.resource] += amount
         assert self.held == {key: amount for key, amount in counted.items() if amount}
+        for resource in Resource:
+            held = sum(amount for (_, each), amount in counted.items() if each is resource)
+            assert self._sums[resource] == held
 
     def _add(self, tenant: str, resource: Resource, amount: int) -> None:
         key = tenant, resource
         self._used[key] += amount
+        self._sums[resource] += amount
         assert self._used[key] >= 0, "released twice"
         if not self._used[key]:
             del self._used[key]  # tenants without keys of their own must not add up

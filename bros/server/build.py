@@ -38,6 +38,7 @@ from bros.server.app import create_app
 from bros.server.batches.rows import EngineRowHandler, RowRunner
 from bros.server.browsers import BrowserRules
 from bros.server.connections import raise_descriptor_limit
+from bros.server.limits import disk_bytes, memory_bytes, server_limits
 from bros.server.operations.loop_lag import LagWatch
 from bros.server.operations.metrics import ServerMetrics
 from bros.server.replicas import (
@@ -118,7 +119,12 @@ async def _serve(
             engine.start(), asyncio.to_thread(Tokenizer.load, files.folder)
         )
         ids = IdGenerator(random.SystemRandom())
-        accounts = tenants.accounts(config.server, max_queue=engine.info.max_queue)
+        disk = disk_bytes(_store_folder(config.server))
+        accounts = tenants.accounts(
+            config.server,
+            max_queue=engine.info.max_queue,
+            together=server_limits(config.server, memory_bytes(), disk),
+        )
         public = public_prefixes(config.server, tokenizer)
         generator = TextGenerator(engine, tokenizer, SystemClock(), ids, accounts, public)
         state = _state(config.server, files, engine, tokenizer, generator, ids, store, accounts)
@@ -350,10 +356,17 @@ def _banner(url: str, state: ServerState, config: EngineConfig) -> str:
 
 
 def _open_store(config: ServerConfig) -> Store:
-    folder = Path(config.data_dir).expanduser() if config.data_dir else default_data_dir()
+    folder = _store_folder(config)
     if config.store is None or "://" in config.store:
         return open_store(folder, config.store)
-    return open_store(Path(config.store).expanduser(), option="--store")
+    return open_store(folder, option="--store")
+
+
+def _store_folder(config: ServerConfig) -> Path:
+    """The folder of the store's files."""
+    if config.store is not None and "://" not in config.store:
+        return Path(config.store).expanduser()
+    return Path(config.data_dir).expanduser() if config.data_dir else default_data_dir()
 
 
 def _print(line: str) -> None:

@@ -25,6 +25,7 @@ from bros.core.errors import (
     OverloadedError,
     OverTenantLimitError,
     QueueFullError,
+    ServerLimitError,
     TenantLimitError,
 )
 from bros.core.tenants import Resource
@@ -167,6 +168,8 @@ def describe(error: Exception) -> ApiError:
             return _describe_busy(error, "rate_limit_exceeded")
         case OverloadedError():
             return _describe_busy(error, "overloaded")
+        case ServerLimitError():
+            return _describe_busy(error, "server_limit_exceeded", retry=error.ends_soon)
         case TenantLimitError():
             return _describe_busy(error, "tenant_limit_exceeded", retry=error.ends_soon)
         case ConflictError() | SessionGoneError() | SessionLimitError() | UpstreamError():
@@ -296,7 +299,9 @@ async def handle_expected(request: Request, error: Exception) -> Response:
     """Exception handler for BrosError."""
     if isinstance(error, TenantLimitError | OverTenantLimitError):
         state = request.app.state.server
-        state.accounts.note_refusal(state.tenant(request), Resource(error.resource))
+        shared = isinstance(error, ServerLimitError)
+        note = state.accounts.note_shared_refusal if shared else state.accounts.note_refusal
+        note(state.tenant(request), Resource(error.resource))
     return describe(error).to_response(request.url.path)
 
 

@@ -216,7 +216,10 @@ class ServerState:
         if grammar is None or self.grammars is None or self.grammars.knows(tenant, grammar):
             return
         self.accounts.check_cpu(tenant)
-        with self.accounts.hold(tenant, Resource.GRAMMARS):
+        with (
+            self.accounts.hold(tenant, Resource.GRAMMARS),
+            self.accounts.hold(tenant, Resource.INPUT_BYTES, len(grammar.text)),
+        ):
             await self.grammars.check(tenant, grammar)
 
     def check_generates(self) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from bros.core.config import ServerConfig, parse_bytes
 from bros.core.errors import ConfigError
 from bros.core.interfaces import MAX_TRACES
-from bros.core.tenants import LIMIT_NAMES, TenantAccounts, TenantLimits
+from bros.core.tenants import LIMIT_NAMES, NO_LIMITS, TenantAccounts, TenantLimits
 from bros.semantic.service.live import SessionSettings
 from bros.text.grammar_check import MAX_CACHED_GRAMMARS
 from bros.text.public_prefixes import PublicPrefixes
@@ -71,18 +71,23 @@ class Tenants:
         *,
         max_queue: int,
         max_waits: int = SessionSettings().max_waiting,
+        together: TenantLimits = NO_LIMITS,
     ) -> TenantAccounts:
         """Accounts with the limits of every tenant.
 
         By default a tenant gets at most half of what the tenants share, if there are several; the
-        only tenant of a server has the limits that an option sets, and no others.
+        only tenant of a server has the limits that an option sets, and those of the server.
 
         max_queue: most waiting requests of a class. max_waits: most waiting gets of sessions.
+        together: limits of all tenants together, see server_limits.
         """
         several = len(self.keys) > 1
 
         def default(given: int | None, usual: int) -> int | None:
             return usual if given is None and several else given
+
+        def part(given: int | None, usual: int, whole: int | None) -> int | None:
+            return default(given, usual if whole is None else min(usual, max(1, whole // 2)))
 
         def half(given: int | None, shared: int) -> int | None:
             return default(given, max(1, shared // 2))
@@ -93,16 +98,20 @@ class Tenants:
         defaults = TenantLimits(
             requests=half(config.tenant_max_requests, max_queue),
             sessions=half(config.tenant_max_sessions, config.max_sessions),
-            session_chars=default(config.tenant_max_session_chars, _SESSION_CHARS),
+            session_chars=part(
+                config.tenant_max_session_chars, _SESSION_CHARS, together.session_chars
+            ),
             waits=half(None, max_waits),
-            files=default(config.tenant_max_files, _FILES),
-            file_bytes=default(size(config.tenant_max_file_bytes), _FILE_BYTES),
+            files=part(config.tenant_max_files, _FILES, together.files),
+            file_bytes=part(size(config.tenant_max_file_bytes), _FILE_BYTES, together.file_bytes),
             batches=config.batch_max_open,
             batch_tokens=config.batch_max_tokens,
             responses=config.tenant_max_responses,
             response_bytes=parse_bytes(config.tenant_max_response_bytes),
             background=config.tenant_max_background,
-            input_bytes=default(size(config.tenant_max_input_bytes), _INPUT_BYTES),
+            input_bytes=part(
+                size(config.tenant_max_input_bytes), _INPUT_BYTES, together.input_bytes
+            ),
             cpu_seconds=default(config.tenant_max_cpu_seconds, _CPU_SECONDS),
             grammars=half(config.tenant_max_grammars, max_queue),
             cached_grammars=half(None, MAX_CACHED_GRAMMARS),
@@ -114,6 +123,7 @@ class Tenants:
                 for name in self.keys or (OPERATOR,)
             },
             defaults,
+            together=together,
         )
 
 

@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.core.clock import ManualClock
-from bros.core.errors import InvalidRequestError, OverTenantLimitError, TenantLimitError
+from bros.core.errors import (
+    InvalidRequestError,
+    OverTenantLimitError,
+    ServerLimitError,
+    TenantLimitError,
+)
 from bros.core.fair import FairMemory
 from bros.core.tenants import (
     CPU_WINDOW_S,
@@ -25,6 +30,7 @@ from support.tier import examples
 TENANTS = ["ann", "bob"]
 RESOURCES = [Resource.RT_REQUESTS, Resource.SESSION_CHARS]
 LIMITS = TenantLimits(requests=3, session_chars=10)
+TOGETHER = TenantLimits(requests=5, session_chars=15)
 
 STEPS = st.lists(
     st.one_of(
@@ -44,22 +50,28 @@ STEPS = st.lists(
 @settings(max_examples=examples(50, long=1000))
 @given(STEPS)
 def test_what_is_counted_is_what_is_held(steps: list[tuple[object, ...]]) -> None:
-    accounts = TenantAccounts({"ann": LIMITS}, TenantLimits())
+    accounts = TenantAccounts({"ann": LIMITS}, TenantLimits(), together=TOGETHER)
     holds: list[QuotaHold] = []
     amounts: dict[QuotaHold, int] = {}
     for step in steps:
         match step:
             case ("hold", str(tenant), Resource() as resource, int(amount)):
                 used, limit = accounts.used(tenant, resource), accounts.limits(tenant).of(resource)
-                fits = limit is None or used + amount <= limit
+                total = sum(accounts.used(each, resource) for each in TENANTS)
+                most = TOGETHER.of(resource)
+                fits_own = limit is None or used + amount <= limit
+                fits_all = most is None or total + amount <= most
+                limits = [each for each in (limit, most) if each is not None]
                 try:
                     hold = accounts.hold(tenant, resource, amount)
+                except ServerLimitError:
+                    assert fits_own and not fits_all and most is not None and amount <= most
                 except TenantLimitError:
-                    assert not fits and limit is not None and amount <= limit
+                    assert not fits_own and limit is not None and amount <= limit
                 except InvalidRequestError:
-                    assert not fits and limit is not None and amount > limit
+                    assert any(amount > each for each in limits)
                 else:
-                    assert fits
+                    assert fits_own and fits_all
                     holds.append(hold)
                     amounts[hold] = amount
             case ("resize", int(number), int(amount)) if number < len(holds):

@@ -487,7 +487,9 @@ async def test_the_operator_sees_what_tenants_hold(tmp_path: Path) -> None:
             await server.http.post("/v1/sessions", json={}, headers=of("ann"))
         await server.submit(row(1))
         found = await figures(server, operator)
-        assert found.keys() == {"", "ann", "bob"}
+        assert found.keys() == {"", "ann", "bob", "*"}
+        together = {name: (use["used"], use["option"]) for name, use in found["*"].items()}
+        assert together["files"] == (1, "--max-files") and found["*"]["files"]["limit"] == 100_000
         ann = {name: (use["used"], use["limit"]) for name, use in found["ann"].items()}
         assert ann["sessions"] == (1, 1) and ann["files"] == (1, 10_000)
         assert ann["batches"] == (1, 100) and ann["rt_requests"] == (0, 2)

@@ -40,6 +40,7 @@ from bros.engine.client import OutputStream
 from bros.scheduler.admission import Limits
 from bros.server.app import create_app
 from bros.server.build import with_jobs, with_sessions
+from bros.server.limits import server_limits
 from bros.server.operations.metrics import ServerMetrics
 from bros.server.serve import HttpServer, bind
 from bros.server.state import ServerState
@@ -283,7 +284,11 @@ class Server:
         ids = IdGenerator(random.Random(seed))
         options = ServerConfig(**config)
         tenants = load_tenants(options)
-        self.accounts = tenants.accounts(options, max_queue=self.engine.info.max_queue)
+        self.accounts = tenants.accounts(
+            options,
+            max_queue=self.engine.info.max_queue,
+            together=server_limits(options, memory_bytes=2**34, disk_bytes=2**40),
+        )
         state = ServerState(
             engine=self.engine,
             tokenizer=self.tokenizer,

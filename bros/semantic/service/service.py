@@ -48,6 +48,8 @@ from bros.semantic.schema import (
     VariableView,
 )
 from bros.semantic.service.live import (
+    CALL_CHARS,
+    VARIABLE_CHARS,
     CallRecord,
     ServedSession,
     SessionSettings,
@@ -481,7 +483,12 @@ class SessionService:
                 "characters."
             )
         value_chars = sum(len(value) for each in found for value in each.call.values.values())
-        self._check_chars(session, text_chars + value_chars)
+        names = {each for submission in found for each in submission.variables.values()}
+        variables = len(names - session.machine.graph.variables.keys())
+        self._check_chars(
+            session,
+            text_chars + value_chars + CALL_CHARS * len(found) + VARIABLE_CHARS * variables,
+        )
         records: dict[str, CallRecord] = {}
         answer = []
         for number, submission in enumerate(found, start=1):
@@ -521,7 +528,7 @@ class SessionService:
         Raises ConflictError (already_exists) or SessionLimitError without creating it.
         """
         session = self._used(tenant, session_id)
-        self._check_chars(session, len(value or ""))
+        self._check_chars(session, len(value or "") + VARIABLE_CHARS)
         variable_id = variable_id or self._ids.new("var")
         variable = session.machine.declare(variable_id, name, len(value or ""))
         if value is not None:

@@ -313,8 +313,8 @@ async def create_file(request: Request) -> Response:
     jobs = Jobs.of(request)
     state = ServerState.of(request)
     tenant = state.tenant(request)
-    limits = state.accounts.limits(tenant)
-    await jobs.io(jobs.files.check_room, tenant, state.clock.unix_time(), limits)
+    limits, together = state.accounts.limits(tenant), state.accounts.together
+    await jobs.io(jobs.files.check_room, tenant, state.clock.unix_time(), limits, together)
     with jobs.files.bodies.new() as body:
         upload = await read_upload(request, body)
         fields = validate(_UploadFields, _fields(upload))
@@ -344,7 +344,7 @@ async def create_file(request: Request) -> Response:
             created_at=created_at,
             expires_at=None if life_s is None else created_at + life_s,
         )
-        file = await jobs.io(jobs.files.add, body, file, limits)
+        file = await jobs.io(jobs.files.add, body, file, limits, together)
         return json_response(FileObject.of(file))
 
 

@@ -795,7 +795,7 @@ class TenantUse(BaseModel):
 
 
 class TenantReply(BaseModel):
-    name: str = Field(description="Empty: the operator, or the only tenant of a server")
+    name: str = Field(description="Empty: the operator, or a server's only tenant; *: all together")
     uses: list[TenantUse]
 
 

@@ -24,7 +24,7 @@ from bros.batch.pacing import RowCounts
 from bros.core.clock import Clock
 from bros.core.interfaces import Buckets, ClassStats, EngineStats
 from bros.core.request import FinishReason, ServiceClass
-from bros.core.tenants import Resource, TenantFigure
+from bros.core.tenants import ALL_TENANTS, Resource, TenantFigure
 from bros.router.balance import PlanReport
 from bros.router.client import RouterClient
 from bros.router.replica_set import RUNNING, ReplicaState, ReplicaStatus
@@ -491,8 +491,6 @@ class SessionCollector(Collector):
 
 
 _TENANT = "tenant"
-ALL_TENANTS = "*"
-"""Label of the sums over all tenants. No tenant has this name."""
 
 
 class TenantCollector(Collector):
@@ -500,9 +498,27 @@ class TenantCollector(Collector):
 
     def __init__(self) -> None:
         self.figures: Sequence[TenantFigure] = ()
+        self.together: Sequence[TenantFigure] = ()
 
     def collect(self) -> Iterator[Metric]:
         labels = (_TENANT, "resource")
+        if self.together:
+            yield _family(
+                GaugeMetricFamily,
+                "server_limit",
+                "Most that is held for all tenants together, by resource: at this sum of "
+                "bros_tenant_held, more gets status 429",
+                ("resource",),
+                [((each.resource,), each.limit) for each in self.together if each.limit],
+            )
+            yield _family(
+                CounterMetricFamily,
+                "server_refusals",
+                "Requests refused with 429 because all tenants together held as much as "
+                "bros_server_limit. They count in bros_tenant_refusals, too",
+                ("resource",),
+                [((each.resource,), each.refused) for each in self.together],
+            )
         if not self.figures:
             return
         yield _family(
@@ -658,6 +674,7 @@ class ServerMetrics:
         engines_lost: int = 0,
         engines_hung: int = 0,
         tenants: Sequence[TenantFigure] = (),
+        together: Sequence[TenantFigure] = (),
     ) -> bytes:
         """All metrics in Prometheus' text format.
 
@@ -667,7 +684,7 @@ class ServerMetrics:
         loop_tasks: tasks of the event loop.
         engines_lost: how often an engine was lost.
         engines_hung: how often because it hung.
-        tenants: what is held for them.
+        tenants: what is held for them. together: for all of them, where this has a limit.
         """
         self._loop_tasks.set(loop_tasks)
         self._engine.stats = stats
@@ -675,7 +692,7 @@ class ServerMetrics:
         self._batches.figures = batches
         self._sessions.figures = sessions
         self._replicas.router = router
-        self._tenants.figures = tenants
+        self._tenants.figures, self._tenants.together = tenants, together
         return generate_latest(self._registry)
 
     def _make_histograms(self) -> dict[ServiceClass, list[Histogram]]:

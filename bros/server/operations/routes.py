@@ -92,6 +92,7 @@ async def metrics(request: Request) -> Response:
             state.engine.num_lost,
             state.engine.num_hung,
             _shown_tenants(state, stats, stored),
+            state.accounts.figures_together(_held_elsewhere(state, stats, stored)),
         ),
         headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4},
     )
@@ -139,12 +140,19 @@ def _batches(state: ServerState, stored: StoredFigures | None) -> BatchFigures |
 def _tenants(
     state: ServerState, stats: EngineStats | None, stored: StoredFigures | None
 ) -> list[TenantFigure]:
+    return state.accounts.figures(_held_elsewhere(state, stats, stored))
+
+
+def _held_elsewhere(
+    state: ServerState, stats: EngineStats | None, stored: StoredFigures | None
+) -> dict[tuple[str, Resource], int]:
+    """What accounts do not count themselves: (tenant, resource) -> amount."""
     elsewhere = {} if stored is None else dict(stored.usage)
     traces = {} if stats is None else stats.traces
     grammars = {} if state.grammars is None else state.grammars.counts()
     for resource, counts in ((Resource.TRACES, traces), (Resource.CACHED_GRAMMARS, grammars)):
         elsewhere.update({(tenant, resource): count for tenant, count in counts.items()})
-    return state.accounts.figures(elsewhere)
+    return elsewhere
 
 
 def _shown_tenants(
@@ -249,14 +257,16 @@ ADMIN_ROUTES = (
 
 
 async def list_tenants(request: Request) -> Response:
-    """List what the server holds for each tenant, its limits, and how often they refused more.
+    """List what the server holds for each tenant, its limits, and how often they refused more; and
+    the same for all of them together, under the name *, where this has a limit.
     Figures of files and batches are 0 while the store does not answer, and those of traces while no
     engine does."""
     _check_operator(request, "Figures of tenants need")
     state = ServerState.of(request)
     uses: dict[str, list[TenantUse]] = {}
     stats, stored = await asyncio.gather(_stats(state), _stored(state))
-    for figure in _tenants(state, stats, stored):
+    together = state.accounts.figures_together(_held_elsewhere(state, stats, stored))
+    for figure in (*_tenants(state, stats, stored), *together):
         uses.setdefault(figure.tenant, []).append(
             TenantUse(
                 resource=figure.resource.value,
