@@ -245,6 +245,29 @@ def test_when_a_step_fails_the_caller_that_waits_gets_the_reason(
         llm.context("a beginning")
 
 
+def test_when_a_step_hangs_the_caller_that_waits_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute, go_on = ModelRunner.execute, threading.Event()
+
+    def hanging(self: ModelRunner, *args: Any) -> Any:
+        go_on.wait()
+        return execute(self, *args)
+
+    with LLM(str(folder), kernels="reference", kv_blocks=64, hang_timeout=1.0) as llm:
+        for _ in range(3):  # the first steps of a size may take long
+            llm.generate(["one", "two"], GREEDY, progress=False)
+        monkeypatch.setattr(ModelRunner, "execute", hanging)
+        begun_s = time.monotonic()
+        with pytest.raises(EngineDeadError, match="has not ended after .* cannot be replaced"):
+            llm.generate(["one", "two"], GREEDY, progress=False)
+        assert time.monotonic() - begun_s > 0.5
+        with pytest.raises(EngineDeadError, match="has not ended"):
+            llm.context("a beginning")
+    assert "bros-engine" in {thread.name for thread in threading.enumerate()}  # not waited for
+    go_on.set()
+
+
 def failing_after(steps: int, execute: Callable[..., Any]) -> Callable[..., Any]:
     """`execute`, which fails after so many steps."""
     left = [None] * steps

@@ -6,8 +6,10 @@ import asyncio
 import atexit
 import contextlib
 import logging
+import sys
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 
 from bros.core.errors import EngineDeadError
 from bros.core.interfaces import EngineInfo
@@ -15,6 +17,7 @@ from bros.engine.client import MessageClient
 from bros.engine.engine import Engine
 from bros.engine.loop import run_engine
 from bros.engine.messages import Failed, Inbox, Reply, Shutdown
+from bros.engine.watchdog import CHECKS_PER_TIMEOUT, Progress, Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +28,17 @@ class ThreadEngineClient(MessageClient):
     OpenMP keeps a team of threads for each thread that has computed, as building does. With two
     teams it counts more threads than cores, and the threads of each then sleep after every product
     instead of waiting for the next one, which is 100 microseconds away.
+
+    If a step hangs, everything open fails with EngineDeadError. Python cannot end a thread, so no
+    other engine takes its place, unlike that of a process: the thread keeps its memory, and ends if
+    its step does.
     """
 
-    def __init__(self, build: Callable[[], Engine]) -> None:
+    def __init__(self, build: Callable[[], Engine], *, hang_timeout_s: float = 0.0) -> None:
         """Starts the thread. Call it inside a running event loop.
 
         build: called once, on the thread; `wait_ready` raises what it raises.
+        hang_timeout_s: EngineConfig.hang_timeout; 0: steps may take any time.
         """
         inbox = Inbox()
         super().__init__(inbox.put)
@@ -39,11 +47,17 @@ class ThreadEngineClient(MessageClient):
         self._build_error: BaseException | None = None
         self._built = False
         self._closing = False
+        self._hung = False
+        self._hang_timeout_s = hang_timeout_s
         loop = asyncio.get_running_loop()
 
         def reply(message: Reply) -> None:
-            loop.call_soon_threadsafe(self.on_reply, message)
+            loop.call_soon_threadsafe(self._on_reply_of_thread, message)
 
+        def on_hang(reason: str) -> None:
+            loop.call_soon_threadsafe(self._on_hang, reason)
+
+        self._tell_hang = on_hang
         self._thread = threading.Thread(
             target=self._run, args=(_ThreadTransport(inbox, reply),), name="bros-engine"
         )
@@ -59,12 +73,27 @@ class ThreadEngineClient(MessageClient):
                 raise self._build_error from None
             raise
 
+    @property
+    def num_lost(self) -> int:
+        return self.num_hung
+
+    @property
+    def num_hung(self) -> int:
+        return int(self._hung)
+
+    @property
+    def hung(self) -> bool:
+        return self._hung
+
     async def close(self) -> None:
         """Stop the thread after its current step and close the engine. An engine that is still
-        being built is closed later; only the end of the program waits for that."""
+        being built is closed later; only the end of the program waits for that. Nothing waits for
+        an engine that hangs."""
         self._closing = True
         self._inbox.put(Shutdown())
-        if self._built or not self._thread.is_alive():
+        if self._hung:
+            pass
+        elif self._built or not self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
         else:
             atexit.register(self._thread.join)
@@ -80,7 +109,9 @@ class ThreadEngineClient(MessageClient):
         self._built = True  # from now on `close` waits for this thread, unless it came before
         try:
             if not self._closing:
-                run_engine(engine, transport)
+                progress = Progress()
+                with self._watched(engine, progress):
+                    run_engine(engine, transport, progress)
         except _LoopClosedError:
             logger.warning("the engine stopped: the event loop of its client was closed")
         except Exception as error:
@@ -88,6 +119,52 @@ class ThreadEngineClient(MessageClient):
             self._send_last(transport, Failed(f"The engine stopped: {error}"))
         finally:
             engine.close()
+
+    @contextlib.contextmanager
+    def _watched(self, engine: Engine, progress: Progress) -> Iterator[None]:
+        """Watch this thread during the block, from another one."""
+        if not self._hang_timeout_s:
+            yield
+            return
+        watchdog = Watchdog.of_engine(
+            progress,
+            engine.expected,
+            self._hang_timeout_s,
+            compiles=engine.info.device != "cpu",
+        )
+        watched, done = threading.get_ident(), threading.Event()
+
+        def watch() -> None:
+            while not done.wait(self._hang_timeout_s / CHECKS_PER_TIMEOUT):
+                reason = watchdog.check()
+                if reason is None:
+                    continue
+                with contextlib.suppress(RuntimeError):  # the loop of the client is closed
+                    self._tell_hang(reason)  # first: logging may wait for a lock of that thread
+                    frame = sys._current_frames().get(watched)
+                    logger.error(
+                        "%s It is here:\n%s", reason, "".join(traceback.format_stack(frame))
+                    )
+                return
+
+        thread = threading.Thread(target=watch, name="bros-engine-watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+
+    def _on_hang(self, reason: str) -> None:
+        self._hung = True
+        self._inbox.put(Shutdown())  # it ends if its step does
+        self.on_death(
+            f"{reason} An engine on a thread cannot be replaced; its memory is free when this "
+            "process ends."
+        )
+
+    def _on_reply_of_thread(self, reply: Reply) -> None:
+        if not self._hung:  # else all that it answers has failed
+            self.on_reply(reply)
 
     def _send_last(self, transport: _ThreadTransport, message: Failed) -> None:
         with contextlib.suppress(_LoopClosedError):

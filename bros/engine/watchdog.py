@@ -18,6 +18,14 @@ from pathlib import Path
 
 from bros.scheduler.steps import ExpectedTime
 
+CHECKS_PER_TIMEOUT = 8
+"""Checks within EngineConfig.hang_timeout."""
+
+_STEP_SHARE = 5 / 8
+"""A step may hang for this share of hang_timeout. Time in which it waits for a core does not count,
+so beside other processes more time passes: with the default, less than 10 s pass if it gets half of
+a core."""
+
 _FACTOR = 20.0
 """A step hangs once it has taken this many times its expected time (and the least limit). Steps
 that take 10 times as long as expected are only slow (tests/transport/test_hangs.py)."""
@@ -73,6 +81,27 @@ class Watchdog:
         self._compiles = compiles
         self._iterations = -1  # when it was last asked
         self._counted_s = 0.0  # of the present iteration
+
+    @classmethod
+    def of_engine(
+        cls,
+        progress: Progress,
+        expected: Callable[[], ExpectedTime],
+        timeout_s: float,
+        *,
+        compiles: bool,
+    ) -> Watchdog:
+        """Of an engine in this process. Ask it CHECKS_PER_TIMEOUT times per `timeout_s`, which is
+        the engine's hang_timeout. Other arguments: as above."""
+        every_s = timeout_s / CHECKS_PER_TIMEOUT
+        return cls(
+            progress,
+            expected,
+            least_s=_STEP_SHARE * timeout_s,
+            every_s=every_s,
+            starved_s=StarvationClock(os.getpid(), every_s),
+            compiles=compiles,
+        )
 
     def check(self) -> str | None:
         """Why the engine counts as hung; None if it does not."""

@@ -66,7 +66,7 @@ async def _on_thread(
     report: Callable[[str], None],
 ) -> EngineClient:
     build = partial(build_engine, config, files, SystemClock(), profiles=profiles, report=report)
-    client = ThreadEngineClient(build)
+    client = ThreadEngineClient(build, hang_timeout_s=config.hang_timeout)
     try:
         await client.wait_ready()
     except BaseException:

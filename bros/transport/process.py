@@ -30,7 +30,7 @@ from bros.core.errors import BrosError, RanksLostError
 from bros.core.rank_env import torchrun_rank_env
 from bros.engine.loop import run_engine
 from bros.engine.parent import end_with_parent, end_with_server, obey_parent_only
-from bros.engine.watchdog import Progress, StarvationClock, Watchdog
+from bros.engine.watchdog import CHECKS_PER_TIMEOUT, Progress, Watchdog
 from bros.executor.model_store import ModelFiles
 from bros.transport.ipc import ZmqTransport, heartbeats, send_failure
 
@@ -39,14 +39,9 @@ if TYPE_CHECKING:
     from bros.engine.group import Group
 
 
-HEARTBEATS_PER_TIMEOUT = 8
+HEARTBEATS_PER_TIMEOUT = CHECKS_PER_TIMEOUT
 """Heartbeats that a process sends within the time after which a missing heartbeat is a timeout. An
 engine process sends so many per config.hang_timeout, and none if that is 0."""
-
-_STEP_SHARE = 5 / 8
-"""A step may hang for this share of config.hang_timeout. Time in which it waits for a core does not
-count, so beside other processes more time passes: with the default, less than 10 s pass if it gets
-half of a core."""
 
 _FILE = "launch.json"
 
@@ -160,15 +155,8 @@ def _watched(
     engine: Engine, progress: Progress, timeout_s: float, folder: Path, group: Group
 ) -> AbstractContextManager[None]:
     """Send heartbeats during the block. If the engine hangs, end all its ranks instead."""
-    every_s = timeout_s / HEARTBEATS_PER_TIMEOUT
-    watchdog = Watchdog(
-        progress,
-        engine.expected,
-        least_s=_STEP_SHARE * timeout_s,
-        every_s=every_s,
-        starved_s=StarvationClock(os.getpid(), every_s),
-        compiles=engine.info.device != "cpu",
-    )
+    compiles = engine.info.device != "cpu"
+    watchdog = Watchdog.of_engine(progress, engine.expected, timeout_s, compiles=compiles)
 
     def check() -> None:
         reason = watchdog.check()
@@ -180,7 +168,7 @@ def _watched(
         group.kill_others()
         os._exit(1)
 
-    return heartbeats(folder, every_s, check=check)
+    return heartbeats(folder, timeout_s / HEARTBEATS_PER_TIMEOUT, check=check)
 
 
 @contextlib.contextmanager

@@ -209,6 +209,73 @@ async def test_when_a_step_fails_everything_open_fails_at_once_and_later_calls_t
     await client.abort("a")
 
 
+@pytest.fixture
+async def watched(model: GatedModel) -> AsyncIterator[ThreadEngineClient]:
+    """A step of it hangs after 0.3 s, once its first steps have ended."""
+    client = ThreadEngineClient(lambda: make_engine(model), hang_timeout_s=0.4)
+    await client.wait_ready()
+    for n in range(3):
+        await tokens_of(client, ask(f"warm{n}"))
+    yield client
+    model.gate.set()
+    await client.close()
+
+
+async def test_when_a_step_hangs_everything_open_fails_and_nothing_waits_for_it(
+    watched: ThreadEngineClient, model: GatedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    model.gate.clear()
+    stream = await watched.submit(ask("a"))
+    asked = asyncio.create_task(watched.stats())
+    submitted = asyncio.create_task(watched.submit(ask("b")))
+    async with asyncio.timeout(30):
+        with pytest.raises(EngineDeadError, match="has not ended after .* cannot be replaced"):
+            async for _ in stream:
+                pass
+        for task in (asked, submitted):
+            with pytest.raises(EngineDeadError, match="has not ended"):
+                await task
+        assert not watched.alive and watched.hung and watched.num_open == 0
+        assert (watched.num_lost, watched.num_hung) == (1, 1)
+        with pytest.raises(EngineDeadError, match="has not ended"):
+            await watched.submit(ask("c"))
+        await watched.close()
+        await until(lambda: "in execute" in caplog.text)  # where it hangs
+    assert not model.closed
+    model.gate.set()  # the step ends after all: its results are of no use, and the engine is closed
+    await until(lambda: model.closed)
+    await asyncio.sleep(0.05)
+    assert not watched.alive
+
+
+async def test_an_idle_engine_and_slow_steps_do_not_hang(
+    watched: ThreadEngineClient, model: GatedModel
+) -> None:
+    await asyncio.sleep(1.0)
+    model.gate.clear()
+    answer = asyncio.create_task(tokens_of(watched, ask("a")))
+    await asyncio.sleep(0.1)
+    model.gate.set()
+    assert len(await answer) == 6 and not watched.hung
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.4])
+async def test_steps_may_take_any_time_unless_they_are_watched_and_not_the_first(
+    model: GatedModel, timeout_s: float
+) -> None:
+    client = ThreadEngineClient(lambda: make_engine(model), hang_timeout_s=timeout_s)
+    await client.wait_ready()
+    model.gate.clear()
+    answer = asyncio.create_task(tokens_of(client, ask("a")))
+    await asyncio.sleep(1.0)
+    assert client.alive
+    model.gate.set()
+    assert len(await answer) == 6
+    await client.close()
+    await asyncio.sleep(0.1)  # no watch is left
+    assert "bros-engine-watch" not in {thread.name for thread in threading.enumerate()}
+
+
 async def test_close_after_a_failure_releases_the_executor_too(model: GatedModel) -> None:
     client = ThreadEngineClient(lambda: make_engine(model))
     await client.wait_ready()

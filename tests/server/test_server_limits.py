@@ -1,4 +1,4 @@
-"""What a server holds for all its clients together, with keys or without: more gets 429, and what is
+"""What a server holds for all clients together, with keys or without: more gets 429, and what is
 refused leaves nothing behind."""
 
 from __future__ import annotations
