@@ -75,7 +75,7 @@ RETRY_AFTER = frozenset({429, 503})
 BEST_EFFORT_FACTOR = 6.0
 """Best-effort requests and batches may take so many times as long as others: they run in the time
 that real-time requests leave, which is none while the machine is overloaded."""
-NOTICED_S = {"kill": 2.0, "stop": 15.0}
+NOTICED_S = {"kill": 2.0, "stop": 10.0}
 """Kind of disturbance -> longest time until the server knows; --hang-timeout is 8 s."""
 REPLACED_S = 120.0
 STOPPED_S = 30.0

@@ -113,6 +113,27 @@ async def test_characters_of_all_sessions_are_limited(keys: dict[str, str]) -> N
     ok(await bob.ask("POST", "/variables", json=large | {"value": "x" * (room // 2)}))
 
 
+async def test_characters_in_the_sessions_of_a_tenant_are_limited(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("ann ann-key max_session_chars=9000\nbob bob-key\n")
+    server = Server(api_keys=str(path))
+
+    async def fill(name: str, value: str) -> httpx.Response:
+        opened = ok(await server.http.post("/v1/sessions", json={}, headers=of(name)))
+        body = {"name": "text", "value": value}
+        url = f"/v1/sessions/{opened['id']}/variables"
+        return await server.http.post(url, json=body, headers=of(name))
+
+    for status in (200, 429):  # in two sessions
+        filled = await fill("ann", "x" * 5000)
+        assert filled.status_code == status
+    assert "max_session_chars" in assert_envelope(filled, 429)["message"]
+    assert filled.headers["retry-after"] == "60"
+    assert assert_envelope(await fill("ann", "x" * 9000), 400)["code"] == "tenant_limit_exceeded"
+    assert (await fill("bob", "x" * 5000)).status_code == 200
+    assert server.accounts.refused(ALL_TENANTS, Resource.SESSION_CHARS) == 0
+
+
 async def test_calls_count_as_long_as_they_are_kept() -> None:
     server = Server(max_session_chars=10 * CALL_CHARS)
     session = await SessionClient.open(server.http)
