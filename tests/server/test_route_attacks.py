@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from bros.server.operations.openapi import ApiRoute
-from support.loops import HastyLoop
+from support.loops import ODD_LAG_S, HastyLoop
 from support.schema_values import WRONG, Draw, SchemaValues, json_bodies, mostly
 from support.tier import by_tier, examples
 from support.whole_server import LIVE, ROWS, WholeServer
@@ -344,7 +344,7 @@ def test_a_route_is_attacked(
     assert server.state.sessions is not None and server.state.jobs is not None
     assert server.state.sessions.figures().sessions == 0
     assert server.state.jobs.runner.rows_in_flight == 0
-    loop.check_turns()
+    loop.check_turns(ODD_LAG_S)
 
 
 def _left_by_repeating(

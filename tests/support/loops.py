@@ -22,10 +22,13 @@ LONGEST_TURN_S = 0.05
 """What is promised of a server's event loop: the CPU time of its longest turn, without the garbage
 collector, on a machine of nominal speed. See docs/architecture.md, Off the event loop."""
 
-LONGEST_LAG_S = 0.5
-"""The longest lag that tests allow. One call of the JSON parser on a thread holds the interpreter:
-100,000 empty lists delay the loop by 0.055 s on an idle Zen 4, and by more than 0.1 s beside two
-other processes of a test run. This finds stalls of seconds, as before such work had threads."""
+LONGEST_LAG_S = 0.05
+"""The same of its longest lag. Under the attacks of tests/server/test_input_attacks.py it is up to
+0.026 s, on an idle Zen 4 and beside two busy processes."""
+
+ODD_LAG_S = 0.5
+"""The longest lag in tests that measure thousands of requests once: what the host does meanwhile is
+no promise of the server."""
 
 
 class MeasuredLoop(asyncio.SelectorEventLoop):
@@ -61,11 +64,14 @@ class MeasuredLoop(asyncio.SelectorEventLoop):
             self._measures = False
             gc.enable()
 
-    def check_turns(self) -> None:
-        """Fails if a turn has broken the promise, at the speed of this machine."""
+    def check_turns(self, most_lag_s: float = LONGEST_LAG_S) -> None:
+        """Fails if a turn or a lag was longer than promised, at the speed of this machine.
+
+        most_lag_s: the longest lag instead.
+        """
         slower = slowdown()
         assert self.longest_s < LONGEST_TURN_S * slower
-        assert self.longest_lag_s < LONGEST_LAG_S * slower
+        assert self.longest_lag_s < most_lag_s * slower
 
     def _process_events(self, event_list: Any) -> None:
         """Called when the turn has waited for events."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 
@@ -16,9 +17,16 @@ def slowdown() -> float:
 
     Limits in seconds are stated for the nominal machine; a test multiplies them by this. Call it in
     the test, next to what is measured: the speed depends on what else the machine does. The slowest
-    of a few rounds counts, as limits are about the longest of many times.
+    of a few rounds counts, as limits are about the longest of many times. The garbage collector is
+    off: a full collection in one round makes it 50 times as long.
     """
-    return max(_measured_s() for _ in range(_ROUNDS)) / NOMINAL_S
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        return max(_measured_s() for _ in range(_ROUNDS)) / NOMINAL_S
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _measured_s() -> float:
