@@ -262,8 +262,8 @@ class EngineConfig(_Checked):
     )
     hang_timeout: float = option(
         8.0,
-        "seconds after which a stopped engine, or one that hangs in a step, is replaced, or fails "
-        "what is open if it is a thread; 0: never",
+        "seconds after which an engine that is stopped or hangs is replaced, or a thread given up; "
+        "0: never",
         low=0,
     )
 
