@@ -33,7 +33,7 @@ from rich.console import Console
 from bros.core.request import EngineRequest, ServiceClass
 from bros.scheduler.admission import objectives
 from bros.simulator.metrics import timeline_of
-from bros.simulator.simulation import SimulatedRequest, SimulationResult, slo_of
+from bros.simulator.simulation import SimulatedRequest, SimulationResult
 from bros.simulator.sweep import run_all
 from bros.workload.attainment import (
     Attainment,
@@ -93,7 +93,7 @@ def figures(
     load: str, result: SimulationResult, requests: Mapping[str, EngineRequest]
 ) -> dict[str, Any]:
     """The figures of one run. requests: those that were submitted, by id."""
-    slo = slo_of(LOADS[load].config())
+    slo = LOADS[load].config().default_slo
     verdicts: list[bool | None] = []
     first_s: list[float] = []
     gaps: list[float] = []

@@ -129,8 +129,7 @@ def load(
     executor, info = load_executor(config, files)
     folders = profile_folders(default_cache_dir())
     model = step_time_model(config, executor, info, SystemClock(), folders, report)
-    slo = Slo(ttft_s=config.slo_ttft / 1e3, tpot_s=config.slo_tpot / 1e3)
-    return executor, dataclasses.replace(info, default_slo=slo), model
+    return executor, dataclasses.replace(info, default_slo=config.default_slo), model
 
 
 def arrivals(rate: float, duration_s: float, seed: int, longest: int) -> list[Arrival]:

@@ -59,7 +59,12 @@ def _no_class_fields(planned: Planned) -> Fields:
 def _bros_class_fields(planned: Planned) -> Fields:
     tier = "flex" if planned.service_class is ServiceClass.BE else "default"
     slo = planned.slo
-    named = {"ttft_ms": slo.ttft_s, "tpot_ms": slo.tpot_s, "deadline_ms": slo.deadline_s}
+    named = {
+        "ttft_ms": slo.ttft_s,
+        "tpot_ms": slo.tpot_s,
+        "gap_ms": slo.gap_s,
+        "deadline_ms": slo.deadline_s,
+    }
     asked = {name: value * 1e3 for name, value in named.items() if value is not None}
     return {"service_tier": tier, "slo": asked} if asked else {"service_tier": tier}
 

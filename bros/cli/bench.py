@@ -113,7 +113,7 @@ def read_settings(
     """Raises ConfigError, naming the invalid flag and the allowed values."""
     flags, own = given_flags(args), read_own(BenchFlags, args)
     config = load_config(flags, environ, warn)
-    slo = Slo(config.engine.slo_ttft / 1e3, config.engine.slo_tpot / 1e3)
+    slo = config.engine.default_slo
     target = _target(own, config)
     wanted = _wanted(own, config, slo if target is not None else Slo())
     warm_up_s = number("--warm-up", own.warm_up, low=0)

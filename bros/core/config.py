@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from bros.core.errors import ConfigError
+from bros.core.request import Slo
 
 POLICIES = ("bros", "fcfs", "priority", "rr", "edf")
 OVERLOAD = ("late", "relegate", "reject")
@@ -203,6 +204,11 @@ class EngineConfig(_Checked):
     slo_tpot: float = option(
         200.0, "default TPOT objective of real-time requests in milliseconds", low=1
     )
+    slo_gap: float | None = option(
+        None,
+        "longest time between two real-time tokens in milliseconds; default: 1.5 TPOT objectives",
+        low=1,
+    )
     rt_wait: float = option(
         0.5,
         "maximum duration of a step with best-effort work, as a share of --slo-ttft",
@@ -270,6 +276,12 @@ class EngineConfig(_Checked):
     def threads_of_rank(self, cores: int, ranks: int) -> int:
         """CPU threads of each of `ranks` ranks that share the cores."""
         return self.threads or max(1, cores // ranks)
+
+    @property
+    def default_slo(self) -> Slo:
+        """Objectives of real-time requests that ask for none."""
+        gap_s = None if self.slo_gap is None else self.slo_gap / 1000
+        return Slo(ttft_s=self.slo_ttft / 1000, tpot_s=self.slo_tpot / 1000, gap_s=gap_s)
 
     def step_bounds(self, device: str) -> StepBounds:
         """max_num_seqs and max_batch_tokens, or their defaults. device: as in EngineInfo."""

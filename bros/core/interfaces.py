@@ -220,6 +220,7 @@ class ClassStats:
     ttft_met: finished requests that met their TTFT objective.
     tpot_met: finished requests that met their TPOT objective.
     both_met: finished requests that met both objectives.
+    gap_met: finished requests without a longer time between two tokens than their objective.
     deadlines: finished requests that had a deadline for the whole answer.
     deadlines_met: finished requests that met such a deadline.
     tokens_on_time: output tokens that met their own deadlines.
@@ -244,6 +245,7 @@ class ClassStats:
     ttft_met: int = 0
     tpot_met: int = 0
     both_met: int = 0
+    gap_met: int = 0
     deadlines: int = 0
     deadlines_met: int = 0
     tokens_on_time: int = 0
@@ -346,6 +348,7 @@ class RequestTrace:
         "yielded"   it ran, but the step was aborted for another request's first token
     ttft_s: None until there is a first token.
     tpot_s: None until there is a second token.
+    longest_gap_s: longest time between two tokens; None until there is a second one.
     late_tokens: output tokens that missed their deadlines.
     preemptions: number of times it lost KV memory to another request.
     """
@@ -361,6 +364,7 @@ class RequestTrace:
     tenant: str = ""
     ttft_s: float | None = None
     tpot_s: float | None = None
+    longest_gap_s: float | None = None
     late_tokens: int = 0
     preemptions: int = 0
     finish_reason: FinishReason | None = None

@@ -71,11 +71,13 @@ class Slo:
     ttft_s: from arrival to the first token.
     tpot_s: mean time per token after the first one.
     deadline_s: from arrival to the last token.
+    gap_s: longest time between two tokens.
     """
 
     ttft_s: float | None = None
     tpot_s: float | None = None
     deadline_s: float | None = None
+    gap_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

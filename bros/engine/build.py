@@ -8,7 +8,6 @@ from pathlib import Path
 
 from bros.core.clock import Clock
 from bros.core.config import EngineConfig
-from bros.core.request import Slo
 from bros.engine.engine import Engine, find_launcher
 from bros.engine.grammars import Grammars
 from bros.engine.group import Group
@@ -42,8 +41,9 @@ def build_engine(
     Raises ModelError if the model cannot be served, ConfigError if an option does not fit it.
     """
     executor, info = (group or Group(config)).lead(files)
-    slo = Slo(ttft_s=config.slo_ttft / 1000, tpot_s=config.slo_tpot / 1000)
-    info = dataclasses.replace(info, default_slo=slo, yields=best_effort_yields(config))
+    info = dataclasses.replace(
+        info, default_slo=config.default_slo, yields=best_effort_yields(config)
+    )
     unused = unused_options(config)
     if unused:
         report(without_effect(unused, config.policy))

@@ -236,8 +236,10 @@ def describe_trace(trace: RequestTrace) -> str:
     waited = ", ".join(f"{reason} {seconds * 1e3:.0f}" for reason, seconds in waits)
     first = "none" if trace.ttft_s is None else f"{trace.ttft_s * 1e3:.0f}"
     pace = "none" if trace.tpot_s is None else f"{trace.tpot_s * 1e3:.1f}"
+    gap = "none" if trace.longest_gap_s is None else f"{trace.longest_gap_s * 1e3:.0f}"
     return (
         f"{trace.request_id} {trace.service_class} {trace.finish_reason}: {trace.prompt_tokens} + "
-        f"{trace.output_tokens} tokens, ttft {first}, tpot {pace}, {trace.late_tokens} late, "
-        f"{trace.preemptions} preemptions, waited for {waited or 'nothing'} (ms)"
+        f"{trace.output_tokens} tokens, ttft {first}, tpot {pace}, longest gap {gap}, "
+        f"{trace.late_tokens} late, {trace.preemptions} preemptions, "
+        f"waited for {waited or 'nothing'} (ms)"
     )

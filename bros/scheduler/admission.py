@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bros.core.errors import (
     InvalidRequestError,
@@ -16,6 +16,10 @@ from bros.core.request import EngineRequest, Pooling, ServiceClass, Slo
 from bros.scheduler.metrics import ClassCounters
 from bros.scheduler.policies import Policy
 from bros.scheduler.state import Queues, RequestState, arrival_s
+
+GAP_IN_INTERVALS = 1.5
+"""The longest gap between two tokens, in TPOT objectives, where none is asked for. Ablation: tight,
+p99 gap +53 % without a bound; mixed, throughput -3 % without a lead."""
 
 
 def objectives(
@@ -34,15 +38,16 @@ def objectives(
     if request.resumed and left_s is not None:
         left_s += arrival_s(request, now) - now
     most_tokens = max(1, (request.sampling.max_tokens or 1) - request.resumed)
-    found = paced(Slo(asked.ttft_s, asked.tpot_s, left_s), most_tokens, default)
-    return Slo(found.ttft_s, found.tpot_s, asked.deadline_s)
+    found = paced(replace(asked, deadline_s=left_s), most_tokens, default)
+    return replace(found, deadline_s=asked.deadline_s)
 
 
 def paced(asked: Slo, most_tokens: int, default: Slo) -> Slo:
-    """The TTFT and TPOT asked for, or the defaults.
+    """The objectives asked for, or the defaults.
 
-    If the last of `most_tokens` would come after the deadline, one factor tightens both, unless the
-    deadline has passed already.
+    If the last of `most_tokens` would come after the deadline, one factor tightens TTFT and TPOT,
+    unless the deadline has passed already. The default for the longest gap holds for the default
+    pace; another pace has GAP_IN_INTERVALS of its own.
     """
     ttft_s = asked.ttft_s or default.ttft_s
     tpot_s = asked.tpot_s or default.tpot_s
@@ -50,7 +55,12 @@ def paced(asked: Slo, most_tokens: int, default: Slo) -> Slo:
     if due_s is not None and due_s > 0.0 and ttft_s is not None and tpot_s is not None:
         scale = min(1.0, due_s / (ttft_s + (most_tokens - 1) * tpot_s))
         ttft_s, tpot_s = scale * ttft_s, scale * tpot_s
-    return Slo(ttft_s, tpot_s, due_s)
+    gap_s = asked.gap_s
+    if gap_s is None and tpot_s == default.tpot_s:
+        gap_s = default.gap_s
+    if gap_s is None and tpot_s is not None:
+        gap_s = GAP_IN_INTERVALS * tpot_s
+    return Slo(ttft_s, tpot_s, due_s, gap_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +219,6 @@ def promoted_objectives(state: RequestState, asked: Slo, default: Slo, now: floa
     before_s = state.slo.deadline_s
     if asked.deadline_s is None and before_s is not None:
         left_s = state.record.arrival_s + before_s - now
-        asked = Slo(asked.ttft_s, asked.tpot_s, left_s)
+        asked = replace(asked, deadline_s=left_s)
     longest = state.request.sampling.max_tokens or 1
     return paced(asked, max(1, longest - state.num_outputs), default)

@@ -48,6 +48,7 @@ class RequestRecord:
     last_token_s: when this engine committed its latest token.
     num_tokens: output tokens.
     late_tokens: output tokens that came after due_s.
+    longest_gap_s: longest time between two tokens of this engine, since the objectives hold.
     preemptions: how often it lost KV memory.
     left: it has ended.
     waits: reason -> seconds.
@@ -62,6 +63,7 @@ class RequestRecord:
         "first_token_s",
         "last_token_s",
         "late_tokens",
+        "longest_gap_s",
         "left",
         "num_tokens",
         "objectives_from_s",
@@ -84,6 +86,7 @@ class RequestRecord:
         self.num_tokens = self.resumed = resumed
         self.set_objectives(slo)
         self.late_tokens = 0
+        self.longest_gap_s: float | None = None
         self.preemptions = 0
         self.left = False
         self.waits: dict[str, float] = {}
@@ -98,6 +101,7 @@ class RequestRecord:
     def reset_objectives(self, now: float, slo: Slo) -> None:
         """Set objectives that hold from now on, for the first token or the next ones."""
         self.objectives_from_s = now
+        self.longest_gap_s = None
         self._expect(now, slo)
 
     def _expect(self, now: float, slo: Slo) -> None:
@@ -144,6 +148,9 @@ class RequestRecord:
             self.event(now, "resumed" if self.resumed else "first token")
             if not self.resumed:
                 self.pace_from_s = now
+        if self.last_token_s is not None:
+            since_s = max(self.last_token_s, self.objectives_from_s)
+            self.longest_gap_s = max(self.longest_gap_s or 0.0, now - since_s)
         self.last_token_s = now
         self.num_tokens += 1
         self.due_s = now + (slo.tpot_s or math.inf)
@@ -180,6 +187,11 @@ class RequestRecord:
             on_pace = (last_s - from_s) / (self.num_tokens - 1) <= slo.tpot_s
         return in_time, on_pace
 
+    def met_gap(self, slo: Slo) -> bool:
+        """Whether no time between two tokens was longer than the objective."""
+        gap_s = self.longest_gap_s
+        return slo.gap_s is None or gap_s is None or gap_s <= slo.gap_s
+
     def met_deadline(self, slo: Slo) -> bool:
         """Whether the last token of a finished request met its deadline; without one it is met."""
         if slo.deadline_s is None or self.last_token_s is None:
@@ -214,6 +226,7 @@ class RequestRecord:
             waits=waits,
             ttft_s=self.ttft_s,
             tpot_s=self.tpot_s,
+            longest_gap_s=self.longest_gap_s,
             late_tokens=self.late_tokens,
             preemptions=self.preemptions,
             finish_reason=finish_reason,
@@ -246,7 +259,7 @@ class ClassCounters:
         self.promoted = 0
         self.rejected = 0
         self.mean_output_tokens: float | None = None
-        self._ttft_met = self._tpot_met = self._both_met = 0
+        self._ttft_met = self._tpot_met = self._both_met = self._gap_met = 0
         self._deadlines = self._deadlines_met = 0
         self._late_tokens = 0
         self._slack = [0] * (len(_SLACK_BOUNDS_S) + 1)
@@ -268,6 +281,7 @@ class ClassCounters:
         self._ttft_met += ttft_met
         self._tpot_met += tpot_met
         self._both_met += ttft_met and tpot_met
+        self._gap_met += record.met_gap(slo)
         if slo.deadline_s is not None:
             self._deadlines += 1
             self._deadlines_met += record.met_deadline(slo)
@@ -305,6 +319,7 @@ class ClassCounters:
             ttft_met=self._ttft_met,
             tpot_met=self._tpot_met,
             both_met=self._both_met,
+            gap_met=self._gap_met,
             deadlines=self._deadlines,
             deadlines_met=self._deadlines_met,
             tokens_on_time=self.output_tokens - self._late_tokens,

@@ -38,7 +38,7 @@ from bros.router.state import ReplicaFacts, RouterSettings
 from bros.scheduler.build import build_scheduler
 from bros.simulator import REPLICA_ROWS, REPLICA_STEP_TOKENS
 from bros.simulator.prefix_workloads import VOCAB, PrefixLoad, PrefixRequest, prompt_of
-from bros.simulator.simulation import BLOCK_SIZE, TOKEN, Device, SimExecutor, engine_info, slo_of
+from bros.simulator.simulation import BLOCK_SIZE, TOKEN, Device, SimExecutor, engine_info
 from bros.workload.arrivals import generator
 from bros.workload.attainment import Attainment, Judged, Summary, Timeline, TimelineOutcome, judge
 
@@ -476,7 +476,7 @@ def run_fleet(
 ) -> FleetReport:
     """Simulate one scenario. Raises ConfigError if it cannot be run."""
     result = build_fleet_simulation(scenario, progress=progress).run()
-    return fleet_report(result, slo_of(scenario.config))
+    return fleet_report(result, scenario.config.default_slo)
 
 
 def build_fleet_simulation(
@@ -497,7 +497,7 @@ def build_fleet_simulation(
         capacity_tokens=scenario.device.kv_blocks * BLOCK_SIZE,
         prices=scenario.device.steps.prices(bounds.tokens),
         yields=yields,
-        ttft_s=slo_of(scenario.config).ttft_s if yields else None,
+        ttft_s=scenario.config.default_slo.ttft_s if yields else None,
     )
     replicas = [_replica(scenario) for _ in range(scenario.replicas)]
     for replica in replicas:
@@ -509,7 +509,7 @@ def build_fleet_simulation(
         seed=scenario.seed,
         report_delay_s=scenario.report_delay_s,
         decision_s=scenario.decision_s,
-        slo=slo_of(scenario.config) if scenario.classes else NO_SLO,
+        slo=scenario.config.default_slo if scenario.classes else NO_SLO,
         progress=progress,
     )
 

@@ -46,7 +46,7 @@ from bros.simulator.programs import (
     run_by_calls,
     run_in_session,
 )
-from bros.simulator.simulation import BLOCK_SIZE, Device, Disturbance, engine_info, slo_of
+from bros.simulator.simulation import BLOCK_SIZE, Device, Disturbance, engine_info
 from bros.simulator.virtual_loop import (
     START_S,
     LoopClock,
@@ -319,7 +319,7 @@ class _Simulation:
             )
             end_s = LoopClock().now() - START_S
             stats, reasons = await server.engine.stats(), server.reasons()
-        return program_report(runs, chats, stats, reasons, end_s, slo_of(scenario.config))
+        return program_report(runs, chats, stats, reasons, end_s, scenario.config.default_slo)
 
     async def _program(self, end: ServiceEnd, time_s: float, program: Program) -> Run:
         await asyncio.sleep(time_s)

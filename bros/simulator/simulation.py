@@ -459,7 +459,7 @@ class SimulatedScenario:
     @property
     def slo(self) -> Slo:
         """Objectives of real-time requests."""
-        return slo_of(self.config)
+        return self.config.default_slo
 
 
 def build_simulation(
@@ -547,15 +547,10 @@ def engine_info(config: EngineConfig, device: Device) -> EngineInfo:
         ),
         policy=config.policy,
         max_queue=config.max_queue,
-        default_slo=slo_of(config),
+        default_slo=config.default_slo,
         yields=best_effort_yields(config),
         prices=device.steps.prices(with_step_bounds(config).step_bounds("cpu").tokens),
     )
-
-
-def slo_of(config: EngineConfig) -> Slo:
-    """Objectives of real-time requests."""
-    return Slo(ttft_s=config.slo_ttft / 1e3, tpot_s=config.slo_tpot / 1e3)
 
 
 # ---- Finds the profile of the simulated device by path or name.

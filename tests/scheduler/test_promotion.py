@@ -21,7 +21,7 @@ from support.scheduling import engine_info, make_scheduler, request
 from support.toy_model import ToyModel
 from support.virtual_time import BE, RT, VirtualRun, plan_seconds
 
-SOON = Slo(ttft_s=0.4, tpot_s=0.1)
+SOON = Slo(ttft_s=0.4, tpot_s=0.1, gap_s=0.125)
 
 
 def events(run: VirtualRun, name: str) -> list[str]:
@@ -77,15 +77,15 @@ def test_without_objectives_it_has_the_usual_ones() -> None:
     run = queue_of(3)
     run.scheduler.promote("be2", Slo(), run.now)
     trace = run.scheduler.trace("be2")
-    assert trace is not None and trace.slo == Slo(0.4, 0.2)
+    assert trace is not None and trace.slo == Slo(0.4, 0.2, gap_s=pytest.approx(0.3))
 
 
 @pytest.mark.parametrize(
     ("asked", "slo"),
     [
         (Slo(0.4, 0.1), Slo(0.4, 0.1, 6.0)),
-        (Slo(0.4, 0.1, 50.0), Slo(0.4, 0.1, 50.0)),
-        (Slo(1.0, 1.0, 50.0), Slo(0.5, 0.5, 50.0)),  # 100 tokens within 50 s
+        (Slo(0.4, 0.1, 50.0, 0.125), Slo(0.4, 0.1, 50.0, 0.125)),
+        (Slo(1.0, 1.0, 50.0), Slo(0.5, 0.5, 50.0, 0.75)),  # 100 tokens within 50 s
     ],
 )
 def test_a_deadline_counts_from_the_promotion_and_an_older_one_still_holds(
@@ -293,7 +293,7 @@ def test_real_time_requests_and_unknown_ids_are_ignored(name: str) -> None:
 def test_a_second_promotion_changes_nothing() -> None:
     run = queue_of(3)
     for ttft_s in (0.4, 0.1):
-        run.scheduler.promote("be2", Slo(ttft_s, 0.1), run.now)
+        run.scheduler.promote("be2", Slo(ttft_s, 0.1, gap_s=0.125), run.now)
     assert run.scheduler.stats().by_class[RT].promoted == 1
     trace = run.scheduler.trace("be2")
     assert trace is not None and trace.slo == SOON
@@ -454,4 +454,4 @@ def test_promotion_sets_the_pace_by_the_number_of_remaining_tokens() -> None:
         run.step()
     run.scheduler.promote("be", Slo(1.0, 1.0, 20.0), run.now)
     trace = run.scheduler.trace("be")
-    assert trace is not None and trace.slo == Slo(0.5, 0.5, 20.0)
+    assert trace is not None and trace.slo == Slo(0.5, 0.5, 20.0, 0.75)

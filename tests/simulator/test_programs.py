@@ -34,7 +34,7 @@ from bros.simulator.programs import (
     output_of,
     programs_of,
 )
-from bros.simulator.simulation import Device, slo_of
+from bros.simulator.simulation import Device
 from bros.simulator.virtual_loop import run_virtual
 from bros.workload.arrivals import PoissonLoad
 from support.tier import by_tier
@@ -192,7 +192,7 @@ def test_another_rate_only_stretches_the_gaps(
 
 
 def test_a_chat_of_one_token_has_a_first_token_only() -> None:
-    slo = slo_of(CONFIG)
+    slo = CONFIG.default_slo
     assert slo.ttft_s is not None and slo.tpot_s is not None
     on_time = ChatRecord(0.0, slo.ttft_s, slo.ttft_s, 1)
     assert on_time.met(slo)

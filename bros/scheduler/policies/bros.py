@@ -337,12 +337,6 @@ class AdaptiveBatchSize:
 _PRESSING, _OTHERS, _EARLY = 0.0, 1.0, 2.0
 """Sections of the waiting best-effort requests; the last one holds early prefills."""
 
-_MAX_GAP, _MAX_GAP_BEHIND = 2.5, 1.5
-"""Limits of the time from a request's last token to its next one, in TPOT objectives, if a step is
-aborted for another request's first token. The first is for requests that are ahead of their mean
-pace, the second for all others. Ablation: slow machine, attainment -4 points if streams may not
-wait for an aborted step at all."""
-
 _ABORTED_SHARE, _MAX_ABORTED_S = 0.03, 1.0
 """Aborted steps may take this share of all time. What is not used adds up to this many seconds.
 Ablation: one-token flood, throughput -9 %."""
@@ -654,12 +648,11 @@ class BrosPolicy:
 
 
 def _latest_s(state: RequestState) -> float:
-    """When a row's token is due at the latest if its step is aborted."""
-    last_s, interval_s = state.record.last_token_s, state.slo.tpot_s
-    if last_s is None or interval_s is None:
-        return state.deadline_s
-    paced_s = state.paced_deadline_s(_MAX_GAP)
-    return max(state.deadline_s, paced_s, last_s + _MAX_GAP_BEHIND * interval_s)
+    """When a row's token is due at the latest if its step is aborted: at its gap objective.
+    Ablation: slow machine, attainment -4 points if streams may not wait for an aborted step at all.
+    """
+    last_s, gap_s = state.record.last_token_s, state.slo.gap_s
+    return state.deadline_s if last_s is None or gap_s is None else last_s + gap_s
 
 
 def _tokens_to_restore(state: RequestState) -> int:

@@ -51,6 +51,7 @@ def _objective(meaning: str, name: str) -> dict[str, Any]:
 OBJECTIVE_HEADERS: Schemas = {
     "x-slo-ttft-ms": _objective("Arrival to first token", "ttft"),
     "x-slo-tpot-ms": _objective("Mean time between two tokens", "tpot"),
+    "x-slo-gap-ms": _objective("Longest time between two tokens", "gap"),
     "x-slo-deadline-ms": _objective("Arrival to last token", "deadline"),
 }
 """Headers of all requests to the engine."""

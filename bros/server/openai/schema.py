@@ -214,6 +214,11 @@ class SloFields(ClosedModel):
         default=None,
         description="Mean time per token after the first. Default: as for ttft_ms",
     )
+    gap_ms: Milliseconds | None = Field(
+        default=None,
+        description="Longest time between two tokens. Default: --slo-gap with the default tpot_ms, "
+        "else 1.5 times tpot_ms",
+    )
     deadline_ms: Milliseconds | None = Field(
         default=None,
         description="Arrival to last token. Default: no deadline. A best-effort request starts "
@@ -682,6 +687,7 @@ class Objectives(BaseModel):
 
     ttft_ms: float | None
     tpot_ms: float | None
+    gap_ms: float | None
     deadline_ms: float | None
 
 
@@ -721,6 +727,9 @@ class ChoiceTrace(BaseModel):
     ttft_ms: float | None = Field(description="Arrival to first token; null before it")
     tpot_ms: float | None = Field(
         description="Mean time per token after the first; null before the second"
+    )
+    longest_gap_ms: float | None = Field(
+        description="Longest time between two tokens; null before the second"
     )
     waits_ms: dict[str, float] = Field(
         description="How long it could have run and did not, by reason: time (no time was left "

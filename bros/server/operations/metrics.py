@@ -216,7 +216,7 @@ _CLASS_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 
 _OBJECTIVES: Mapping[str, str] = MappingProxyType(
-    {"ttft": "ttft_met", "tpot": "tpot_met", "both": "both_met"}
+    {"ttft": "ttft_met", "tpot": "tpot_met", "both": "both_met", "gap": "gap_met"}
 )
 
 

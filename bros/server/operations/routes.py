@@ -321,6 +321,7 @@ def _choice(index: int, trace: RequestTrace) -> ChoiceTrace:
         preemptions=trace.preemptions,
         ttft_ms=_ms_or_none(trace.ttft_s),
         tpot_ms=_ms_or_none(trace.tpot_s),
+        longest_gap_ms=_ms_or_none(trace.longest_gap_s),
         waits_ms={reason: _ms(seconds) for reason, seconds in trace.waits.items()},
         events=[TraceEvent(at_ms=_ms(at_s), event=event) for at_s, event in trace.events],
         finish_reason=trace.finish_reason,
@@ -336,6 +337,7 @@ def _objectives(slo: Slo) -> Objectives:
     return Objectives(
         ttft_ms=_ms_or_none(slo.ttft_s),
         tpot_ms=_ms_or_none(slo.tpot_s),
+        gap_ms=_ms_or_none(slo.gap_s),
         deadline_ms=_ms_or_none(slo.deadline_s),
     )
 
