@@ -89,6 +89,7 @@ def effective_slo(record: Record, slo: Slo | None) -> Slo:
     return Slo(
         ttft_s=slo.ttft_s if own.ttft_s is None else own.ttft_s,
         tpot_s=slo.tpot_s if own.tpot_s is None else own.tpot_s,
+        gap_s=slo.gap_s if own.gap_s is None and own.tpot_s is None else own.gap_s,
     )
 
 
@@ -165,7 +166,7 @@ def vllm_fields(
     return fields
 
 
-ATTAINMENTS = ("ttft_met", "tpot_met", "both_met")
+ATTAINMENTS = ("ttft_met", "tpot_met", "both_met", "gap_met")
 """Fields of ClassMetrics: shares of requests that met their objectives."""
 
 _MOST_REASONS = 5
@@ -216,6 +217,7 @@ class ClassMetrics:
     relegated: real-time requests that the server served as best-effort, by its own account.
     overdue: open requests that are in ttft_s or tpot_s with their time so far, a lower bound.
     ttft_s, itl_s: of requests with text.
+    gap_s: longest time between two chunks of each request.
     e2e_s, normalized_latency_s: of completed requests.
     tokens_on_time: chunks within tpot of the one before, the first within ttft; the next chunk of
         a lost request counts as missed.
@@ -249,6 +251,8 @@ class ClassMetrics:
     output_tokens: int
     cached_tokens: int | None
     vllm: dict[str, float | None]
+    gap_s: Summary = Summary(0)  # older results do not have it
+    gap_met: Attainment = Attainment(0, 0)
 
     @property
     def completed(self) -> int:
@@ -367,12 +371,14 @@ def _class_metrics(everything: Sequence[Record], slo: Slo | None, window: Window
         overdue=sum(j.overdue for j in judged),
         ttft_s=Summary.of([j.ttft_s for j in judged if j.ttft_s is not None]),
         tpot_s=Summary.of([j.tpot_s for j in judged if j.tpot_s is not None]),
+        gap_s=Summary.of([j.gap_s for j in judged if j.gap_s is not None]),
         itl_s=Summary.of([gap for record in records for gap in gaps_s(record.chunk_times_s)]),
         normalized_latency_s=Summary.of([e2e / tokens for e2e, tokens in latencies if tokens]),
         e2e_s=Summary.of([e2e for e2e, _ in latencies]),
         ttft_met=Attainment.of([j.ttft_met for j in judged]),
         tpot_met=Attainment.of([j.tpot_met for j in judged]),
         both_met=Attainment.of([j.both_met for j in judged]),
+        gap_met=Attainment.of([j.gap_met for j in judged]),
         tokens_on_time=Attainment.total(on_time),
         **rates,
         prompt_tokens=sum(map(prompt_tokens, completed)),

@@ -90,15 +90,19 @@ def digest(sessions: Sequence[Session], backlog: Sequence[Planned]) -> str:
     for session in sessions:
         # The form of earlier versions, so that equal requests have equal digests in old results.
         turns = "".join(
-            f"Turn(request={_without_slo(turn.request)!r}, think_s={turn.think_s!r}), "
+            f"Turn(request={_without_slo(turn.request)}, think_s={turn.think_s!r}), "
             for turn in session.turns
         )
         ends = 1 if len(session.turns) == 1 else 2  # as in the repr of a tuple
         hashed.update(f"Session(at_s={session.at_s!r}, turns=({turns[:-ends]}))".encode())
     for request in backlog:
-        hashed.update(repr(_without_slo(request)).encode())
+        hashed.update(_without_slo(request).encode())
     return hashed.hexdigest()
 
 
-def _without_slo(request: Planned) -> Planned:
-    return replace(request, slo=Slo())
+def _without_slo(request: Planned) -> str:
+    """Its repr as in earlier versions, whose Slo had three fields."""
+    return repr(replace(request, slo=Slo())).replace(f"slo={Slo()}", _EMPTY_SLO)
+
+
+_EMPTY_SLO = "slo=Slo(ttft_s=None, tpot_s=None, deadline_s=None)"

@@ -329,7 +329,10 @@ def _decode_union(kinds: tuple[Any, ...], tree: Any) -> Any:
 
 def _decode_fields(kind: Any, tree: Any) -> Any:
     values = {}
+    optional = {f.name for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}
     for name, hint in typing.get_type_hints(kind).items():
+        if name not in tree and name in optional:
+            continue
         if name == _VLLM:
             values[name] = {key: _decode(float | None, tree[key]) for key in NAMES}
         else:

@@ -59,6 +59,13 @@ def _print_load(console: Console, label: str, rows: Sequence[Row]) -> None:
             f"[bold]Best-effort beside {label}[/bold]: {how} {scenario.be.in_flight} in flight"
         )
         console.print(_best_effort(rows))
+    gaps = [
+        f"{scenario.config.policy} {_percent(met)} %"
+        for scenario, report in rows
+        if (met := report.by_class[ServiceClass.RT].gap_met).decided
+    ]
+    if gaps:
+        console.print(f"Real-time requests without a longer gap than allowed: {', '.join(gaps)}\n")
     aborted = [
         f"{scenario.config.policy} {report.aborted_steps} ({report.aborted_s:.1f} s)"
         for scenario, report in rows

@@ -40,7 +40,8 @@ class ClassReport:
     refused: refused on arrival, or dropped by the engine later.
     normalized_latency_s: mean of finished requests.
     ttft_s, tpot_s: overdue open requests count with the time so far, a lower bound.
-    ttft_met, tpot_met, both_met: requests; a request with one token has only a TTFT.
+    gap_s: longest time between two tokens of each request.
+    ttft_met, tpot_met, both_met, gap_met: requests; a request with one token has only a TTFT.
     tokens_on_time: tokens within tpot of the previous one (the first: within ttft of arrival).
     requests_per_s: finished requests.
     tokens_per_s: prompt tokens of requests that got a first token, and output tokens.
@@ -55,9 +56,11 @@ class ClassReport:
     normalized_latency_s: float | None
     ttft_s: Summary
     tpot_s: Summary
+    gap_s: Summary
     ttft_met: Attainment
     tpot_met: Attainment
     both_met: Attainment
+    gap_met: Attainment
     tokens_on_time: Attainment
     requests_per_s: float
     tokens_per_s: float
@@ -152,9 +155,11 @@ def _class_report(result: SimulationResult, service_class: ServiceClass, slo: Sl
         normalized_latency_s=math.fsum(latencies) / len(latencies) if latencies else None,
         ttft_s=Summary.of([j.ttft_s for j in judged if j.ttft_s is not None]),
         tpot_s=Summary.of([j.tpot_s for j in judged if j.tpot_s is not None]),
+        gap_s=Summary.of([j.gap_s for j in judged if j.gap_s is not None]),
         ttft_met=Attainment.of([j.ttft_met for j in judged]),
         tpot_met=Attainment.of([j.tpot_met for j in judged]),
         both_met=Attainment.of([j.both_met for j in judged]),
+        gap_met=Attainment.of([j.gap_met for j in judged]),
         tokens_on_time=Attainment.total(on_time),
         requests_per_s=done / seconds,
         tokens_per_s=(prompt_tokens + output_tokens) / seconds,

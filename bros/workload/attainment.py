@@ -10,6 +10,7 @@ otherwise not at all. A request that was refused or lost counts as missed.
 
     ttft    start to first token
     tpot    (last token - first token) / (tokens - 1), of requests with two tokens or more
+    gap     longest time between two tokens, likewise
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ class Timeline:
 class Judged:
     """One request against its objectives; None without an objective or while undecided.
 
+    both_met: TTFT and TPOT.
     overdue: the request is open, and ttft_s or tpot_s is its time so far, a lower bound.
     """
 
@@ -125,6 +127,8 @@ class Judged:
     ttft_met: bool | None
     tpot_met: bool | None
     both_met: bool | None
+    gap_s: float | None
+    gap_met: bool | None
     overdue: bool
 
 
@@ -132,6 +136,7 @@ def judge(request: Timeline, slo: Slo, until_s: float) -> Judged:
     """until_s: when the client stopped observing."""
     ttft_s, ttft_met = _ttft(request, slo.ttft_s, until_s)
     tpot_s, tpot_met = _tpot(request, slo.tpot_s, until_s)
+    gap_s, gap_met = _gap(request, slo.longest_gap_s, until_s)
     both_met: bool | None = None
     if ttft_met is False or tpot_met is False:
         both_met = False
@@ -144,6 +149,8 @@ def judge(request: Timeline, slo: Slo, until_s: float) -> Judged:
         ttft_met=ttft_met,
         tpot_met=tpot_met,
         both_met=both_met,
+        gap_s=gap_s,
+        gap_met=gap_met,
         overdue=request.outcome is TimelineOutcome.OPEN and late,
     )
 
@@ -209,6 +216,23 @@ def _tpot(
         return seconds, None if seconds is None else _met(seconds, limit_s)
     at_best = (until_s - times[0]) / len(times)  # if the next token came right now
     return (at_best, False) if _met(at_best, limit_s) is False else (None, None)
+
+
+def _gap(
+    request: Timeline, limit_s: float | None, until_s: float
+) -> tuple[float | None, bool | None]:
+    """(longest time between two tokens in seconds, whether it met `limit_s`)"""
+    times = request.times_s
+    if request.outcome is TimelineOutcome.LOST:
+        return None, None if limit_s is None else False
+    is_open = request.outcome is TimelineOutcome.OPEN and len(times) > 0
+    gaps = gaps_s([*times, until_s] if is_open else times)
+    if not gaps:
+        return None, None
+    met = _met(max(gaps), limit_s)
+    if is_open and met is not False:
+        return None, None
+    return max(gaps), met
 
 
 def _met(seconds: float, limit_s: float | None) -> bool | None:

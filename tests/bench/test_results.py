@@ -93,7 +93,7 @@ def test_shares_of_requests_have_their_interval_and_those_of_tokens_have_none(
     for shown_search, search in zip(tree["capacities"], bench.capacities, strict=True):
         for shown, tried in zip(shown_search["tried"], search.tried, strict=True):
             pairs.append((shown["both_met"], tried.both_met))
-    assert len(pairs) == 6 * len(bench.results) + sum(len(c.tried) for c in bench.capacities)
+    assert len(pairs) == 8 * len(bench.results) + sum(len(c.tried) for c in bench.capacities)
     for shown, share in pairs:
         interval = confidence_interval(share)
         assert (shown["low"], shown["high"]) == (interval or (None, None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 
 import pytest
@@ -163,7 +164,7 @@ def test_counters_equal_what_an_observer_counts(run: VirtualRun) -> None:
     stats = run.scheduler.stats()
     bounds = stats.by_class[RT].slack.bounds
     for service_class in (RT, BE):
-        finished = ttft_met = tpot_met = both_met = on_time = tokens = 0
+        finished = ttft_met = tpot_met = both_met = gap_met = on_time = tokens = 0
         slack, histogram = 0.0, [0] * (len(bounds) + 1)
         for name, asked in run.requests.items():
             if asked.service_class is not service_class:
@@ -193,9 +194,13 @@ def test_counters_equal_what_an_observer_counts(run: VirtualRun) -> None:
             pace = gaps == 0 or (times[-1] - times[0]) / gaps <= slo.tpot_s
             ttft_met, tpot_met = ttft_met + first, tpot_met + pace
             both_met += first and pace
+            longest_s = max((b - a for a, b in itertools.pairwise(times)), default=0.0)
+            gap_met += longest_s <= 1.5 * slo.tpot_s
+            trace = trace_of(run, name)
+            assert trace.longest_gap_s == (longest_s if gaps else None)
         got = stats.by_class[service_class]
-        assert (got.finished, got.ttft_met, got.tpot_met, got.both_met) == (
-            finished, ttft_met, tpot_met, both_met
+        assert (got.finished, got.ttft_met, got.tpot_met, got.both_met, got.gap_met) == (
+            finished, ttft_met, tpot_met, both_met, gap_met
         )  # fmt: skip
         assert (got.output_tokens, got.tokens_on_time) == (tokens, on_time)
         assert got.slack.counts == tuple(histogram)

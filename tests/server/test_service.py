@@ -106,7 +106,7 @@ async def test_api_description_covers_every_route_and_resolves(server: Server) -
         busy = document["paths"][path]["post"]["responses"]["429"]
         assert busy["headers"].keys() == {"Retry-After"}
         headers = {each["name"] for each in document["paths"][path]["post"]["parameters"]}
-        objectives = {"x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-deadline-ms"}
+        objectives = {f"x-slo-{name}-ms" for name in ("ttft", "tpot", "gap", "deadline")}
         assert headers == objectives | {"x-bros-session", "x-bros-node", "x-bros-inputs"}
     trace = document["paths"]["/v1/requests/{id}/trace"]["get"]
     assert [parameter["name"] for parameter in trace["parameters"]] == ["id"]

@@ -87,14 +87,16 @@ async def slo_of(server: Server, headers: dict[str, str], **fields: Any) -> Slo:
 
 
 async def test_objectives_in_the_body(server: Server) -> None:
-    slo = {"ttft_ms": 250, "tpot_ms": 12.5, "deadline_ms": 60_000}
-    assert await slo_of(server, {}, slo=slo) == Slo(0.25, 0.0125, 60.0)
+    slo = {"ttft_ms": 250, "tpot_ms": 12.5, "deadline_ms": 60_000, "gap_ms": 40}
+    assert await slo_of(server, {}, slo=slo) == Slo(0.25, 0.0125, 60.0, 0.04)
 
 
 @pytest.mark.parametrize("prefix", ["x-slo", "x-llm-d-slo"])
 async def test_objectives_in_headers(server: Server, prefix: str) -> None:
     headers = {f"{prefix}-ttft-ms": "300", f"{prefix}-tpot-ms": "20"}
     assert await slo_of(server, headers) == Slo(0.3, 0.02)
+    headers = {f"{prefix}-gap-ms": "500"}
+    assert await slo_of(server, headers) == Slo(gap_s=0.5)
     headers = {f"{prefix}-deadline-ms": "60000"}
     assert await slo_of(server, headers) == Slo(deadline_s=60.0)
     assert await slo_of(server, headers, service_tier="flex") == Slo(deadline_s=60.0)

@@ -18,13 +18,14 @@ def make_trace(request_id: str) -> RequestTrace:
         request_id=request_id,
         service_class=ServiceClass.BE,
         requested_class=ServiceClass.RT,
-        slo=Slo(ttft_s=0.4, tpot_s=0.2),
+        slo=Slo(ttft_s=0.4, tpot_s=0.2, gap_s=0.3),
         prompt_tokens=21,
         output_tokens=12,
         events=((0.0, "queued"), (0.0304, "scheduled"), (1.0006, "finished")),
         waits={"rows": 0.0304, "time": 0.25},
         ttft_s=0.51,
         tpot_s=0.0445,
+        longest_gap_s=0.09,
         late_tokens=3,
         preemptions=1,
         finish_reason=FinishReason.STOP,
@@ -51,13 +52,14 @@ async def test_a_trace_tells_everything_in_milliseconds(server: Server) -> None:
                 "request_id": request_id,
                 "service_class": "be",
                 "requested_class": "rt",
-                "slo": {"ttft_ms": 400.0, "tpot_ms": 200.0, "deadline_ms": None},
+                "slo": {"ttft_ms": 400.0, "tpot_ms": 200.0, "gap_ms": 300.0, "deadline_ms": None},
                 "prompt_tokens": 21,
                 "output_tokens": 12,
                 "late_tokens": 3,
                 "preemptions": 1,
                 "ttft_ms": 510.0,
                 "tpot_ms": 44.5,
+                "longest_gap_ms": 90.0,
                 "waits_ms": {"rows": 30.4, "time": 250.0},
                 "events": [
                     {"at_ms": 0.0, "event": "queued"},
@@ -77,8 +79,8 @@ async def test_what_is_not_known_yet_is_null(server: Server) -> None:
         slo=Slo(), prompt_tokens=3, output_tokens=0, events=(), waits={},
     )  # fmt: skip
     (choice,) = (await server.http.get("/v1/requests/r/trace")).json()["choices"]
-    assert choice["slo"] == {"ttft_ms": None, "tpot_ms": None, "deadline_ms": None}
-    for name in ("ttft_ms", "tpot_ms", "finish_reason"):
+    assert not any(choice["slo"].values())
+    for name in ("ttft_ms", "tpot_ms", "longest_gap_ms", "finish_reason"):
         assert choice[name] is None
 
 

@@ -273,7 +273,7 @@ def _latencies(part: ClassMetrics) -> Iterator[Sequence[str]]:
 
 Row = dict[str, Any]
 
-_SUMMARIES = ("ttft", "tpot", "itl", "normalized_latency", "e2e")
+_SUMMARIES = ("ttft", "tpot", "gap", "itl", "normalized_latency", "e2e")
 _STATISTICS = ("mean", "std", "p50", "p90", "p95", "p99")
 _SHARES = (*ATTAINMENTS, "tokens_on_time")
 _PLAIN = (
@@ -284,7 +284,8 @@ _PLAIN = (
 REQUEST_COLUMNS = (
     *("name", "class", "outcome", "status", "tier", "finish_reason", "due_s", "sent_s"),
     *("first_s", "last_s", "end_s", "prompt_tokens", "output_tokens", "cached_tokens", "pieces"),
-    *("ttft_s", "tpot_s", "ttft_met", "tpot_met", "both_met", "in_window", "detail"),
+    *("ttft_s", "tpot_s", "gap_s", "ttft_met", "tpot_met", "both_met", "gap_met"),
+    *("in_window", "detail"),
 )
 
 
@@ -423,9 +424,11 @@ def _request_row(record: Record, slo: Slo, window: Window) -> Row:
         "pieces": len(times),
         "ttft_s": judged.ttft_s,
         "tpot_s": judged.tpot_s,
+        "gap_s": judged.gap_s,
         "ttft_met": judged.ttft_met,
         "tpot_met": judged.tpot_met,
         "both_met": judged.both_met,
+        "gap_met": judged.gap_met,
         "in_window": record.due_s in window,
         "detail": record.detail,
     }

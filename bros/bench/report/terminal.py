@@ -35,7 +35,7 @@ from bros.core.request import ServiceClass, Slo
 from bros.workload.attainment import Attainment, Summary
 
 COLUMNS = (
-    *("both\nmet %", "95 %\nCI", "TTFT\nmet %", "TPOT\nmet %"),
+    *("both\nmet %", "95 %\nCI", "TTFT\nmet %", "TPOT\nmet %", "gap\nmet %"),
     *("TTFT\np50 ms", "TTFT\np99 ms", "TPOT\np50 ms", "TPOT\np99 ms"),
     *("BE\ntok/s", "of S2\n%", "errors"),
 )
@@ -61,7 +61,7 @@ def cells(bench: BenchResult, result: ScenarioResult) -> list[str]:
     has_rt, has_be = bool(rt.requests), bool(be.requests)
     return [
         *(percent(rt.both_met), interval_percent(rt.both_met)),
-        *(percent(rt.ttft_met), percent(rt.tpot_met)),
+        *(percent(rt.ttft_met), percent(rt.tpot_met), percent(rt.gap_met)),
         *(ms(seconds) for seconds in (rt.ttft_s.p50, rt.ttft_s.p99)),
         *(ms(seconds) for seconds in (rt.tpot_s.p50, rt.tpot_s.p99)),
         f"{be.tokens_per_s:.0f}" if has_be else NOTHING,

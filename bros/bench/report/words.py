@@ -70,6 +70,8 @@ def objectives(slo: Slo) -> str:
         parts.append(f"first token within {1000 * slo.ttft_s:g} ms")
     if slo.tpot_s is not None:
         parts.append(f"then one every {1000 * slo.tpot_s:g} ms")
+    if slo.longest_gap_s is not None:
+        parts.append(f"never {1000 * slo.longest_gap_s:g} ms apart")
     return ", ".join(parts) or "none"
 
 

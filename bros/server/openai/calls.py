@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.datastructures import Headers
 
 from bros.core.errors import InvalidRequestError, PromptTooLongError
-from bros.core.request import MIN_OBJECTIVE_MS, SamplingParams, ServiceClass, Slo
+from bros.core.request import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS, SamplingParams, ServiceClass, Slo
 from bros.server.errors import renaming_fields
 from bros.server.http import offload, validate
 from bros.server.openai.prompt_logprobs import Echo, PromptLogprobsWriter, check_size
@@ -114,7 +114,6 @@ def _check_best_of(body: Mapping[str, Any]) -> None:
 _COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; chat has none."""
 
-_MAX_SLO_MS = 1e12
 
 _SAME_NAME = (
     "temperature",
@@ -260,7 +259,7 @@ def to_milliseconds(text: str, title: str, param: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not MIN_OBJECTIVE_MS <= value <= _MAX_SLO_MS:
+    if not MIN_OBJECTIVE_MS <= value <= MAX_OBJECTIVE_MS:
         raise InvalidRequestError(
             f"{title} must be a number of milliseconds, at least {MIN_OBJECTIVE_MS:g}.",
             param=param,

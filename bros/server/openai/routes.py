@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bros.core.errors import InvalidRequestError
+from bros.core.request import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
 from bros.server.http import (
     json_list,
     json_response,
@@ -45,7 +46,12 @@ def _objective(meaning: str, name: str) -> dict[str, Any]:
         f"{meaning}, in milliseconds; alias x-llm-d-slo-{name}-ms. The slo field of the body takes "
         "precedence"
     )
-    return {"type": "number", "exclusiveMinimum": 0, "description": text}
+    return {
+        "type": "number",
+        "minimum": MIN_OBJECTIVE_MS,
+        "maximum": MAX_OBJECTIVE_MS,
+        "description": text,
+    }
 
 
 OBJECTIVE_HEADERS: Schemas = {

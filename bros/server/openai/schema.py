@@ -26,14 +26,21 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, core_schema
 
 from bros.core import grammars
-from bros.core.request import MAX_LOGPROBS, MIN_OBJECTIVE_MS, FinishReason, Grammar, ServiceClass
+from bros.core.request import (
+    MAX_LOGPROBS,
+    MAX_OBJECTIVE_MS,
+    MIN_OBJECTIVE_MS,
+    FinishReason,
+    Grammar,
+    ServiceClass,
+)
 
 _INT32_MAX = 2**31 - 1
 
 Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 MaxTokens = Annotated[int, Field(ge=1, le=_INT32_MAX)]
-Milliseconds = Annotated[float, Field(ge=MIN_OBJECTIVE_MS, le=1e12)]
+Milliseconds = Annotated[float, Field(ge=MIN_OBJECTIVE_MS, le=MAX_OBJECTIVE_MS)]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
