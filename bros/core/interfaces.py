@@ -310,6 +310,25 @@ class EngineStats:
     by_class: Mapping[ServiceClass, ClassStats] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class GroupCosts:
+    """What a router expected the placement of a task group to cost, or of those members of it that
+    it placed together.
+
+    cost_s: seconds until its last member is done, plus weighted seconds in which other requests
+        wait because its common prefix is computed on more than one replica.
+    alternative_s: the same of the cheapest other placement that was considered: on one replica if
+        the group is split, else split or on another replica. It may be the lower one if the group
+        does not fit there, or if several groups arrived together, whose sum counts. None: there was
+        no other one.
+    replicas: number of replicas that the members went to.
+    """
+
+    cost_s: float
+    alternative_s: float | None
+    replicas: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """Where a router has placed a request, and why.
@@ -317,11 +336,13 @@ class Placement:
     replica: number of the replica for operators.
     reason: what decided, see `Decision` of the router.
     expected_tokens: prompt tokens that the router expected to be cached there.
+    group: what the placement of its task group costs; None if it was not placed with one.
     """
 
     replica: int
     reason: str
     expected_tokens: int
+    group: GroupCosts | None = None
 
 
 MAX_TRACES = 1000

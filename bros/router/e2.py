@@ -20,9 +20,10 @@ from itertools import islice
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
-from bros.core.request import EngineRequest
+from bros.core.interfaces import GroupCosts
+from bros.core.request import EngineRequest, ServiceClass
 from bros.router.forest import PrefixNode
-from bros.router.state import RT, Replica, RouterState, RoutingQuery
+from bros.router.state import BE, RT, Replica, RouterState, RoutingQuery
 
 # ---- The cost of a request on a replica (Preble 3.2, LoadCost), in seconds of that replica.
 #
@@ -345,6 +346,11 @@ class QueryGroup:
     queries: Sequence[RoutingQuery]
     common: int
 
+    @property
+    def service_class(self) -> ServiceClass:
+        """Best-effort if any member is: the group is done when its last member is."""
+        return BE if any(query.service_class is BE for query in self.queries) else RT
+
     def common_s(self, replica: Replica) -> float:
         """Seconds to compute the part of the common prefix that is not cached."""
         most = max(query.matched.get(replica.number, 0) for query in self.queries)
@@ -386,14 +392,38 @@ class _Split(NamedTuple):
     done_s: float
     others_s: float
 
+    @property
+    def cost_s(self) -> float:
+        """What is compared with other splits of the same group."""
+        return self.done_s + self.others_s
 
-def _cost_s(splits: Sequence[_Split]) -> float:
+
+class _Choice(NamedTuple):
+    """The split of a group, and the cost of the cheapest other one that was considered; None if
+    there was none."""
+
+    split: _Split
+    alternative_s: float | None
+
+
+def _cost_s(choices: Sequence[_Choice]) -> float:
     """When the last group is done, and for how long others wait."""
-    return max(split.done_s for split in splits) + sum(split.others_s for split in splits)
+    done_s = max(choice.split.done_s for choice in choices)
+    return done_s + sum(choice.split.others_s for choice in choices)
 
 
-def place_groups(state: RouterState, groups: Sequence[QueryGroup]) -> dict[str, Replica]:
-    """request id -> its replica, for groups that arrived together. All have the same candidates.
+class GroupPlace(NamedTuple):
+    """Where a member of a group goes.
+
+    costs: those of the group.
+    """
+
+    replica: Replica
+    costs: GroupCosts
+
+
+def place_groups(state: RouterState, groups: Sequence[QueryGroup]) -> dict[str, GroupPlace]:
+    """request id -> its place, for groups that arrived together. All have the same candidates.
 
     Groups that are split delay each other, since each needs its common prefix computed on more
     replicas. So several groups are placed on up to one replica each, on up to two, and so on, and
@@ -406,68 +436,67 @@ def place_groups(state: RouterState, groups: Sequence[QueryGroup]) -> dict[str, 
     plans = [_plan(state, groups, limit) for limit in limits]
     chosen = min(plans, key=_cost_s)
     return {
-        query.request.request_id: replica
-        for split in chosen
+        query.request.request_id: GroupPlace(
+            replica, GroupCosts(split.cost_s, alternative_s, len(split.members))
+        )
+        for split, alternative_s in chosen
         for replica, queries in split.members.items()
         for query in queries
     }
 
 
-@dataclass(slots=True)
 class _WorkBefore:
     """What a replica has to do before or beside a group: prompts come before its own, and the rows
-    that decode make each of its steps longer.
+    that decode make each of its steps longer."""
 
-    prefill_s: seconds of prompts.
-    decode_s: seconds of answers.
-    rows: requests that decode, or will.
-    """
+    def __init__(self, state: RouterState, replica: Replica) -> None:
+        self._replica = replica
+        self._be_weight = state.weight(replica)
+        self._totals = replica.open_work.copy()
 
-    prefill_s: float
-    decode_s: float
-    rows: int
+    def add(self, group: QueryGroup, members: Sequence[RoutingQuery]) -> None:
+        """These members of a group are placed here."""
+        common_s = group.common_s(self._replica)
+        for query in members:
+            work = group.member_work(query, self._replica, len(members))
+            self._totals.add(query.service_class, common_s + work.prefill_s, work.decode_s)
+            common_s = 0.0
 
-    def delay_s(self, replica: Replica, group: QueryGroup) -> float:
-        """By how much it delays the group."""
-        members = len(group.queries)
-        together = members + self.rows
+    def delay_s(self, group: QueryGroup) -> float:
+        """By how much it delays a group, which waits for work as requests of its class do."""
+        members, replica = len(group.queries), self._replica
+        together = members + self._totals.num_requests
 
         def added_s(query: RoutingQuery) -> float:
             tokens = replica.expected_output(query.request)
             alone_s = members * replica.decode_s(tokens, query.length, members)
             return together * replica.decode_s(tokens, query.length, together) - alone_s
 
-        return self.prefill_s + min(self.decode_s, max(map(added_s, group.queries)))
+        prefill_s = self._totals.prefill_total_s(group.service_class, self._be_weight)
+        decode_s = self._totals.total_s(group.service_class, self._be_weight) - prefill_s
+        return prefill_s + min(decode_s, max(map(added_s, group.queries)))
 
     @property
     def weight(self) -> float:
         """Weight of a second in which the replica computes a common prefix again."""
-        return 1.0 if self.rows else _IDLE_WEIGHT
+        return 1.0 if self._totals.num_requests else _IDLE_WEIGHT
 
 
-def _plan(state: RouterState, groups: Sequence[QueryGroup], limit: int) -> list[_Split]:
-    """A split of each group over at most `limit` replicas; the one with most work comes first."""
-    first = groups[0].queries[0]
-    work_before = {}
-    for replica in first.candidates:
-        open_s = state.open_s(replica, first.service_class)
-        queue_s = state.queue_s(replica, first.service_class)
-        work_before[replica] = _WorkBefore(
-            queue_s, open_s - queue_s, replica.open_work.num_requests
-        )
+def _plan(state: RouterState, groups: Sequence[QueryGroup], limit: int) -> list[_Choice]:
+    """A split of each group over at most `limit` replicas; real-time groups come first, since they
+    hardly wait for best-effort ones, and of one class the one with most work."""
+    candidates = groups[0].queries[0].candidates
+    work_before = {replica: _WorkBefore(state, replica) for replica in candidates}
+
+    def precedence(group: QueryGroup) -> tuple[bool, float]:
+        return group.service_class is RT, _work_s(group, candidates[0])
+
     found = []
-    for group in sorted(
-        groups, key=lambda group: _work_s(group, first.candidates[0]), reverse=True
-    ):
-        split = _split(group, work_before, limit)
-        for replica, queries in split.members.items():
-            work = [group.member_work(query, replica, len(queries)) for query in queries]
-            work_before[replica].prefill_s += group.common_s(replica) + sum(
-                each.prefill_s for each in work
-            )
-            work_before[replica].decode_s += sum(each.decode_s for each in work)
-            work_before[replica].rows += len(queries)
-        found.append(split)
+    for group in sorted(groups, key=precedence, reverse=True):
+        choice = _split(group, work_before, limit)
+        for replica, members in choice.split.members.items():
+            work_before[replica].add(group, members)
+        found.append(choice)
     return found
 
 
@@ -477,23 +506,26 @@ def _work_s(group: QueryGroup, replica: Replica) -> float:
     return group.common_s(replica) + work_s
 
 
-def _split(group: QueryGroup, work_before: Mapping[Replica, _WorkBefore], limit: int) -> _Split:
+def _split(group: QueryGroup, work_before: Mapping[Replica, _WorkBefore], limit: int) -> _Choice:
     """The cheapest split of a group over those that can start it soonest.
 
     work_before: by candidate. limit: most replicas, unless it does not fit.
     """
     begin_s = {
-        replica: before.delay_s(replica, group) + group.common_s(replica)
+        replica: before.delay_s(group) + group.common_s(replica)
         for replica, before in work_before.items()
     }
     order = sorted(begin_s, key=begin_s.__getitem__)
-    best, num = _assign(group, order[:1], begin_s, work_before), 1
-    for count in range(2, min(len(order), len(group.queries)) + 1):
-        split = _assign(group, order[:count], begin_s, work_before)
-        cheaper = _cost_s([split]) < _cost_s([best])
+    most = min(len(order), len(group.queries))
+    splits = [_assign(group, order[:count], begin_s, work_before) for count in range(1, most + 1)]
+    best, num = splits[0], 1
+    for count, split in enumerate(splits[1:], 2):
+        cheaper = split.cost_s < best.cost_s
         if (count <= limit and cheaper) or not group.fits(order[count - 1], num):
             best, num = split, count
-    return best
+    elsewhere = [_assign(group, [replica], begin_s, work_before) for replica in order[1:2]]
+    others_s = [split.cost_s for split in (*splits, *elsewhere) if split is not best]
+    return _Choice(best, min(others_s, default=None))
 
 
 def _assign(

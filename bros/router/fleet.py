@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
 from bros.core.errors import ConfigError, EngineDeadError
-from bros.core.interfaces import EngineReport
+from bros.core.interfaces import EngineReport, GroupCosts
 from bros.core.request import EngineRequest
 from bros.router.balance import Balancer, Planner, PlanReport
 from bros.router.e2 import (
@@ -348,11 +348,20 @@ class Fleet:
         found = {}
         for request in (request for requests in groups for request in requests):
             query = self._query(request, candidates, now)  # earlier members changed the forest
-            replica = places[request.request_id]
-            found[request.request_id] = self._commit(query, replica, "group", now)
+            place = places[request.request_id]
+            found[request.request_id] = self._commit(
+                query, place.replica, "group", now, place.costs
+            )
         return found
 
-    def _commit(self, query: RoutingQuery, replica: Replica, reason: str, now: float) -> Decision:
+    def _commit(
+        self,
+        query: RoutingQuery,
+        replica: Replica,
+        reason: str,
+        now: float,
+        group: GroupCosts | None = None,
+    ) -> Decision:
         """Count a routed request in the load of its replica, and its prompt in the cache there."""
         state, request, number = self.state, query.request, replica.number
         matched = query.matched.get(number, 0)
@@ -378,7 +387,11 @@ class Fleet:
         if self._planner is not None:
             self._planner.record(state, work, query.length)
         return Decision(
-            request_id=request.request_id, replica=number, matched=matched, reason=reason
+            request_id=request.request_id,
+            replica=number,
+            matched=matched,
+            reason=reason,
+            group=group,
         )
 
     def _record_origin(self, request_id: str, leaf: PrefixNode, replica: Replica) -> None:

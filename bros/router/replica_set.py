@@ -664,7 +664,10 @@ class ReplicaSet:
             replica = self._by_fleet_id[decision.replica]
             item.replica, item.fleet_id = replica, decision.replica
             item.placed = Placement(
-                replica=replica.number, reason=decision.reason, expected_tokens=decision.matched
+                replica=replica.number,
+                reason=decision.reason,
+                expected_tokens=decision.matched,
+                group=decision.group,
             )
             replica.open[item.id] = item
             replica.routed[decision.reason] += 1

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from bros.core.interfaces import Prices
+from bros.core.interfaces import GroupCosts, Prices
 from bros.core.request import EngineRequest, ServiceClass
 from bros.router.forest import Forest, Path, Pieces, PrefixNode
 
@@ -88,12 +88,14 @@ class Decision:
         group     placed with its task group
         only      no other candidate
         turn, least, oracle    the policies rr, least and oracle
+    group: what the placement of its task group costs; None if it was not placed with one.
     """
 
     request_id: str
     replica: int
     matched: int
     reason: str
+    group: GroupCosts | None = None
 
 
 # ---- The load of one replica: the requests that it got, and what they cost there.
@@ -155,6 +157,13 @@ class WorkTotals:
         self.num_requests = 0
         self.prefill_s = {RT: 0.0, BE: 0.0}
         self.decode_s = {RT: 0.0, BE: 0.0}
+
+    def copy(self) -> WorkTotals:
+        """Totals of their own that begin with these sums."""
+        totals = WorkTotals()
+        totals.num_requests = self.num_requests
+        totals.prefill_s, totals.decode_s = dict(self.prefill_s), dict(self.decode_s)
+        return totals
 
     def add(self, service_class: ServiceClass, prefill_s: float, decode_s: float) -> None:
         self.num_requests += 1

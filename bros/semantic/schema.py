@@ -512,12 +512,31 @@ class PrefixView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCostsView:
+    """What the router expected the placement of a task group to cost, in seconds: until its last
+    member is done, plus weighted time in which other requests wait because its common prefix is
+    computed on more than one replica."""
+
+    cost_s: float
+    alternative_s: Annotated[
+        float | None,
+        "The same of the cheapest other placement: on one replica if the group is split, else "
+        "split or on another replica; null: there was none",
+    ]
+    replicas: Annotated[int, "Replicas that the members went to"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementView:
     """Where the router has placed a call, and why."""
 
     replica: Annotated[int, "Number of the replica"]
     reason: Annotated[str, "What decided, as in the request's trace: exploit, explore, group, ..."]
     expected_tokens: Annotated[int, "Prompt tokens that the router expected to be cached there"]
+    group: Annotated[
+        GroupCostsView | None,
+        "Of the members of its task group that were placed together; null without one",
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

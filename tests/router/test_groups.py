@@ -6,12 +6,14 @@ import pytest
 
 from bros.core.request import EngineRequest, Hints, RequestGroup
 from bros.router.fleet import Fleet
-from support.routing import BLOCK, ask, fleet_of, serve
+from support.routing import BLOCK, PRICES, ask, fleet_of, serve
 
 COMMON = list(range(40 * BLOCK))
 
 
-def members(count: int, own: int, output: int = 1, program: str = "p") -> list[EngineRequest]:
+def members(
+    count: int, own: int, output: int = 1, program: str = "p", *, best_effort: bool = True
+) -> list[EngineRequest]:
     hints = Hints(
         program=program, depth=1, group=RequestGroup(program, count), expected_tokens=output
     )
@@ -19,7 +21,7 @@ def members(count: int, own: int, output: int = 1, program: str = "p") -> list[E
         ask(
             f"{program}{n}",
             COMMON + [5000 + n] * own,
-            best_effort=True,
+            best_effort=best_effort,
             hints=hints,
             max_tokens=output,
         )
@@ -119,3 +121,37 @@ def test_others_and_single_ones_are_no_group() -> None:
     assert "group" not in {d.reason for d in fleet.route(one + plain, 0.0)}
     turns = fleet_of(2, "rr").route(members(4, 4), 0.0)
     assert [d.replica for d in turns] == [0, 1, 0, 1], "round robin knows no groups"
+
+
+@pytest.mark.parametrize("real_time_first", [True, False])
+def test_groups_of_both_classes_at_once_wait_each_for_what_its_class_waits_for(
+    real_time_first: bool,
+) -> None:
+    """On one replica 4 s of best-effort prompts wait, for which a real-time group hardly waits; on
+    the other one 2.6 s of real-time ones."""
+    fleet = fleet_of(2)
+    fleet.route([ask("be", [8] * 2000, best_effort=True)], 0.0, frozenset({1}))
+    fleet.route([ask("rt", [9] * 1500)], 0.0, frozenset({0}))
+    open_s = [sum(w.prefill_s for w in r.works.values()) for r in fleet.replicas.values()]
+    assert open_s[0] > 1.5 * open_s[1]
+    urgent, other = members(2, 4, best_effort=False), members(2, 4, program="q")
+    groups = [urgent, other] if real_time_first else [other, urgent]
+    decisions = fleet.route([*groups[0], *groups[1]], 0.0)
+    found = {decision.request_id: decision.replica for decision in decisions}
+    assert {found[request.request_id] for request in urgent} == {0}
+    assert {found[request.request_id] for request in other} == {1}
+
+
+def test_decisions_tell_what_the_group_costs_and_what_it_would_cost_otherwise() -> None:
+    common_s = PRICES.prefill_s(len(COMMON), 0)
+    for own, parts in ((4, 1), (400, 2)):
+        decisions = fleet_of(2).route(members(2, own), 0.0)
+        costs = {decision.group for decision in decisions}
+        (found,) = costs
+        assert found is not None and found.alternative_s is not None
+        assert found.replicas == parts == len({decision.replica for decision in decisions})
+        assert common_s < found.cost_s <= found.alternative_s
+    (alone,) = fleet_of(1).route(members(2, 4), 0.0)[:1]
+    assert alone.group is not None and alone.group.alternative_s is None
+    (single,) = fleet_of(2).route([ask("x", [1, 2])], 0.0)
+    assert single.group is None

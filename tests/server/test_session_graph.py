@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from bros.core.request import ServiceClass
 from bros.semantic.errors import Cause, FailedStage
-from bros.semantic.schema import CallKind, CallState, CriticalPathView, PlacementView, SessionView
+from bros.semantic.schema import (
+    CallKind,
+    CallState,
+    CriticalPathView,
+    GroupCostsView,
+    PlacementView,
+    SessionView,
+)
 from bros.server.sessions.graph import MAX_CARDS, render_dot, render_mermaid, render_page
 from support.session_views import make_call, make_session
 
@@ -197,7 +204,12 @@ def test_the_page_shows_what_values_wait_for_and_where_calls_are() -> None:
         queueing_s=0.1,
         prefill_s=0.2,
         decode_s=0.3,
-        placement=PlacementView(replica=3, reason="exploit", expected_tokens=64),
+        placement=PlacementView(
+            replica=3,
+            reason="group",
+            expected_tokens=64,
+            group=GroupCostsView(cost_s=1.5, alternative_s=2.25, replicas=2),
+        ),
     )
     b = make_call("b", ["x"], ["y"], critical=True)
     path = CriticalPathView(variable="y", requests=("a", "b"), predicted_end_s=3.5, slack_s=-0.5)
@@ -205,7 +217,8 @@ def test_the_page_shows_what_values_wait_for_and_where_calls_are() -> None:
     page = Page(view)
     for text in (
         *("alone 1 call before y", "predicted end 2.50 · slack -0.50 s · on the critical path"),
-        *("queueing 0.10 · prefill 0.20 · decode 0.30 s", "replica 3: exploit, expected 64 cached"),
+        *("queueing 0.10 · prefill 0.20 · decode 0.30 s", "replica 3: group, expected 64 cached"),
+        "group on 2 replicas: cost 1.50 · alternative 2.25 s",
         *("predicted at 3.50 s, slack -0.50 s", "and 2 more critical paths"),
     ):
         assert text in page.text

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bros.core.interfaces import Placement, RequestTrace
+from bros.core.interfaces import GroupCosts, Placement, RequestTrace
 from bros.core.request import FinishReason, ServiceClass, Slo
 from bros.server.state import RecentRequests
 from support.scripted_server import Server, assert_envelope
@@ -29,7 +29,9 @@ def make_trace(request_id: str) -> RequestTrace:
         late_tokens=3,
         preemptions=1,
         finish_reason=FinishReason.STOP,
-        placement=Placement(replica=2, reason="exploit", expected_tokens=16),
+        placement=Placement(
+            replica=2, reason="group", expected_tokens=16, group=GroupCosts(1.5, 2.25, replicas=2)
+        ),
     )
 
 
@@ -67,7 +69,12 @@ async def test_a_trace_tells_everything_in_milliseconds(server: Server) -> None:
                     {"at_ms": 1000.6, "event": "finished"},
                 ],
                 "finish_reason": "stop",
-                "placement": {"replica": 2, "reason": "exploit", "expected_tokens": 16},
+                "placement": {
+                    "replica": 2,
+                    "reason": "group",
+                    "expected_tokens": 16,
+                    "group": {"cost_s": 1.5, "alternative_s": 2.25, "replicas": 2},
+                },
             }
         ],
     }

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Generator, Iterable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from bros.core.interfaces import Placement
+from bros.core.interfaces import GroupCosts, Placement
 from bros.core.request import ServiceClass
 from bros.semantic.core.explanation import CriticalPath, Forecast, explain, forecast, strictest
 from bros.semantic.core.nodes import Call, Level, LlmCall, Variable
@@ -18,6 +18,7 @@ from bros.semantic.schema import (
     CallKind,
     CallView,
     CriticalPathView,
+    GroupCostsView,
     LlmCallView,
     PlacementView,
     SessionSummary,
@@ -251,11 +252,24 @@ class _Viewer:
         if found is None:
             return None
         return PlacementView(
-            replica=found.replica, reason=found.reason, expected_tokens=found.expected_tokens
+            replica=found.replica,
+            reason=found.reason,
+            expected_tokens=found.expected_tokens,
+            group=_group_costs(found.group),
         )
 
     def _after(self, time_s: float | None) -> float | None:
         return None if time_s is None else round(time_s - self._session.created_s, _DIGITS)
+
+
+def _group_costs(costs: GroupCosts | None) -> GroupCostsView | None:
+    if costs is None:
+        return None
+    return GroupCostsView(
+        cost_s=round(costs.cost_s, _DIGITS),
+        alternative_s=_rounded(costs.alternative_s),
+        replicas=costs.replicas,
+    )
 
 
 def _why(llm_call: LlmCall, record: LlmCallRecord) -> str:

@@ -703,6 +703,19 @@ class TraceEvent(BaseModel):
     event: str
 
 
+class TraceGroupCosts(BaseModel):
+    """What the router expected the placement of a task group to cost, in seconds: until its last
+    member is done, plus weighted time in which other requests wait because its common prefix is
+    computed on more than one replica."""
+
+    cost_s: float
+    alternative_s: float | None = Field(
+        description="The same of the cheapest other placement: on one replica if the group is "
+        "split, else split or on another replica; null: there was none"
+    )
+    replicas: int = Field(description="Replicas that the members went to")
+
+
 class TracePlacement(BaseModel):
     """Where the router has placed a request, and why."""
 
@@ -716,6 +729,9 @@ class TracePlacement(BaseModel):
     )
     expected_tokens: int = Field(
         description="Prompt tokens that the router expected to be cached there"
+    )
+    group: TraceGroupCosts | None = Field(
+        description="Of the members of its task group that were placed together; null without one"
     )
 
 

@@ -137,6 +137,10 @@ def _facts(call: CallView) -> list[str]:
         facts.append(
             f"replica {placed.replica}: {placed.reason}, expected {placed.expected_tokens} cached"
         )
+        if placed.group is not None:
+            costs = placed.group
+            spread = f"group on {costs.replicas} replica{'s' * (costs.replicas > 1)}"
+            facts.append(f"{spread}: {_times(cost=costs.cost_s, alternative=costs.alternative_s)}")
     return facts
 
 
