@@ -36,7 +36,6 @@ def test_nothing_known_is_a_guess_within_max_tokens() -> None:
     assert estimates.expected_tokens(F, None) == FIRST_GUESS_TOKENS
     assert estimates.expected_tokens(F, 10) == 10.0
     assert estimates.longest_tokens(F, None, 9) == FIRST_GUESS_TOKENS
-    assert estimates.cached_share(F) == 0.0
     estimates.observe_prompt(F, 400.0, 100)
     assert estimates.expected_tokens(F, None) == FIRST_GUESS_TOKENS, "a prompt is no answer"
 
@@ -175,6 +174,31 @@ def test_mixed_histories_do_not_move_the_estimate(
     for call in history:
         estimates.observe(F, call, PRICES, 0.0)
     assert estimates.seconds(WORK, PRICES, 0.0) == pytest.approx(2.5, rel=0.01)
+
+
+@given(
+    history=st.lists(st.sampled_from([0, 500, 990, 1000]), min_size=1, max_size=10),
+    cached=st.sampled_from([0, 500, 990, 1000]),
+)
+def test_the_prefill_is_that_of_the_tokens_of_this_prompt_that_are_not_cached(
+    history: list[int], cached: int
+) -> None:
+    """However much was cached of earlier prompts of the function."""
+    estimates = Estimates()
+    for tokens in history:
+        estimates.observe(F, observed(cached=tokens), PRICES, 0.0)
+    work = dataclasses.replace(WORK, cached_tokens=cached)
+    expected_s = PRICES.prefill_s(1000 - cached, cached) + 1.0
+    assert estimates.seconds(work, PRICES, 0.0) == pytest.approx(expected_s, rel=0.01)
+
+
+def test_calls_that_run_together_compute_what_they_share_once() -> None:
+    estimates, prices = Estimates(), Prices(token_s=0.0015)
+    alone_s = estimates.seconds(WORK, prices, 0.0)
+    assert estimates.prefill_s(1000, 0, prices, members=4, cached_beside=800) == pytest.approx(2.4)
+    assert estimates.prefill_s(1000, 800, prices, members=4) == pytest.approx(1.2)
+    first = dataclasses.replace(WORK, cached_beside=800)
+    assert estimates.seconds(first, prices, 0.0) == alone_s
 
 
 @pytest.mark.parametrize("prices", [PRICES, None])

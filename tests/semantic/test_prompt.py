@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Sequence
 
 import pytest
@@ -10,7 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.core.clock import ManualClock
-from bros.semantic.core.prompt import PieceEncoder, Prompt, PromptSharing, RequestedPrefixes
+from bros.semantic.core.nodes import InputPiece, Piece, Variable
+from bros.semantic.core.prompt import (
+    PieceEncoder,
+    PlannedPieces,
+    Prompt,
+    PromptSharing,
+    RequestedPrefixes,
+    SharedBeginning,
+    SubmittedPieces,
+    piece_keys,
+)
+from bros.semantic.core.template import Text
 from bros.text.tokenizer import ChatTemplates, Tokenizer
 from support.tiny_tokenizer import byte_level_backend, sentencepiece_backend, tiny_tokenizer
 
@@ -187,3 +200,73 @@ def test_only_the_latest_beginnings_are_remembered() -> None:
     requested.add([7, 8])
     assert requested.num_tokens([1, 2, 3, 4]) == 0
     assert requested.num_tokens([7, 8]) == 2
+
+
+def pieces_of(text: str) -> list[Piece]:
+    """A piece for each letter; capital ones are variables of these names."""
+    return [InputPiece(c, c) if c.isupper() else Text(c) for c in text]
+
+
+@given(
+    asked=st.lists(st.text("ab", max_size=6), max_size=6),
+    prompt=st.text("abX", max_size=6),
+    lengths=st.lists(st.integers(0, 9), min_size=6, max_size=6),
+)
+def test_what_was_submitted_is_the_longest_common_beginning_in_pieces(
+    asked: list[str], prompt: str, lengths: list[int]
+) -> None:
+    sharing, submitted = PromptSharing("m", "ann", None), SubmittedPieces()
+    for text in asked:
+        ends = list(itertools.accumulate(lengths[: len(text)]))
+        submitted.add(piece_keys(sharing, pieces_of(text), {}), ends, capacity=1000)
+    known = prompt.split("X")[0]  # its value is not known
+    common = max((len(os.path.commonprefix([known, text])) for text in asked), default=0)
+    keys = list(piece_keys(sharing, pieces_of(prompt), {"X": Variable("X", "")}))
+    assert len(keys) == len(known)
+    assert submitted.num_tokens(keys) == sum(lengths[:common])
+
+
+def test_only_as_much_is_remembered_as_the_engines_can_cache() -> None:
+    sharing, submitted = PromptSharing("m", "ann", None), SubmittedPieces()
+
+    def keys(text: str) -> list[int]:
+        return list(piece_keys(sharing, pieces_of(text), {}))
+
+    submitted.add(keys("ab"), [6, 9], capacity=12)
+    submitted.add(keys("ac"), [6, 9], capacity=12)
+    assert submitted.num_tokens(keys("ab")) == submitted.num_tokens(keys("ac")) == 9
+    submitted.add(keys("d"), [3], capacity=12)
+    assert [submitted.num_tokens(keys(text)) for text in ("ab", "ac", "d")] == [6, 9, 3]
+    submitted.add(keys("e"), [12], capacity=12)
+    assert [submitted.num_tokens(keys(text)) for text in ("ab", "d", "e")] == [0, 0, 12]
+
+
+def test_keys_tell_who_shares_the_kv() -> None:
+    """All of a tenant share what comes before the first variable, also if the rest is private."""
+    variable = Variable("X", "", text="x")
+
+    def keys(tenant: str, salt: str | None) -> list[int]:
+        sharing = PromptSharing("m", tenant, salt)
+        return list(piece_keys(sharing, pieces_of("aXb"), {"X": variable}))
+
+    open_ones, private, other = keys("ann", None), keys("ann", "s"), keys("bob", None)
+    assert private[0] == open_ones[0] and not set(private[1:]) & set(open_ones)
+    assert not set(other) & {*open_ones, *private}
+    assert keys("ann", "s") == private
+
+
+def test_calls_of_a_session_know_how_far_others_begin_like_them() -> None:
+    """By what is known: the texts of values, and else which variable it is."""
+    planned = PlannedPieces()
+    first = planned.add(pieces_of("aXbYc"), {"X": "x"})
+    assert first == SharedBeginning(earlier=0, any=0)
+    same_value = planned.add(pieces_of("aZbYd"), {"Z": "x"})
+    assert (same_value.earlier, same_value.any, first.any) == (4, 4, 4)
+    other_value = planned.add(pieces_of("aXbYc"), {"X": "y"})
+    assert (other_value.earlier, other_value.any, first.any) == (1, 1, 4)
+    later = planned.add(pieces_of("aXbYcd"), {"X": "y"})
+    assert (later.earlier, other_value.earlier, other_value.any) == (5, 1, 5)
+    few = PlannedPieces(max_prefixes=2)
+    few.add(pieces_of("ab"), {})
+    few.add(pieces_of("cd"), {})
+    assert few.add(pieces_of("ab"), {}).earlier == 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
 from bros.core.errors import QueueFullError
+from bros.core.interfaces import Prices
 from bros.core.request import EngineRequest, ServiceClass, Slo
 from bros.semantic.schema import CallSpec, Criteria, Message, Parameter, Perf, SharingMode
 from support.program_engine import (
@@ -389,6 +391,40 @@ async def test_a_deadline_at_risk_promotes() -> None:
     desk.engine.answer = lambda prompt: ""
     await asyncio.sleep(2.3)
     assert set(desk.engine.promoted) == {request}
+    await desk.close()
+
+
+@pytest.mark.parametrize("history", [(0.0,), (0.5,), (0.99,), (0.99, 0.0, 0.5)], ids=str)
+@pytest.mark.parametrize(
+    ("template", "cached"),
+    [("{new}", 0), ("{old}", 900), ("{half}{{{{x}}}}", 450), ("{{{{x}}}}{half}", 0)],
+    ids=["uncached", "cached", "partly", "only after a value"],
+)
+@virtually
+async def test_what_is_cached_of_a_prompt_is_known_from_its_pieces(
+    template: str, cached: int, history: tuple[float, ...]
+) -> None:
+    """However much was cached of earlier prompts of the function. The deadline of 4 s is at risk
+    when the time for the prompt and 0.31 s are left."""
+    engine = ProgramEngine(lambda prompt: "12345", step_s=0.03)
+    engine.info = dataclasses.replace(engine.info, prices=Prices(token_s=0.0015, row_s=0.01))
+    texts = {"old": "a" * 900, "half": "a" * 450, "new": "b" * 900}
+    desk, sampling = Desk(engine), {"max_tokens": 6}
+    for engine.cached in history:
+        for part in ("old", "half"):
+            other = desk.service.create(TENANT).id
+            before = call(texts[part] + "{{output:y}}", name="f", sampling=sampling)
+            desk.service.submit(TENANT, other, [before])
+            await desk.service.get(TENANT, other, "y", THROUGHPUT)
+            await desk.service.delete(TENANT, other)
+    template = template.format(**texts) + "{{output:y}}"
+    desk.submit(call(template, name="f", sampling=sampling, values={"x": "b" * 450}))
+    desk.want("y", Criteria(perf=Perf.THROUGHPUT, deadline_s=4.0))
+    at_risk_s = 4.0 - 0.0015 * (900 - cached) - 0.31
+    await asyncio.sleep(at_risk_s - 0.15)
+    assert not engine.promoted
+    await asyncio.sleep(0.3)
+    assert engine.promoted
     await desk.close()
 
 

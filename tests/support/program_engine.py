@@ -54,6 +54,7 @@ class ProgramEngine:
     answer: prompt -> text, or its tokens. Tests set: `refusals`, raised one by one on submission;
     `errors`: last outputs, given instead of an answer one by one; `relegates`. `die` and `revive`
     are for the whole engine. open: requests that are being worked on; most_open: at once so far.
+    cached: share of each prompt that it says was cached.
     kept: ids whose KV is kept. What was asked is in submitted, aborted, promoted, released.
     """
 
@@ -62,6 +63,7 @@ class ProgramEngine:
     ) -> None:
         self.answer = answer
         self.step_s = step_s
+        self.cached = 0.0
         self.alive = True
         self.refusals: list[BaseException] = []
         self.errors: list[RequestOutput] = []
@@ -155,7 +157,11 @@ class ProgramEngine:
         script = [*(byte_ids(answer) if isinstance(answer, str) else answer), EOS]
         most = request.sampling.max_tokens or MAX_LEN
         for count, token_id in enumerate(script[:most], start=1):
-            output = RequestOutput(request_id=request.request_id, token_ids=(token_id,))
+            output = RequestOutput(
+                request_id=request.request_id,
+                token_ids=(token_id,),
+                cached_tokens=round(self.cached * len(request.prompt_token_ids)),
+            )
             if token_id == EOS or count == most:
                 output.finish_reason = FinishReason.STOP if token_id == EOS else FinishReason.LENGTH
                 yield self._last(request, output)

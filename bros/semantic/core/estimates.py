@@ -97,6 +97,8 @@ class CallWork:
 
     prompt_tokens: length of its prompt.
     cached_tokens: prompt tokens that are expected to be cached.
+    cached_beside: those that the calls which run together with it find cached: also what it shares
+        with them and computes itself. None: as many.
     output_tokens: expected output tokens.
     members: mean number of LLM calls of its session that are prefilled and decode together with it,
         itself included.
@@ -106,6 +108,7 @@ class CallWork:
     prompt_tokens: float
     cached_tokens: float
     output_tokens: float
+    cached_beside: float | None = None
     members: float = 1.0
     others: float = 0.0
 
@@ -142,7 +145,6 @@ class ObservedCall:
 @dataclass(slots=True)
 class _FunctionStats:
     tokens: Average = field(default_factory=Average)
-    cached_share: Average = field(default_factory=Average)
     chars_per_token: Average = field(default_factory=Average)
 
 
@@ -202,7 +204,7 @@ class _ClassEstimates:
 class Estimates:
     """What earlier calls tell about later ones. Times are seconds of one monotonic clock.
 
-    What is learned of texts (lengths, cached shares) is of one tenant; what is learned of the
+    What is learned of texts (lengths) is of one tenant; what is learned of the
     engine (how fast it is, how long requests wait) is of all.
 
     weight: weight of the latest observation in averages.
@@ -232,11 +234,6 @@ class Estimates:
             expected = stats.tokens.mean + math.sqrt(2.0 * math.log(max(1, calls))) * spread
         return max(1.0, expected if max_tokens is None else min(expected, float(max_tokens)))
 
-    def cached_share(self, function: Function) -> float:
-        """Share of the prompt that is expected to be cached; 0 before the first observation."""
-        stats = self._functions.get(function)
-        return 0.0 if stats is None else stats.cached_share.mean
-
     def queueing_s(self, service_class: ServiceClass, now: float) -> float:
         """Expected seconds before a request of this class runs, from recent calls."""
         stats = self._classes[service_class]
@@ -258,14 +255,17 @@ class Estimates:
         prices: Prices | None,
         service_class: ServiceClass = ServiceClass.RT,
         members: float = 1.0,
+        cached_beside: float | None = None,
     ) -> float:
         """Predicted seconds to compute the parts of so many prompts that are not cached.
 
-        prices: None if the engine has no cost model.
+        prices: None if the engine has no cost model. members, cached_beside: see CallWork.
         """
         constant_s = (prices or GUESSED_PRICES).constant_s
-        each_s = model_prefill_s(prompt_tokens, cached_tokens, prices)
-        return self._classes[service_class].first.slope * (constant_s + members * each_s)
+        beside = cached_tokens if cached_beside is None else cached_beside
+        own_s = model_prefill_s(prompt_tokens, cached_tokens, prices)
+        beside_s = (members - 1.0) * model_prefill_s(prompt_tokens, beside, prices)
+        return self._classes[service_class].first.slope * (constant_s + own_s + beside_s)
 
     def decode_s(
         self,
@@ -305,7 +305,12 @@ class Estimates:
         return (
             self.queueing_s(service_class, now)
             + self.prefill_s(
-                work.prompt_tokens, work.cached_tokens, prices, service_class, work.members
+                work.prompt_tokens,
+                work.cached_tokens,
+                prices,
+                service_class,
+                work.members,
+                work.cached_beside,
             )
             + self.decode_s(
                 work.output_tokens, context, prices, service_class, work.members, work.others
@@ -321,9 +326,6 @@ class Estimates:
     ) -> None:
         """A call of this function has ended."""
         self.observe_tokens(function, call.output_tokens)
-        if call.prompt_tokens:
-            share = call.cached_tokens / call.prompt_tokens
-            self._function(function).cached_share.add(share, self._weight)
         if call.service_class is None:
             return
         stats = self._classes[call.service_class]

@@ -13,12 +13,15 @@ the tokens of a piece.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from bros.semantic.core.nodes import Piece, Variable
+from bros.semantic.core.template import Text
 from bros.semantic.schema import PrefixView
 
 _CACHED_CHARS = 4_000_000
@@ -207,6 +210,110 @@ class RequestedPrefixes:
             key = hash((key, *token_ids[end - self._block_size : end]))
             keys.append(key)
         return keys
+
+
+class SubmittedPieces:
+    """How long the prompt prefixes are that were submitted, by the texts of their pieces.
+
+    It finds what is likely to be cached of a prompt that is not encoded yet. Prefixes that end
+    inside a piece are not found. Only the latest ones are kept, as an engine keeps them.
+    """
+
+    def __init__(self, max_prefixes: int = 100_000) -> None:
+        self._max_prefixes = max_prefixes
+        self._own_tokens: OrderedDict[int, int] = OrderedDict()  # of the last piece, by key
+        self._num_tokens = 0
+
+    def add(self, keys: Iterable[int], lengths: Iterable[int], capacity: int) -> None:
+        """A prompt was submitted.
+
+        keys: see `piece_keys`. lengths: number of tokens up to the end of each piece.
+        capacity: tokens that the engines can cache.
+        """
+        own = [after - before for before, after in itertools.pairwise((0, *lengths))]
+        for key, tokens in reversed(list(zip(keys, own, strict=False))):
+            # The end of a prompt comes first, so that it is forgotten before its beginning.
+            self._num_tokens += tokens - self._own_tokens.get(key, 0)
+            self._own_tokens[key] = tokens
+            self._own_tokens.move_to_end(key)
+        while self._num_tokens > capacity or len(self._own_tokens) > self._max_prefixes:
+            self._num_tokens -= self._own_tokens.popitem(last=False)[1]
+
+    def num_tokens(self, keys: Iterable[int]) -> int:
+        """Length of the longest submitted prefix of these pieces."""
+        count = 0
+        for key in keys:
+            tokens = self._own_tokens.get(key)
+            if tokens is None:
+                break
+            count += tokens
+        return count
+
+
+@dataclass(slots=True)
+class SharedBeginning:
+    """How far the prompt of a call begins like those of other calls of its session, in pieces.
+
+    earlier: calls that were submitted earlier, which compute it.
+    any: any other calls.
+    """
+
+    earlier: int = 0
+    any: int = 0
+
+
+class PlannedPieces:
+    """The prompts of a session's calls, by their pieces. Of calls that begin alike, the first one
+    computes the beginning, and the others find it cached, whatever its values will be.
+
+    Only the latest ones are kept.
+    """
+
+    def __init__(self, max_prefixes: int = 50_000) -> None:
+        self._max_prefixes = max_prefixes
+        self._first: OrderedDict[int, SharedBeginning] = OrderedDict()  # call, by key
+
+    def add(self, pieces: Iterable[Piece], values: Mapping[str, str]) -> SharedBeginning:
+        """A call is submitted. Later calls that begin like it change the result.
+
+        values: variable id -> text, of values that are known.
+        """
+        shared, key, alike = SharedBeginning(), 0, True
+        for count, piece in enumerate(pieces, 1):
+            if isinstance(piece, Text):
+                key = hash((key, piece.text))
+            else:
+                value = values.get(piece.variable_id)
+                known = (piece.variable_id, None) if value is None else (None, value)
+                key = hash((key, *known, piece.transforms))
+            first = self._first.setdefault(key, shared)
+            self._first.move_to_end(key)
+            alike = alike and first is not shared
+            if alike:
+                shared.earlier = shared.any = count
+                first.any = max(first.any, count)
+        while len(self._first) > self._max_prefixes:
+            self._first.popitem(last=False)
+        return shared
+
+
+def piece_keys(
+    sharing: PromptSharing, pieces: Iterable[Piece], variables: Mapping[str, Variable]
+) -> Iterator[int]:
+    """A key for each piece of a prompt before the first value that is not known yet: a hash of its
+    text, of all pieces before it, and of who shares their KV."""
+    key, constant = hash((sharing.model, sharing.tenant)), True
+    for piece in pieces:
+        if isinstance(piece, Text):
+            key = hash((key, piece.text))
+        else:
+            variable = variables.get(piece.variable_id)
+            if variable is None or variable.text is None:
+                return
+            salt = sharing.private_salt if constant else None
+            constant = False
+            key = hash((key, salt, variable.text, piece.transforms))
+        yield key
 
 
 def _digest(before: bytes, token_ids: Sequence[int], kind: bytes = b"") -> bytes:

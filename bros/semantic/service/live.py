@@ -13,7 +13,13 @@ from bros.core.interfaces import Placement
 from bros.core.request import RequestGroup, ServiceClass
 from bros.core.tenants import QuotaHold
 from bros.semantic.core.nodes import Call, Level, LlmCall, Variable
-from bros.semantic.core.prompt import Prompt, PromptSharing, RequestedPrefixes
+from bros.semantic.core.prompt import (
+    PlannedPieces,
+    Prompt,
+    PromptSharing,
+    RequestedPrefixes,
+    SharedBeginning,
+)
 from bros.semantic.core.retention import SessionLimits
 from bros.semantic.core.session import Action, SessionStateMachine
 from bros.semantic.schema import (
@@ -130,7 +136,8 @@ class LlmCallRecord:
     group: id of its task group when it was submitted.
     text: text generated so far; empty after its end.
     prompt_tokens: length of its prompt.
-    requested_tokens: prompt tokens that the session had submitted to the engine before.
+    requested_tokens: prompt tokens that had been submitted to the engine before: by the session,
+        or whole pieces of the prompt by other sessions that share them.
     cached_tokens: prompt tokens that were cached.
     output_tokens: tokens generated so far.
     prefilled_tokens: prompt tokens prefilled ahead.
@@ -164,6 +171,7 @@ class CallRecord:
     prompt: its tokens; None after its end, and for calls that the session does not run.
     prefixes: prefixes of the whole prompt, after its end.
     text_chars: characters of its template.
+    shared: how far its prompt begins like those of other calls of the session.
     counted: whether its end is counted in the figures.
     llm_calls: records of its LLM calls by index.
     pinned: ids of engine requests whose KV is pinned for the next LLM call.
@@ -175,6 +183,7 @@ class CallRecord:
     prompt: Prompt | None = None
     prefixes: tuple[PrefixView, ...] = ()
     text_chars: int = 0
+    shared: SharedBeginning = field(default_factory=SharedBeginning)
     counted: bool = False
     llm_calls: dict[int, LlmCallRecord] = field(default_factory=dict)
     pinned: set[str] = field(default_factory=set)
@@ -273,6 +282,7 @@ class ServedSession:
     machine: its state machine with the graph.
     sharing: which requests share the KV of its prompts.
     requested_prefixes: prompt prefixes that were submitted to the engine.
+    planned: the pieces of the prompts of its calls, submitted to the engine or not.
     held: counts the session to its tenant.
     held_chars: counts its characters to its tenant, see `count_chars`.
     load: what its own LLM calls have had the engine do.
@@ -313,6 +323,7 @@ class ServedSession:
     requested_prefixes: RequestedPrefixes
     held: QuotaHold
     held_chars: QuotaHold
+    planned: PlannedPieces = field(default_factory=PlannedPieces)
     load: OwnLoad = field(default_factory=OwnLoad)
     records: dict[str, CallRecord] = field(default_factory=dict)
     pending: deque[tuple[Action, Mapping[LlmCall, GroupStart]]] = field(default_factory=deque)

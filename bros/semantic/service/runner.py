@@ -37,7 +37,7 @@ from bros.semantic.core.estimates import (
 )
 from bros.semantic.core.matching import PlainPrompt
 from bros.semantic.core.nodes import Call, Level, LlmCall, OutputPiece, Piece, TaskGroup
-from bros.semantic.core.prompt import PieceEncoder
+from bros.semantic.core.prompt import PieceEncoder, Prompt, SubmittedPieces, piece_keys
 from bros.semantic.core.session import AbortCall, Action, Prefill, PromoteCall, Settled, Start
 from bros.semantic.core.template import Text
 from bros.semantic.errors import Cause, FailedStage
@@ -102,6 +102,7 @@ class ProgramRunner:
         self._clock = clock
         self._settings = settings
         self._estimates = Estimates()
+        self._submitted = SubmittedPieces()
         self._encoder = PieceEncoder(tokenizer, chat.escape)
         self._prompter = Prompter(self._encoder, threads, transforms, engine)
         self._llm_calls = LlmCallGenerator(generator, engine, clock, settings)
@@ -402,11 +403,16 @@ class ProgramRunner:
         token_ids = prompt.token_ids()
         record = session.record(call.id).llm_call(llm_call.index)
         record.prompt_tokens = len(token_ids)
-        chars, _ = _known_chars(session, call.pieces[: llm_call.prompt_end])
+        pieces = call.pieces[: llm_call.prompt_end]
+        chars, _ = _known_chars(session, pieces)
         function = _function(session.tenant, call)
         self._estimates.observe_prompt(function, chars, len(token_ids))
-        record.requested_tokens = session.requested_prefixes.num_tokens(token_ids)
+        record.requested_tokens = max(
+            session.requested_prefixes.num_tokens(token_ids),
+            self._submitted_tokens(session, pieces),
+        )
         session.requested_prefixes.add(token_ids)
+        self._note_submitted(session, pieces, prompt)
         assert llm_call.ready_s is not None, "the LLM call has been started"
         return LlmRequest(
             request_id=call.id if len(call.llm_calls) == 1 else f"{call.id}.{llm_call.index}",
@@ -483,7 +489,9 @@ class ProgramRunner:
         """What the engine is expected to do for an LLM call.
 
         The prompt of an LLM call that has not been submitted consists of values that may not be
-        known yet. What earlier LLM calls of its call have computed is cached.
+        known yet. What is cached of it when it starts is what earlier LLM calls of its call
+        compute, what an earlier call of the session begins with too, what is known before a value
+        that is still to be generated, or what was submitted before.
         """
         call, members = llm_call.call, max((len(g.members) for g in llm_call.groups), default=1)
         output = self._expected_tokens(session.tenant, llm_call, members)
@@ -493,27 +501,49 @@ class ProgramRunner:
         if record.prompt_tokens:
             return CallWork(
                 prompt_tokens=record.prompt_tokens,
-                cached_tokens=max(record.cached_tokens, record.requested_tokens),
+                cached_tokens=self._expected_cached(llm_call, record),
                 output_tokens=output,
                 members=members,
                 others=others,
             )
-        previous = llm_call.previous
-        known_from = 0 if previous is None else previous.prompt_end + 1
-        cached = self._piece_tokens(session, call, call.pieces[:known_from])
-        prompt = cached + self._piece_tokens(
-            session, call, call.pieces[known_from : llm_call.prompt_end]
-        )
-        if previous is None:
-            share = self._estimates.cached_share(_function(session.tenant, call))
-            cached = min(max(record.prefilled_tokens, share * prompt), prompt)
+        pieces, previous = call.pieces[: llm_call.prompt_end], llm_call.previous
+        own_from = 0 if previous is None else previous.prompt_end + 1
+        own_from = max(own_from, call_record.shared.earlier, _prefilled_ahead(session, pieces))
+        beside_from = max(own_from, call_record.shared.any)
+        cached = self._piece_tokens(session, call, pieces[:own_from])
+        beside = cached + self._piece_tokens(session, call, pieces[own_from:beside_from])
+        prompt = beside + self._piece_tokens(session, call, pieces[beside_from:])
+        submitted = max(record.prefilled_tokens, self._submitted_tokens(session, pieces))
+        cached = min(max(cached, submitted), prompt)
         return CallWork(
             prompt_tokens=prompt,
             cached_tokens=cached,
+            cached_beside=max(cached, beside),
             output_tokens=output,
             members=members,
             others=others,
         )
+
+    def _expected_cached(self, llm_call: LlmCall, record: LlmCallRecord) -> int:
+        """Prompt tokens of a submitted LLM call that are cached, as far as is known: by the engine
+        once it has its first token, before that by the router, or by what was submitted before."""
+        if llm_call.first_token_s is not None:
+            return record.cached_tokens
+        placed = None if record.request_id is None else self._placements(record.request_id)
+        return record.requested_tokens if placed is None else placed.expected_tokens
+
+    def _submitted_tokens(self, session: ServedSession, pieces: Sequence[Piece]) -> int:
+        """Prompt tokens of whole pieces that were submitted before."""
+        keys = piece_keys(session.sharing, pieces, session.machine.graph.variables)
+        return self._submitted.num_tokens(keys)
+
+    def _note_submitted(
+        self, session: ServedSession, pieces: Sequence[Piece], prompt: Prompt
+    ) -> None:
+        keys = piece_keys(session.sharing, pieces, session.machine.graph.variables)
+        info = self._engine.info
+        capacity = info.num_kv_blocks * info.block_size
+        self._submitted.add(keys, (prefix.offset for prefix in prompt.prefixes), capacity)
 
     def _piece_tokens(self, session: ServedSession, call: Call, pieces: Sequence[Piece]) -> float:
         """About how many tokens these pieces of the call's prompt have."""
@@ -632,6 +662,19 @@ class _Watcher:
     def ended(self) -> None:
         if self._submitted_class is ServiceClass.RT:
             self._session.load.open.change(-1, self._clock.now())
+
+
+def _prefilled_ahead(session: ServedSession, pieces: Sequence[Piece]) -> int:
+    """Number of leading pieces with known values before the first one that an LLM call is still to
+    generate, during which they are prefilled."""
+    for number, piece in enumerate(pieces):
+        if isinstance(piece, Text):
+            continue
+        variable = session.machine.graph.variables.get(piece.variable_id)
+        if variable is not None and variable.text is None:
+            producer = variable.producer
+            return 0 if producer is None or producer.native else number
+    return 0
 
 
 def _known_chars(session: ServedSession, pieces: Sequence[Piece]) -> tuple[int, list[LlmCall]]:

@@ -743,7 +743,11 @@ class SessionService:
             return CallRecord()
         beginning = self._runner.text_beginning if submission.is_text else ()
         prompt = Prompt(session.sharing, beginning)
-        return CallRecord(prompt=prompt, text_chars=submission.text_chars)
+        return CallRecord(
+            prompt=prompt,
+            text_chars=submission.text_chars,
+            shared=session.planned.add(submission.call.pieces, submission.call.values),
+        )
 
     def _find(self, tenant: str, session_id: str) -> ServedSession:
         session = self._registry.find(tenant, session_id)
