@@ -14,9 +14,11 @@ from bros.router.client import RouterClient
 from bros.router.fleet import make_fleet
 from bros.router.state import Decision, RouterSettings
 from bros.scheduler.cost_model import CostModel
+from bros.semantic.core.nodes import LlmCall
 from bros.semantic.core.session import SessionStateMachine
 from bros.semantic.schema import CallSpec, Criteria, Perf
-from bros.semantic.service.live import MAX_TOGETHER, GroupStart
+from bros.semantic.service.live import GROUP_WAIT_S, MAX_TOGETHER, GroupStart
+from bros.semantic.transforms import Transforms
 from bros.simulator.fleet import fleet_config
 from bros.simulator.program_simulation import Answers, byte_tokenizer, program_server
 from bros.simulator.programs import (
@@ -29,7 +31,7 @@ from bros.simulator.programs import (
 from bros.simulator.simulation import BLOCK_SIZE, Device
 from bros.simulator.virtual_loop import LoopClock, run_virtual, virtual_engine
 from support.naive_programs import llm, llm_calls
-from support.program_engine import TOKENIZER, byte_ids
+from support.program_engine import TOKENIZER, ProgramEngine, byte_ids
 from support.programs import LATENCY, TENANT, Desk, call, virtually
 
 STEPS = CostModel(constant_s=0.005, token_s=2e-4, sample_s=0.0, pair_s=0.0, context_s=1e-7)
@@ -68,7 +70,7 @@ class Router:
                     CONFIG, DEVICE, vocab_size=TOKENIZER.vocab_size, choose=lambda chunk: token
                 )
             )
-        self.desk = Desk(self.client)
+        self.desk = Desk(self.client, placements=self.client.placement)
 
     async def close(self) -> None:
         await self.desk.close()
@@ -198,20 +200,24 @@ async def test_members_that_fail_or_are_cancelled_do_not_delay_the_others() -> N
     await router.close()
 
 
-@virtually
-async def test_a_start_waits_for_all_and_goes_in_bounded_turns() -> None:
-    count = 2 * MAX_TOGETHER + 5
+def start_of(count: int) -> tuple[GroupStart, list[LlmCall]]:
     core = SessionStateMachine("s", estimate=lambda llm_call: 1.0)
     core.submit([llm(f"c{n}", ("", f"v{n}")) for n in range(count)], 0.0)
     members = list(llm_calls(core).values())
-    start, turn, released = GroupStart(members), 0, []
+    return GroupStart(members), members
+
+
+@virtually
+async def test_a_start_waits_for_all_that_are_soon_ready_and_goes_in_bounded_turns() -> None:
+    count = 2 * MAX_TOGETHER + 5
+    (start, members), turn, released = start_of(count), 0, []
 
     async def member(number: int) -> None:
         await start.ready(members[number])
         released.append((turn, number))
 
     tasks = [asyncio.create_task(member(number)) for number in range(1, count)]
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(GROUP_WAIT_S / 2)
     assert released == []
     start.leave(members[0])
     start.leave(members[0])
@@ -221,3 +227,55 @@ async def test_a_start_waits_for_all_and_goes_in_bounded_turns() -> None:
     assert [number for _, number in released] == list(range(1, count)), "in their order"
     turns = [at for at, _ in released]
     assert max(turns.count(at) for at in set(turns)) <= MAX_TOGETHER
+
+
+@virtually
+async def test_a_member_waits_for_slow_ones_for_a_short_time_only() -> None:
+    """Members that are ready every 20 ms, until all are."""
+    start, members = start_of(7)
+    loop = asyncio.get_running_loop()
+    began_s, released_s = loop.time(), {}
+
+    async def member(number: int) -> None:
+        await asyncio.sleep(0.02 * number)
+        await start.ready(members[number])
+        released_s[number] = loop.time() - began_s
+
+    await asyncio.gather(*(member(number) for number in range(7)))
+    expected_s = [0.05, 0.05, 0.05, 0.11, 0.11, 0.11, 0.12]
+    assert [released_s[number] for number in range(7)] == pytest.approx(expected_s, abs=0.001)
+
+
+@pytest.mark.parametrize("replicas", [0, 3], ids=["no router", "router"])
+@virtually
+async def test_a_slow_prompt_does_not_hold_up_its_group(replicas: int) -> None:
+    """One of 8 maps has an input with a transform that takes a second."""
+    engine = ProgramEngine()
+    router = Router(replicas) if replicas else None
+    desk = Desk(engine) if router is None else router.desk
+    desk.service._runner._prompter._transforms = SlowTransforms()
+    slow = call(
+        "{{doc}} {{output:m0}}", name="map", values={"doc": "a"}, transforms={"doc": "regex(a)"}
+    )
+    desk.submit(slow, *maps(words(80, 0), 4, range(1, 8)), reduce())
+    desk.want("all", LATENCY)
+    await asyncio.sleep(GROUP_WAIT_S + 0.01 if replicas else 0.001)
+    submitted = len(engine.submitted) if router is None else sum(map(len, router.turns))
+    assert submitted == 7
+    await desk.value("all", LATENCY)
+    if router is not None:
+        assert len(router.turns[0]) == 7, "in one decision"
+        await router.close()
+    else:
+        await desk.close()
+
+
+class SlowTransforms:
+    """Takes a second for each."""
+
+    async def apply(self, tenant: str, transforms: Transforms, text: str) -> str:
+        await asyncio.sleep(1.0)
+        return text
+
+    def close(self) -> None:
+        pass

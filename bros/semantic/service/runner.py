@@ -97,6 +97,7 @@ class ProgramRunner:
     ) -> None:
         self._engine = engine
         self._placements = placements or (lambda request_id: None)
+        self._places = placements is not None
         self._engines = engines
         self._tokenizer = tokenizer
         self._clock = clock
@@ -133,7 +134,7 @@ class ProgramRunner:
         so that one value which thousands of calls wait for does not block it."""
         session.count_chars()
         while actions := session.machine.take_actions():
-            together = _group_starts(actions)
+            together = _group_starts(actions) if self._places else {}
             first = not session.pending
             session.pending += [(action, together) for action in actions]
             if first:
