@@ -230,7 +230,7 @@ def programs(rate: float, members: int, shared: int, own: int, outputs: int) -> 
                 "hints": Hints(program=name, early=True),
             }
             found.append(Coming(time_s, Size(shared + 2, 1), early))
-            group = RequestGroup(id=name, size=members)
+            group = RequestGroup(id=name)
             for member in range(members):
                 calls = {
                     "prompt_token_ids": _tokens(prefix, (2_000_000 + 100 * number + member, own)),
@@ -246,7 +246,7 @@ def _rows_of_programs(rng: random.Random, number: int) -> Mapping[str, Any]:
     """Best-effort calls of programs: a task group of four, then two deeper calls."""
     program, place = divmod(number, 6)
     name = f"best-effort program {program % 8 + 8 * (program // 16)}"
-    group = RequestGroup(id=name, size=4) if place < 4 else None
+    group = RequestGroup(id=name) if place < 4 else None
     return {
         "prompt_token_ids": _tokens((3_000_000 + program % 40, 256), (4_000_000 + number, 64)),
         "hints": Hints(program=name, group=group, depth=max(0, place - 3)),

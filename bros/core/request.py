@@ -273,14 +273,15 @@ class RequestGroup:
     """A task group: requests of a program whose results one later call needs together.
 
     id: the same for all members, and for no other requests.
-    size: number of members that were known when the request was submitted, ended ones included.
     precedes: whether its best-effort requests go before others, because a client waits for what
         follows; False before values that are requested for throughput.
+    awaited: whether something waits for this member itself as well, as a client that reads its
+        output; else only the end of the last member counts.
     """
 
     id: str
-    size: int
     precedes: bool = True
+    awaited: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

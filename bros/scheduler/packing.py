@@ -43,7 +43,8 @@ class Candidate(Protocol):
     num_missing: cached tokens that must be restored first.
     samples: False if it is prefill-only.
     early: it is an early prefill, see Hints.
-    in_group: it is a member of a task group, so its first token is not waited for.
+    patient: its first token is not waited for: it is a member of a task group, of which only the
+        end of the last member counts.
     running: it holds KV memory.
     deadline_s: when the next sampled token is due.
     late: the token has missed a deadline already, and was counted as a violation.
@@ -65,7 +66,7 @@ class Candidate(Protocol):
     def early(self) -> bool: ...
 
     @property
-    def in_group(self) -> bool: ...
+    def patient(self) -> bool: ...
 
     @property
     def running(self) -> bool: ...
@@ -687,13 +688,13 @@ class _Packer(Generic[C]):
         return finish_s > due_s * self._safety_factor
 
     def _has_time(self, candidate: C, due_s: float) -> bool:
-        """Whether small chunks will do, even if others arrive meanwhile: it is due very late, or it
-        is a member of a task group, of which only the end of the last member counts.
+        """Whether small chunks will do, even if others arrive meanwhile: it is due very late, or
+        its first token is not waited for.
 
         Steps as long as the prompts of a whole group made 3.8 instead of 2.7 % of the chats beside
         it late, and the group ended no earlier (docs/decisions/0012).
         """
-        if candidate.in_group:
+        if candidate.patient:
             return True
         if due_s <= _PATIENT_STEPS * self._bounds.best_effort_s:
             return False

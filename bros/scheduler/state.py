@@ -59,12 +59,12 @@ class RequestState:
     late: the first deadline of the next token has passed; deadline_s may be a later one.
     match: result of its last look-up in the prefix cache.
     needs_history: sampling needs the token ids before, so none of them may be PENDING.
+    patient: its first token is not waited for, see packing.Candidate.
     samples: False if it generates no token: it ends when no token is `remaining`.
     num_read: the first position that is still to be read, see plan.Readout.
     read_end: one more than the last position to read; 0 if none is.
     stop_rule: where its output may end, for its grammar; None without a grammar or an EOS token.
     early: it is an early prefill, see Hints.
-    in_group: it is a member of a task group, see Hints.
     grammar: how far its output has got in its grammar; None without one, see `follow`.
     unsent: the first tokens of the output, which the grammar forced before any was sampled. They
         are computed with the prompt, and sent with the first sampled token.
@@ -78,7 +78,6 @@ class RequestState:
         "early",
         "grammar",
         "ignored_step",
-        "in_group",
         "late",
         "match",
         "max_length",
@@ -87,6 +86,7 @@ class RequestState:
         "num_missing",
         "num_read",
         "num_reused",
+        "patient",
         "prefix_keys",
         "prompt_len",
         "queue_key",
@@ -123,7 +123,8 @@ class RequestState:
         params = request.sampling
         self.request = request
         self.samples = request.samples
-        self.in_group = request.hints.group is not None
+        group = request.hints.group
+        self.patient = group is not None and not group.awaited
         self.early = request.prefill_only and request.hints.early
         self.needs_history = self.samples and params.needs_history
         self.request_id = request.request_id

@@ -14,9 +14,7 @@ COMMON = list(range(40 * BLOCK))
 def members(
     count: int, own: int, output: int = 1, program: str = "p", *, best_effort: bool = True
 ) -> list[EngineRequest]:
-    hints = Hints(
-        program=program, depth=1, group=RequestGroup(program, count), expected_tokens=output
-    )
+    hints = Hints(program=program, depth=1, group=RequestGroup(program), expected_tokens=output)
     return [
         ask(
             f"{program}{n}",
@@ -61,7 +59,7 @@ def test_a_group_with_much_of_its_own_is_shared_out() -> None:
 
 def test_neighbours_go_together() -> None:
     """Members that begin alike beyond the common prefix are not torn apart."""
-    hints = Hints(program="p", group=RequestGroup("p", 6), expected_tokens=1)
+    hints = Hints(program="p", group=RequestGroup("p"), expected_tokens=1)
     requests = [
         ask(f"{n}", COMMON + [6000 + n % 2] * 400 + [n] * 5, best_effort=True, hints=hints)
         for n in range(6)

@@ -51,7 +51,7 @@ arrivals = st.lists(
 
 def state_of(index: int, arrival: Arrival, at_s: float, *, precedes: bool = True) -> RequestState:
     group_id = f"{arrival.program}/{arrival.depth}"
-    group = RequestGroup(group_id, 2, precedes) if arrival.grouped else None
+    group = RequestGroup(group_id, precedes) if arrival.grouped else None
     hints = Hints(program=arrival.program, depth=arrival.depth, group=group)
     prompt = range(1 + 100 * arrival.family, 80 + 100 * arrival.family)
     asked = request(f"r{index}", prompt, BE, arrival_s=at_s, hints=hints)
@@ -249,7 +249,7 @@ def test_what_a_call_waits_for_together_comes_first_and_together() -> None:
     submit(run, "plain", Hints())
     for number in range(3):
         submit(run, f"other{number}", Hints(program=f"p{number}"))
-        submit(run, f"map{number}", Hints(program="map", group=RequestGroup("map/1", 3)))
+        submit(run, f"map{number}", Hints(program="map", group=RequestGroup("map/1")))
     assert start_order(run) == ["map0", "map1", "map2", "plain", "other0", "other1", "other2"]
 
 
@@ -275,7 +275,7 @@ def test_groups_that_never_end_starve_no_other() -> None:
             submit(
                 run,
                 f"{number}-{copy}",
-                Hints(program=f"p{number}", depth=1, group=RequestGroup(f"p{number}", 2)),
+                Hints(program=f"p{number}", depth=1, group=RequestGroup(f"p{number}")),
             )
         run.step()
         assert run.now < 30.0, "starved"
@@ -297,7 +297,7 @@ def test_a_map_over_one_long_prefix_computes_it_once() -> None:
     submit_alike("before", Hints(program="early"))
     for number in range(16):
         submit_alike(
-            f"map{number}", Hints(program="map", depth=number % 3, group=RequestGroup("map", 16))
+            f"map{number}", Hints(program="map", depth=number % 3, group=RequestGroup("map"))
         )
         submit(run, f"other{number}", Hints(program=f"p{number}"))
     run.drain()

@@ -63,10 +63,10 @@ def items(draw: st.DrawFn, prefix: str, most: int, *, urgent: bool) -> list[Item
         cached = draw(st.integers(1 if remaining == 1 else 0, 12))
         due_s = draw(st.sampled_from([-0.1, 0.01, 0.025, 0.03, 0.04, 0.08, 0.4]))
         late = urgent and draw(st.integers(0, 5)) == 0
-        in_group = urgent and draw(st.integers(0, 3)) == 0
+        patient = urgent and draw(st.integers(0, 3)) == 0
         due_s = due_s if urgent else math.inf
         name = f"{prefix}{number}"
-        found.append(Item(name, remaining, cached, due_s, late, in_group=in_group))
+        found.append(Item(name, remaining, cached, due_s, late, patient=patient))
     return sorted(found, key=lambda item: item.deadline_s)
 
 
@@ -350,7 +350,7 @@ def test_prompts_of_a_task_group_make_no_step_longer_than_best_effort_work_may()
     """Only the end of the last member counts, and a chat may arrive during the step."""
     bounds = Bounds(rows=9, tokens=999, best_effort_s=0.2)
     alone = [Item(f"p{number}", 100, 0, 0.4) for number in range(3)]
-    together = [replace(item, in_group=True) for item in alone]
+    together = [replace(item, patient=True) for item in alone]
     assert 0.2 < run([row("chat", 9.0), *alone], bounds=bounds).seconds <= 0.4
     packing = run([row("chat", 9.0), *together], [Item("be", 400)], bounds)
     *most, last = packing.selected

@@ -363,7 +363,7 @@ class AnyTime(RuleBasedStateMachine):
             Hints,
             program=st.sampled_from(["", "a", "b"]),
             depth=st.integers(0, 2),
-            group=st.none() | st.just(RequestGroup("g", 2)),
+            group=st.none() | st.just(RequestGroup("g")),
         ),
         while_running=st.booleans(),
     )

@@ -273,7 +273,7 @@ async def test_map_reduce_is_served_as_its_objectives_say() -> None:
     *mapped, reduced = desk.engine.llm_calls()
     assert {request.service_class for request in mapped} == {ServiceClass.BE}
     (group,) = {request.hints.group for request in mapped}
-    assert group is not None and group.size == 4 and group.id.startswith(desk.session)
+    assert group is not None and group.id.startswith(desk.session)
     assert reduced.hints.group is None
     assert {request.hints.depth for request in mapped} == {0}
     assert all(0 < (request.slo.deadline_s or 0) < 60.0 for request in mapped)
@@ -299,8 +299,26 @@ async def test_maps_that_a_user_waits_for_are_ordinary_real_time_requests() -> N
     assert len({request.arrival_s for request in mapped}) == 1
     assert {request.slo for request in mapped} == {Slo()}
     (group,) = {request.hints.group for request in mapped}
-    assert group is not None and group.size == 4
+    assert group is not None
     assert desk.view(reduce).level == "rt"
+
+
+@virtually
+async def test_a_member_that_something_waits_for_alone_is_not_only_one_of_a_group() -> None:
+    """A user reads one of the maps as well; another value needs a second one alone."""
+    desk = Desk()
+    maps = [call(f"Part {i} {{{{output:m{i}}}}}", name="map") for i in range(4)]
+    reduce = call("{{m0}}{{m1}}{{m2}}{{m3}}{{output:r}}")
+    desk.submit(*maps, reduce, call("{{m1}}{{output:title}}"), call("{{m2}}{{output:later}}"))
+    desk.want("r", LATENCY)
+    desk.want("m0", Criteria(perf=Perf.TTFT, ttft_s=0.2))
+    desk.want("title", LATENCY)
+    desk.want("later", Criteria(perf=Perf.THROUGHPUT))
+    await desk.value("r")
+    groups = [request.hints.group for request in desk.engine.llm_calls()[:4]]
+    assert [group and group.awaited for group in groups] == [True, True, False, False]
+    assert len({group.id for group in groups if group is not None}) == 1
+    await desk.close()
 
 
 @virtually
@@ -312,7 +330,7 @@ async def test_maps_for_throughput_are_a_group_that_precedes_no_others() -> None
     *mapped, reduced = desk.engine.llm_calls()
     assert {request.service_class for request in (*mapped, reduced)} == {ServiceClass.BE}
     (group,) = {request.hints.group for request in mapped}
-    assert group is not None and group.size == 4 and not group.precedes
+    assert group is not None and not group.precedes
     assert desk.view(reduce).level == "throughput"
 
 

@@ -29,7 +29,7 @@ class Item:
     num_missing: int = 0
     samples: bool = True
     early: bool = False
-    in_group: bool = False
+    patient: bool = False
 
     @property
     def running(self) -> bool:
@@ -218,7 +218,7 @@ def has_time(item: Item, due_s: float, bounds: Bounds) -> bool:
     if bounds.rules.early_return:
         return False
     alone_s = seconds([(item, item.remaining)]) / SAFETY
-    return item.in_group or due_s > max(5 * bounds.best_effort_s, 4 * alone_s)
+    return item.patient or due_s > max(5 * bounds.best_effort_s, 4 * alone_s)
 
 
 def largest_chunk(item: Item, before: Chosen, left: int, limit_s: float) -> int | None:

@@ -366,6 +366,19 @@ def _watched_by_client(llm_call: LlmCall) -> bool:
     )
 
 
+def awaited_alone(llm_call: LlmCall) -> bool:
+    """Whether a value that is requested with criteria other than THROUGHPUT is this LLM call's
+    output, or waits for it alone and not for a task group that it is a member of."""
+    grouped = {group.sink for group in llm_call.groups}
+    return any(
+        sink.pending
+        and sink not in grouped
+        and sink.want is not None
+        and sink.want.label is not None
+        for sink in llm_call.stages
+    )
+
+
 def _deadline_slo(
     left_s: float | None,
     deadline_s: float | None,

@@ -13,6 +13,7 @@ from bros.core.interfaces import Placement
 from bros.core.request import RequestGroup, ServiceClass
 from bros.core.tenants import QuotaHold
 from bros.semantic.core.nodes import Call, Level, LlmCall, Variable
+from bros.semantic.core.objectives import awaited_alone
 from bros.semantic.core.prompt import (
     PlannedPieces,
     Prompt,
@@ -429,7 +430,7 @@ def request_group(session: ServedSession, llm_call: LlmCall) -> RequestGroup | N
     if group is None:
         return None
     precedes = group.level > Level.THROUGHPUT
-    return RequestGroup(f"{session.uid}/{group.id}", group.size, precedes)
+    return RequestGroup(f"{session.uid}/{group.id}", precedes, awaited_alone(llm_call))
 
 
 def call_state(call: Call) -> CallState:
