@@ -33,7 +33,20 @@ from session_paper import (
     sustained,
     values_of,
 )
-from session_speed import CHAT_RATES, FLOOD, PARTS, TPOT_S, TTFT_S, ratios, slowdown
+from session_speed import (
+    CHAT_RATES,
+    DOCUMENT_TOKENS,
+    FLOOD,
+    MAPS,
+    PARTS,
+    PROGRAMS,
+    REPLICAS,
+    ROUTERS,
+    TPOT_S,
+    TTFT_S,
+    ratios,
+    slowdown,
+)
 
 RESULTS = Path(__file__).with_name("results")
 COLORS = ("#0072B2", "#E69F00", "#999999", "#CC79A7", "#009E73")
@@ -127,6 +140,32 @@ def beside_page(results: Row) -> Iterator[str]:
                 ]
             )
     yield table(("beside", "way", "s", "times ours", "chats on time"), rows)
+
+
+def replicas_page(results: Row) -> Iterator[str]:
+    yield "### On three replicas\n\n"
+    found = results["replicas"]
+    ours, theirs = (statistics.median(found[name]["cached_tokens"]) for name in ROUTERS)
+    yield (
+        f"{PROGRAMS} map-reduce programs of {MAPS} maps, each over a document of "
+        f"{DOCUMENT_TOKENS} tokens of its own, {REPLICAS} at a time on {REPLICAS} replicas with a "
+        f"thread each. SmolLM2-135M in fp32, {made(results)} {results['rounds']} round"
+        f"{'s' * (results['rounds'] > 1)}. By prefix, {ours / theirs:.2f} times as many prompt "
+        "tokens are found in caches as by turns (target: 1.5).\n\n"
+    )
+    rows = []
+    for name, row in found.items():
+        used = [len({replica for replica, _ in maps}) for maps in row["placements"]]
+        rows.append(
+            [
+                name,
+                f"{statistics.median(row['seconds']):.1f}",
+                f"{statistics.median(row['cached_tokens']):,.0f}",
+                *(f"{used.count(count)}" for count in range(1, REPLICAS + 1)),
+            ]
+        )
+    counts = ("maps on 1 replica", *(f"on {count}" for count in range(2, REPLICAS + 1)))
+    yield table(("placed", "s per program", "cached tokens per round", *counts), rows)
 
 
 def programs_page(results: Row) -> Iterator[str]:
@@ -521,6 +560,7 @@ def write(folder: Path) -> None:
     sections: tuple[tuple[str, Page, Plot | None], ...] = (
         ("sessions_cpu", speed_page, speed_plot),
         ("sessions_beside_cpu", beside_page, None),
+        ("sessions_replicas_cpu", replicas_page, None),
         ("shared_prefix_cpu", prefix_page, prefix_plot),
         ("batched_tokens_cpu", batched_page, batched_plot),
         ("sessions_paper", paper_page, paper_plot),

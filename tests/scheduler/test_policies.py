@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.core.config import POLICIES, EngineConfig
-from bros.core.request import FinishReason, ServiceClass, Slo
+from bros.core.request import FinishReason, Hints, RequestGroup, ServiceClass, Slo
 from bros.scheduler.build import best_effort_yields, unused_options
 from bros.scheduler.cost_model import StepTimePredictor
 from bros.scheduler.policies.bros import BrosPolicy, BrosSettings, Capacity, OverloadGuard
@@ -132,6 +132,26 @@ def test_the_order_of_urgency_is_that_of_a_full_sort(
             real_time.append(state)
     found = [(s.deadline_s, s.arrival_index) for s in bros.propose(queues, 0.0).urgent]
     assert found == sorted((s.deadline_s, s.arrival_index) for s in real_time)
+
+
+@pytest.mark.parametrize(
+    ("group", "patient"),
+    [(None, False), (RequestGroup("g"), True), (RequestGroup("g", awaited=True), False)],
+)
+def test_only_what_nothing_waits_for_alone_is_patient(
+    group: RequestGroup | None, patient: bool
+) -> None:
+    state = RequestState(
+        replace(request("r", 9), hints=Hints(group=group)),
+        service_class=RT,
+        slo=Slo(0.2, 0.2),
+        now=0.0,
+        arrival_index=0,
+        seed=0,
+        max_length=50,
+        eos_token_ids=frozenset(),
+    )
+    assert state.patient is patient
 
 
 # Real-time under load
