@@ -46,9 +46,35 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * scale)
 
 
+def parse_weights(text: str | None) -> dict[str, float]:
+    """`ann=3,bob=0.5` -> {"ann": 3.0, "bob": 0.5}; raises ConfigError."""
+    found: dict[str, float] = {}
+    for part in filter(None, (text or "").split(",")):
+        name, _, value = part.partition("=")
+        if name in found:
+            raise ConfigError(f"{name!r} has two weights")
+        found[name] = parse_weight(value)
+    return found
+
+
+def parse_weight(text: str) -> float:
+    """A tenant's weight; raises ConfigError."""
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    low, high = _WEIGHTS
+    if not low <= weight <= high:
+        raise ConfigError(f"{text[:50]!r} is not a weight from {low:g} to {high:g}")
+    return weight
+
+
+_WEIGHTS = 0.01, 100.0
+
+
 def option(default: Any, help: str, **limits: Any) -> Any:
     """A config field. limits: choices=(...); low=, high= (inclusive); size=True for bytes;
-    address=True for auto or host:port; secret=True for text that must not be empty."""
+    weights=True for weights of tenants; address=True for auto or host:port; secret=True for text that must not be empty."""
     return dataclasses.field(default=default, metadata={"help": help, **limits})
 
 
@@ -84,6 +110,11 @@ def check_value(spec: dataclasses.Field[Any], value: object) -> None:
     if limits.get("size"):
         try:
             parse_bytes(str(value))
+        except ConfigError as error:
+            raise ConfigError(f"{flag}: {error}") from None
+    if limits.get("weights"):
+        try:
+            parse_weights(str(value))
         except ConfigError as error:
             raise ConfigError(f"{flag}: {error}") from None
     if limits.get("address") and value != "auto" and not _ADDRESS.fullmatch(str(value)):
@@ -228,6 +259,12 @@ class EngineConfig(_Checked):
         "seconds for which --be-order may delay a best-effort request behind later ones",
         low=0,
     )
+    tenant_weights: str | None = option(
+        None,
+        "shares of device time between tenants, e.g. ann=3,bob=0.5; default: weight=N in "
+        "--api-keys, else 1",
+        weights=True,
+    )
     late: str = option(
         "renew",
         "late real-time requests: renew the deadline, keep it (edf), or drop the request (shed)",
@@ -350,7 +387,8 @@ class ServerConfig(_Checked):
     )
     api_keys: str | None = option(
         None,
-        "file of NAME KEY [LIMIT=N ...] lines; each NAME is a tenant with its own data and limits",
+        "file of NAME KEY [weight=N] [LIMIT=N ...] lines; each NAME is a tenant with its own data, "
+        "share and limits",
     )
     share_prefix: str = option(
         "own",

@@ -227,6 +227,7 @@ class ClassStats:
     relegated: requests that asked for the other class and are served in this one.
     promoted: best-effort requests that were promoted to this class.
     rejected: requests that the engine refused.
+    device_s: predicted device time of its steps by tenant, in seconds; only under `bros`.
     slack: deadline minus commit time of tokens, in seconds.
     """
 
@@ -252,6 +253,7 @@ class ClassStats:
     relegated: int = 0
     promoted: int = 0
     rejected: int = 0
+    device_s: Mapping[str, float] = field(default_factory=dict)
     slack: Buckets = Buckets()
 
 
@@ -363,6 +365,7 @@ class RequestTrace:
         "tokens"    the token budget of the step was used up
         "memory"    there were no KV blocks
         "turn"      the policy served other requests first
+        "share"     its tenant has used more of the device, so that requests of others came first
         "prefix"    another request (the producer) was computing its prefix
         "grammar"   its grammar was being compiled, before it was queued
         "early"     it is an early prefill, which would have cost others more than it saves

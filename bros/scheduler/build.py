@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from bros.core.config import EngineConfig, StepBounds
+from bros.core.config import EngineConfig, StepBounds, parse_weights
 from bros.core.errors import ConfigError
 from bros.core.interfaces import EngineInfo
 from bros.core.request import ServiceClass
@@ -32,7 +32,8 @@ from bros.scheduler.state import RequestState
 
 _ORDER_POLICIES = (FcfsPolicy, PriorityPolicy, RoundRobinPolicy, EdfPolicy)
 _BROS_ONLY = (
-    *("rt_wait", "be_share", "be_order", "be_max_wait", "late", "packing", "batch_growth"),
+    *("rt_wait", "be_share", "be_order", "be_max_wait", "tenant_weights", "late", "packing"),
+    "batch_growth",
 )
 _MANY_TOKENS = 1024
 """A prompt of so many tokens is compute-bound."""
@@ -182,10 +183,10 @@ def _policy(
         return expected_tokens(state, least=_LEAST_OF_MEAN)
 
     guard = OverloadGuard(config.overload, predictor, _capacity(bounds, kv), patient_tokens)
-    order = None
+    make_order = None
     if config.be_order == "prefix-groups":
-        order = PrefixGroups(config.be_max_wait, partial(look_up, kv))
-    return BrosPolicy(settings, predictor, guard, expected_tokens, order)
+        make_order = partial(PrefixGroups, config.be_max_wait, partial(look_up, kv))
+    return BrosPolicy(settings, predictor, guard, expected_tokens, make_order)
 
 
 def _settings(
@@ -202,6 +203,7 @@ def _settings(
         late=config.late,
         growth=config.batch_growth,
         depth=depth,
+        tenant_weights=parse_weights(config.tenant_weights),
         rules=Rules.paper() if config.packing == "paper" else Rules(chunked=chunked),
     )
 

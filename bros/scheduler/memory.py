@@ -8,8 +8,9 @@ always makes progress and there is no deadlock.
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from bros.core.request import ServiceClass
 from bros.kvcache.blocks import Side
@@ -17,10 +18,14 @@ from bros.kvcache.host_pool import Loss
 from bros.kvcache.manager import KvCacheManager
 from bros.kvcache.sharing import CommonPart
 from bros.scheduler.prefixes import look_up
+from bros.scheduler.shares import SHARE
 from bros.scheduler.state import RequestState, deadline_key
 
 _WAIT_MARGIN = 2.0
 """Expected times are doubled, since other requests are computed in the same steps."""
+
+KEPT_SHARE = 1 / 16
+"""Part of the rows and blocks that tenants over their share leave to requests of others."""
 
 
 def peak_tokens(holders: Sequence[tuple[int, int]]) -> int:
@@ -54,6 +59,7 @@ class StepMemory:
         best-effort request is admitted only if the expected growth of all requests fits, or if no
         best-effort request runs. Ablation: with long best-effort answers, throughput -18 %.
     prefill_seconds: see CostModel; None if the policy predicts no times.
+    over_share: tenants whose new real-time requests leave KEPT_SHARE of rows and blocks free.
 
     num_copied: tokens to be copied to the host for the reservations so far.
     granted: request id -> (segments, slots) of its reservation.
@@ -72,6 +78,7 @@ class StepMemory:
         new_requests_preempt: bool,
         expected_tokens: Callable[[RequestState], int] | None = None,
         prefill_seconds: Callable[[int, int], float] | None = None,
+        over_share: Collection[str] = (),
     ) -> None:
         self._kv = kv
         self._running = running
@@ -90,6 +97,10 @@ class StepMemory:
         self._preemptors: set[str] = set()
         self._new_requests: list[tuple[int, int]] = []
         self._admitting = True
+        self._over_share = over_share
+        self._admitting_over_share = True
+        self._has_real_time = any(s.service_class is ServiceClass.RT for s in running)
+        self._kept_rows = math.ceil(KEPT_SHARE * max_holders)
         self._requester: RequestState | None = None
         self._asked_for_victims = False
         self._growth: list[tuple[int, int]] | None = None
@@ -164,7 +175,19 @@ class StepMemory:
 
     def _may_start(self, state: RequestState) -> bool:
         self.refusal = "memory" if not self._admitting else "rows"
-        return self._admitting and self._free_rows[state.service_class] > 0
+        free_rows = self._free_rows[state.service_class]
+        if self._is_over_share(state):
+            if not self._admitting_over_share or free_rows <= self._kept_rows:
+                self.refusal = SHARE
+                return False
+        return self._admitting and free_rows > 0
+
+    def _is_over_share(self, state: RequestState) -> bool:
+        """Whether it leaves rows and blocks to requests of other tenants; not if no real-time
+        request runs, so that one that fits only alone can start."""
+        if not self._over_share or state.service_class is ServiceClass.BE:
+            return False
+        return state.request.tenant in self._over_share and self._has_real_time
 
     def reserve(self, state: RequestState, num_tokens: int) -> bool:
         """Allocate the next `num_tokens` tokens, and restore missing ones; False if they do not
@@ -253,6 +276,13 @@ class StepMemory:
         whole_prompt = -(-state.remaining // size)
         victims = list(self._victims(state))
         holders = len(self._running) - len(victims) + len(self._new_requests)
+        if self._is_over_share(state):
+            kept = math.ceil(KEPT_SHARE * self._kv.num_blocks)
+            wanted = everything + self._promised_blocks + holders + kept
+            self._admitting_over_share = self._can_get(state, wanted, victims)
+            if not self._admitting_over_share:
+                self.refusal = SHARE
+                return False
         self._admitting = (
             self._fits_with_growth(state)
             and self._can_get(state, whole_prompt + holders, victims)

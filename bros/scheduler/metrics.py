@@ -15,21 +15,21 @@ _MAX_EVENTS = 64
 
 
 class BlockedTime:
-    """For each class, the seconds in which its queue has waited so far, by reason.
+    """For each class and tenant, the seconds in which its queue has waited so far, by reason.
 
     A request records these sums when it is enqueued and takes the difference when it is dequeued,
     so that the cost of a step does not depend on the number of waiting requests.
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[ServiceClass, dict[str, float]] = {cls: {} for cls in ServiceClass}
+        self._seconds: dict[tuple[ServiceClass, str], dict[str, float]] = {}
 
-    def note(self, service_class: ServiceClass, reason: str, seconds: float) -> None:
-        sums = self._seconds[service_class]
+    def note(self, service_class: ServiceClass, tenant: str, reason: str, seconds: float) -> None:
+        sums = self._seconds.setdefault((service_class, tenant), {})
         sums[reason] = sums.get(reason, 0.0) + seconds
 
-    def so_far(self, service_class: ServiceClass) -> Mapping[str, float]:
-        return dict(self._seconds[service_class])
+    def so_far(self, service_class: ServiceClass, tenant: str) -> Mapping[str, float]:
+        return dict(self._seconds.get((service_class, tenant), ()))
 
 
 class RequestRecord:
@@ -123,7 +123,7 @@ class RequestRecord:
         self.waits[reason] = self.waits.get(reason, 0.0) + seconds
 
     def queued(self, blocked: Mapping[str, float]) -> None:
-        """The request was enqueued; `blocked` is BlockedTime.so_far of its class."""
+        """The request was enqueued; `blocked` is BlockedTime.so_far of its class and tenant."""
         self._blocked_before = blocked
 
     def dequeued(self, blocked: Mapping[str, float]) -> None:
@@ -210,7 +210,7 @@ class RequestRecord:
         blocked: Mapping[str, float] | None,
         finish_reason: FinishReason | None,
     ) -> RequestTrace:
-        """blocked: BlockedTime.so_far of its class if it is waiting right now."""
+        """blocked: BlockedTime.so_far of its class and tenant if it is waiting right now."""
         waits = dict(self.waits)
         for reason, waited in self._waited(blocked or {}):
             waits[reason] = waits.get(reason, 0.0) + waited
@@ -302,7 +302,14 @@ class ClassCounters:
         interval = (now - self._departures[0]) / len(self._departures)
         return float(min(max(math.ceil(interval), _MIN_RETRY_S), _MAX_RETRY_S))
 
-    def snapshot(self, running: int, waiting: int, kv_blocks: int, evicted: int) -> ClassStats:
+    def snapshot(
+        self,
+        running: int,
+        waiting: int,
+        kv_blocks: int,
+        evicted: int,
+        device_s: Mapping[str, float],
+    ) -> ClassStats:
         return ClassStats(
             running=running,
             kv_blocks=kv_blocks,
@@ -326,5 +333,6 @@ class ClassCounters:
             relegated=self.relegated,
             promoted=self.promoted,
             rejected=self.rejected,
+            device_s=dict(device_s),
             slack=Buckets(_SLACK_BOUNDS_S, tuple(self._slack), self._slack_total),
         )

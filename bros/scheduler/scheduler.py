@@ -341,6 +341,7 @@ class Scheduler:
             new_requests_preempt=self._policy.new_requests_preempt,
             expected_tokens=self._policy.expected_tokens,
             prefill_seconds=predictor.prefill_seconds if predictor else None,
+            over_share=proposal.over_share,
         )
         packing = pack(
             proposal.urgent, proposal.best_effort, proposal.bounds, memory, predictor, begins_s,
@@ -348,10 +349,10 @@ class Scheduler:
         )  # fmt: skip
         if not packing.selected:
             return None
-        self._policy.on_step_committed(packing)
+        self._policy.on_step_committed(packing, self._queues)
         self._preempt_victims(memory, now)
         chunks = self._commit(packing, memory, now)
-        self._steps.begin(packing, predictor, self._queues, self._arrivals, now)
+        self._steps.begin(packing, predictor, self._queues, proposal.behind, self._arrivals, now)
         shared = self._shared_prefixes(packing, chunks, sharing)
         return StepPlan(self._steps.count, chunks, self._kv.take_copies(), shared)
 
@@ -515,6 +516,7 @@ class Scheduler:
                     len(self._queues.waiting[cls]),
                     kv_blocks[cls],
                     kv.num_evicted_blocks(SIDES[cls]),
+                    self._policy.device_seconds(cls),
                 )
                 for cls, each in self._counters.items()
             },
@@ -527,7 +529,7 @@ class Scheduler:
             return self._traces.get(request_id)
         blocked = None
         if not state.running:
-            blocked = self._queues.blocked.so_far(state.service_class)
+            blocked = self._queues.blocked.so_far(state.service_class, state.request.tenant)
         return state.trace(blocked, None)
 
     def check_integrity(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
@@ -229,7 +230,7 @@ class RequestState:
     def trace(
         self, blocked: Mapping[str, float] | None, finish_reason: FinishReason | None
     ) -> RequestTrace:
-        """blocked: BlockedTime.so_far of its class, if it is waiting right now."""
+        """blocked: BlockedTime.so_far of its class and tenant, if it is waiting right now."""
         return self.record.trace(
             self.request_id,
             tenant=self.request.tenant,
@@ -365,12 +366,16 @@ class Queues:
 
     running: requests that hold KV memory, sorted by rank.
     waiting: requests that hold none, by class, sorted by queue_key.
-    blocked: for how long each class has waited, by reason.
+    waiting_of: how many wait of each tenant with waiting requests, by class.
+    open_of: how many wait or run of each tenant with such requests, by class.
+    blocked: for how long each class and tenant has waited, by reason.
     """
 
     def __init__(self) -> None:
         self.running: list[RequestState] = []
         self.waiting: Mapping[ServiceClass, list[RequestState]] = {cls: [] for cls in ServiceClass}
+        self.waiting_of: Mapping[ServiceClass, dict[str, int]] = {cls: {} for cls in ServiceClass}
+        self.open_of: Mapping[ServiceClass, dict[str, int]] = {cls: {} for cls in ServiceClass}
         self.blocked = BlockedTime()
 
     def running_of(self, service_class: ServiceClass) -> list[RequestState]:
@@ -379,8 +384,29 @@ class Queues:
 
     def enqueue(self, state: RequestState) -> None:
         """Add a request that holds no memory to its waiting queue."""
+        self._count(self.open_of, state, 1)
+        self._enqueue(state)
+
+    def _enqueue(self, state: RequestState) -> None:
         bisect.insort(self.waiting[state.service_class], state, key=_queue_key)
-        state.record.queued(self.blocked.so_far(state.service_class))
+        self._count(self.waiting_of, state, 1)
+        state.record.queued(self.blocked.so_far(state.service_class, state.request.tenant))
+
+    def _dequeue(self, state: RequestState) -> None:
+        queue = self.waiting[state.service_class]
+        del queue[_index(queue, state, _queue_key)]
+        self._count(self.waiting_of, state, -1)
+        state.record.dequeued(self.blocked.so_far(state.service_class, state.request.tenant))
+
+    def _count(
+        self, counts: Mapping[ServiceClass, dict[str, int]], state: RequestState, change: int
+    ) -> None:
+        of_class, tenant = counts[state.service_class], state.request.tenant
+        count = of_class.get(tenant, 0) + change
+        if count:
+            of_class[tenant] = count
+        else:
+            del of_class[tenant]
 
     def requeue(self, state: RequestState, key: Rank) -> None:
         """Move a waiting request within its queue."""
@@ -391,9 +417,7 @@ class Queues:
 
     def start(self, state: RequestState) -> None:
         """Move a request from waiting to running."""
-        queue = self.waiting[state.service_class]
-        del queue[_index(queue, state, _queue_key)]
-        state.record.dequeued(self.blocked.so_far(state.service_class))
+        self._dequeue(state)
         state.running = True
         bisect.insort(self.running, state, key=rank_key)
 
@@ -401,20 +425,20 @@ class Queues:
         """Move a request from running to waiting."""
         del self.running[_index(self.running, state, rank_key)]
         state.running = False
-        self.enqueue(state)
+        self._enqueue(state)
 
     def remove(self, state: RequestState) -> None:
         """Remove a request from its queue."""
+        self._count(self.open_of, state, -1)
         if state.running:
             del self.running[_index(self.running, state, rank_key)]
-            return
-        queue = self.waiting[state.service_class]
-        del queue[_index(queue, state, _queue_key)]
-        state.record.dequeued(self.blocked.so_far(state.service_class))
+        else:
+            self._dequeue(state)
 
     def put_back(self, state: RequestState) -> None:
         """Add a removed request again, after its class, rank and queue_key have changed."""
         if state.running:
+            self._count(self.open_of, state, 1)
             bisect.insort(self.running, state, key=rank_key)
         else:
             self.enqueue(state)
@@ -430,6 +454,9 @@ class Queues:
             assert all(a.queue_key < b.queue_key for a, b in itertools.pairwise(queue))
             assert not any(state.running for state in queue)
             assert all(state.service_class is service_class for state in queue)
+            assert self.waiting_of[service_class] == Counter(s.request.tenant for s in queue)
+            served = [s for s in self if s.service_class is service_class]
+            assert self.open_of[service_class] == Counter(s.request.tenant for s in served)
 
 
 def rank_key(state: RequestState) -> Rank:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from bros.core.request import ServiceClass
 from bros.scheduler.cost_model import StepTimePredictor
 from bros.scheduler.packing import EARLY, Packing
+from bros.scheduler.shares import SHARE
 from bros.scheduler.state import Queues, RequestState
 
 _Size = tuple[int, int]
@@ -93,7 +94,7 @@ class Step:
     size: for its usual time.
     new_request: arrival_index of the first request that was submitted after the commit.
     prefilled: prefill-only requests that are done after it.
-    blocked: (class, reason) for each class with waiting requests.
+    blocked: (class, tenant) -> reason, for each tenant with waiting requests of the class.
     idle: (request, reason) of requests that hold memory but are not in the step.
     assumed_done: the scheduler has called `assume_done` for it.
     """
@@ -105,7 +106,7 @@ class Step:
     size: _Size
     new_request: int
     prefilled: list[RequestState]
-    blocked: list[tuple[ServiceClass, str]]
+    blocked: dict[tuple[ServiceClass, str], str]
     idle: list[tuple[RequestState, str]]
     assumed_done: bool = False
 
@@ -133,10 +134,11 @@ class StepLedger:
         packing: Packing[RequestState],
         predictor: StepTimePredictor | None,
         queues: Queues,
+        behind: Mapping[ServiceClass, Collection[str]],
         new_request: int,
         now: float,
     ) -> None:
-        """Record a committed step. queues: after the commit."""
+        """Record a committed step. queues: after the commit. behind: see Proposal."""
         assert len(self._running) < 2, "at most two steps are in flight"
         self.count += 1
         step = Step(
@@ -147,11 +149,13 @@ class StepLedger:
             size=_size_of(packing),
             new_request=new_request,
             prefilled=[s for s, _ in packing.selected if not s.samples and s.remaining == 0],
-            blocked=[
-                (service_class, _why_waiting(packing, service_class))
-                for service_class, waiting in queues.waiting.items()
-                if waiting
-            ],
+            blocked={
+                (service_class, tenant): _why_waiting(
+                    packing, service_class, tenant, tenant in behind.get(service_class, ())
+                )
+                for service_class, tenants in queues.waiting_of.items()
+                for tenant in tenants
+            },
             idle=_idle(packing, queues.running),
         )
         self._running.append(step)
@@ -179,15 +183,14 @@ class StepLedger:
     def note_start(self, state: RequestState) -> None:
         """A request leaves its queue for the next step.
 
-        Until the running step ends it still waits, for the reason that holds for its class.
+        Until the running step ends it still waits, for the reason that holds for its class and
+        tenant.
         """
         latest = self.latest
         if latest is not None and state.arrival_index < latest.new_request:
-            latest.idle += [
-                (state, reason)
-                for service_class, reason in latest.blocked
-                if service_class is state.service_class
-            ]
+            reason = latest.blocked.get((state.service_class, state.request.tenant))
+            if reason is not None:
+                latest.idle.append((state, reason))
 
     def note_promotion(self, state: RequestState) -> None:
         """A waiting request moves from the best-effort queue to the real-time queue.
@@ -196,7 +199,7 @@ class StepLedger:
         blocked during that step: then it waits with that queue.
         """
         latest = self.latest
-        if latest is None or any(cls is ServiceClass.RT for cls, _ in latest.blocked):
+        if latest is None or (ServiceClass.RT, state.request.tenant) in latest.blocked:
             return
         self.note_start(state)
 
@@ -249,18 +252,25 @@ def _note_waits(step: Step, seconds: float, queues: Queues) -> bool:
         if not state.record.left:
             state.record.wait(reason, seconds)
             be_waits |= state.service_class is ServiceClass.BE and reason != EARLY
-    for service_class, reason in step.blocked:
-        queues.blocked.note(service_class, reason, seconds)
+    for (service_class, tenant), reason in step.blocked.items():
+        queues.blocked.note(service_class, tenant, reason, seconds)
         be_waits |= service_class is ServiceClass.BE and reason != EARLY
     return be_waits
 
 
-def _why_waiting(packing: Packing[RequestState], service_class: ServiceClass) -> str:
-    """Why a class waits: why its first candidate was passed over, or why packing stopped."""
+def _why_waiting(
+    packing: Packing[RequestState], service_class: ServiceClass, tenant: str, behind: bool
+) -> str:
+    """Why a tenant's requests of a class wait: why its first candidate was passed over, or why
+    packing stopped before it. behind: those of another tenant came first."""
     for state, reason in packing.passed_over:
-        if state.service_class is service_class and not state.running:
+        if (
+            state.service_class is service_class
+            and not state.running
+            and state.request.tenant == tenant
+        ):
             return reason
-    return _why_stopped(packing, service_class)
+    return SHARE if behind else _why_stopped(packing, service_class)
 
 
 def _idle(

@@ -39,7 +39,7 @@ from bros.scheduler.build import best_effort_yields, build_scheduler
 from bros.scheduler.cost_model import CostModel, StepLoad
 from bros.scheduler.profiles import Profile, load_profile
 from bros.scheduler.scheduler import Scheduler
-from bros.workload.arrivals import Arrival, BeLoad, RtLoad, Size, generator
+from bros.workload.arrivals import BeLoad, RtLoad, Size, TenantLoad, generator
 
 # ---- The simulated executor: it advances a virtual clock by the predicted time of each step.
 
@@ -176,6 +176,7 @@ class SimulatedRequest:
     service_class: ServiceClass
     arrival_s: float
     size: Size
+    tenant: str = ""
     token_times_s: array[float] = field(default_factory=lambda: array("d"))
     finish: FinishReason | None = None
     refused: bool = False
@@ -232,6 +233,15 @@ class SimulationResult:
         return hashed.hexdigest()
 
 
+class _ClosedLoop:
+    """The best-effort requests of a tenant: how many are open, and the sizes of the next ones."""
+
+    def __init__(self, load: TenantLoad, seed: int) -> None:
+        self.load = load.be
+        self.open = 0
+        self.sizes = load.be.sizes.stream(generator(load.seed(seed), "be sizes"))
+
+
 class Simulation:
     """One run. `engine` must use `executor` and `clock`, which starts at 0."""
 
@@ -241,44 +251,44 @@ class Simulation:
         executor: SimExecutor,
         clock: ManualClock,
         *,
-        rt: Sequence[Arrival],
-        be: BeLoad,
+        loads: Sequence[TenantLoad],
         seed: int,
         duration_s: float,
         warm_up_s: float = 0.0,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        """rt: sorted by time.
+        """loads: of different tenants.
         warm_up_s: less than duration_s; it only affects what the result records.
         progress: called with the share of the duration that is done, now and then.
         """
         self._engine = engine
         self._executor = executor
         self._clock = clock
-        self._be = be
+        self._loops = {load.tenant: _ClosedLoop(load, seed) for load in loads}
         self._duration_s = duration_s
         self._warm_up_s = warm_up_s
         self._warm_up = Totals()
         self._progress = progress
-        self._be_sizes = be.sizes.stream(generator(seed, "be sizes"))
         self._records: list[SimulatedRequest] = []
         self._open: dict[str, SimulatedRequest] = {}
-        self._be_open = 0
-        self._be_count = 0
         self._idle_s = 0.0
         self._arrived: list[tuple[SimulatedRequest, EngineRequest]] = []
         limit = engine.info.max_model_len
-        servable = [a for a in rt if sum(a.size) <= limit]
-        self._skipped = sum(sum(a.size) > limit and a.time_s >= warm_up_s for a in rt)
+        self._skipped = 0
         # A heap by time, then by the order in which arrivals were scheduled.
-        self._future: list[tuple[float, int, ServiceClass, Size]] = []
+        self._future: list[tuple[float, int, str, ServiceClass, Size]] = []
         self._num_scheduled = 0
-        for arrival in servable:
-            self._schedule_arrival(arrival.time_s, ServiceClass.RT, arrival.size)
+        for load in loads:
+            for time_s, size in load.rt.arrivals(duration_s, load.seed(seed)):
+                if sum(size) <= limit:
+                    self._schedule_arrival(time_s, load.tenant, ServiceClass.RT, size)
+                else:
+                    self._skipped += time_s >= warm_up_s
 
     def run(self) -> SimulationResult:
         """Run to the end of the duration. Call it once."""
-        self._schedule_best_effort(0.0, self._be.in_flight)
+        for tenant, loop in self._loops.items():
+            self._schedule_best_effort(0.0, tenant, loop.load.in_flight)
         for _ in self._until_end():
             self._submit_arrived()
             if self._engine.has_work:
@@ -330,8 +340,10 @@ class Simulation:
         self._clock.advance(max(0.0, until - before))
         self._idle_s += self._clock.now() - before
 
-    def _schedule_arrival(self, time_s: float, service_class: ServiceClass, size: Size) -> None:
-        heapq.heappush(self._future, (time_s, self._num_scheduled, service_class, size))
+    def _schedule_arrival(
+        self, time_s: float, tenant: str, service_class: ServiceClass, size: Size
+    ) -> None:
+        heapq.heappush(self._future, (time_s, self._num_scheduled, tenant, service_class, size))
         self._num_scheduled += 1
 
     def _pop_arrivals(self) -> list[EngineRequest]:
@@ -339,8 +351,8 @@ class Simulation:
         before = len(self._arrived)
         until = min(self._clock.now(), self._duration_s)
         while self._future and self._future[0][0] <= until:
-            time_s, _, service_class, size = heapq.heappop(self._future)
-            record = self._record(time_s, service_class, size)
+            time_s, _, tenant, service_class, size = heapq.heappop(self._future)
+            record = self._record(time_s, tenant, service_class, size)
             self._arrived.append((record, self._request(record)))
         return [request for _, request in self._arrived[before:]]
 
@@ -353,12 +365,14 @@ class Simulation:
     def _record_unsubmitted(self) -> None:
         """Requests that arrived during the last step never reach the engine, and count as open."""
         while self._future and self._future[0][0] < self._duration_s:
-            time_s, _, service_class, size = heapq.heappop(self._future)
-            self._record(time_s, service_class, size)
+            time_s, _, tenant, service_class, size = heapq.heappop(self._future)
+            self._record(time_s, tenant, service_class, size)
 
-    def _record(self, time_s: float, service_class: ServiceClass, size: Size) -> SimulatedRequest:
+    def _record(
+        self, time_s: float, tenant: str, service_class: ServiceClass, size: Size
+    ) -> SimulatedRequest:
         request_id = f"{service_class}-{len(self._records)}"
-        record = SimulatedRequest(request_id, service_class, time_s, size)
+        record = SimulatedRequest(request_id, service_class, time_s, size, tenant)
         self._records.append(record)
         return record
 
@@ -374,6 +388,7 @@ class Simulation:
             sampling=params,
             service_class=record.service_class,
             arrival_s=record.arrival_s,
+            tenant=record.tenant,
         )
 
     def _submit(self, record: SimulatedRequest, request: EngineRequest, now: float) -> None:
@@ -400,16 +415,18 @@ class Simulation:
         """A best-effort client in the closed loop sends its next request after each answer."""
         if record.service_class is ServiceClass.RT:
             return
-        self._be_open -= 1
-        if not self._be.batches:
-            self._schedule_best_effort(now, 1)
-        elif self._be_open == 0:
-            self._schedule_best_effort(now, self._be.in_flight)
+        loop = self._loops[record.tenant]
+        loop.open -= 1
+        if not loop.load.batches:
+            self._schedule_best_effort(now, record.tenant, 1)
+        elif loop.open == 0:
+            self._schedule_best_effort(now, record.tenant, loop.load.in_flight)
 
-    def _schedule_best_effort(self, time_s: float, count: int) -> None:
-        self._be_open += count
+    def _schedule_best_effort(self, time_s: float, tenant: str, count: int) -> None:
+        loop = self._loops[tenant]
+        loop.open += count
         for _ in range(count):
-            self._schedule_arrival(time_s, ServiceClass.BE, next(self._be_sizes))
+            self._schedule_arrival(time_s, tenant, ServiceClass.BE, next(loop.sizes))
 
 
 def _prompt(number: int, length: int, vocab_size: int) -> array[int]:
@@ -443,6 +460,8 @@ class Device:
 class SimulatedScenario:
     """Everything that determines a run: runs of equal scenarios are bit-identical.
 
+    rt, be: the load of a server without tenants.
+    tenants: the load of tenants, beside that.
     disturbance: how step times differ from the scheduler's cost model.
     warm_up_s: the beginning that reports leave out (metrics.py); less than duration_s.
     """
@@ -453,8 +472,14 @@ class SimulatedScenario:
     be: BeLoad
     seed: int
     duration_s: float
+    tenants: tuple[TenantLoad, ...] = ()
     disturbance: Disturbance = Disturbance()
     warm_up_s: float = 0.0
+
+    @property
+    def loads(self) -> Sequence[TenantLoad]:
+        """All loads, by tenant."""
+        return (TenantLoad("", self.rt, self.be), *self.tenants)
 
     @property
     def slo(self) -> Slo:
@@ -491,8 +516,7 @@ def build_simulation(
         engine,
         executor,
         clock,
-        rt=scenario.rt.arrivals(scenario.duration_s, scenario.seed),
-        be=scenario.be,
+        loads=scenario.loads,
         seed=scenario.seed,
         duration_s=scenario.duration_s,
         warm_up_s=scenario.warm_up_s,
@@ -505,17 +529,18 @@ def check_scenario(scenario: SimulatedScenario) -> None:
     be in flight."""
     info = engine_info(scenario.config, scenario.device)
     build_scheduler(_config(scenario), info, scenario.device.steps)
-    be, max_model_len = scenario.be, info.max_model_len
-    if be.in_flight > scenario.config.max_queue:
+    in_flight = sum(load.be.in_flight for load in scenario.loads)
+    if in_flight > scenario.config.max_queue:
         raise ConfigError(
-            f"--be: {be.in_flight} requests in flight need --max-queue {be.in_flight} or more, "
+            f"--be: {in_flight} requests in flight need --max-queue {in_flight} or more, "
             f"it is {scenario.config.max_queue}"
         )
-    if be.in_flight and be.sizes.longest > max_model_len:
-        raise ConfigError(
-            f"--be: requests of up to {be.sizes.longest} tokens do not fit, the longest that "
-            f"can be served is {max_model_len}; see --kv-blocks and --max-model-len"
-        )
+    for be in (load.be for load in scenario.loads if load.be.in_flight):
+        if be.sizes.longest > info.max_model_len:
+            raise ConfigError(
+                f"--be: requests of up to {be.sizes.longest} tokens do not fit, the longest that "
+                f"can be served is {info.max_model_len}; see --kv-blocks and --max-model-len"
+            )
 
 
 def _config(scenario: SimulatedScenario) -> EngineConfig:

@@ -139,6 +139,19 @@ class BeLoad:
     sizes: RequestSizes = BE_SIZES
 
 
+@dataclass(frozen=True, slots=True)
+class TenantLoad:
+    """The load of one tenant beside others."""
+
+    tenant: str
+    rt: RtLoad
+    be: BeLoad
+
+    def seed(self, seed: int) -> int:
+        """Seed of its own generators in a run with this seed."""
+        return generator(seed, f"tenant {self.tenant}").getrandbits(32) if self.tenant else seed
+
+
 def generator(seed: int, purpose: str) -> random.Random:
     """A separate generator per purpose, the same on every machine and in every run."""
     return random.Random(f"bros/{seed}/{purpose}")

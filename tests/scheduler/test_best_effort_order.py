@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.core.request import Hints, RequestGroup
-from bros.scheduler.policies.best_effort_order import BestEffortOrder
-from bros.scheduler.state import Rank, RequestState
+from bros.scheduler.policies.best_effort_order import BestEffortOrder, TenantOrders
+from bros.scheduler.shares import TenantShares
+from bros.scheduler.state import Queues, Rank, RequestState
 from support.scheduling import request
 from support.tier import examples
 from support.virtual_time import BE, VirtualRun
@@ -254,14 +255,35 @@ def test_what_a_call_waits_for_together_comes_first_and_together() -> None:
 
 
 def test_programs_of_the_same_name_are_not_the_same_for_two_tenants() -> None:
-    order = BestEffortOrder(WAIT_S)
+    order = TenantOrders(lambda: BestEffortOrder(WAIT_S), TenantShares({}), lambda state: 1.0)
     first = Arrival(0.0, 0.0, "p", 0, False, "a", 0)
     order.key(state_of(0, first, 1.0), 1.0)
     same, other = (
         order.key(state_of(index, dataclasses.replace(first, tenant=tenant), 2.0), 2.0)
         for index, tenant in ((1, "a"), (2, "b"))
     )
-    assert (same[0], other[0]) == (1.0, 2.0)
+    assert (same[:2], other[:2]) == ((0, 1.0), (1, 2.0))
+
+
+@given(load=arrivals)
+def test_tenants_take_turns_and_each_keeps_its_own_order(load: list[Arrival]) -> None:
+    """Each prompt costs the same, so among tenants that still wait none is two ahead."""
+    shares, queues, now = TenantShares({}), Queues(), 0.0
+    order = TenantOrders(lambda: BestEffortOrder(WAIT_S), shares, lambda state: 1.0)
+    for index, arrival in enumerate(load):
+        now += arrival.after_s
+        state = state_of(index, arrival, now or 1e-9)
+        state.queue_key = (1.0, *order.key(state, now))
+        queues.enqueue(state)
+    first = list(order.first(queues, 0, len(load), now))
+    own = {tenant: [s for s in first if s.request.tenant == tenant] for tenant in ("", "t")}
+    assert sorted(s.request_id for s in first) == sorted(s.request_id for s in queues)
+    for states in own.values():
+        assert states == sorted(states, key=lambda state: state.queue_key)
+    turns = 2 * min(len(states) for states in own.values())
+    for count in range(turns + 1):
+        some = [state.request.tenant for state in first[:count]]
+        assert abs(some.count("") - some.count("t")) <= 1
 
 
 def test_groups_that_never_end_starve_no_other() -> None:

@@ -92,7 +92,7 @@ def test_it_is_what_the_naive_model_says(
             waiting.append(state_of(index, cached, now, early=early and index % 5 == 0))
         del coming[:come]
         waiting.sort(key=lambda state: (state.early, *order.key(state, now)))
-        first = order.first(waiting, 0, 12, now)
+        first = order.first(waiting, range(len(waiting)), 12, now)
         assert first == naive.order(waiting, 12, now)
         begin = [state for state in first[:begun] if not state.early]
         order.started(begin)
@@ -113,7 +113,7 @@ def test_groups_that_always_have_requests_share_in_proportion(batches: list[int]
     waiting = [state_of(index, index % 10 * 10 + 5) for index in range(200)]
     begun: list[RequestState] = []
     for count in batches:
-        first = order.first(waiting, 0, 65, 0.0)[:count]
+        first = order.first(waiting, range(len(waiting)), 65, 0.0)[:count]
         order.started(first)
         for state in first:
             waiting.remove(state)
@@ -136,14 +136,14 @@ def test_groups_follow_what_is_cached_now() -> None:
 
     order = PrefixGroups(WAIT_S, look_up)
     waiting = [state_of(index, 0) for index in range(40)]
-    assert order.first(waiting, 0, 3, 0.0) == waiting[:3]
+    assert order.first(waiting, range(len(waiting)), 3, 0.0) == waiting[:3]
     cached["r33"] = 95
     for _ in range(5):
-        found = order.first(waiting, 0, 3, 0.0)
+        found = order.first(waiting, range(len(waiting)), 3, 0.0)
     assert found[0] is waiting[33]
     cached["r33"] = 0  # it was evicted
     for _ in range(5):
-        found = order.first(waiting, 0, 3, 0.0)
+        found = order.first(waiting, range(len(waiting)), 3, 0.0)
     assert found == waiting[:3]
 
 

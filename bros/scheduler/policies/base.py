@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from bros.core.request import ServiceClass
@@ -20,6 +20,9 @@ class Proposal:
     best_effort: candidates for the time that is left, in this order.
     bounds: of the step.
     exclusive: best-effort candidates run only if no urgent one can.
+    behind: by class, tenants whose waiting requests come after those of another tenant that has
+        used less of the device.
+    over_share: tenants whose new real-time requests leave rows and memory for those of others.
     shed: waiting requests that end now with an error.
     """
 
@@ -27,6 +30,8 @@ class Proposal:
     best_effort: Iterable[RequestState] = ()
     bounds: Bounds
     exclusive: bool = False
+    behind: Mapping[ServiceClass, Collection[str]] = field(default_factory=dict)
+    over_share: Collection[str] = ()
     shed: Sequence[RequestState] = ()
 
 
@@ -93,8 +98,8 @@ class Policy(Protocol):
         """
         ...
 
-    def on_step_committed(self, packing: Packing[RequestState]) -> None:
-        """A step is going to run."""
+    def on_step_committed(self, packing: Packing[RequestState], queues: Queues) -> None:
+        """A step is going to run. queues: before its requests leave them."""
         ...
 
     def on_step_done(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
@@ -110,6 +115,10 @@ class Policy(Protocol):
 
     def on_request_ended(self, state: RequestState, now: float) -> None:
         """A request has ended, for whatever reason."""
+        ...
+
+    def device_seconds(self, service_class: ServiceClass) -> Mapping[str, float]:
+        """The predicted time of the steps so far, by tenant; empty if the policy predicts none."""
         ...
 
 
@@ -138,7 +147,7 @@ class OrderPolicy:
     ) -> bool:
         return False
 
-    def on_step_committed(self, packing: Packing[RequestState]) -> None:
+    def on_step_committed(self, packing: Packing[RequestState], queues: Queues) -> None:
         pass
 
     def on_step_done(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
@@ -149,6 +158,9 @@ class OrderPolicy:
 
     def on_request_ended(self, state: RequestState, now: float) -> None:
         pass
+
+    def device_seconds(self, service_class: ServiceClass) -> Mapping[str, float]:
+        return {}
 
     def _first_waiting(self, queues: Queues, service_class: ServiceClass) -> list[RequestState]:
         """The first waiting requests of a class: one more than fit, so that it has a reason to

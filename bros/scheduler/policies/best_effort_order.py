@@ -1,6 +1,6 @@
 """The order in which best-effort requests start, unless a deadline is pressing.
 
-By arrival, where some requests count as if they had arrived earlier (times in units of
+Between tenants: by what each has used of the device (shares.py). Of one tenant: by arrival, where some requests count as if they had arrived earlier (times in units of
 `max_wait_s`):
 
     -1/2                    0                     1/2                     1
@@ -28,7 +28,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from bros.scheduler.state import Rank, RequestState
+from bros.core.request import ServiceClass
+from bros.scheduler.shares import TenantShares
+from bros.scheduler.state import Queues, Rank, RequestState, section
 
 _PREFIX_TOKENS = 64
 """Requests with so many equal first tokens are taken to share a prefix. Ablation: batch prefixes,
@@ -36,8 +38,8 @@ throughput -22 %."""
 
 _MAX_KNOWN = 10_000
 
-_Key = tuple[str, str, str, bytes, str]
-"""(tenant, user, program, first tokens of the prompt if there is no program, id of a task group)"""
+_Key = tuple[str, str, bytes, str]
+"""(user, program, first tokens of the prompt if there is no program, id of a task group)"""
 
 _Arrival = tuple[float, int]
 """(arrival_s, arrival_index) of a request."""
@@ -58,18 +60,18 @@ class _Place:
 
 
 class StartOrder(Protocol):
-    """The order in which best-effort requests start that are not pressing."""
+    """The order in which the best-effort requests of one tenant start that are not pressing."""
 
     def key(self, state: RequestState, now: float) -> Rank:
         """Position in the queue; unique."""
         ...
 
     def first(
-        self, waiting: Sequence[RequestState], start: int, count: int, now: float
+        self, waiting: Sequence[RequestState], span: range, count: int, now: float
     ) -> Sequence[RequestState]:
         """The next `count` requests to start; early prefills come last.
 
-        waiting: sorted by key; only requests from index `start` on count.
+        waiting: sorted by key; only requests with an index in `span` count.
         """
         ...
 
@@ -96,7 +98,7 @@ class BestEffortOrder:
         request, hints = state.request, state.request.hints
         prompt = state.token_ids[: min(state.prompt_len, _PREFIX_TOKENS)]
         prefix = b"" if hints.program else prompt.tobytes()
-        key = (request.tenant, request.user, hints.program, prefix, "")
+        key = (request.user, hints.program, prefix, "")
         start = self._start(key, state, self._max_wait_s, lasts=bool(hints.program))
         kept = [key] if hints.program else []
         group = hints.group if hints.group is not None and hints.group.precedes else None
@@ -112,9 +114,9 @@ class BestEffortOrder:
         return (*start, group is None, -hints.depth, state.arrival_index)
 
     def first(
-        self, waiting: Sequence[RequestState], start: int, count: int, now: float
+        self, waiting: Sequence[RequestState], span: range, count: int, now: float
     ) -> Sequence[RequestState]:
-        return waiting[start : start + count]
+        return waiting[span.start : min(span.start + count, span.stop)]
 
     def started(self, states: Iterable[RequestState]) -> None:
         pass
@@ -159,6 +161,100 @@ class BestEffortOrder:
             del places[key]
 
 
+# ---- Several tenants.
+#
+#     waiting   others of a | others of b | early prefills of a | of b      sections of the queue
+#     order     a b b a b   . . .           then a b a
+#
+# Each tenant has a StartOrder of its own. Of two tenants the one that has used less comes first,
+# and each request that is taken counts as used, as far as its prompt goes.
+
+
+class TenantOrders:
+    """The order of all tenants' best-effort requests.
+
+    expected_s: what a request is expected to use of the device before its first token.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], StartOrder],
+        shares: TenantShares,
+        expected_s: Callable[[RequestState], float],
+    ) -> None:
+        """make: makes the StartOrder of a tenant."""
+        self._make = make
+        self._shares = shares
+        self._expected_s = expected_s
+        self._orders: dict[str, tuple[int, StartOrder]] = {}
+
+    def key(self, state: RequestState, now: float) -> Rank:
+        """Position in its section of the queue; unique."""
+        tenant = state.request.tenant
+        if tenant not in self._orders:
+            self._orders[tenant] = len(self._orders), self._make()
+        number, order = self._orders[tenant]
+        return (number, *order.key(state, now))
+
+    def first(self, queues: Queues, start: int, count: int, now: float) -> Iterable[RequestState]:
+        """The next `count` best-effort requests to start; early prefills come last.
+
+        queues: sorted by section and key; only waiting requests from index `start` on count.
+        """
+        waiting = queues.waiting[ServiceClass.BE]
+        if start == len(waiting):
+            return ()
+        if len(queues.waiting_of[ServiceClass.BE]) == 1:
+            order = self._order_of(waiting[start])
+            return order.first(waiting, range(start, len(waiting)), count, now)
+        return itertools.islice(self._by_share(waiting, start, count, now), count)
+
+    def _by_share(
+        self, waiting: Sequence[RequestState], start: int, count: int, now: float
+    ) -> Iterator[RequestState]:
+        while start < len(waiting):
+            firsts = {}
+            this = section(waiting[start])
+            end = bisect.bisect_right(waiting, this, lo=start, key=section)
+            for span in spans(waiting, start, end):
+                first = waiting[span.start]
+                order = self._order_of(first)
+                firsts[first.request.tenant] = order.first(waiting, span, count, now)
+            yield from self._shares.merge(firsts, self._expected_s)
+            start = end
+
+    def started(self, states: Iterable[RequestState]) -> None:
+        """These requests have started."""
+        by_tenant: dict[str, list[RequestState]] = {}
+        for state in states:
+            by_tenant.setdefault(state.request.tenant, []).append(state)
+        for own in by_tenant.values():
+            self._order_of(own[0]).started(own)
+
+    def ended(self, state: RequestState, now: float) -> None:
+        """A request of either class has ended; the order may never have seen it."""
+        found = self._orders.get(state.request.tenant)
+        if found is not None:
+            found[1].ended(state, now)
+
+    def _order_of(self, state: RequestState) -> StartOrder:
+        return self._orders[state.request.tenant][1]
+
+
+def spans(waiting: Sequence[RequestState], start: int, end: int) -> Iterator[range]:
+    """The spans of one tenant each in a section [start, end) of a queue whose keys have a number
+    of the tenant after the section."""
+    while start < end:
+        number = waiting[start].queue_key[1]
+        stop = bisect.bisect_right(waiting, number, lo=start, hi=end, key=_tenant_number)
+        yield range(start, stop)
+        start = stop
+
+
+def _tenant_number(state: RequestState) -> float:
+    return state.queue_key[1]
+
+
 # ---- Best-effort requests in groups by the cached share of their prompt (Preble, section 3.3).
 #
 #     cached     0 .. 10 %   ..   60 .. 70 %   ..   90 .. 100 %
@@ -196,9 +292,9 @@ class PrefixGroups:
         return (state.record.arrival_s, state.arrival_index)
 
     def first(
-        self, waiting: Sequence[RequestState], start: int, count: int, now: float
+        self, waiting: Sequence[RequestState], span: range, count: int, now: float
     ) -> list[RequestState]:
-        window = waiting[start : start + _WINDOW]
+        window = waiting[span.start : min(span.start + _WINDOW, span.stop)]
         self._look_up_some(window)
         usual = bisect.bisect_left(window, True, key=lambda state: state.early)
         aged = bisect.bisect_right(

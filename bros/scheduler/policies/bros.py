@@ -11,16 +11,17 @@ import bisect
 import heapq
 import itertools
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from bros.core.errors import OverloadedError
 from bros.core.request import ServiceClass
 from bros.scheduler.cost_model import StepLoad, StepTimePredictor
 from bros.scheduler.packing import Bounds, Packing, Rules
 from bros.scheduler.policies.base import Proposal
-from bros.scheduler.policies.best_effort_order import BestEffortOrder, StartOrder
+from bros.scheduler.policies.best_effort_order import BestEffortOrder, StartOrder, TenantOrders
+from bros.scheduler.shares import StepCosts, TenantShares
 from bros.scheduler.state import (
     Queues,
     Rank,
@@ -45,6 +46,14 @@ from bros.scheduler.state import (
 # stream is a request that was preempted after its first token. A user is reading its answer, so it
 # gets a new deadline, and another one each time that passes. Running requests that cannot keep
 # their pace would always be due before it, so it needs turns as well.
+#
+# If several tenants have waiting requests, and not all first tokens can be on time:
+#
+#     order     on time of the tenant that has used least, preempted streams and running, by
+#               deadline; then the others on time and late, by what their tenants have used
+#     turns     of the same tenant's late requests
+#
+# So a tenant that sends more than its share is late first.
 
 
 _ON_TIME, _PREEMPTED_STREAM, _LATE = 0.0, 1.0, 2.0
@@ -61,15 +70,27 @@ _RESTART_MARGIN = 2.0
 class UrgentOrder:
     """Orders real-time requests.
 
+    shares: what their tenants have used.
+    costs: of their prompts.
     mode: what happens after a lost deadline: renew (a new one follows), edf (it stays), or shed
         (waiting requests whose first token is late end with an error).
     rows: most requests that run at once.
     """
 
-    def __init__(self, mode: str, predictor: StepTimePredictor, rows: int) -> None:
+    def __init__(
+        self,
+        mode: str,
+        predictor: StepTimePredictor,
+        rows: int,
+        shares: TenantShares,
+        costs: StepCosts,
+    ) -> None:
         self._mode = mode
         self._predictor = predictor
         self._most = rows + 1  # one more, so that the queue gets a wait reason
+        self._shares = shares
+        self._costs = costs
+        self.behind: Collection[str] = ()
 
     def key(self, state: RequestState, now: float) -> Rank:
         """The queue_key of a request that is new or starts over."""
@@ -111,15 +132,29 @@ class UrgentOrder:
         return waiting[_start_of(_LATE, waiting) :] if self._mode == "shed" else ()
 
     def order(
-        self, running: Sequence[RequestState], queues: Queues, step: int
+        self, running: Sequence[RequestState], queues: Queues, step: int, now: float
     ) -> Iterable[RequestState]:
-        """The candidates of the next step. step: number of steps so far."""
+        """The candidates of the next step. step: number of steps so far.
+
+        Sets `behind`: the tenants whose requests come after those of another tenant.
+        """
         waiting = queues.waiting[ServiceClass.RT]
         begins, ends = _start_of(_PREEMPTED_STREAM, waiting), _start_of(_LATE, waiting)
-        on_time = waiting[: min(begins, self._most)]
         preempted, late = waiting[begins:ends], waiting[ends:]
         if self._mode == "shed":
             late = []
+        self.behind = ()
+        if len(queues.waiting_of[ServiceClass.RT]) > 1:
+            on_time = waiting[:begins]
+            if late or not self._all_in_time(on_time, now):
+                self.behind = self._shares.behind() & self._shares.over_share()
+        others: list[RequestState] = []
+        if self.behind:
+            on_time, others = _divided(on_time, self.behind)
+            late, late_others = _divided(late, self.behind)
+            others += late_others
+        else:
+            on_time = waiting[: min(begins, self._most)]
         first: list[RequestState] = []
         if late and step % _TURN_STEPS == 0:
             first = [late.pop(0)]
@@ -129,7 +164,30 @@ class UrgentOrder:
         order: Iterable[RequestState] = by_deadline(running)
         if on_time or preempted:
             order = heapq.merge(order, on_time, preempted, key=deadline_key)
-        return itertools.chain(first, order, late[: self._most]) if first or late else order
+        if not (first or late or others):
+            return order
+        return itertools.chain(first, order, self._last(late, others))
+
+    def _last(
+        self, late: Sequence[RequestState], others: Sequence[RequestState]
+    ) -> Iterable[RequestState]:
+        """The late requests, and all waiting ones of the tenants that are behind."""
+        if not others:
+            return late[: self._most]
+        by_tenant: dict[str, list[RequestState]] = {}
+        for state in itertools.chain(late, others):
+            by_tenant.setdefault(state.request.tenant, []).append(state)
+        merged = self._shares.merge(by_tenant, self._costs.prefill_s)
+        return itertools.islice(merged, self._most)
+
+    def _all_in_time(self, on_time: Sequence[RequestState], now: float) -> bool:
+        """Whether the prompts of these requests, by deadline, can all be computed in time."""
+        prefill_s, ends_s = self._costs.prefill_s, now
+        for state in on_time:
+            ends_s += prefill_s(state)
+            if ends_s > state.deadline_s:
+                return False
+        return True
 
     def _set_restart_deadline(self, state: RequestState, now: float) -> None:
         """Renew the deadline of a request that starts over after its first token.
@@ -144,6 +202,16 @@ class UrgentOrder:
 def _start_of(part: float, waiting: Sequence[RequestState]) -> int:
     """Index of the first request of a section, or where it would be."""
     return bisect.bisect_left(waiting, part, key=section)
+
+
+def _divided(
+    states: Sequence[RequestState], tenants: Collection[str]
+) -> tuple[list[RequestState], list[RequestState]]:
+    """The requests of other tenants, and those of these tenants."""
+    others, own = [], []
+    for state in states:
+        (own if state.request.tenant in tenants else others).append(state)
+    return others, own
 
 
 # ---- Overload: whether a real-time request can be on time, estimated once when it arrives.
@@ -369,6 +437,7 @@ class BrosSettings:
 
     ttft_s, tpot_s: default objectives.
     depth: most steps in flight, which a new request has to wait for.
+    tenant_weights: 1 for all tenants that are not named.
     """
 
     rows: int
@@ -382,6 +451,7 @@ class BrosSettings:
     growth: str = "tcp"
     depth: int = 1
     rules: Rules = Rules()
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def usual_best_effort_s(self) -> float:
@@ -402,7 +472,7 @@ class BrosPolicy:
         predictor: StepTimePredictor,
         guard: OverloadGuard,
         expected_tokens: Callable[[RequestState], int],
-        order: StartOrder | None = None,
+        make_order: Callable[[], StartOrder] | None = None,
     ) -> None:
         self._settings = settings
         self.aborts_steps = settings.rules.aborts_steps
@@ -422,8 +492,17 @@ class BrosPolicy:
         self._known_deadlines = 0  # length of _deadlines after the last clean-up
         # Heap of best-effort deadlines: (latest start, arrival_index, state).
         self._deadlines: list[tuple[float, int, RequestState]] = []
-        self._urgent = UrgentOrder(settings.late, predictor, settings.rows)
-        self._order = order or BestEffortOrder(settings.be_max_wait_s)
+        self._shares = {cls: TenantShares(settings.tenant_weights) for cls in ServiceClass}
+        self._costs = StepCosts(predictor.model, settings.tokens)
+        # What the latest step was charged: (class, tenant, seconds).
+        self._charges: list[tuple[ServiceClass, str, float]] = []
+        real_time, best_effort = self._shares[ServiceClass.RT], self._shares[ServiceClass.BE]
+        self._urgent = UrgentOrder(settings.late, predictor, settings.rows, real_time, self._costs)
+        self._order = TenantOrders(
+            make_order or (lambda: BestEffortOrder(settings.be_max_wait_s)),
+            best_effort,
+            self._costs.prefill_s,
+        )
 
     @property
     def batch_size(self) -> tuple[int, int]:
@@ -451,12 +530,19 @@ class BrosPolicy:
 
     def propose(self, queues: Queues, now: float) -> Proposal:
         running = queues.running_of(ServiceClass.RT)
+        for service_class, shares in self._shares.items():
+            shares.set_waiting(queues.waiting_of[service_class].keys())
         self._urgent.renew(running, queues, now)
         self._move_pressing(queues, now)
         self._allowed_rows = self._rows(len(running))
         return Proposal(
-            urgent=self._urgent.order(running, queues, self._steps),
+            urgent=self._urgent.order(running, queues, self._steps, now),
             best_effort=self._best_effort(queues, now),
+            behind={
+                ServiceClass.RT: self._urgent.behind,
+                ServiceClass.BE: self._shares[ServiceClass.BE].behind(),
+            },
+            over_share=self._shares[ServiceClass.RT].over_share(),
             bounds=Bounds(
                 rows=self._allowed_rows,
                 tokens=self._settings.tokens,
@@ -511,10 +597,16 @@ class BrosPolicy:
     def on_step_aborted(self, packing: Packing[RequestState], seconds: float) -> None:
         for state, _ in packing.selected[: packing.num_urgent]:
             state.deadline_s = max(state.deadline_s, _latest_s(state))
+        for service_class, tenant, charged_s in self._charges:
+            self._shares[service_class].charge(tenant, -charged_s)
+        self._charges.clear()
         self._allowance_s = max(0.0, self._allowance_s - seconds)
 
     def on_request_ended(self, state: RequestState, now: float) -> None:
         self._order.ended(state, now)
+
+    def device_seconds(self, service_class: ServiceClass) -> Mapping[str, float]:
+        return self._shares[service_class].used_s
 
     def on_step_done(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
         self._steps += 1
@@ -600,9 +692,41 @@ class BrosPolicy:
 
     # Best-effort
 
-    def on_step_committed(self, packing: Packing[RequestState]) -> None:
+    def on_step_committed(self, packing: Packing[RequestState], queues: Queues) -> None:
         best_effort = packing.selected[packing.num_urgent :]
         self._order.started(s for s, _ in best_effort if not s.running and section(s) == _OTHERS)
+        self._charge(packing, queues)
+        started = Counter(
+            (s.service_class, s.request.tenant) for s, _ in packing.selected if not s.running
+        )
+        for (service_class, tenant), count in started.items():
+            if count == queues.waiting_of[service_class][tenant]:
+                self._shares[service_class].stop_waiting(tenant)
+
+    def _charge(self, packing: Packing[RequestState], queues: Queues) -> None:
+        """Charge the predicted time of a step: best-effort requests what they add to it."""
+        self._charges.clear()
+        total_s = packing.seconds / self.predictor.safety_factor
+        urgent_s = min(packing.urgent_s / self.predictor.safety_factor, total_s)
+        urgent, best_effort = (
+            packing.selected[: packing.num_urgent],
+            packing.selected[packing.num_urgent :],
+        )
+        for service_class, chunks, seconds in (
+            (ServiceClass.RT, urgent, urgent_s),
+            (ServiceClass.BE, best_effort, total_s - urgent_s),
+        ):
+            if not chunks:
+                continue
+            only_one = len(queues.open_of[service_class]) == 1
+            parts = (
+                {chunks[0][0].request.tenant: seconds}
+                if only_one
+                else self._costs.divided(chunks, seconds)
+            )
+            for tenant, part_s in parts.items():
+                self._shares[service_class].charge(tenant, part_s)
+                self._charges.append((service_class, tenant, part_s))
 
     def _best_effort(self, queues: Queues, now: float) -> Iterator[RequestState]:
         """Decode rows, then pressing requests, running prompts, new requests."""
@@ -612,7 +736,7 @@ class BrosPolicy:
         prompts = [s for s in running if s.remaining > 1]
         waiting, most = queues.waiting[ServiceClass.BE], self._settings.rows + 1
         pressing = min(most, bisect.bisect_left(waiting, _OTHERS, key=section))
-        rest = self._order.first(waiting, pressing, most - pressing, now)
+        rest = self._order.first(queues, pressing, most - pressing, now)
         return itertools.chain(rows, waiting[:pressing], prompts, rest)
 
     def _move_pressing(self, queues: Queues, now: float) -> None:

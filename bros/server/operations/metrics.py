@@ -499,8 +499,31 @@ class TenantCollector(Collector):
     def __init__(self) -> None:
         self.figures: Sequence[TenantFigure] = ()
         self.together: Sequence[TenantFigure] = ()
+        self.stats: EngineStats | None = None
 
     def collect(self) -> Iterator[Metric]:
+        if self.stats is not None and self.figures:
+            yield self._device_time(self.stats)
+        yield from self._held()
+
+    def _device_time(self, stats: EngineStats) -> Metric:
+        """By tenant if the figures are, else of all tenants."""
+        shown = {each.tenant for each in self.figures}
+        seconds: dict[tuple[str, str], float] = {}
+        for service_class, values in stats.by_class.items():
+            for tenant, used_s in values.device_s.items():
+                labels = ALL_TENANTS if ALL_TENANTS in shown else tenant, service_class.value
+                seconds[labels] = seconds.get(labels, 0.0) + used_s
+        return _family(
+            CounterMetricFamily,
+            "tenant_device_seconds",
+            "Predicted time of the engine's steps, divided among the tenants in them. While several "
+            "always have waiting requests of a class, it grows for each as fast as its weight says",
+            (_TENANT, _CLASS),
+            sorted(seconds.items()),
+        )
+
+    def _held(self) -> Iterator[Metric]:
         labels = (_TENANT, "resource")
         if self.together:
             yield _family(
@@ -693,6 +716,7 @@ class ServerMetrics:
         self._sessions.figures = sessions
         self._replicas.router = router
         self._tenants.figures, self._tenants.together = tenants, together
+        self._tenants.stats = stats
         return generate_latest(self._registry)
 
     def _make_histograms(self) -> dict[ServiceClass, list[Histogram]]:

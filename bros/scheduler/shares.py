@@ -1,0 +1,187 @@
+"""Fair shares of a class's device time between tenants: virtual-time counters.
+
+A counter is what its tenant has used, in device seconds per weight. Among the tenants with waiting
+requests the one with the least goes first:
+
+    seconds / weight
+       |            a ____ |  a waits too: both rise alike, as fast as their weights say
+       |         ___/   b /
+       |    a __/  ......'|   b was idle until here: its counter is lifted to the least of those
+       |   __/    :       |   that wait, so that its idle time is no credit
+       |  /    b .:       |
+       +------------------------------- time
+
+Source: Virtual Token Counter (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024,
+Algorithms 2 and 3, weights as in section 4.3). There a counter is a sum of tokens with a price for
+each kind, and a new request is charged for its whole prompt. Here it is the predicted time of the
+steps that have run, so a cached prefix costs what reading it costs.
+
+While two tenants have waiting requests all the time, what they use per weight differs by at most
+what one of them had used ahead when both began to wait, and what their requests that run need: the
+bound of the paper's Theorem 4.4.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from bros.scheduler.cost_model import CostModel
+from bros.scheduler.state import RequestState
+
+T = TypeVar("T")
+
+SHARE = "share"
+"""The reason to wait of a tenant that has used more of the device than another one."""
+
+_RECENT_S = 10.0
+"""Device seconds of a class over which `over_share` looks back, with weights that decay."""
+
+_ACTIVE_FROM, _OVER = 0.01, 1.1
+"""A tenant is active from this part of the recent use on, and over its share from so many times
+that share on."""
+
+Place = tuple[float, float, str]
+"""Order between tenants: (counter, used seconds per weight, tenant)."""
+
+
+class TenantShares:
+    """The counters of one class.
+
+    used_s: tenant -> device seconds so far.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        """weights: of the tenants; 1 for all others."""
+        self._weights = weights
+        self._counters: dict[str, float] = {}
+        self._waiting: set[str] = set()
+        self._recent_s: dict[str, float] = {}
+        self._last_tenant: str | None = None
+        self.used_s: dict[str, float] = {}
+
+    def counter(self, tenant: str) -> float:
+        return self._counters.get(tenant, 0.0)
+
+    def weight(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
+
+    def place(self, tenant: str) -> Place:
+        """Where the counters are equal, the tenant that has used less in all goes first."""
+        used = self.used_s.get(tenant, 0.0) / self.weight(tenant)
+        return self._counters.get(tenant, 0.0), used, tenant
+
+    def set_waiting(self, tenants: Collection[str]) -> None:
+        """These tenants have waiting requests now. The counters of those that had none are lifted.
+
+        If none had any, they are lifted to the counter of the one that had some last.
+        """
+        waiting = self._waiting
+        if waiting == tenants:
+            return
+        for tenant in sorted(waiting.difference(tenants)):
+            self.stop_waiting(tenant)
+        least = min((self.counter(tenant) for tenant in waiting), default=None)
+        if least is None:
+            least = 0.0 if self._last_tenant is None else self.counter(self._last_tenant)
+        for tenant in tenants:
+            if tenant not in waiting:
+                self._counters[tenant] = max(self.counter(tenant), least)
+        self._waiting = set(tenants)
+
+    def stop_waiting(self, tenant: str) -> None:
+        """The last waiting request of a tenant has started or ended."""
+        self._waiting.discard(tenant)
+        self._last_tenant = tenant
+
+    def charge(self, tenant: str, seconds: float) -> None:
+        """A tenant uses the device for these seconds; negative ones take a charge back."""
+        self._counters[tenant] = self.counter(tenant) + seconds / self.weight(tenant)
+        self.used_s[tenant] = self.used_s.get(tenant, 0.0) + seconds
+        recent = self._recent_s
+        if len(recent) > 1 or tenant not in recent:
+            kept = max(0.0, 1.0 - abs(seconds) / _RECENT_S)
+            for each in recent:
+                recent[each] *= kept
+        recent[tenant] = min(max(0.0, recent.get(tenant, 0.0) + seconds), _RECENT_S)
+
+    def over_share(self) -> frozenset[str]:
+        """The tenants that have lately used more than their weight's part of what all have.
+
+        Tenants that have used nearly nothing lately do not count: one tenant alone is never over.
+        """
+        recent = self._recent_s
+        if len(recent) < 2:
+            return frozenset()
+        least_s = _ACTIVE_FROM * sum(recent.values())
+        active = [tenant for tenant, seconds in recent.items() if seconds > least_s]
+        if len(active) < 2:
+            return frozenset()
+        used_s = sum(recent[tenant] for tenant in active)
+        each_s = used_s / sum(map(self.weight, active))
+        return frozenset(t for t in active if recent[t] > _OVER * each_s * self.weight(t))
+
+    def behind(self) -> frozenset[str]:
+        """The tenants with waiting requests that are not the first of them."""
+        if len(self._waiting) < 2:
+            return frozenset()
+        return frozenset(self._waiting - {min(self._waiting, key=self.place)})
+
+    def merge(
+        self, requests: Mapping[str, Iterable[T]], seconds: Callable[[T], float]
+    ) -> Iterator[T]:
+        """Requests of several tenants in a fair order, which keeps the order of each tenant.
+
+        seconds: what a request is expected to use; its tenant's next one comes as if it had been
+            charged.
+        """
+        heap = [(*self.place(tenant), iter(own)) for tenant, own in requests.items()]
+        heapq.heapify(heap)
+        while heap:
+            counter, used, tenant, own = heap[0]
+            for request in own:
+                yield request
+                counter += seconds(request) / self.weight(tenant)
+                heapq.heapreplace(heap, (counter, used, tenant, own))
+                break
+            else:
+                heapq.heappop(heap)
+
+
+class StepCosts:
+    """Divides the predicted time of a step among the tenants in it.
+
+    The parts are in proportion to what each chunk adds to a step: products, attention, sampling.
+    """
+
+    def __init__(self, model: CostModel, most_tokens: int) -> None:
+        """most_tokens: of a step."""
+        prices = model.prices(most_tokens)
+        self._token_s, self._pair_s = prices.token_s, prices.pair_s
+        self._row_s = prices.token_s + model.sample_s
+        self._context_s = prices.context_s
+
+    def prefill_s(self, state: RequestState) -> float:
+        """What the rest of its prompt adds to steps."""
+        return self._chunk_s(state, state.remaining)
+
+    def divided(
+        self, chunks: Sequence[tuple[RequestState, int]], seconds: float
+    ) -> Mapping[str, float]:
+        """tenant -> its part of the seconds that these (request, tokens) take."""
+        parts: dict[str, float] = {}
+        row_s, context_s = self._row_s, self._context_s
+        for state, tokens in chunks:
+            tenant = state.request.tenant
+            if tokens == 1:
+                added_s = row_s + context_s * state.num_computed_tokens
+            else:
+                added_s = self._chunk_s(state, tokens)
+            parts[tenant] = parts.get(tenant, 0.0) + added_s
+        scale = seconds / sum(parts.values())
+        return {tenant: scale * part for tenant, part in parts.items()}
+
+    def _chunk_s(self, state: RequestState, tokens: int) -> float:
+        context = state.num_computed_tokens
+        return tokens * (self._token_s + self._pair_s * (context + tokens / 2))
