@@ -1,49 +1,146 @@
-"""One tenant that sends ten times its share, and what the others notice, in virtual time.
+"""One tenant sends much more than its share: what the others notice of it, in virtual time.
 
-    python benchmarks/fair_tenants.py [--profile NAME] [--json FILE]
+    python benchmarks/fair_tenants.py [--profile NAME] [--json FILE] [--quick]
+
+Four tenants chat, and each keeps best-effort requests in flight. Then one of them sends twenty
+times as many chats, which is ten times its share of the device, or has ten times as many
+best-effort requests in flight. Each case runs twice: as the engine sees the tenants, and as if all
+requests were of one tenant, so that shares play no part.
 """
+
 from __future__ import annotations
-import dataclasses, sys, argparse
-from bros.core.config import EngineConfig
-from bros.core.request import ServiceClass
-from bros.scheduler.profiles import Profile
-from bros.simulator.simulation import *
-from bros.simulator.simulation import device_of, read_profile
-from bros.workload.arrivals import BeLoad, PoissonLoad, TenantLoad
-from bros.workload.attainment import Summary
+
+import dataclasses
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-def scenario(profile, loads, duration=300.0, warm=30.0, seed=1, **cfg):
+from harness import benchmark_parser, save, table_of
+from rich.console import Console
+
+from bros.core.config import EngineConfig
+from bros.core.request import EngineRequest, ServiceClass
+from bros.scheduler.scheduler import Scheduler
+from bros.simulator.metrics import report_of
+from bros.simulator.simulation import (
+    SimulatedScenario,
+    SimulationResult,
+    build_simulation,
+    device_of,
+    read_profile,
+)
+from bros.workload.arrivals import BeLoad, PoissonLoad, TenantLoad
+from bros.workload.attainment import Summary
+
+RT, BE = ServiceClass.RT, ServiceClass.BE
+HEAVY, OTHERS = "heavy", ("ann", "bob", "cid")
+RATE, IN_FLIGHT = 1.0, 16
+"""Chats per second and best-effort requests in flight of each tenant, as usual."""
+
+CASES: Mapping[str, tuple[float, int, str | None]] = {
+    "as usual": (RATE, IN_FLIGHT, None),
+    "20 x real-time": (20 * RATE, IN_FLIGHT, None),
+    "10 x best-effort": (RATE, 10 * IN_FLIGHT, None),
+    "weights 3, 1, 1, 1": (RATE, 10 * IN_FLIGHT, f"{HEAVY}=3"),
+}
+"""Case -> (chats per second and best-effort requests in flight of the heavy tenant, weights)."""
+
+
+def without_tenants(scheduler: Scheduler) -> Scheduler:
+    """A scheduler that takes all requests for those of one tenant."""
+    submit = scheduler.submit
+
+    def submit_alike(request: EngineRequest, *args: object, **kwargs: object) -> ServiceClass:
+        return submit(dataclasses.replace(request, tenant=""), *args, **kwargs)  # type: ignore[arg-type]
+
+    scheduler.submit = submit_alike  # type: ignore[method-assign,assignment]
+    return scheduler
+
+
+def unchanged(scheduler: Scheduler) -> Scheduler:
+    return scheduler
+
+
+def scenario(profile: str, case: str, duration_s: float, seed: int) -> SimulatedScenario:
+    rate, in_flight, weights = CASES[case]
+    usual = PoissonLoad(RATE, "sharegpt")
+    others = [TenantLoad(name, usual, BeLoad(IN_FLIGHT)) for name in OTHERS]
+    heavy = TenantLoad(HEAVY, PoissonLoad(rate, "sharegpt"), BeLoad(in_flight))
+    config = EngineConfig(
+        max_queue=5000, max_num_seqs=256, max_batch_tokens=2048, tenant_weights=weights
+    )
+    folder = Path(__file__).parents[1] / "profiles"
     return SimulatedScenario(
-        config=EngineConfig(max_queue=4000, max_num_seqs=256, max_batch_tokens=2048, **cfg), device=device_of(profile, None),
-        rt=PoissonLoad(0, "sharegpt"), be=BeLoad(0),
-        tenants=tuple(loads), seed=seed, duration_s=duration, warm_up_s=warm)
+        config=config,
+        device=device_of(read_profile(profile, [folder]), None),
+        rt=PoissonLoad(0.0, "sharegpt"),
+        be=BeLoad(0),
+        tenants=(heavy, *others),
+        seed=seed,
+        duration_s=duration_s,
+        warm_up_s=duration_s / 2,
+    )
 
-def go(name, sc):
-    r = build_simulation(sc).run()
-    out=[]
-    for t in [l.tenant for l in sc.tenants]:
-        for c in ServiceClass:
-            recs=[x for x in r.records if x.tenant==t and x.service_class is c and x.arrival_s>=sc.warm_up_s]
-            if not recs: continue
-            tt=[(x.token_times_s[0] if x.token_times_s else r.end_s)-x.arrival_s for x in recs]
-            s=Summary.of(tt)
-            met=sum(v<=sc.config.slo_ttft/1e3 for v in tt)/len(tt)
-            toks=sum(sum(v>=sc.warm_up_s for v in x.token_times_s) + (x.size.prompt_tokens if x.token_times_s and x.token_times_s[0]>=sc.warm_up_s else 0) for x in r.records if x.tenant==t and x.service_class is c)
-            fin=[x for x in recs if len(x.token_times_s)>1]
-            tp=Summary.of([(x.token_times_s[-1]-x.token_times_s[0])/(len(x.token_times_s)-1) for x in fin])
-            out.append((t,c.value,len(recs),s.p50,s.p99,met,toks/(r.end_s-sc.warm_up_s),tp.p99 or 0))
-    print(f"== {name}: total tok/s {sum(o[6] for o in out):.0f}, steps {r.steps}")
-    for o in out:
-        print("  %-6s %-12s n=%-5d ttft p50 %.3f p99 %.3f met %.3f  tok/s %.0f tpot p99 %.3f"%o)
-    st=r.stats
-    for (t,c),v in sorted(getattr(st,'tenant_seconds',{}).items()): print("   device s",t,c.value,round(v,1))
 
-if __name__=="__main__":
-    name=sys.argv[1]; base=float(sys.argv[2]); heavy=float(sys.argv[3]); be=int(sys.argv[4]); hbe=int(sys.argv[5]); n=int(sys.argv[6])
-    dur=float(sys.argv[7]) if len(sys.argv)>7 else 200
-    p=read_profile(name,[Path("profiles")])
-    others=[TenantLoad(f"t{i}",PoissonLoad(base,"sharegpt"),BeLoad(be)) for i in range(1,n)]
-    go("ordinary", scenario(p,[TenantLoad("heavy",PoissonLoad(base,"sharegpt"),BeLoad(be)),*others],dur))
-    go("rt x", scenario(p,[TenantLoad("heavy",PoissonLoad(heavy,"sharegpt"),BeLoad(be)),*others],dur))
-    go("be x", scenario(p,[TenantLoad("heavy",PoissonLoad(base,"sharegpt"),BeLoad(hbe)),*others],dur))
+def waits_s(result: SimulationResult, service_class: ServiceClass) -> Summary:
+    """Times to the first token of the others, which arrived after the warm-up."""
+    return Summary.of(
+        [
+            (r.token_times_s[0] if r.token_times_s else result.end_s) - r.arrival_s
+            for r in result.records
+            if r.tenant in OTHERS
+            and r.service_class is service_class
+            and r.arrival_s >= result.warm_up_s
+        ]
+    )
+
+
+def figures(load: SimulatedScenario, wrap: Callable[[Scheduler], Scheduler]) -> dict[str, object]:
+    """The figures of one run."""
+    result = build_simulation(load, wrap_scheduler=wrap).run()
+    report = report_of(result, load.slo)
+    now, before = result.stats.by_class[BE].device_s, result.warm_up.stats.by_class[BE].device_s
+    used_s = {tenant: seconds - before.get(tenant, 0.0) for tenant, seconds in now.items()}
+    all_s = sum(used_s.values())
+    return {
+        "rt_ttft": dataclasses.asdict(waits_s(result, RT)),
+        "be_ttft": dataclasses.asdict(waits_s(result, BE)),
+        "tokens_per_s": sum(part.tokens_per_s for part in report.by_class.values()),
+        "output_tokens_per_s": sum(p.output_tokens_per_s for p in report.by_class.values()),
+        "be_device_shares": {t: seconds / all_s for t, seconds in sorted(used_s.items())},
+    }
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__, seconds=4)
+    parser.add_argument("--profile", default="4x-a100-40g/opt-30b-fp16")
+    parser.add_argument("--seconds", type=float, default=120.0, help="half of it is warm-up")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    results: dict[str, dict[str, object]] = {}
+    for case in CASES:
+        for label, wrap in (("one tenant", without_tenants), ("tenants", unchanged)):
+            load = scenario(args.profile, case, args.seconds, args.seed)
+            results[f"{case}, {label}"] = figures(load, wrap)
+            print(f"{case}, {label}: {results[f'{case}, {label}']}", flush=True)
+    rows = [
+        (
+            name,
+            *(f"{found[part]['p99']:.2f}" for part in ("rt_ttft", "be_ttft")),  # type: ignore[index]
+            f"{found['tokens_per_s']:.0f}",
+            " ".join(f"{share:.3f}" for share in found["be_device_shares"].values()),  # type: ignore[attr-defined]
+        )
+        for name, found in results.items()
+    ]
+    headings = (
+        "case",
+        "RT TTFT p99 s",
+        "BE TTFT p99 s",
+        "tokens/s",
+        "BE device time: ann to heavy",
+    )
+    Console().print(table_of("the other tenants", headings, rows))
+    save(args.json, {"profile": args.profile, "seconds": args.seconds, "cases": results})
+
+
+if __name__ == "__main__":
+    main()

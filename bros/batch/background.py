@@ -131,11 +131,11 @@ class BackgroundRunner:
     async def _run(self, claim: Claim) -> None:
         context, limiter = self._context, self._context.limiter
         try:
-            await limiter.acquire((claim.deadline_at, claim.deadline_at))
+            await limiter.acquire((claim.deadline_at, claim.deadline_at), claim.tenant)
             try:
                 outcome = await self._outcome(claim)
             finally:
-                limiter.release()
+                limiter.release(claim.tenant)
         except Exception:
             logger.exception("the background response %s failed", claim.response_id)
             outcome = ResponseOutcome(

@@ -19,6 +19,7 @@ import heapq
 import itertools
 import logging
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -63,12 +64,17 @@ from bros.core.tenants import NO_LIMITS, TenantLimits
 
 
 class RowLimiter:
-    """A priority semaphore: the smallest key is admitted first. Its limit can change."""
+    """A priority semaphore: the tenant with the fewest rows is admitted first, and of its rows
+    that with the smallest key. Its limit can change.
+
+    So every tenant has rows in the engine, which divides its time between tenants that wait.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._count = itertools.count()
-        self._waiting: list[tuple[Any, int, asyncio.Future[None]]] = []
+        self._waiting: dict[str, list[tuple[Any, int, asyncio.Future[None]]]] = {}
+        self._used: Counter[str] = Counter()
         self._admitting = False
         self.used = 0
 
@@ -86,23 +92,32 @@ class RowLimiter:
     @property
     def waiting(self) -> int:
         """How many wait for admission: at most one row per batch, and background responses."""
-        return sum(not admitted.done() for _, _, admitted in self._waiting)
+        own = itertools.chain.from_iterable(self._waiting.values())
+        return sum(not admitted.done() for _, _, admitted in own)
 
-    async def acquire(self, key: Any) -> None:
+    async def acquire(self, key: Any, tenant: str = "") -> None:
         """Wait for admission. Keys must be comparable; equal keys are admitted in FIFO order."""
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (key, next(self._count), admitted))
+        own = self._waiting.setdefault(tenant, [])
+        heapq.heappush(own, (key, next(self._count), admitted))
         self._admit()
         try:
             await admitted
         except asyncio.CancelledError:
             if admitted.done() and not admitted.cancelled():  # it was admitted just now
-                self.release()
+                self.release(tenant)
             raise
 
-    def release(self) -> None:
+    def release(self, tenant: str = "") -> None:
         self.used -= 1
+        self._used[tenant] -= 1
+        if not self._used[tenant]:
+            del self._used[tenant]
         self._admit()
+
+    def _place(self, tenant: str) -> tuple[int, Any, int]:
+        key, number, _ = self._waiting[tenant][0]
+        return self._used[tenant], key, number
 
     def _admit(self) -> None:
         """Admit one row per iteration of the event loop, so that the admitted task can queue its
@@ -114,9 +129,13 @@ class RowLimiter:
     def _admit_one(self) -> None:
         self._admitting = False
         while self._waiting and self.used < self._limit:
-            admitted = heapq.heappop(self._waiting)[2]
+            tenant = min(self._waiting, key=self._place)
+            admitted = heapq.heappop(self._waiting[tenant])[2]
+            if not self._waiting[tenant]:
+                del self._waiting[tenant]
             if not admitted.done():
                 self.used += 1
+                self._used[tenant] += 1
                 admitted.set_result(None)
                 self._admit()
                 return
@@ -460,17 +479,17 @@ class Job:
         """Run a row as a task of the group, once it may start: it is admitted by the limiter, until
         the task ends, and the lease has not run out (leases are not renewed while the store is
         unavailable)."""
-        limiter = self._context.limiter
-        await limiter.acquire((self.batch.expires_at, self.batch.created_at))
+        limiter, tenant = self._context.limiter, self.batch.tenant
+        await limiter.acquire((self.batch.expires_at, self.batch.created_at), tenant)
         try:
             while self._now() >= self.lease_until_s:
                 await asyncio.sleep(_MIN_PAUSE_S)
             running = group.create_task(self._run_row(rows, ref))
         except BaseException:
-            limiter.release()
+            limiter.release(tenant)
             raise
         # A callback, because a task that is cancelled before it starts runs no `finally`.
-        running.add_done_callback(lambda _: limiter.release())
+        running.add_done_callback(lambda _: limiter.release(tenant))
 
     async def _run_row(self, rows: _Input, ref: RowRef) -> None:
         context, began_s = self._context, self._context.clock.now()

@@ -74,7 +74,8 @@ _WEIGHTS = 0.01, 100.0
 
 def option(default: Any, help: str, **limits: Any) -> Any:
     """A config field. limits: choices=(...); low=, high= (inclusive); size=True for bytes;
-    weights=True for weights of tenants; address=True for auto or host:port; secret=True for text that must not be empty."""
+    weights=True for weights of tenants; address=True for auto or host:port; secret=True for
+    text that must not be empty."""
     return dataclasses.field(default=default, metadata={"help": help, **limits})
 
 
@@ -107,16 +108,12 @@ def check_value(spec: dataclasses.Field[Any], value: object) -> None:
         raise ConfigError(f"{flag}: {value} must be at least {limits['low']}")
     if "high" in limits and value > limits["high"]:
         raise ConfigError(f"{flag}: {value} must be at most {limits['high']}")
-    if limits.get("size"):
-        try:
-            parse_bytes(str(value))
-        except ConfigError as error:
-            raise ConfigError(f"{flag}: {error}") from None
-    if limits.get("weights"):
-        try:
-            parse_weights(str(value))
-        except ConfigError as error:
-            raise ConfigError(f"{flag}: {error}") from None
+    for kind, parse in (("size", parse_bytes), ("weights", parse_weights)):
+        if limits.get(kind):
+            try:
+                parse(str(value))
+            except ConfigError as error:
+                raise ConfigError(f"{flag}: {error}") from None
     if limits.get("address") and value != "auto" and not _ADDRESS.fullmatch(str(value)):
         raise ConfigError(f"{flag}: {value!r} is neither auto nor host:port")
 

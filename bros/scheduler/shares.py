@@ -109,24 +109,25 @@ class TenantShares:
     def over_share(self) -> frozenset[str]:
         """The tenants that have lately used more than their weight's part of what all have.
 
-        Tenants that have used nearly nothing lately do not count: one tenant alone is never over.
+        Tenants that neither wait nor have used more than nearly nothing lately do not count, so one
+        tenant alone is never over.
         """
         recent = self._recent_s
-        if len(recent) < 2:
-            return frozenset()
         least_s = _ACTIVE_FROM * sum(recent.values())
-        active = [tenant for tenant, seconds in recent.items() if seconds > least_s]
+        active = self._waiting.union(t for t, seconds in recent.items() if seconds > least_s)
         if len(active) < 2:
             return frozenset()
+        for tenant in active:
+            recent.setdefault(tenant, 0.0)
         used_s = sum(recent[tenant] for tenant in active)
         each_s = used_s / sum(map(self.weight, active))
         return frozenset(t for t in active if recent[t] > _OVER * each_s * self.weight(t))
 
-    def behind(self) -> frozenset[str]:
-        """The tenants with waiting requests that are not the first of them."""
-        if len(self._waiting) < 2:
+    def behind(self, tenants: Collection[str]) -> frozenset[str]:
+        """All of these tenants but the first."""
+        if len(tenants) < 2:
             return frozenset()
-        return frozenset(self._waiting - {min(self._waiting, key=self.place)})
+        return frozenset(tenants).difference({min(tenants, key=self.place)})
 
     def merge(
         self, requests: Mapping[str, Iterable[T]], seconds: Callable[[T], float]

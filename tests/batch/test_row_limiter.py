@@ -1,4 +1,4 @@
-"""RowLimiter: the smallest key first, and none is ever lost."""
+"""RowLimiter: the smallest key of the tenant with the fewest rows first, and none is ever lost."""
 
 from __future__ import annotations
 
@@ -82,6 +82,25 @@ async def test_a_higher_limit_lets_more_in_and_a_lower_one_throws_nobody_out() -
         guest.leave()
     await settle()
     assert limiter.used == 0
+
+
+async def test_tenants_have_as_many_rows_each_whatever_their_keys() -> None:
+    limiter, inside = RowLimiter(4), list[str]()
+
+    async def row(tenant: str, key: int) -> None:
+        await limiter.acquire(key, tenant)
+        inside.append(tenant)
+
+    tasks = [asyncio.create_task(row("a", 0)) for _ in range(9)]
+    await settle()
+    assert inside == ["a"] * 4  # no place is kept free
+    tasks += [asyncio.create_task(row("b", 1)) for _ in range(3)]
+    for _ in range(4):
+        limiter.release("a")
+        await settle()
+    assert inside[4:] == ["b", "b", "a", "a"]  # two rows each
+    for task in tasks:
+        task.cancel()
 
 
 @pytest.mark.parametrize("turns", [0, 1])

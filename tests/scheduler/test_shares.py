@@ -70,11 +70,11 @@ def test_the_counters_are_those_of_the_naive_model(
         assert {each: shares.counter(each) for each in TENANTS} == pytest.approx(naive.counters)
         first = min(naive.waiting, key=naive.counters.get, default=None)
         if len(naive.waiting) < 2:
-            assert not shares.behind()
+            assert not shares.behind(naive.waiting)
         else:
             assert first is not None
             least = naive.counters[first]
-            (ahead,) = naive.waiting - shares.behind()
+            (ahead,) = naive.waiting - shares.behind(naive.waiting)
             assert naive.counters[ahead] == pytest.approx(least)
 
 
@@ -161,6 +161,8 @@ def test_a_tenant_alone_is_never_over_its_share() -> None:
     for _ in range(100):
         shares.charge("b", 1.0)
     assert not shares.over_share()  # a has used nearly nothing lately
+    shares.set_waiting({"c"})
+    assert shares.over_share() == {"b"}  # c has used nothing, but would
 
 
 def test_weights_move_the_share() -> None:
@@ -202,9 +204,7 @@ MODEL = CostModel(constant_s=0.01, token_s=1e-4, sample_s=1e-5, pair_s=1e-8, con
 
 
 def state_of(tenant: str, computed: int, remaining: int) -> RequestState:
-    asked = dataclasses.replace(
-        request("r", computed + remaining, ServiceClass.BE), tenant=tenant
-    )
+    asked = dataclasses.replace(request("r", computed + remaining, ServiceClass.BE), tenant=tenant)
     state = RequestState(
         asked, service_class=ServiceClass.BE, slo=asked.slo, now=0.0, arrival_index=0, seed=0,
         max_length=10_000, eos_token_ids=frozenset(),

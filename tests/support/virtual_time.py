@@ -53,12 +53,14 @@ class VirtualRun:
         slo: Slo | None = None,
         salt: int = 0,
         arrived_s: float | None = None,
+        tenant: str = "",
         **params: object,
     ) -> ServiceClass:
         """A request that arrived now, or before. salt: with different ones, no common prefix."""
         ids = [1 + (salt + i) % 900 for i in range(prompt)]
         asked = request(name, ids, service_class, slo=slo, **params)  # type: ignore[arg-type]
-        asked = replace(asked, arrival_s=self.now if arrived_s is None else arrived_s)
+        arrival_s = self.now if arrived_s is None else arrived_s
+        asked = replace(asked, arrival_s=arrival_s, tenant=tenant)
         served_as = self.scheduler.submit(asked, self.now)
         self.requests[name] = asked
         self.token_times[name] = []

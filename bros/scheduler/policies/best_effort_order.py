@@ -1,7 +1,7 @@
 """The order in which best-effort requests start, unless a deadline is pressing.
 
-Between tenants: by what each has used of the device (shares.py). Of one tenant: by arrival, where some requests count as if they had arrived earlier (times in units of
-`max_wait_s`):
+Between tenants: by what each has used of the device (shares.py). Of one tenant: by arrival, where
+some requests count as if they had arrived earlier (times in units of `max_wait_s`):
 
     -1/2                    0                     1/2                     1
       |  <-- half -- group  |----- joined by ----->|                      |

@@ -47,11 +47,11 @@ from bros.scheduler.state import (
 # gets a new deadline, and another one each time that passes. Running requests that cannot keep
 # their pace would always be due before it, so it needs turns as well.
 #
-# If several tenants have waiting requests, and not all first tokens can be on time:
+# If several tenants have prompts to compute, and not all first tokens can be on time:
 #
-#     order     on time of the tenant that has used least, preempted streams and running, by
-#               deadline; then the others on time and late, by what their tenants have used
-#     turns     of the same tenant's late requests
+#     order     as above, but without prompts of tenants that are over their share; these come
+#               last, with the late requests, by what their tenants have used
+#     turns     of late requests of the other tenants
 #
 # So a tenant that sends more than its share is late first.
 
@@ -143,18 +143,17 @@ class UrgentOrder:
         preempted, late = waiting[begins:ends], waiting[ends:]
         if self._mode == "shed":
             late = []
+        on_time, others = waiting[: min(begins, self._most)], []
         self.behind = ()
-        if len(queues.waiting_of[ServiceClass.RT]) > 1:
-            on_time = waiting[:begins]
-            if late or not self._all_in_time(on_time, now):
-                self.behind = self._shares.behind() & self._shares.over_share()
-        others: list[RequestState] = []
+        if len(queues.open_of[ServiceClass.RT]) > 1:
+            self.behind = self._behind(running, waiting[:begins], late, now)
         if self.behind:
-            on_time, others = _divided(on_time, self.behind)
+            prompts = [state for state in running if state.remaining > 1]
+            _, prompts = _divided(prompts, self.behind)
+            running = [state for state in running if state not in prompts]
+            on_time, others = _divided(waiting[:begins], self.behind)
             late, late_others = _divided(late, self.behind)
-            others += late_others
-        else:
-            on_time = waiting[: min(begins, self._most)]
+            others = [*by_deadline(prompts), *others, *late_others]
         first: list[RequestState] = []
         if late and step % _TURN_STEPS == 0:
             first = [late.pop(0)]
@@ -168,10 +167,26 @@ class UrgentOrder:
             return order
         return itertools.chain(first, order, self._last(late, others))
 
+    def _behind(
+        self,
+        running: Sequence[RequestState],
+        on_time: Sequence[RequestState],
+        late: Sequence[RequestState],
+        now: float,
+    ) -> Collection[str]:
+        """The tenants that are late first: none while all first tokens can be on time."""
+        prompts = [state for state in running if state.remaining > 1]
+        tenants = {state.request.tenant for state in itertools.chain(prompts, on_time, late)}
+        if len(tenants) < 2:
+            return ()
+        if not late and self._all_in_time(by_deadline([*prompts, *on_time]), now):
+            return ()
+        return self._shares.behind(tenants) & self._shares.over_share()
+
     def _last(
         self, late: Sequence[RequestState], others: Sequence[RequestState]
     ) -> Iterable[RequestState]:
-        """The late requests, and all waiting ones of the tenants that are behind."""
+        """The late requests, and all prompts of the tenants that are behind."""
         if not others:
             return late[: self._most]
         by_tenant: dict[str, list[RequestState]] = {}
@@ -185,7 +200,7 @@ class UrgentOrder:
         prefill_s, ends_s = self._costs.prefill_s, now
         for state in on_time:
             ends_s += prefill_s(state)
-            if ends_s > state.deadline_s:
+            if state.late or ends_s > state.deadline_s:
                 return False
         return True
 
@@ -540,7 +555,9 @@ class BrosPolicy:
             best_effort=self._best_effort(queues, now),
             behind={
                 ServiceClass.RT: self._urgent.behind,
-                ServiceClass.BE: self._shares[ServiceClass.BE].behind(),
+                ServiceClass.BE: self._shares[ServiceClass.BE].behind(
+                    queues.waiting_of[ServiceClass.BE]
+                ),
             },
             over_share=self._shares[ServiceClass.RT].over_share(),
             bounds=Bounds(

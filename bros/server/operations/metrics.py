@@ -517,8 +517,8 @@ class TenantCollector(Collector):
         return _family(
             CounterMetricFamily,
             "tenant_device_seconds",
-            "Predicted time of the engine's steps, divided among the tenants in them. While several "
-            "always have waiting requests of a class, it grows for each as fast as its weight says",
+            "Predicted time of the engine's steps, divided among the tenants in them. While "
+            "several always have waiting requests of a class, it grows as their weights say",
             (_TENANT, _CLASS),
             sorted(seconds.items()),
         )

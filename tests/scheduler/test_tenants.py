@@ -1,0 +1,104 @@
+"""What several tenants get of one scheduler, and what it says of that."""
+
+from __future__ import annotations
+
+import pytest
+
+from bros.core.request import Slo
+from support.virtual_time import BE, RT, VirtualRun
+
+
+def chat(run: VirtualRun, name: str, tenant: str, prompt: int = 40, tokens: int = 4) -> None:
+    run.submit(name, prompt, tenant=tenant, salt=len(run.requests) * 7, max_tokens=tokens)
+
+
+def job(run: VirtualRun, name: str, tenant: str, slo: Slo | None = None) -> None:
+    salt = len(run.requests) * 7
+    run.submit(name, 30, BE, tenant=tenant, salt=salt, slo=slo, max_tokens=8)
+
+
+def test_a_tenant_with_one_job_need_not_wait_for_all_of_another() -> None:
+    run = VirtualRun(max_num_seqs=1)
+    for number in range(10):
+        job(run, f"many{number}", "many")
+    run.steps(3)
+    job(run, "one", "few")
+    run.drain()
+    assert list(run.first_run)[:3] == ["many0", "one", "many1"]
+    trace = run.scheduler.trace("many1")
+    assert trace is not None and trace.waits["share"] > 0.0
+    before = run.scheduler.trace("one")
+    assert before is not None and "share" not in before.waits
+
+
+def test_jobs_of_a_tenant_with_a_deadline_still_come_first() -> None:
+    run = VirtualRun(max_num_seqs=1)
+    for number in range(4):
+        job(run, f"many{number}", "many")
+    run.steps(3)
+    job(run, "one", "few")
+    job(run, "urgent", "many", Slo(deadline_s=3.0))
+    run.now += 2.0  # it is pressing now
+    run.drain()
+    assert list(run.first_run).index("urgent") < list(run.first_run).index("one")
+
+
+@pytest.mark.parametrize(("weights", "expected"), [(None, 0.5), ("a=3", 0.75), ("b=3", 0.25)])
+def test_best_effort_device_time_is_in_proportion_to_weights(
+    weights: str | None, expected: float
+) -> None:
+    run = VirtualRun(max_num_seqs=4, max_queue=500, tenant_weights=weights)
+    for number in range(150):
+        for tenant in "ab":
+            job(run, f"{tenant}{number}", tenant)
+    run.steps(300)
+    used_s = run.scheduler.stats().by_class[BE].device_s
+    assert run.waiting(BE) > 10
+    assert used_s["a"] / sum(used_s.values()) == pytest.approx(expected, abs=0.05)
+
+
+def test_under_overload_only_the_tenant_that_sends_too_much_is_late() -> None:
+    """The other one's first tokens are all on time, as if it was alone."""
+    run = VirtualRun(max_num_seqs=16, max_queue=2000)
+    number = 0
+    while run.now < 8.0:
+        for _ in range(6):
+            chat(run, f"many{number}", "many", prompt=120)
+            number += 1
+        if number % 30 == 0:
+            chat(run, f"few{number}", "few", prompt=40)
+        run.step()
+    waits = {
+        name: (times[0] if times else run.now) - run.requests[name].arrival_s
+        for name, times in run.token_times.items()
+    }
+    few = [wait for name, wait in waits.items() if name.startswith("few")][:-1]
+    many = [wait for name, wait in waits.items() if name.startswith("many")]
+    assert len(few) > 5 and max(few) <= 0.4
+    assert sum(wait > 0.4 for wait in many) > len(many) / 2
+
+
+def test_a_request_that_fits_only_alone_runs_although_its_tenant_is_over_its_share() -> None:
+    run = VirtualRun(max_num_seqs=4, blocks=40)
+    chat(run, "little", "few")
+    chat(run, "first", "many", prompt=100)
+    run.drain()
+    run.submit("all", 150, RT, tenant="many", salt=3, max_tokens=4)
+    chat(run, "after", "few")
+    run.drain()
+    assert len(run.token_times["all"]) == 4
+
+
+def test_the_seconds_of_all_tenants_are_those_of_the_steps() -> None:
+    run = VirtualRun(max_num_seqs=8)
+    for number in range(12):
+        chat(run, f"c{number}", "abc"[number % 3], prompt=20 + number)
+        job(run, f"j{number}", "ab"[number % 2])
+        run.step()
+    run.drain()
+    stats = run.scheduler.stats()
+    charged_s = sum(s for each in stats.by_class.values() for s in each.device_s.values())
+    assert stats.predicted_s == pytest.approx(charged_s, rel=0.02)
+    assert set(stats.by_class[RT].device_s) == set("abc")
+    assert set(stats.by_class[BE].device_s) == set("ab")
+    run.scheduler.check_integrity()
