@@ -278,7 +278,7 @@ class StepMemory:
         holders = len(self._running) - len(victims) + len(self._new_requests)
         if self._is_over_share(state):
             kept = math.ceil(KEPT_SHARE * self._kv.num_blocks)
-            wanted = everything + self._promised_blocks + holders + kept
+            wanted = whole_prompt + holders + kept
             self._admitting_over_share = self._can_get(state, wanted, victims)
             if not self._admitting_over_share:
                 self.refusal = SHARE
