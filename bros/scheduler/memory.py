@@ -19,13 +19,13 @@ from bros.kvcache.manager import KvCacheManager
 from bros.kvcache.sharing import CommonPart
 from bros.scheduler.prefixes import look_up
 from bros.scheduler.shares import SHARE
-from bros.scheduler.state import RequestState, deadline_key
+from bros.scheduler.state import Rank, RequestState, deadline_key
 
 _WAIT_MARGIN = 2.0
 """Expected times are doubled, since other requests are computed in the same steps."""
 
-KEPT_SHARE = 1 / 16
-"""Part of the rows and blocks that tenants over their share leave to requests of others."""
+_KEPT_ROWS = 1 / 16
+"""Part of the rows that real-time tenants over their share leave to those of others."""
 
 
 def peak_tokens(holders: Sequence[tuple[int, int]]) -> int:
@@ -96,11 +96,14 @@ class StepMemory:
         self._has_best_effort = any(s.service_class is ServiceClass.BE for s in reversed(running))
         self._preemptors: set[str] = set()
         self._new_requests: list[tuple[int, int]] = []
-        self._admitting = True
+        self._refused: RequestState | None = None  # the latest new request without memory
         self._over_share = over_share
-        self._admitting_over_share = True
-        self._has_real_time = any(s.service_class is ServiceClass.RT for s in running)
-        self._kept_rows = math.ceil(KEPT_SHARE * max_holders)
+        # All that may be preempted, the last place first.
+        self._victims_by_place = running[::-1]
+        if over_share:
+            self._victims_by_place = sorted(running, key=self._place, reverse=True)
+        self._has_real_time = self._free_rows[ServiceClass.RT] < max_holders
+        self._kept_rows = math.ceil(_KEPT_ROWS * max_holders)
         self._requester: RequestState | None = None
         self._asked_for_victims = False
         self._growth: list[tuple[int, int]] | None = None
@@ -174,20 +177,30 @@ class StepMemory:
         return self._now + alone_s > state.deadline_s
 
     def _may_start(self, state: RequestState) -> bool:
-        self.refusal = "memory" if not self._admitting else "rows"
-        free_rows = self._free_rows[state.service_class]
-        if self._is_over_share(state):
-            if not self._admitting_over_share or free_rows <= self._kept_rows:
-                self.refusal = SHARE
+        over_share = self._is_over_share(state)
+        if self._refused is not None:
+            self.refusal = "memory"
+            spared = state.service_class is ServiceClass.RT and not over_share
+            if not (spared and self._is_over_share(self._refused)):
                 return False
-        return self._admitting and free_rows > 0
+        free_rows = self._free_rows[state.service_class]
+        if over_share and self._has_real_time:
+            self.refusal = SHARE
+            return free_rows > self._kept_rows
+        self.refusal = "rows"
+        return free_rows > 0
 
     def _is_over_share(self, state: RequestState) -> bool:
-        """Whether it leaves rows and blocks to requests of other tenants; not if no real-time
-        request runs, so that one that fits only alone can start."""
         if not self._over_share or state.service_class is ServiceClass.BE:
             return False
-        return state.request.tenant in self._over_share and self._has_real_time
+        return state.request.tenant in self._over_share
+
+    def _place(self, state: RequestState) -> Rank:
+        """Its rank, where real-time requests of tenants over their share come after all others."""
+        if not self._over_share:
+            return state.rank
+        *first, last = state.rank
+        return (*first, self._is_over_share(state), last)
 
     def reserve(self, state: RequestState, num_tokens: int) -> bool:
         """Allocate the next `num_tokens` tokens, and restore missing ones; False if they do not
@@ -276,24 +289,18 @@ class StepMemory:
         whole_prompt = -(-state.remaining // size)
         victims = list(self._victims(state))
         holders = len(self._running) - len(victims) + len(self._new_requests)
-        if self._is_over_share(state):
-            kept = math.ceil(KEPT_SHARE * self._kv.num_blocks)
-            wanted = whole_prompt + holders + kept
-            self._admitting_over_share = self._can_get(state, wanted, victims)
-            if not self._admitting_over_share:
-                self.refusal = SHARE
-                return False
-        self._admitting = (
+        if not (
             self._fits_with_growth(state)
             and self._can_get(state, whole_prompt + holders, victims)
             and self._append(state, num_tokens)
-        )
-        if self._admitting:
-            for service_class in {state.service_class, ServiceClass.BE}:
-                self._free_rows[service_class] -= 1
-            self._new_requests.append(self._growth_of(state))
-            self._has_best_effort |= state.service_class is ServiceClass.BE
-        return self._admitting
+        ):
+            self._refused = state
+            return False
+        for service_class in {state.service_class, ServiceClass.BE}:
+            self._free_rows[service_class] -= 1
+        self._new_requests.append(self._growth_of(state))
+        self._has_best_effort |= state.service_class is ServiceClass.BE
+        return True
 
     def _can_get(self, state: RequestState, blocks: int, victims: Sequence[RequestState]) -> bool:
         """Whether a request can get so many blocks: free ones, and all those of the victims."""
@@ -304,7 +311,7 @@ class StepMemory:
         return free >= blocks
 
     def _victims(self, state: RequestState) -> Iterator[RequestState]:
-        """Requests that a request may preempt, highest rank first; none that is in this step.
+        """Requests that a request may preempt, the last place first; none that is in this step.
 
         Ablation: tight memory, p99 of first tokens +386 % if new requests preempt none; overload,
         attainment -6 points if late ones do not spare others; full memory, -0.6 points if the
@@ -314,11 +321,13 @@ class StepMemory:
         if is_new_request and not self._new_requests_preempt:
             return
         spares_rt = is_new_request and state.late
-        for victim in reversed(self._running):
-            if victim.rank <= state.rank:
+        place = self._place(state)
+        for victim in self._victims_by_place:
+            if self._place(victim) <= place:
                 return
             if spares_rt and victim.service_class is ServiceClass.RT:
-                return
+                if self._is_over_share(victim) == self._is_over_share(state):
+                    return
             if victim.request_id not in self.granted:
                 yield victim
 
