@@ -452,6 +452,14 @@ class ServerConfig(_Checked):
         "CPU seconds per minute for large inputs of a tenant; default: 30 if there are several",
         low=1,
     )
+    tenant_max_requests_per_minute: int | None = option(
+        None, "requests per minute of a tenant, without rows of batches; default: no limit", low=1
+    )
+    tenant_max_tokens_per_minute: int | None = option(
+        None,
+        "tokens of prompts and answers per minute of a tenant, without batches; default: no limit",
+        low=1,
+    )
     tenant_max_grammars: int | None = option(
         None,
         "maximum outputs with a grammar per tenant; default: half of --max-queue if several exist",

@@ -43,6 +43,9 @@ class Resource(enum.StrEnum):
         bodies, prompts to render and tokenize, grammars to check.
     CPU_SECONDS: CPU time of work off the event loop, see `CpuBudget`, within some minute: what was
         used a minute ago counts a third.
+    REQUESTS_PER_MINUTE, TOKENS_PER_MINUTE: requests that the engine has accepted, and tokens of
+        their prompts and answers; each falls by its limit per minute. An answer counts when it
+        ends. Rows of batches do not count.
     GRAMMARS: outputs of open requests that must match a grammar, and grammars that wait for their
         check or are checked.
     CACHED_GRAMMARS: checked grammars that the server remembers. The oldest make room for new ones.
@@ -63,6 +66,8 @@ class Resource(enum.StrEnum):
     BACKGROUND = "background"
     INPUT_BYTES = "input_bytes"
     CPU_SECONDS = "cpu_seconds"
+    REQUESTS_PER_MINUTE = "requests_per_minute"
+    TOKENS_PER_MINUTE = "tokens_per_minute"
     GRAMMARS = "grammars"
     CACHED_GRAMMARS = "cached_grammars"
     TRACES = "traces"
@@ -95,6 +100,8 @@ class TenantLimits:
     background: int | None = None
     input_bytes: int | None = None
     cpu_seconds: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
     grammars: int | None = None
     cached_grammars: int | None = None
     traces: int | None = None
@@ -142,6 +149,8 @@ _NAMES: Mapping[Resource, tuple[str, str]] = MappingProxyType(
             "bytes of requests that are received or wait to be processed",
         ),
         Resource.CPU_SECONDS: ("CPU second per minute", "CPU seconds per minute"),
+        Resource.REQUESTS_PER_MINUTE: ("request per minute", "requests per minute"),
+        Resource.TOKENS_PER_MINUTE: ("token per minute", "tokens per minute"),
         Resource.GRAMMARS: (
             "output with a grammar in open requests",
             "outputs with a grammar in open requests",
@@ -157,6 +166,9 @@ _SOON = frozenset({*REQUESTS.values(), Resource.WAITS, Resource.INPUT_BYTES, Res
 
 _SOON_S, _LATER_S = 1.0, 60.0
 """When a refused client may try again."""
+
+RATES = Resource.REQUESTS_PER_MINUTE, Resource.TOKENS_PER_MINUTE
+_MINUTE_S = 60.0
 
 CPU_WINDOW_S = 60.0
 """Of CPU_SECONDS."""
@@ -249,6 +261,19 @@ class _CpuLevel:
         return self.seconds * math.exp((self.as_of_s - now) / CPU_WINDOW_S)
 
 
+@dataclass(frozen=True, slots=True)
+class RateFigure:
+    """How far a tenant has used a limit per minute.
+
+    remaining: how much more it may use at once.
+    reset_s: seconds until that is the limit again, if it uses nothing.
+    """
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+
 class TenantAccounts:
     """Counts what each tenant holds, and refuses more than its limits. Not thread-safe.
 
@@ -275,6 +300,8 @@ class TenantAccounts:
         self._sums: Counter[Resource] = Counter()  # of all tenants
         self._cpu: OrderedDict[str, _CpuLevel] = OrderedDict()  # in the order of their last work
         self._refused: Counter[tuple[str, Resource]] = Counter()
+        # Limits per minute: (tenant, resource) -> (what counted, at what time in seconds).
+        self._levels: dict[tuple[str, Resource], tuple[float, float]] = {}
 
     def limits(self, tenant: str) -> TenantLimits:
         return self._limits.get(tenant, self._default)
@@ -296,7 +323,8 @@ class TenantAccounts:
             (tenant, Resource.CPU_SECONDS): round(level.at(now))
             for tenant, level in self._cpu.items()
         }
-        amounts = {**self._used, **cpu, **elsewhere}
+        rates = {key: math.ceil(self._level(*key)) for key in self._levels}
+        amounts = {**self._used, **cpu, **rates, **elsewhere}
         others = sorted({tenant for (tenant, _), amount in amounts.items() if amount})
         return [
             TenantFigure(
@@ -389,6 +417,55 @@ class TenantAccounts:
                 ends_soon=True,
             )
 
+    def begin_request(self, tenant: str, prompt_tokens: int) -> None:
+        """Count a request and its prompt for the limits per minute. Raises TenantLimitError if one
+        is used up, and OverTenantLimitError if the prompt alone exceeds it; then nothing counts."""
+        amounts = dict(zip(RATES, (1, prompt_tokens), strict=True))
+        for resource, more in amounts.items():
+            limit = self.limits(tenant).of(resource)
+            if limit is None:
+                continue
+            wait_s = (self._level(tenant, resource) + more - limit) * _MINUTE_S / limit
+            if more > limit:
+                check_limit(self.limits(tenant), resource, 0, more)
+            if wait_s > 0.0:
+                raise TenantLimitError(
+                    f"Your API key has reached its limit of {_amount(limit, resource)} "
+                    f"(max_{_LIMITS[resource]}).",
+                    resource.value,
+                    wait_s,
+                    ends_soon=True,
+                )
+        for resource, more in amounts.items():
+            self._raise_level(tenant, resource, more)
+
+    def undo_request(self, tenant: str, prompt_tokens: int) -> None:
+        """The engine has refused a request that `begin_request` has counted."""
+        for resource, amount in zip(RATES, (1, prompt_tokens), strict=True):
+            self._raise_level(tenant, resource, -amount)
+
+    def count_tokens(self, tenant: str, tokens: int) -> None:
+        """An answer of so many tokens has ended; it may exceed the limit, so that the next request
+        has to wait for longer."""
+        self._raise_level(tenant, Resource.TOKENS_PER_MINUTE, tokens)
+
+    def rates(self, tenant: str) -> Mapping[Resource, RateFigure]:
+        """Of its limits per minute."""
+        figures = {}
+        for resource in RATES:
+            limit = self.limits(tenant).of(resource)
+            if limit is not None:
+                level = self._level(tenant, resource)
+                remaining = max(0, math.floor(limit - level))
+                figures[resource] = RateFigure(limit, remaining, level * _MINUTE_S / limit)
+        return figures
+
+    @property
+    def have_rates(self) -> bool:
+        """Whether any tenant has a limit per minute."""
+        each = (self._default, *self._limits.values())
+        return any(limits.of(resource) is not None for limits in each for resource in RATES)
+
     def of_batches(self) -> TenantAccounts:
         """Accounts without limits but those of caches, for what has limits of its own."""
         limits = {name: TenantLimits(traces=each.traces) for name, each in self._limits.items()}
@@ -413,6 +490,17 @@ class TenantAccounts:
         for resource in Resource:
             held = sum(amount for (_, each), amount in counted.items() if each is resource)
             assert self._sums[resource] == held
+
+    def _level(self, tenant: str, resource: Resource) -> float:
+        """What counts now for a limit per minute."""
+        limit = self.limits(tenant).of(resource)
+        amount, as_of_s = self._levels.get((tenant, resource), (0.0, 0.0))
+        return max(0.0, amount - (limit or 0) * (self._clock.now() - as_of_s) / _MINUTE_S)
+
+    def _raise_level(self, tenant: str, resource: Resource, amount: int) -> None:
+        if self.limits(tenant).of(resource) is not None:
+            level = max(0.0, self._level(tenant, resource) + amount)
+            self._levels[tenant, resource] = level, self._clock.now()
 
     def _add(self, tenant: str, resource: Resource, amount: int) -> None:
         key = tenant, resource

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import socket
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bros.core.errors import AuthenticationError, BrosError
+from bros.core.tenants import TenantAccounts
 from bros.server.batches import routes as batches
 from bros.server.browsers import BrowserGuard, BrowserRules
 from bros.server.embeddings import routes as embeddings
@@ -149,6 +151,35 @@ class BearerAuth:
         await self._app(scope, receive, send)
 
 
+class RateHeaders:
+    """Adds OpenAI's x-ratelimit headers to the responses of tenants with limits per minute."""
+
+    def __init__(self, app: ASGIApp, accounts: TenantAccounts) -> None:
+        self._app = app
+        self._accounts = accounts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_rates(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for resource, rate in self._accounts.rates(scope.get(TENANT, "")).items():
+                    name = resource.value.removesuffix("_per_minute")
+                    headers[f"x-ratelimit-limit-{name}"] = str(rate.limit)
+                    headers[f"x-ratelimit-remaining-{name}"] = str(rate.remaining)
+                    headers[f"x-ratelimit-reset-{name}"] = duration(rate.reset_s)
+            await send(message)
+
+        await self._app(scope, receive, send_with_rates)
+
+
+def duration(seconds: float) -> str:
+    """A time as OpenAI's headers write it, rounded up: 120ms, 1s, 6m0s."""
+    if seconds < 1.0:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"
+
+
 class App(Starlette):
     """Puts the server's `send` into the scope. Streams send their body with it, past the
     middleware, which only looks at the start of a response."""
@@ -187,6 +218,8 @@ def create_app(state: ServerState, tenants: Tenants) -> Starlette:
     if tenants.keys:
         open_paths = OPEN_PATHS - {METRICS_PATH} if access == "key" else OPEN_PATHS
         middleware.append(Middleware(BearerAuth, tenants=tenants, open_paths=open_paths))
+    if state.accounts.have_rates:
+        middleware.append(Middleware(RateHeaders, accounts=state.accounts))
     app = App(
         routes=routes,
         middleware=middleware,

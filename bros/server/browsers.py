@@ -31,7 +31,16 @@ _HOST = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[?[0-9a-f:.]+\]?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]*|null")
 
 _ALLOWED_METHODS = "GET, POST, PUT, PATCH, DELETE, OPTIONS"
-_EXPOSED = "x-request-id, retry-after, retry-after-ms, x-should-retry"
+_EXPOSED = ", ".join(
+    (
+        *("x-request-id", "retry-after", "retry-after-ms", "x-should-retry"),
+        *(
+            f"x-ratelimit-{figure}-{unit}"
+            for unit in ("requests", "tokens")
+            for figure in ("limit", "remaining", "reset")
+        ),
+    )
+)
 _PREFLIGHT_S = "600"
 
 

@@ -123,6 +123,8 @@ class Tenants:
                 size(config.tenant_max_input_bytes), _INPUT_BYTES, together.input_bytes
             ),
             cpu_seconds=default(config.tenant_max_cpu_seconds, _CPU_SECONDS),
+            requests_per_minute=config.tenant_max_requests_per_minute,
+            tokens_per_minute=config.tenant_max_tokens_per_minute,
             grammars=half(config.tenant_max_grammars, max_queue),
             cached_grammars=half(None, MAX_CACHED_GRAMMARS),
             traces=half(None, MAX_TRACES),

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, Self
 
 from bros.core.clock import Clock
@@ -260,7 +261,7 @@ class TextGenerator:
             counted.append(Resource.GRAMMARS)
         held = self._accounts.hold_all(tenant, counted, len(requests))
         try:
-            streams = await self._submit_all(requests)
+            streams = await self._submit_counted(tenant, sum(map(len, prompts)), requests)
         except PromptTooLongError as error:
             held.release()
             raise PromptTooLongError(error.prompt_tokens, error.max_model_len, param) from None
@@ -278,8 +279,20 @@ class TextGenerator:
             parsing,
             self._forwarder,
             held,
+            partial(self._accounts.count_tokens, tenant),
             opened,
         )
+
+    async def _submit_counted(
+        self, tenant: str, prompt_tokens: int, requests: Sequence[EngineRequest]
+    ) -> list[RequestStream]:
+        """Submit the requests of a call, which counts for the limits per minute."""
+        self._accounts.begin_request(tenant, prompt_tokens)
+        try:
+            return await self._submit_all(requests)
+        except BaseException:
+            self._accounts.undo_request(tenant, prompt_tokens)
+            raise
 
     def _count_open(self, by: int) -> None:
         self.open.change(by, self._clock.now())
@@ -337,11 +350,13 @@ class Generation:
         parsing: AnswerParsing,
         forwarder: _OutputForwarder,
         held: QuotaHolds,
+        count_tokens: Callable[[int], None],
         opened: Callable[[int], None] | None,
     ) -> None:
         """Made by TextGenerator.start.
 
         held: what the requests count as until all have ended.
+        count_tokens: called with the number of output tokens, once they have ended.
         opened: called with how many more of them are open, or fewer; None: nothing counts them.
         """
         self.request_id = request_id
@@ -354,6 +369,8 @@ class Generation:
         self._service_classes = tuple(stream.service_class for stream in streams)
         self._unread = len(requests)
         self._held = held
+        self._count_tokens = count_tokens
+        self._counted_tokens = 0
         self._opened = opened
         if opened is not None:
             opened(len(requests))
@@ -454,6 +471,7 @@ class Generation:
         and from a cancelled task: the clean-up then completes in the background."""
         if self._closing is None:
             self._held.release()
+            self._count_output()
             if self._opened is not None:
                 self._opened(-self._unread)
             self._unread = 0
@@ -490,6 +508,14 @@ class Generation:
         self._held.resize(self._unread)
         if self._opened is not None:
             self._opened(-1)
+        if not self._unread:
+            self._count_output()
+
+    def _count_output(self) -> None:
+        """Count the output tokens that do not count yet."""
+        tokens = self.num_output_tokens
+        self._count_tokens(tokens - self._counted_tokens)
+        self._counted_tokens = tokens
 
     def wake(self, error: Exception | None = None) -> None:
         """End `forward`, which raises the error, or `_wait`."""

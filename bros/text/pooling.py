@@ -155,7 +155,9 @@ class TextPooler:
             for index, request in waiting:
                 results[index] = await self._one(index, request, watching)
 
+        tokens = sum(len(each.token_ids) for each in inputs)
         with self._accounts.hold(tenant, REQUESTS[service_class], window):
+            self._accounts.begin_request(tenant, tokens)
             try:
                 async with asyncio.TaskGroup() as group:
                     for _ in range(window):

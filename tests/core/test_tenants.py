@@ -269,3 +269,67 @@ def test_a_hold_that_grows_counts_once() -> None:
         with pytest.raises(OverTenantLimitError, match="needs 11"):
             accounts.check_growth(one, 11)
     assert accounts.held == {}
+
+
+# Limits per minute
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("wait"), st.sampled_from([0.5, 3.0, 20.0, 100.0])),
+        st.tuples(st.just("ask"), st.integers(1, 70)),
+        st.tuples(st.just("answer"), st.integers(1, 200)),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=examples(50, long=1000))
+@given(EVENTS)
+def test_limits_per_minute_are_those_of_buckets_that_leak(
+    events: list[tuple[str, float]]
+) -> None:
+    """A refused request is accepted after the time that the refusal names, and not before."""
+    clock = ManualClock()
+    limits = TenantLimits(requests_per_minute=6, tokens_per_minute=60)
+    accounts = TenantAccounts({"ann": limits}, clock=clock)
+    requests = tokens = 0.0
+    for event, amount in events:
+        if event == "wait":
+            clock.advance(amount)
+            requests, tokens = max(0.0, requests - amount / 10), max(0.0, tokens - amount)
+        elif event == "answer":
+            accounts.count_tokens("ann", int(amount))
+            tokens += amount
+        else:
+            wait_s = max(10 * (requests + 1 - 6), tokens + amount - 60)
+            try:
+                accounts.begin_request("ann", int(amount))
+            except OverTenantLimitError:
+                assert amount > 60
+            except TenantLimitError as error:
+                assert wait_s > 0 and error.ends_soon
+                named_s = error.retry_after_s
+                assert 0 < named_s <= wait_s + 1e-6, "of the limit that is checked first"
+            else:
+                assert wait_s <= 1e-6
+                requests, tokens = requests + 1, tokens + amount
+        found = accounts.rates("ann")
+        assert found[Resource.REQUESTS_PER_MINUTE].reset_s == pytest.approx(10 * requests)
+        assert found[Resource.TOKENS_PER_MINUTE].reset_s == pytest.approx(tokens)
+        assert found[Resource.TOKENS_PER_MINUTE].remaining == max(0, math.floor(60 - tokens + 1e-9))
+    accounts.begin_request("bob", 1_000_000)  # it has no limits
+    assert accounts.rates("bob") == {}
+
+
+def test_a_request_that_the_engine_refused_counts_for_no_limit_per_minute() -> None:
+    accounts = TenantAccounts(
+        {}, TenantLimits(requests_per_minute=1, tokens_per_minute=5), ManualClock()
+    )
+    for _ in range(2):
+        accounts.begin_request("ann", 4)
+        accounts.undo_request("ann", 4)
+    assert accounts.rates("ann")[Resource.REQUESTS_PER_MINUTE].remaining == 1
+    accounts.begin_request("ann", 4)
+    with pytest.raises(TenantLimitError, match=r"limit of 1 request per minute \(max_requests_per"):
+        accounts.begin_request("ann", 1)

@@ -16,6 +16,7 @@ from bros.core.errors import ConfigError
 from bros.core.interfaces import EngineStats, RequestTrace
 from bros.core.request import ServiceClass, Slo
 from bros.core.tenants import Resource
+from bros.server.app import duration
 from bros.server.tenants import Tenants, load_tenants, public_prefixes
 from support.batch_server import BatchServer, batch_server, jsonl, openai_client, row, until
 from support.scripted_server import Server, assert_envelope, make_tokenizer
@@ -549,3 +550,54 @@ async def test_only_metrics_with_a_key_name_tenants(tmp_path: Path, access: str)
         assert 'bros_tenant_limit{resource="sessions",tenant="ann"} 1.0' in found
         assert 'bros_tenant_refusals_total{resource="sessions",tenant="ann"} 1.0' in found
         assert 'bros_tenant_held{resource="sessions",tenant="bob"} 1.0' in found
+
+
+async def test_limits_per_minute_answer_429_with_the_headers_of_openai(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ann ann-key max_requests_per_minute=2 max_tokens_per_minute=1000\nbob bob-key")
+    server = Server(api_keys=str(keys))
+
+    async def ask(name: str, **fields: object) -> httpx.Response:
+        body = {"prompt": "one", "max_tokens": 3}
+        return await server.http.post("/v1/completions", json=body | fields, headers=of(name))
+
+    first = await ask("ann")
+    usage = first.json()["usage"]
+    limits = {name: value for name, value in first.headers.items() if "ratelimit" in name}
+    assert limits["x-ratelimit-limit-requests"] == "2"
+    assert limits["x-ratelimit-remaining-requests"] == "1"
+    assert limits["x-ratelimit-reset-requests"] == "30s"
+    assert limits["x-ratelimit-limit-tokens"] == "1000"
+    assert int(limits["x-ratelimit-remaining-tokens"]) == 1000 - usage["total_tokens"]
+    assert limits["x-ratelimit-reset-tokens"].endswith("ms")
+    streamed = await ask("ann", stream=True)
+    assert streamed.headers["x-ratelimit-remaining-requests"] == "0"
+    refused = await ask("ann")
+    error = assert_envelope(refused, 429)
+    assert error["code"] == "tenant_limit_exceeded"
+    assert error["message"].endswith("limit of 2 requests per minute (max_requests_per_minute).")
+    assert 25 <= int(refused.headers["retry-after"]) <= 30
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    assert server.accounts.refused("ann", Resource.REQUESTS_PER_MINUTE) == 1
+    other = await ask("bob")
+    assert other.status_code == 200
+    assert not any("ratelimit" in name for name in other.headers)
+    embedded = await server.http.post("/v1/chat/completions", json={}, headers=of("ann"))
+    assert embedded.status_code == 400, "a wrong request is told what is wrong with it"
+    assert embedded.headers["x-ratelimit-limit-requests"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0ms"), (0.0201, "21ms"), (1.0, "1s"), (59.5, "1m0s"), (360.0, "6m0s")],
+)
+def test_times_in_headers_are_written_as_openai_does(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+async def test_without_keys_the_options_limit_all_requests_per_minute() -> None:
+    server = Server(tenant_max_requests_per_minute=1)
+    for status in (200, 429):
+        response = await server.http.post("/v1/completions", json={"prompt": "one"})
+        assert response.status_code == status
+        assert response.headers["x-ratelimit-remaining-requests"] == "0"

@@ -39,7 +39,8 @@ _TRY_AGAIN: Mapping[str, Any] = MappingProxyType(
     {
         "description": (
             "Code rate_limit_exceeded: too many requests are waiting. Code overloaded: the "
-            "objectives of a real-time request cannot be met now"
+            "objectives of a real-time request cannot be met now. Code tenant_limit_exceeded: the "
+            "API key has reached one of its limits, which the message names"
         ),
         "headers": {
             "Retry-After": {
