@@ -8,7 +8,6 @@ always makes progress and there is no deadlock.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
@@ -24,8 +23,8 @@ from bros.scheduler.state import Rank, RequestState, deadline_key
 _WAIT_MARGIN = 2.0
 """Expected times are doubled, since other requests are computed in the same steps."""
 
-_KEPT_ROWS = 1 / 16
-"""Part of the rows that real-time tenants over their share leave to those of others."""
+_KEPT_ROWS = 16
+"""Tenants over their share leave one of so many rows to real-time requests of others."""
 
 
 def peak_tokens(holders: Sequence[tuple[int, int]]) -> int:
@@ -59,7 +58,7 @@ class StepMemory:
         best-effort request is admitted only if the expected growth of all requests fits, or if no
         best-effort request runs. Ablation: with long best-effort answers, throughput -18 %.
     prefill_seconds: see CostModel; None if the policy predicts no times.
-    over_share: tenants whose new real-time requests leave KEPT_SHARE of rows and blocks free.
+    over_share: tenants whose real-time requests give memory and leave rows to those of others.
 
     num_copied: tokens to be copied to the host for the reservations so far.
     granted: request id -> (segments, slots) of its reservation.
@@ -103,7 +102,7 @@ class StepMemory:
         if over_share:
             self._victims_by_place = sorted(running, key=self._place, reverse=True)
         self._has_real_time = self._free_rows[ServiceClass.RT] < max_holders
-        self._kept_rows = math.ceil(_KEPT_ROWS * max_holders)
+        self._kept_rows = max_holders // _KEPT_ROWS
         self._requester: RequestState | None = None
         self._asked_for_victims = False
         self._growth: list[tuple[int, int]] | None = None

@@ -24,6 +24,7 @@ bound of the paper's Theorem 4.4.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -36,7 +37,8 @@ SHARE = "share"
 """The reason to wait of a tenant that has used more of the device than another one."""
 
 _RECENT_S = 10.0
-"""Device seconds of a class over which `over_share` looks back, with weights that decay."""
+"""Device seconds of a class over which `over_share` looks back: what was used so long ago counts a
+third. A tenant that was idle may use about so much times its share before it is over."""
 
 _ACTIVE_FROM, _OVER = 0.01, 1.1
 """A tenant is active from this part of the recent use on, and over its share from so many times
@@ -57,8 +59,10 @@ class TenantShares:
         self._weights = weights
         self._counters: dict[str, float] = {}
         self._waiting: set[str] = set()
-        self._recent_s: dict[str, float] = {}
         self._last_tenant: str | None = None
+        # tenant -> (device seconds that count, `_total_s` at that time), see `_lately_s`
+        self._recent: dict[str, tuple[float, float]] = {}
+        self._total_s = 0.0
         self.used_s: dict[str, float] = {}
 
     def counter(self, tenant: str) -> float:
@@ -99,12 +103,13 @@ class TenantShares:
         """A tenant uses the device for these seconds; negative ones take a charge back."""
         self._counters[tenant] = self.counter(tenant) + seconds / self.weight(tenant)
         self.used_s[tenant] = self.used_s.get(tenant, 0.0) + seconds
-        recent = self._recent_s
-        if len(recent) > 1 or tenant not in recent:
-            kept = max(0.0, 1.0 - abs(seconds) / _RECENT_S)
-            for each in recent:
-                recent[each] *= kept
-        recent[tenant] = min(max(0.0, recent.get(tenant, 0.0) + seconds), _RECENT_S)
+        self._total_s += seconds
+        self._recent[tenant] = max(0.0, self._lately_s(tenant) + seconds), self._total_s
+
+    def _lately_s(self, tenant: str) -> float:
+        """Device seconds of a tenant, where those longer ago count less."""
+        seconds, total_s = self._recent.get(tenant, (0.0, 0.0))
+        return seconds * math.exp((total_s - self._total_s) / _RECENT_S)
 
     def over_share(self) -> frozenset[str]:
         """The tenants that have lately used more than their weight's part of what all have.
@@ -112,16 +117,16 @@ class TenantShares:
         Tenants that neither wait nor have used more than nearly nothing lately do not count, so one
         tenant alone is never over.
         """
-        recent = self._recent_s
-        least_s = _ACTIVE_FROM * sum(recent.values())
-        active = self._waiting.union(t for t, seconds in recent.items() if seconds > least_s)
-        if len(active) < 2:
+        if len(self._waiting.union(self._recent)) < 2:
             return frozenset()
-        for tenant in active:
-            recent.setdefault(tenant, 0.0)
-        used_s = sum(recent[tenant] for tenant in active)
-        each_s = used_s / sum(map(self.weight, active))
-        return frozenset(t for t in active if recent[t] > _OVER * each_s * self.weight(t))
+        recent = {tenant: self._lately_s(tenant) for tenant in self._recent}
+        least_s = _ACTIVE_FROM * sum(recent.values())
+        for tenant in [tenant for tenant, seconds in recent.items() if seconds <= least_s]:
+            del self._recent[tenant], recent[tenant]
+        weights = sum(map(self.weight, self._waiting.union(recent)))
+        each_s = _OVER * sum(recent.values()) / weights
+        over = {t for t, seconds in recent.items() if seconds > each_s * self.weight(t)}
+        return frozenset(over) if len(self._waiting.union(recent)) > 1 else frozenset()
 
     def behind(self, tenants: Collection[str]) -> frozenset[str]:
         """All of these tenants but the first."""

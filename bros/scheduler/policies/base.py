@@ -22,7 +22,7 @@ class Proposal:
     exclusive: best-effort candidates run only if no urgent one can.
     behind: by class, tenants whose waiting requests come after those of another tenant that has
         used less of the device.
-    over_share: tenants whose new real-time requests leave rows and memory for those of others.
+    over_share: tenants whose real-time requests give memory and leave rows to those of others.
     shed: waiting requests that end now with an error.
     """
 

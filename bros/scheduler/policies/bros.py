@@ -90,7 +90,7 @@ class UrgentOrder:
         self._most = rows + 1  # one more, so that the queue gets a wait reason
         self._shares = shares
         self._costs = costs
-        self.behind: Collection[str] = ()
+        self.held_back: Collection[str] = ()
 
     def key(self, state: RequestState, now: float) -> Rank:
         """The queue_key of a request that is new or starts over."""
@@ -136,38 +136,44 @@ class UrgentOrder:
     ) -> Iterable[RequestState]:
         """The candidates of the next step. step: number of steps so far.
 
-        Sets `behind`: the tenants whose requests come after those of another tenant.
+        Sets `held_back`: the tenants whose prompts come last.
         """
         waiting = queues.waiting[ServiceClass.RT]
         begins, ends = _start_of(_PREEMPTED_STREAM, waiting), _start_of(_LATE, waiting)
-        preempted, late = waiting[begins:ends], waiting[ends:]
+        on_time, preempted, late = waiting[:begins], waiting[begins:ends], waiting[ends:]
         if self._mode == "shed":
             late = []
-        on_time, others = waiting[: min(begins, self._most)], []
-        self.behind = ()
-        if len(queues.open_of[ServiceClass.RT]) > 1:
-            self.behind = self._behind(running, waiting[:begins], late, now)
-        if self.behind:
-            prompts = [state for state in running if state.remaining > 1]
-            _, prompts = _divided(prompts, self.behind)
-            running = [state for state in running if state not in prompts]
-            on_time, others = _divided(waiting[:begins], self.behind)
-            late, late_others = _divided(late, self.behind)
-            others = [*by_deadline(prompts), *others, *late_others]
+        parts = [running, on_time, preempted, late]
+        self.held_back = self._held_back(running, on_time, late, now)
+        if not self.held_back:
+            return self._in_order(*parts, step)
+        divided = [_divided(part, self.held_back) for part in parts]
+        first, last = zip(*divided, strict=True)
+        return itertools.chain(self._in_order(*first, step), self._in_order(*last, step))
+
+    def _in_order(
+        self,
+        running: Sequence[RequestState],
+        on_time: Sequence[RequestState],
+        preempted: Sequence[RequestState],
+        late: Sequence[RequestState],
+        step: int,
+    ) -> Iterable[RequestState]:
+        """Running requests, and waiting ones of each section, with turns."""
         first: list[RequestState] = []
         if late and step % _TURN_STEPS == 0:
-            first = [late.pop(0)]
+            first, late = [late[0]], late[1:]
         elif preempted and step % _TURN_STEPS == _TURN_STEPS // 2:
             first = [min(preempted, key=rank_key)]
-            preempted.remove(first[0])
+            preempted = [state for state in preempted if state is not first[0]]
         order: Iterable[RequestState] = by_deadline(running)
         if on_time or preempted:
-            order = heapq.merge(order, on_time, preempted, key=deadline_key)
-        if not (first or late or others):
+            order = heapq.merge(order, on_time[: self._most], preempted, key=deadline_key)
+        if not (first or late):
             return order
-        return itertools.chain(first, order, self._last(late, others))
+        return itertools.chain(first, order, late[: self._most])
 
-    def _behind(
+    def _held_back(
         self,
         running: Sequence[RequestState],
         on_time: Sequence[RequestState],
@@ -175,33 +181,19 @@ class UrgentOrder:
         now: float,
     ) -> Collection[str]:
         """The tenants that are late first: none while all first tokens can be on time."""
-        prompts = [state for state in running if state.remaining > 1]
-        tenants = {state.request.tenant for state in itertools.chain(prompts, on_time, late)}
-        if len(tenants) < 2:
+        over_share = self._shares.over_share()
+        if not over_share or not late and self._all_in_time([*running, *on_time], now):
             return ()
-        if not late and self._all_in_time(by_deadline([*prompts, *on_time]), now):
-            return ()
-        return self._shares.behind(tenants) & self._shares.over_share()
+        return over_share
 
-    def _last(
-        self, late: Sequence[RequestState], others: Sequence[RequestState]
-    ) -> Iterable[RequestState]:
-        """The late requests, and all prompts of the tenants that are behind."""
-        if not others:
-            return late[: self._most]
-        by_tenant: dict[str, list[RequestState]] = {}
-        for state in itertools.chain(late, others):
-            by_tenant.setdefault(state.request.tenant, []).append(state)
-        merged = self._shares.merge(by_tenant, self._costs.prefill_s)
-        return itertools.islice(merged, self._most)
-
-    def _all_in_time(self, on_time: Sequence[RequestState], now: float) -> bool:
+    def _all_in_time(self, states: Iterable[RequestState], now: float) -> bool:
         """Whether the prompts of these requests, by deadline, can all be computed in time."""
-        prefill_s, ends_s = self._costs.prefill_s, now
-        for state in on_time:
-            ends_s += prefill_s(state)
-            if state.late or ends_s > state.deadline_s:
-                return False
+        ends_s = now
+        for state in sorted(states, key=deadline_key):
+            if state.remaining > 1:
+                ends_s += self._costs.prefill_s(state)
+                if state.late or ends_s > state.deadline_s:
+                    return False
         return True
 
     def _set_restart_deadline(self, state: RequestState, now: float) -> None:
@@ -222,11 +214,13 @@ def _start_of(part: float, waiting: Sequence[RequestState]) -> int:
 def _divided(
     states: Sequence[RequestState], tenants: Collection[str]
 ) -> tuple[list[RequestState], list[RequestState]]:
-    """The requests of other tenants, and those of these tenants."""
-    others, own = [], []
+    """Decode rows and prompts of other tenants, and prompts of these tenants."""
+    others: list[RequestState] = []
+    prompts: list[RequestState] = []
     for state in states:
-        (own if state.request.tenant in tenants else others).append(state)
-    return others, own
+        held_back = state.remaining > 1 and state.request.tenant in tenants
+        (prompts if held_back else others).append(state)
+    return others, prompts
 
 
 # ---- Overload: whether a real-time request can be on time, estimated once when it arrives.
@@ -554,7 +548,7 @@ class BrosPolicy:
             urgent=self._urgent.order(running, queues, self._steps, now),
             best_effort=self._best_effort(queues, now),
             behind={
-                ServiceClass.RT: self._urgent.behind,
+                ServiceClass.RT: self._urgent.held_back,
                 ServiceClass.BE: self._shares[ServiceClass.BE].behind(
                     queues.waiting_of[ServiceClass.BE]
                 ),
