@@ -219,8 +219,10 @@ def _renew_running_only(
 def _without_turn(turn: int) -> Patch:
     """No step is the turn at `turn` of _TURN_STEPS."""
 
-    def order(method: Any, self: UrgentOrder, running: Any, queues: Queues, step: int) -> Any:
-        return method(self, running, queues, step + (step % bros._TURN_STEPS == turn))
+    def order(
+        method: Any, self: UrgentOrder, running: Any, queues: Queues, step: int, now: float
+    ) -> Any:
+        return method(self, running, queues, step + (step % bros._TURN_STEPS == turn), now)
 
     return _wrapped(UrgentOrder, "order", order)
 

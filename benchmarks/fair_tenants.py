@@ -38,6 +38,7 @@ RATE, IN_FLIGHT = 1.0, 16
 
 CASES: Mapping[str, tuple[float, int, str | None]] = {
     "as usual": (RATE, IN_FLIGHT, None),
+    "10 x real-time": (10 * RATE, IN_FLIGHT, None),
     "20 x real-time": (20 * RATE, IN_FLIGHT, None),
     "10 x best-effort": (RATE, 10 * IN_FLIGHT, None),
     "weights 3, 1, 1, 1": (RATE, 10 * IN_FLIGHT, f"{HEAVY}=3"),

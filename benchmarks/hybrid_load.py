@@ -202,7 +202,13 @@ def run(
     else:
         engine = MixedEngine(scheduler, timed, clock, info, files)
     simulation = Simulation(
-        engine, timed, clock, rt=found, be=BeLoad(in_flight), seed=seed, duration_s=duration_s
+        engine,
+        timed,
+        clock,
+        rt={"": found},
+        be={"": BeLoad(in_flight)},
+        seed=seed,
+        duration_s=duration_s,
     )  # type: ignore[arg-type]
     result = simulation.run()
     scheduling_s = result.end_s - result.idle_s - timed.busy_s

@@ -24,7 +24,7 @@ _WAIT_MARGIN = 2.0
 """Expected times are doubled, since other requests are computed in the same steps."""
 
 _KEPT_ROWS = 16
-"""Tenants over their share leave one of so many rows to real-time requests of others."""
+"""Tenants that are behind leave one of so many rows to real-time requests of others."""
 
 
 def peak_tokens(holders: Sequence[tuple[int, int]]) -> int:
@@ -58,7 +58,8 @@ class StepMemory:
         best-effort request is admitted only if the expected growth of all requests fits, or if no
         best-effort request runs. Ablation: with long best-effort answers, throughput -18 %.
     prefill_seconds: see CostModel; None if the policy predicts no times.
-    over_share: tenants whose real-time requests give memory and leave rows to those of others.
+    behind: tenants whose real-time requests give memory and leave rows to those of others, see
+        Proposal.
 
     num_copied: tokens to be copied to the host for the reservations so far.
     granted: request id -> (segments, slots) of its reservation.
@@ -77,7 +78,7 @@ class StepMemory:
         new_requests_preempt: bool,
         expected_tokens: Callable[[RequestState], int] | None = None,
         prefill_seconds: Callable[[int, int], float] | None = None,
-        over_share: Collection[str] = (),
+        behind: Collection[str] = (),
     ) -> None:
         self._kv = kv
         self._running = running
@@ -96,10 +97,10 @@ class StepMemory:
         self._preemptors: set[str] = set()
         self._new_requests: list[tuple[int, int]] = []
         self._refused: RequestState | None = None  # the latest new request without memory
-        self._over_share = over_share
+        self._behind = behind
         # All that may be preempted, the last place first.
         self._victims_by_place = running[::-1]
-        if over_share:
+        if behind:
             self._victims_by_place = sorted(running, key=self._place, reverse=True)
         self._has_real_time = self._free_rows[ServiceClass.RT] < max_holders
         self._kept_rows = max_holders // _KEPT_ROWS
@@ -176,30 +177,30 @@ class StepMemory:
         return self._now + alone_s > state.deadline_s
 
     def _may_start(self, state: RequestState) -> bool:
-        over_share = self._is_over_share(state)
+        behind = self._is_behind(state)
         if self._refused is not None:
             self.refusal = "memory"
-            spared = state.service_class is ServiceClass.RT and not over_share
-            if not (spared and self._is_over_share(self._refused)):
+            spared = state.service_class is ServiceClass.RT and not behind
+            if not (spared and self._is_behind(self._refused)):
                 return False
         free_rows = self._free_rows[state.service_class]
-        if over_share and self._has_real_time:
+        if behind and self._has_real_time:
             self.refusal = SHARE
             return free_rows > self._kept_rows
         self.refusal = "rows"
         return free_rows > 0
 
-    def _is_over_share(self, state: RequestState) -> bool:
-        if not self._over_share or state.service_class is ServiceClass.BE:
+    def _is_behind(self, state: RequestState) -> bool:
+        if not self._behind or state.service_class is ServiceClass.BE:
             return False
-        return state.request.tenant in self._over_share
+        return state.request.tenant in self._behind
 
     def _place(self, state: RequestState) -> Rank:
-        """Its rank, where real-time requests of tenants over their share come after all others."""
-        if not self._over_share:
+        """Its rank, where real-time requests of tenants that are behind come after all others."""
+        if not self._behind:
             return state.rank
         *first, last = state.rank
-        return (*first, self._is_over_share(state), last)
+        return (*first, self._is_behind(state), last)
 
     def reserve(self, state: RequestState, num_tokens: int) -> bool:
         """Allocate the next `num_tokens` tokens, and restore missing ones; False if they do not
@@ -325,7 +326,7 @@ class StepMemory:
             if self._place(victim) <= place:
                 return
             if spares_rt and victim.service_class is ServiceClass.RT:
-                if self._is_over_share(victim) == self._is_over_share(state):
+                if self._is_behind(victim) == self._is_behind(state):
                     return
             if victim.request_id not in self.granted:
                 yield victim

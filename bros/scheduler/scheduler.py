@@ -341,7 +341,7 @@ class Scheduler:
             new_requests_preempt=self._policy.new_requests_preempt,
             expected_tokens=self._policy.expected_tokens,
             prefill_seconds=predictor.prefill_seconds if predictor else None,
-            over_share=proposal.over_share,
+            behind=proposal.behind.get(ServiceClass.RT, ()),
         )
         packing = pack(
             proposal.urgent, proposal.best_effort, proposal.bounds, memory, predictor, begins_s,

@@ -25,13 +25,18 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from bros.core.request import ServiceClass
 from bros.scheduler.cost_model import CostModel
-from bros.scheduler.state import RequestState
+from bros.scheduler.state import Queues, RequestState
 
 T = TypeVar("T")
+
+Chunks = Sequence[tuple[RequestState, int]]
+"""(request, tokens) of the chunks of a step."""
 
 SHARE = "share"
 """The reason to wait of a tenant that has used more of the device than another one."""
@@ -172,9 +177,7 @@ class StepCosts:
         """What the rest of its prompt adds to steps."""
         return self._chunk_s(state, state.remaining)
 
-    def divided(
-        self, chunks: Sequence[tuple[RequestState, int]], seconds: float
-    ) -> Mapping[str, float]:
+    def divided(self, chunks: Chunks, seconds: float) -> Mapping[str, float]:
         """tenant -> its part of the seconds that these (request, tokens) take."""
         parts: dict[str, float] = {}
         row_s, context_s = self._row_s, self._context_s
@@ -191,3 +194,53 @@ class StepCosts:
     def _chunk_s(self, state: RequestState, tokens: int) -> float:
         context = state.num_computed_tokens
         return tokens * (self._token_s + self._pair_s * (context + tokens / 2))
+
+
+class DeviceTime:
+    """What the tenants use of the device.
+
+    of: class -> its shares.
+    """
+
+    def __init__(self, weights: Mapping[str, float], model: CostModel, most_tokens: int) -> None:
+        """weights: as in TenantShares. model, most_tokens: as in StepCosts."""
+        self.of: Mapping[ServiceClass, TenantShares] = {
+            cls: TenantShares(weights) for cls in ServiceClass
+        }
+        self._costs = StepCosts(model, most_tokens)
+        self._charges: list[tuple[TenantShares, str, float]] = []  # of the latest step
+
+    def prefill_s(self, state: RequestState) -> float:
+        """What the rest of a prompt adds to steps."""
+        return self._costs.prefill_s(state)
+
+    def note_waiting(self, queues: Queues) -> None:
+        """Before a step is chosen: which tenants have waiting requests."""
+        for service_class, shares in self.of.items():
+            shares.set_waiting(queues.waiting_of[service_class].keys())
+
+    def charge(self, parts: Mapping[ServiceClass, tuple[Chunks, float]], queues: Queues) -> None:
+        """A step is going to run. parts: by class, its chunks and their predicted seconds. queues:
+        before its requests leave them."""
+        self._charges.clear()
+        for service_class, (chunks, seconds) in parts.items():
+            if not chunks:
+                continue
+            shares, waiting_of = self.of[service_class], queues.waiting_of[service_class]
+            if len(queues.open_of[service_class]) == 1:
+                used_s: Mapping[str, float] = {chunks[0][0].request.tenant: seconds}
+            else:
+                used_s = self._costs.divided(chunks, seconds)
+            for tenant, part_s in used_s.items():
+                shares.charge(tenant, part_s)
+                self._charges.append((shares, tenant, part_s))
+            started = Counter(state.request.tenant for state, _ in chunks if not state.running)
+            for tenant, count in started.items():
+                if count == waiting_of[tenant]:
+                    shares.stop_waiting(tenant)
+
+    def take_back(self) -> None:
+        """The latest step was aborted: its charge is void."""
+        for shares, tenant, seconds in self._charges:
+            shares.charge(tenant, -seconds)
+        self._charges.clear()

@@ -16,7 +16,7 @@ import math
 import random
 import struct
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,7 +39,15 @@ from bros.scheduler.build import best_effort_yields, build_scheduler
 from bros.scheduler.cost_model import CostModel, StepLoad
 from bros.scheduler.profiles import Profile, load_profile
 from bros.scheduler.scheduler import Scheduler
-from bros.workload.arrivals import BeLoad, RtLoad, Size, TenantLoad, generator
+from bros.workload.arrivals import (
+    Arrival,
+    BeLoad,
+    RtLoad,
+    Size,
+    TenantLoad,
+    generator,
+    tenant_seed,
+)
 
 # ---- The simulated executor: it advances a virtual clock by the predicted time of each step.
 
@@ -236,10 +244,10 @@ class SimulationResult:
 class _ClosedLoop:
     """The best-effort requests of a tenant: how many are open, and the sizes of the next ones."""
 
-    def __init__(self, load: TenantLoad, seed: int) -> None:
-        self.load = load.be
+    def __init__(self, load: BeLoad, seed: int) -> None:
+        self.load = load
         self.open = 0
-        self.sizes = load.be.sizes.stream(generator(load.seed(seed), "be sizes"))
+        self.sizes = load.sizes.stream(generator(seed, "be sizes"))
 
 
 class Simulation:
@@ -251,20 +259,23 @@ class Simulation:
         executor: SimExecutor,
         clock: ManualClock,
         *,
-        loads: Sequence[TenantLoad],
+        rt: Mapping[str, Sequence[Arrival]],
+        be: Mapping[str, BeLoad],
         seed: int,
         duration_s: float,
         warm_up_s: float = 0.0,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        """loads: of different tenants.
+        """rt, be: the real-time requests, sorted by time, and the best-effort load of each tenant.
         warm_up_s: less than duration_s; it only affects what the result records.
         progress: called with the share of the duration that is done, now and then.
         """
         self._engine = engine
         self._executor = executor
         self._clock = clock
-        self._loops = {load.tenant: _ClosedLoop(load, seed) for load in loads}
+        self._loops = {
+            tenant: _ClosedLoop(load, tenant_seed(tenant, seed)) for tenant, load in be.items()
+        }
         self._duration_s = duration_s
         self._warm_up_s = warm_up_s
         self._warm_up = Totals()
@@ -278,10 +289,10 @@ class Simulation:
         # A heap by time, then by the order in which arrivals were scheduled.
         self._future: list[tuple[float, int, str, ServiceClass, Size]] = []
         self._num_scheduled = 0
-        for load in loads:
-            for time_s, size in load.rt.arrivals(duration_s, load.seed(seed)):
+        for tenant, arrivals in rt.items():
+            for time_s, size in arrivals:
                 if sum(size) <= limit:
-                    self._schedule_arrival(time_s, load.tenant, ServiceClass.RT, size)
+                    self._schedule_arrival(time_s, tenant, ServiceClass.RT, size)
                 else:
                     self._skipped += time_s >= warm_up_s
 
@@ -516,7 +527,13 @@ def build_simulation(
         engine,
         executor,
         clock,
-        loads=scenario.loads,
+        rt={
+            load.tenant: load.rt.arrivals(
+                scenario.duration_s, tenant_seed(load.tenant, scenario.seed)
+            )
+            for load in scenario.loads
+        },
+        be={load.tenant: load.be for load in scenario.loads},
         seed=scenario.seed,
         duration_s=scenario.duration_s,
         warm_up_s=scenario.warm_up_s,

@@ -147,9 +147,10 @@ class TenantLoad:
     rt: RtLoad
     be: BeLoad
 
-    def seed(self, seed: int) -> int:
-        """Seed of its own generators in a run with this seed."""
-        return generator(seed, f"tenant {self.tenant}").getrandbits(32) if self.tenant else seed
+
+def tenant_seed(tenant: str, seed: int) -> int:
+    """Seed of a tenant's generators in a run with this seed; that of the run without tenants."""
+    return generator(seed, f"tenant {tenant}").getrandbits(32) if tenant else seed
 
 
 def generator(seed: int, purpose: str) -> random.Random:

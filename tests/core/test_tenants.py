@@ -286,9 +286,7 @@ EVENTS = st.lists(
 
 @settings(max_examples=examples(50, long=1000))
 @given(EVENTS)
-def test_limits_per_minute_are_those_of_buckets_that_leak(
-    events: list[tuple[str, float]]
-) -> None:
+def test_limits_per_minute_are_those_of_buckets_that_leak(events: list[tuple[str, float]]) -> None:
     """A refused request is accepted after the time that the refusal names, and not before."""
     clock = ManualClock()
     limits = TenantLimits(requests_per_minute=6, tokens_per_minute=60)

@@ -236,6 +236,32 @@ async def test_rows_run_on_behalf_of_their_tenant(
     }  # fmt: skip
 
 
+async def test_a_small_batch_does_not_wait_for_a_large_one_of_another_tenant(
+    server: BatchServer, bob: openai.AsyncOpenAI
+) -> None:
+    """Its rows get every free place until both have as many."""
+    server.engine.held = "row"
+    large = await server.submit(*(row(i) for i in range(120)))
+    await until(lambda: server.engine.waiting > 0)
+    lines = jsonl(*(row(1000 + i) for i in range(5)))
+    file = await bob.files.create(file=("b.jsonl", lines), purpose="batch")
+    small = await bob.batches.create(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+    )
+    async with asyncio.timeout(60):
+        while (await bob.batches.retrieve(small.id)).status != "in_progress":
+            await asyncio.sleep(0.001)
+    before = len(server.engine.submitted)
+    assert before < 60
+    server.engine.go_on.set()
+    await server.wait(large)
+    tenants = [request.tenant for request in server.engine.submitted]
+    assert tenants.count("bob") == 5 and tenants.index("bob") >= before
+    assert tenants[before:].index("bob") <= 2
+    last = len(tenants) - 1 - tenants[::-1].index("bob")
+    assert last - before <= 12
+
+
 async def test_the_key_is_the_tenant_of_each_request(
     server: BatchServer, bob: openai.AsyncOpenAI
 ) -> None:

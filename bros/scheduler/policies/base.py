@@ -21,8 +21,7 @@ class Proposal:
     bounds: of the step.
     exclusive: best-effort candidates run only if no urgent one can.
     behind: by class, tenants whose waiting requests come after those of another tenant that has
-        used less of the device.
-    over_share: tenants whose real-time requests give memory and leave rows to those of others.
+        used less of the device. Real-time requests of these give memory and leave rows to others.
     shed: waiting requests that end now with an error.
     """
 
@@ -31,7 +30,6 @@ class Proposal:
     bounds: Bounds
     exclusive: bool = False
     behind: Mapping[ServiceClass, Collection[str]] = field(default_factory=dict)
-    over_share: Collection[str] = ()
     shed: Sequence[RequestState] = ()
 
 

@@ -11,9 +11,10 @@ import bisect
 import heapq
 import itertools
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from bros.core.errors import OverloadedError
 from bros.core.request import ServiceClass
@@ -21,7 +22,7 @@ from bros.scheduler.cost_model import StepLoad, StepTimePredictor
 from bros.scheduler.packing import Bounds, Packing, Rules
 from bros.scheduler.policies.base import Proposal
 from bros.scheduler.policies.best_effort_order import BestEffortOrder, StartOrder, TenantOrders
-from bros.scheduler.shares import StepCosts, TenantShares
+from bros.scheduler.shares import DeviceTime, TenantShares
 from bros.scheduler.state import (
     Queues,
     Rank,
@@ -47,13 +48,12 @@ from bros.scheduler.state import (
 # gets a new deadline, and another one each time that passes. Running requests that cannot keep
 # their pace would always be due before it, so it needs turns as well.
 #
-# If several tenants have prompts to compute, and not all first tokens can be on time:
+# If not all first tokens can be on time, prompts of tenants that use more than their share of the
+# device are held back:
 #
-#     order     as above, but without prompts of tenants that are over their share; these come
-#               last, with the late requests, by what their tenants have used
-#     turns     of late requests of the other tenants
+#     order     all others as above, rows of these tenants included; then their prompts, as above
 #
-# So a tenant that sends more than its share is late first.
+# So a tenant that sends too much is late first.
 
 
 _ON_TIME, _PREEMPTED_STREAM, _LATE = 0.0, 1.0, 2.0
@@ -67,11 +67,30 @@ that many steps later, the oldest preempted stream does."""
 _RESTART_MARGIN = 2.0
 
 
+class _Parts(NamedTuple):
+    """Real-time requests: the running ones, and the sections of the queue."""
+
+    running: Sequence[RequestState]
+    on_time: Sequence[RequestState]
+    preempted: Sequence[RequestState]
+    late: Sequence[RequestState]
+
+    def divided(self, tenants: Collection[str]) -> tuple[_Parts, _Parts]:
+        """The parts without the prompts of these tenants, and those prompts."""
+        others: list[list[RequestState]] = [[] for _ in self]
+        prompts: list[list[RequestState]] = [[] for _ in self]
+        for part, other, own in zip(self, others, prompts, strict=True):
+            for state in part:
+                held_back = state.remaining > 1 and state.request.tenant in tenants
+                (own if held_back else other).append(state)
+        return _Parts(*others), _Parts(*prompts)
+
+
 class UrgentOrder:
     """Orders real-time requests.
 
     shares: what their tenants have used.
-    costs: of their prompts.
+    prefill_s: what the rest of a prompt adds to steps.
     mode: what happens after a lost deadline: renew (a new one follows), edf (it stays), or shed
         (waiting requests whose first token is late end with an error).
     rows: most requests that run at once.
@@ -83,13 +102,13 @@ class UrgentOrder:
         predictor: StepTimePredictor,
         rows: int,
         shares: TenantShares,
-        costs: StepCosts,
+        prefill_s: Callable[[RequestState], float],
     ) -> None:
         self._mode = mode
         self._predictor = predictor
         self._most = rows + 1  # one more, so that the queue gets a wait reason
         self._shares = shares
-        self._costs = costs
+        self._prefill_s = prefill_s
         self.held_back: Collection[str] = ()
 
     def key(self, state: RequestState, now: float) -> Rank:
@@ -136,30 +155,23 @@ class UrgentOrder:
     ) -> Iterable[RequestState]:
         """The candidates of the next step. step: number of steps so far.
 
-        Sets `held_back`: the tenants whose prompts come last.
+        Sets `held_back`: the tenants whose prompts come last now.
         """
         waiting = queues.waiting[ServiceClass.RT]
         begins, ends = _start_of(_PREEMPTED_STREAM, waiting), _start_of(_LATE, waiting)
         on_time, preempted, late = waiting[:begins], waiting[begins:ends], waiting[ends:]
         if self._mode == "shed":
             late = []
-        parts = [running, on_time, preempted, late]
-        self.held_back = self._held_back(running, on_time, late, now)
+        parts = _Parts(running, on_time, preempted, late)
+        self.held_back = self._held_back(parts, now)
         if not self.held_back:
-            return self._in_order(*parts, step)
-        divided = [_divided(part, self.held_back) for part in parts]
-        first, last = zip(*divided, strict=True)
-        return itertools.chain(self._in_order(*first, step), self._in_order(*last, step))
+            return self._in_order(parts, step)
+        first, last = parts.divided(self.held_back)
+        return itertools.chain(self._in_order(first, step), self._in_order(last, step))
 
-    def _in_order(
-        self,
-        running: Sequence[RequestState],
-        on_time: Sequence[RequestState],
-        preempted: Sequence[RequestState],
-        late: Sequence[RequestState],
-        step: int,
-    ) -> Iterable[RequestState]:
-        """Running requests, and waiting ones of each section, with turns."""
+    def _in_order(self, parts: _Parts, step: int) -> Iterable[RequestState]:
+        """All of the parts, with turns."""
+        running, on_time, preempted, late = parts
         first: list[RequestState] = []
         if late and step % _TURN_STEPS == 0:
             first, late = [late[0]], late[1:]
@@ -173,16 +185,12 @@ class UrgentOrder:
             return order
         return itertools.chain(first, order, late[: self._most])
 
-    def _held_back(
-        self,
-        running: Sequence[RequestState],
-        on_time: Sequence[RequestState],
-        late: Sequence[RequestState],
-        now: float,
-    ) -> Collection[str]:
+    def _held_back(self, parts: _Parts, now: float) -> Collection[str]:
         """The tenants that are late first: none while all first tokens can be on time."""
         over_share = self._shares.over_share()
-        if not over_share or not late and self._all_in_time([*running, *on_time], now):
+        if not over_share:
+            return ()
+        if not parts.late and self._all_in_time([*parts.running, *parts.on_time], now):
             return ()
         return over_share
 
@@ -191,7 +199,7 @@ class UrgentOrder:
         ends_s = now
         for state in sorted(states, key=deadline_key):
             if state.remaining > 1:
-                ends_s += self._costs.prefill_s(state)
+                ends_s += self._prefill_s(state)
                 if state.late or ends_s > state.deadline_s:
                     return False
         return True
@@ -209,18 +217,6 @@ class UrgentOrder:
 def _start_of(part: float, waiting: Sequence[RequestState]) -> int:
     """Index of the first request of a section, or where it would be."""
     return bisect.bisect_left(waiting, part, key=section)
-
-
-def _divided(
-    states: Sequence[RequestState], tenants: Collection[str]
-) -> tuple[list[RequestState], list[RequestState]]:
-    """Decode rows and prompts of other tenants, and prompts of these tenants."""
-    others: list[RequestState] = []
-    prompts: list[RequestState] = []
-    for state in states:
-        held_back = state.remaining > 1 and state.request.tenant in tenants
-        (prompts if held_back else others).append(state)
-    return others, prompts
 
 
 # ---- Overload: whether a real-time request can be on time, estimated once when it arrives.
@@ -501,16 +497,14 @@ class BrosPolicy:
         self._known_deadlines = 0  # length of _deadlines after the last clean-up
         # Heap of best-effort deadlines: (latest start, arrival_index, state).
         self._deadlines: list[tuple[float, int, RequestState]] = []
-        self._shares = {cls: TenantShares(settings.tenant_weights) for cls in ServiceClass}
-        self._costs = StepCosts(predictor.model, settings.tokens)
-        # What the latest step was charged: (class, tenant, seconds).
-        self._charges: list[tuple[ServiceClass, str, float]] = []
-        real_time, best_effort = self._shares[ServiceClass.RT], self._shares[ServiceClass.BE]
-        self._urgent = UrgentOrder(settings.late, predictor, settings.rows, real_time, self._costs)
+        self._used = used = DeviceTime(settings.tenant_weights, predictor.model, settings.tokens)
+        self._urgent = UrgentOrder(
+            settings.late, predictor, settings.rows, used.of[ServiceClass.RT], used.prefill_s
+        )
         self._order = TenantOrders(
             make_order or (lambda: BestEffortOrder(settings.be_max_wait_s)),
-            best_effort,
-            self._costs.prefill_s,
+            used.of[ServiceClass.BE],
+            used.prefill_s,
         )
 
     @property
@@ -539,21 +533,19 @@ class BrosPolicy:
 
     def propose(self, queues: Queues, now: float) -> Proposal:
         running = queues.running_of(ServiceClass.RT)
-        for service_class, shares in self._shares.items():
-            shares.set_waiting(queues.waiting_of[service_class].keys())
+        self._used.note_waiting(queues)
         self._urgent.renew(running, queues, now)
         self._move_pressing(queues, now)
         self._allowed_rows = self._rows(len(running))
+        urgent = self._urgent.order(running, queues, self._steps, now)
+        best_effort = self._used.of[ServiceClass.BE]
         return Proposal(
-            urgent=self._urgent.order(running, queues, self._steps, now),
+            urgent=urgent,
             best_effort=self._best_effort(queues, now),
             behind={
                 ServiceClass.RT: self._urgent.held_back,
-                ServiceClass.BE: self._shares[ServiceClass.BE].behind(
-                    queues.waiting_of[ServiceClass.BE]
-                ),
+                ServiceClass.BE: best_effort.behind(queues.waiting_of[ServiceClass.BE]),
             },
-            over_share=self._shares[ServiceClass.RT].over_share(),
             bounds=Bounds(
                 rows=self._allowed_rows,
                 tokens=self._settings.tokens,
@@ -608,16 +600,14 @@ class BrosPolicy:
     def on_step_aborted(self, packing: Packing[RequestState], seconds: float) -> None:
         for state, _ in packing.selected[: packing.num_urgent]:
             state.deadline_s = max(state.deadline_s, _latest_s(state))
-        for service_class, tenant, charged_s in self._charges:
-            self._shares[service_class].charge(tenant, -charged_s)
-        self._charges.clear()
+        self._used.take_back()
         self._allowance_s = max(0.0, self._allowance_s - seconds)
 
     def on_request_ended(self, state: RequestState, now: float) -> None:
         self._order.ended(state, now)
 
     def device_seconds(self, service_class: ServiceClass) -> Mapping[str, float]:
-        return self._shares[service_class].used_s
+        return self._used.of[service_class].used_s
 
     def on_step_done(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
         self._steps += 1
@@ -706,38 +696,16 @@ class BrosPolicy:
     def on_step_committed(self, packing: Packing[RequestState], queues: Queues) -> None:
         best_effort = packing.selected[packing.num_urgent :]
         self._order.started(s for s, _ in best_effort if not s.running and section(s) == _OTHERS)
-        self._charge(packing, queues)
-        started = Counter(
-            (s.service_class, s.request.tenant) for s, _ in packing.selected if not s.running
-        )
-        for (service_class, tenant), count in started.items():
-            if count == queues.waiting_of[service_class][tenant]:
-                self._shares[service_class].stop_waiting(tenant)
-
-    def _charge(self, packing: Packing[RequestState], queues: Queues) -> None:
-        """Charge the predicted time of a step: best-effort requests what they add to it."""
-        self._charges.clear()
         total_s = packing.seconds / self.predictor.safety_factor
         urgent_s = min(packing.urgent_s / self.predictor.safety_factor, total_s)
-        urgent, best_effort = (
-            packing.selected[: packing.num_urgent],
-            packing.selected[packing.num_urgent :],
+        urgent = packing.selected[: packing.num_urgent]
+        self._used.charge(
+            {
+                ServiceClass.RT: (urgent, urgent_s),
+                ServiceClass.BE: (best_effort, total_s - urgent_s),
+            },
+            queues,
         )
-        for service_class, chunks, seconds in (
-            (ServiceClass.RT, urgent, urgent_s),
-            (ServiceClass.BE, best_effort, total_s - urgent_s),
-        ):
-            if not chunks:
-                continue
-            only_one = len(queues.open_of[service_class]) == 1
-            parts = (
-                {chunks[0][0].request.tenant: seconds}
-                if only_one
-                else self._costs.divided(chunks, seconds)
-            )
-            for tenant, part_s in parts.items():
-                self._shares[service_class].charge(tenant, part_s)
-                self._charges.append((service_class, tenant, part_s))
 
     def _best_effort(self, queues: Queues, now: float) -> Iterator[RequestState]:
         """Decode rows, then pressing requests, running prompts, new requests."""
