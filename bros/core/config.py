@@ -384,8 +384,7 @@ class ServerConfig(_Checked):
     )
     api_keys: str | None = option(
         None,
-        "file of NAME KEY [weight=N] [LIMIT=N ...] lines; each NAME is a tenant with its own data, "
-        "share and limits",
+        "file of NAME KEY [weight=N] [LIMIT=N ...] lines; a NAME has its own data, share, limits",
     )
     share_prefix: str = option(
         "own",

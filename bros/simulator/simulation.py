@@ -184,10 +184,10 @@ class SimulatedRequest:
     service_class: ServiceClass
     arrival_s: float
     size: Size
-    tenant: str = ""
     token_times_s: array[float] = field(default_factory=lambda: array("d"))
     finish: FinishReason | None = None
     refused: bool = False
+    tenant: str = ""
 
     @property
     def finished(self) -> bool:
@@ -383,7 +383,7 @@ class Simulation:
         self, time_s: float, tenant: str, service_class: ServiceClass, size: Size
     ) -> SimulatedRequest:
         request_id = f"{service_class}-{len(self._records)}"
-        record = SimulatedRequest(request_id, service_class, time_s, size, tenant)
+        record = SimulatedRequest(request_id, service_class, time_s, size, tenant=tenant)
         self._records.append(record)
         return record
 

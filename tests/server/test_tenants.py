@@ -257,7 +257,6 @@ async def test_a_small_batch_does_not_wait_for_a_large_one_of_another_tenant(
     await server.wait(large)
     tenants = [request.tenant for request in server.engine.submitted]
     assert tenants.count("bob") == 5 and tenants.index("bob") >= before
-    assert tenants[before:].index("bob") <= 2
     last = len(tenants) - 1 - tenants[::-1].index("bob")
     assert last - before <= 12
 
