@@ -2,16 +2,18 @@
 
     python benchmarks/fair_tenants.py [--profile NAME] [--json FILE] [--quick]
 
-Four tenants chat, and each keeps best-effort requests in flight. Then one of them sends twenty
-times as many chats, which is ten times its share of the device, or has ten times as many
-best-effort requests in flight. Each case runs twice: as the engine sees the tenants, and as if all
-requests were of one tenant, so that shares play no part.
+Four tenants chat, and each keeps best-effort requests in flight. Then one of them sends ten or
+twenty times as many chats, or has ten times as many best-effort requests in flight. Each case runs
+twice with each seed: as the engine sees the tenants, and as if all requests were of one tenant, so
+that shares play no part.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from harness import benchmark_parser, save, table_of
@@ -82,51 +84,57 @@ def scenario(profile: str, case: str, duration_s: float, seed: int) -> Simulated
     )
 
 
-def waits_s(result: SimulationResult, service_class: ServiceClass) -> Summary:
+def waits_s(result: SimulationResult, service_class: ServiceClass) -> list[float]:
     """Times to the first token of the others, which arrived after the warm-up."""
-    return Summary.of(
-        [
-            (r.token_times_s[0] if r.token_times_s else result.end_s) - r.arrival_s
-            for r in result.records
-            if r.tenant in OTHERS
-            and r.service_class is service_class
-            and r.arrival_s >= result.warm_up_s
-        ]
-    )
+    return [
+        (r.token_times_s[0] if r.token_times_s else result.end_s) - r.arrival_s
+        for r in result.records
+        if r.tenant in OTHERS
+        and r.service_class is service_class
+        and r.arrival_s >= result.warm_up_s
+    ]
 
 
-def figures(load: SimulatedScenario, wrap: Callable[[Scheduler], Scheduler]) -> dict[str, object]:
-    """The figures of one run."""
-    result = build_simulation(load, wrap_scheduler=wrap).run()
-    report = report_of(result, load.slo)
-    now, before = result.stats.by_class[BE].device_s, result.warm_up.stats.by_class[BE].device_s
-    used_s = {tenant: seconds - before.get(tenant, 0.0) for tenant, seconds in now.items()}
-    all_s = sum(used_s.values())
+def figures(
+    loads: Sequence[SimulatedScenario], wrap: Callable[[Scheduler], Scheduler]
+) -> dict[str, object]:
+    """The figures of one case: of all runs together."""
+    results = [build_simulation(load, wrap_scheduler=wrap).run() for load in loads]
+    used_s: Counter[str] = Counter()
+    for result in results:
+        used_s.update(result.stats.by_class[BE].device_s)
+        used_s.subtract(result.warm_up.stats.by_class[BE].device_s)
+    classes = [
+        part
+        for load, result in zip(loads, results, strict=True)
+        for part in report_of(result, load.slo).by_class.values()
+    ]
     return {
-        "rt_ttft": dataclasses.asdict(waits_s(result, RT)),
-        "be_ttft": dataclasses.asdict(waits_s(result, BE)),
-        "tokens_per_s": sum(part.tokens_per_s for part in report.by_class.values()),
-        "output_tokens_per_s": sum(p.output_tokens_per_s for p in report.by_class.values()),
-        "be_device_shares": {t: seconds / all_s for t, seconds in sorted(used_s.items())},
+        "rt_ttft": dataclasses.asdict(Summary.of([s for r in results for s in waits_s(r, RT)])),
+        "be_ttft": dataclasses.asdict(Summary.of([s for r in results for s in waits_s(r, BE)])),
+        "tokens_per_s": sum(part.tokens_per_s for part in classes) / len(loads),
+        "output_tokens_per_s": sum(part.output_tokens_per_s for part in classes) / len(loads),
+        "be_device_shares": {t: s / used_s.total() for t, s in sorted(used_s.items())},
     }
 
 
 def main() -> None:
-    parser = benchmark_parser(__doc__, seconds=4)
+    parser = benchmark_parser(__doc__, seconds=4, seeds=1)
     parser.add_argument("--profile", default="4x-a100-40g/opt-30b-fp16")
     parser.add_argument("--seconds", type=float, default=120.0, help="half of it is warm-up")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=6, help="runs of each case")
     args = parser.parse_args()
     results: dict[str, dict[str, object]] = {}
     for case in CASES:
         for label, wrap in (("one tenant", without_tenants), ("tenants", unchanged)):
-            load = scenario(args.profile, case, args.seconds, args.seed)
-            results[f"{case}, {label}"] = figures(load, wrap)
-            print(f"{case}, {label}: {results[f'{case}, {label}']}", flush=True)
+            loads = [
+                scenario(args.profile, case, args.seconds, 1 + run) for run in range(args.seeds)
+            ]
+            results[f"{case}, {label}"] = figures(loads, wrap)
     rows = [
         (
             name,
-            *(f"{found[part]['p99']:.2f}" for part in ("rt_ttft", "be_ttft")),  # type: ignore[index]
+            *(f"{found[part]['p99'] or math.nan:.3f}" for part in ("rt_ttft", "be_ttft")),  # type: ignore[index]
             f"{found['tokens_per_s']:.0f}",
             " ".join(f"{share:.3f}" for share in found["be_device_shares"].values()),  # type: ignore[attr-defined]
         )
@@ -140,7 +148,8 @@ def main() -> None:
         "BE device time: ann to heavy",
     )
     Console().print(table_of("the other tenants", headings, rows))
-    save(args.json, {"profile": args.profile, "seconds": args.seconds, "cases": results})
+    settings = {"profile": args.profile, "seconds": args.seconds, "seeds": args.seeds}
+    save(args.json, {**settings, "cases": results})
 
 
 if __name__ == "__main__":

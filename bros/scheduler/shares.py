@@ -234,8 +234,8 @@ class DeviceTime:
             for tenant, part_s in used_s.items():
                 shares.charge(tenant, part_s)
                 self._charges.append((shares, tenant, part_s))
-            started = Counter(state.request.tenant for state, _ in chunks if not state.running)
-            for tenant, count in started.items():
+            started = [state.request.tenant for state, _ in chunks if not state.running]
+            for tenant, count in Counter(started).items() if started else ():
                 if count == waiting_of[tenant]:
                     shares.stop_waiting(tenant)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 from hypothesis import assume, given
@@ -163,6 +164,44 @@ def test_a_tenant_alone_is_never_over_its_share() -> None:
     assert not shares.over_share()  # a has used nearly nothing lately
     shares.set_waiting({"c"})
     assert shares.over_share() == {"b"}  # c has used nothing, but would
+
+
+@given(
+    charges=st.lists(st.tuples(st.sampled_from(TENANTS), pieces_s), max_size=60),
+    waiting=st.sets(st.sampled_from(TENANTS)),
+    of=weights,
+)
+def test_who_is_over_its_share_is_what_brute_force_finds(
+    charges: list[tuple[str, float]], waiting: set[str], of: dict[str, float]
+) -> None:
+    """Each charge counts with what was used after it."""
+    shares = TenantShares(of)
+    for tenant, seconds in charges:
+        shares.charge(tenant, seconds)
+    shares.set_waiting(waiting)
+    lately = dict.fromkeys(TENANTS, 0.0)
+    for index, (tenant, seconds) in enumerate(charges):
+        after_s = sum(later for _, later in charges[index + 1 :])
+        lately[tenant] += seconds * math.exp(-after_s / 10)
+    total_s = sum(lately.values())
+    active = {t for t in TENANTS if t in waiting or lately[t] > total_s / 100}
+    ratios = {t: lately[t] / of[t] / (total_s or 1) * sum(of[a] for a in active) for t in active}
+    assume(all(abs(ratio - 1.1) > 1e-9 for ratio in ratios.values()))
+    expected = {t for t, ratio in ratios.items() if ratio > 1.1} if len(active) > 1 else set()
+    assert shares.over_share() == expected
+
+
+@given(idle=st.lists(pieces_s, max_size=40), use=st.lists(pieces_s, min_size=1, max_size=80))
+def test_a_tenant_that_was_idle_is_soon_over_its_share(idle: list[float], use: list[float]) -> None:
+    """However long it was idle: after ten device seconds of its own at the latest."""
+    shares = TenantShares({})
+    shares.set_waiting({"a"})
+    serve(shares, {"a"}, idle)
+    shares.set_waiting({"a", "b"})
+    for count, seconds in enumerate(use, start=1):
+        shares.charge("b", seconds)
+        if sum(use[:count]) >= 10.0:
+            assert shares.over_share() == {"b"}
 
 
 def test_weights_move_the_share() -> None:

@@ -102,3 +102,35 @@ def test_the_seconds_of_all_tenants_are_those_of_the_steps() -> None:
     assert set(stats.by_class[RT].device_s) == set("abc")
     assert set(stats.by_class[BE].device_s) == set("ab")
     run.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("blocks", [60, 4000])
+def test_with_one_tenant_the_steps_are_those_without_any(blocks: int) -> None:
+    def steps(tenant: str) -> list[list[tuple[str, int, int]]]:
+        run = VirtualRun(max_num_seqs=12, blocks=blocks, max_queue=500)
+        for number in range(60):
+            chat(run, f"c{number}", tenant, prompt=20 + 7 * (number % 9), tokens=6)
+            if number % 3 == 0:
+                job(run, f"j{number}", tenant)
+            run.step()
+        run.drain()
+        return [[(c.request_id, c.start, len(c.token_ids)) for c in p.chunks] for p in run.plans]
+
+    assert steps("ann") == steps("")
+
+
+def test_memory_full_of_a_tenant_that_sends_too_much_is_given_to_others() -> None:
+    run = VirtualRun(max_num_seqs=64, blocks=80, max_queue=2000)
+    for number in range(40):
+        chat(run, f"many{number}", "many", prompt=60, tokens=60)
+    while run.now < 2.0:
+        run.step()
+    chat(run, "few", "few", prompt=60)
+    asked_s = run.now
+    while not run.token_times["few"]:
+        run.step()
+    assert run.token_times["few"][0] - asked_s <= 0.4
+    stats = run.scheduler.stats().by_class[RT]
+    assert stats.kv_preempted > 0
+    run.drain()
+    assert all(len(times) == 60 for name, times in run.token_times.items() if name != "few")
