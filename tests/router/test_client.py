@@ -17,7 +17,7 @@ from bros.core.errors import (
     OverloadedError,
     QueueFullError,
 )
-from bros.core.interfaces import EngineReport, EngineStats
+from bros.core.interfaces import ClassStats, EngineReport, EngineStats
 from bros.core.request import (
     EngineRequest,
     FinishReason,
@@ -602,3 +602,13 @@ def test_traces_of_several_engines_are_those_of_the_one_with_the_most() -> None:
     parts = [EngineStats(steps=1, traces={"a": 3, "b": 1}), EngineStats(steps=2, traces={"b": 4})]
     total = total_stats(parts, before=[counters(EngineStats(steps=4, traces={"c": 9}))])
     assert (total.steps, total.traces) == (7, {"a": 3, "b": 4})
+
+
+def test_the_device_time_of_a_tenant_is_that_of_all_engines_and_of_those_that_have_ended() -> None:
+    parts = [
+        EngineStats(by_class={ServiceClass.BE: ClassStats(device_s=used)})
+        for used in ({"a": 1.0, "b": 2.0}, {"b": 0.5}, {"c": 4.0})
+    ]
+    total = total_stats(parts[:2], before=[counters(parts[2])])
+    assert total.by_class[ServiceClass.BE].device_s == {"a": 1.0, "b": 2.5, "c": 4.0}
+    assert total.by_class[ServiceClass.RT].device_s == {}

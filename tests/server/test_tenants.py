@@ -13,7 +13,7 @@ import pytest
 
 from bros.core.config import EngineConfig, ServerConfig, parse_weights
 from bros.core.errors import ConfigError
-from bros.core.interfaces import EngineStats, RequestTrace
+from bros.core.interfaces import ClassStats, EngineStats, RequestTrace
 from bros.core.request import ServiceClass, Slo
 from bros.core.tenants import Resource
 from bros.server.app import duration
@@ -575,6 +575,35 @@ async def test_only_metrics_with_a_key_name_tenants(tmp_path: Path, access: str)
         assert 'bros_tenant_limit{resource="sessions",tenant="ann"} 1.0' in found
         assert 'bros_tenant_refusals_total{resource="sessions",tenant="ann"} 1.0' in found
         assert 'bros_tenant_held{resource="sessions",tenant="bob"} 1.0' in found
+
+
+@pytest.mark.parametrize("access", ["open", "key"])
+async def test_metrics_say_what_each_tenant_has_used_of_the_device(
+    tmp_path: Path, access: str
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(LIMITED)
+    server = Server(api_keys=str(keys), api_key="one-key", metrics_access=access)
+    server.engine.figures = EngineStats(
+        by_class={
+            ServiceClass.RT: ClassStats(device_s={"ann": 2.0, "bob": 1.0}),
+            ServiceClass.BE: ClassStats(device_s={"bob": 0.5}),
+        }
+    )
+    text = (await server.http.get("/metrics", headers={"authorization": "Bearer one-key"})).text
+    found = {
+        line.removeprefix("bros_tenant_device_seconds_total")
+        for line in text.splitlines()
+        if line.startswith("bros_tenant_device_seconds_total")
+    }
+    if access == "open":
+        assert found == {'{class="rt",tenant="*"} 3.0', '{class="be",tenant="*"} 0.5'}
+    else:
+        assert found == {
+            '{class="rt",tenant="ann"} 2.0',
+            '{class="rt",tenant="bob"} 1.0',
+            '{class="be",tenant="bob"} 0.5',
+        }
 
 
 async def test_limits_per_minute_answer_429_with_the_headers_of_openai(tmp_path: Path) -> None:
