@@ -146,6 +146,7 @@ def test_completion_is_predicted(load: Load, steps: CostModel, slowdown: float) 
     disturbance = Disturbance(noise=0.05, slowdown=slowdown)
     found = run_virtual(lambda: errors(load, disturbance, steps))
     every = [abs(error) for of_kind in found.values() for error in of_kind]
-    # Where others take most of the device, the completion depends on what they will send.
-    most = 0.1 if load is nothing else 0.15
+    # Where others take most of the device, the completion depends on what they will send. Where
+    # steps take longer than predicted, they are also cut differently.
+    most = 0.1 if load is nothing and slowdown == 1.0 else 0.15
     assert statistics.median(every) <= most, found
