@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ablation_loads import LOADS, simulate
-from ablation_mechanisms import MECHANISMS
+from ablation_mechanisms import DELETED, MECHANISMS
 from harness import benchmark_parser, environment
 from rich.console import Console
 
@@ -378,16 +378,24 @@ def report(results: Mapping[str, Any]) -> Iterator[str]:
     yield "## Which loads need it"
     yield ""
     yield (
-        "A mechanism that no load needs is deleted, unless it is named here why it stays. Its row "
-        "stays, with the figures of the scheduler that still had it."
+        "A mechanism that no load needs is deleted, unless it is named here why it stays, or until "
+        "another run confirms it."
     )
     yield ""
     yield "| mechanism | part | without it | costs | gains |"
     yield "|---|---|---|---|---|"
     for name, verdict in verdicts.items():
         part, without = results["mechanisms"][name]
-        costs = "; ".join([*verdict.needed, _fate(name)]).removesuffix("; ")
+        kept = _why_kept(name, needed=bool(verdict.needed))
+        costs = "; ".join([*verdict.needed, kept]).removesuffix("; ")
         yield f"| {name} | {part} | {without} | {costs} | {'; '.join(verdict.harmful)} |"
+    yield ""
+    yield "Deleted, with what leaving it out changed in the scheduler that had it:"
+    yield ""
+    yield "| mechanism | without it | costs | gains |"
+    yield "|---|---|---|---|"
+    for row in DELETED:
+        yield f"| {' | '.join(row)} |"
     for title, names in (
         ("Attainment (points) / best-effort throughput (%)", ("attainment", "be_tokens_per_s")),
         ("p99 of first tokens / of gaps between tokens (%)", ("ttft_p99_s", "gap_p99_s")),
@@ -404,12 +412,12 @@ def report(results: Mapping[str, Any]) -> Iterator[str]:
             yield f"| {name} | {' | '.join(cells)} |"
 
 
-def _fate(name: str) -> str:
-    """Whether a mechanism is deleted, or why it stays although no load needs it."""
+def _why_kept(name: str, *, needed: bool) -> str:
+    """Why a mechanism stays although no load needs it; nothing if one does."""
     mechanism = MECHANISMS.get(name)
-    if mechanism is None:
-        return "**deleted**"
-    return f"nothing; it stays: {mechanism.kept}" if mechanism.kept else ""
+    if mechanism is not None and mechanism.kept:
+        return f"nothing; it stays: {mechanism.kept}"
+    return "" if needed else "nothing"
 
 
 def _mean(values: Sequence[float | None]) -> str:

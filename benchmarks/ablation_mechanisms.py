@@ -83,13 +83,6 @@ def _fixed(value: Any) -> property:
 # ---- Packing.
 
 
-def _bind_without_credit_only(
-    bind: Callable[..., None], packer: _Packer[Any], *args: Any, **kwargs: Any
-) -> None:
-    bind(packer, *args, **kwargs)
-    packer._credit_only = False
-
-
 def _bind_without_just_possible(
     bind: Callable[..., None], packer: _Packer[Any], item: Any, finish_s: float, due_s: float
 ) -> None:
@@ -168,12 +161,6 @@ PACKING = (
             "measured on a server: 97.3 instead of 96.2 % of the chats beside sessions "
             "(decision 12)"
         ),
-    ),
-    Mechanism(
-        name="only credit beside late prompts",
-        part="packing",
-        without="best-effort work is added beside a prompt whose first token is just lost",
-        patches=[_wrapped(_Packer, "_bind", _bind_without_credit_only)],
     ),
     Mechanism(
         name="just possible tokens",
@@ -689,3 +676,20 @@ MECHANISMS = {
     for group in (PACKING, URGENT, TIME, ORDER, BATCH, COST, MEMORY, GUARD)
     for mechanism in group
 }
+
+
+DELETED: Sequence[tuple[str, str, str, str]] = (
+    ("no abort near the end", "a step may be aborted although less than a fifth of it is left",
+     "", ""),
+    ("credit for aborted steps", "the time of aborted steps earns best-effort work no credit",
+     "", "one-token flood: attainment +2.8 points"),
+    ("half more time for deadlines",
+     "a best-effort request presses only when its work takes all time that is left",
+     "deadlines: p99 wait +12.9 %", "deadlines: deadlines +9.6 points"),
+    ("only credit beside late prompts",
+     "best-effort work is added beside a prompt whose first token is just lost", "", ""),
+    ("shortest prompts first", "running best-effort prompts come in order of arrival", "", ""),
+    ("blocks for the rest of new prompts",
+     "several new requests of a step may count on the same blocks", "", ""),
+)  # fmt: skip
+"""Mechanisms that were deleted: (name, what was without it, costs, gains)."""

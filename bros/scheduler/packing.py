@@ -467,7 +467,6 @@ class _Packer(Generic[C]):
         self._now = now
         self._tokens_left = bounds.tokens
         self._limit_s = math.inf
-        self._credit_only = False
         self._replaced = False
         self._has_credit = False
         # Whether this step may preempt, so that copies to the host have to be predicted. Ablation:
@@ -517,7 +516,7 @@ class _Packer(Generic[C]):
         self._has_credit = bounds.best_effort_credit_s > 0.0
         limit_s = min(self._limit_s, bounds.best_effort_share * bounds.best_effort_s)
         credited_s = packing.urgent_s + bounds.best_effort_credit_s
-        limit_s = credited_s if self._credit_only else max(limit_s, credited_s)
+        limit_s = max(limit_s, credited_s)
         rows = max(bounds.rows, packing.num_urgent + (bounds.best_effort_credit_s > 0))
         for candidate in self._without_runs(candidates, rows, limit_s):
             if self._tokens_left == 0:
@@ -729,10 +728,9 @@ class _Packer(Generic[C]):
         """Limit the step by the deadline of a selected candidate, unless that deadline is lost.
 
         finish_s: seconds until its token, with safety margin, in this step or a later one. If that
-        is too late but the expected time is not, nothing more is added to the step. If a prompt
-        will be late, best-effort work gets only its credit. A decode row can catch up with its
-        pace but a first token cannot, so its margin is larger (`rare_factor`). Ablation: relegated,
-        attainment -0.6 points if best-effort work is not held to its credit there.
+        is too late but the expected time is not, nothing more is added to the step. A decode row
+        can catch up with its pace but a first token cannot, so its margin is larger
+        (`rare_factor`).
         """
         packing = self.packing
         if finish_s <= due_s:
@@ -743,8 +741,6 @@ class _Packer(Generic[C]):
         elif finish_s <= due_s * self._safety_factor:
             self._limit_s = min(self._limit_s, packing.seconds)
         else:
-            is_new = not (candidate.late or self._rules.early_return)
-            self._credit_only |= candidate.remaining > 1 and is_new
             packing.violated |= self._late_because_of_others(candidate, due_s)
             if self._rules.early_return and len(packing.selected) == 1:
                 self._limit_s = 1.1 * packing.seconds  # the first one runs although it is late

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
 import types
 import typing
@@ -64,7 +65,7 @@ from bros.transport.ipc import command_codec, reply_codec
 number = st.floats(allow_nan=False)
 count = st.integers(0, 2**53)
 text = st.text(max_size=20)
-slo = st.builds(Slo, *[st.none() | number] * 3)
+slo = st.builds(Slo, *[st.none() | number] * 4)
 
 
 def of(kind: type, **special: st.SearchStrategy[typing.Any]) -> st.SearchStrategy[typing.Any]:
@@ -88,6 +89,8 @@ def _of(hint: typing.Any) -> st.SearchStrategy[typing.Any]:
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is tuple and arguments[1:] == (...,):
         return st.lists(_of(arguments[0]), max_size=2).map(tuple)
+    if typing.get_origin(hint) is collections.abc.Mapping:  # messages have no other ones
+        return st.dictionaries(*map(_of, arguments), max_size=2)
     return of(hint) if dataclasses.is_dataclass(hint) else st.from_type(hint)
 
 
