@@ -184,7 +184,7 @@ async def test_limits() -> None:
     specs = [call(f"{i} {{{{output:a{i}}}}}") for i in range(4)]
     with pytest.raises(SessionLimitError):
         service.submit(TENANT, session.id, specs)
-    assert not service.variables(TENANT, session.id)
+    assert not await service.variables(TENANT, session.id)
     with pytest.raises(SessionLimitError):
         service.submit(TENANT, session.id, [call("x" * 101 + "{{output:a}}")])
     with pytest.raises(SessionLimitError):
@@ -300,7 +300,7 @@ async def test_calls_that_wait_for_each_other_are_refused() -> None:
     with pytest.raises(ConflictError) as refused:
         desk.submit(call("{{b}} x {{output:a}}"), call("{{a}} x {{output:b}}"))
     assert refused.value.code == "cyclic"
-    assert not desk.service.variables(TENANT, desk.session)
+    assert not await desk.service.variables(TENANT, desk.session)
 
 
 @virtually
@@ -450,7 +450,7 @@ async def test_a_value_without_room_is_not_declared() -> None:
     desk = Desk(max_chars=10)
     with pytest.raises(SessionLimitError):
         desk.service.declare(TENANT, desk.session, "v", "eleven char", "v")
-    assert not desk.service.variables(TENANT, desk.session)
+    assert not await desk.service.variables(TENANT, desk.session)
     desk.service.declare(TENANT, desk.session, "v", "ten chars.", "v")
 
 

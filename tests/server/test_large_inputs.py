@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections import Counter
 from typing import Any
 
 import httpx
@@ -14,11 +15,12 @@ from hypothesis import strategies as st
 from pydantic_core import from_json, to_json
 
 from bros.core.errors import InvalidRequestError
-from bros.server.http import _parse, json_list
+from bros.server import http
+from bros.server.http import _parse, json_list, json_pieces
 from bros.server.openai.calls import MAX_ENCODED_BYTES, MAX_MESSAGES
 from bros.server.openai.schema import TokenizeReply
 from support.scripted_server import Server, assert_envelope
-from support.session_server import SessionClient, keeping, ok
+from support.session_server import SessionClient, keeping, ok, stream_events
 
 TEXT_PART = {"type": "text", "text": ""}
 
@@ -31,6 +33,86 @@ def test_list_in_slices_is_the_list(values: list[Any]) -> None:
 def test_list_longer_than_a_slice_is_the_list() -> None:
     values = list(range(25_000))
     assert from_json(json_list(values)) == values
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text(),
+    lambda parts: st.lists(parts) | st.dictionaries(st.text(), parts),
+)
+
+
+@given(JSON_VALUES)
+def test_pieces_of_a_value_are_the_value(value: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(http, "_PIECE_SIZE", 4)
+        assert b"".join(json_pieces(value)) == to_json(value)
+
+
+def test_no_piece_holds_the_interpreter_for_long() -> None:
+    shown = [{"id": f"v{i}", "value": "x" * 100} for i in range(5000)]
+    value = {"data": [*shown, {"id": "long", "value": '"' * 4_000_000}]}
+    pieces = list(json_pieces(value))
+    assert max(map(len, pieces)) < 300_000  # escapes, keys and brackets included
+    assert from_json(b"".join(pieces)) == value
+
+
+async def test_long_values_are_written_on_a_thread_and_sent_in_chunks(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set[int]()
+
+    def watched(value: Any) -> Any:
+        threads.add(threading.get_ident())
+        return json_pieces(value)
+
+    monkeypatch.setattr(http, "json_pieces", watched)
+    async with keeping(server):
+        session = await SessionClient.open(server.http)
+        body = {"id": "v", "name": "v", "value": "ä\n" * 500_000}
+        replies = [await session.ask("POST", "/variables", json=body), await session.look("v")]
+        listed = await session.ask("GET", "/variables")
+        replies += [await session.look("v", wait="true"), listed, await session.ask("GET")]
+        stream = await session.look("v", stream="true")
+    assert [ok(reply)["value"] for reply in replies[:3]] == [body["value"]] * 3
+    assert ok(listed)["data"] == [ok(replies[0])] == ok(replies[4])["variables"]
+    assert threads and threading.get_ident() not in threads
+    assert "content-length" not in listed.headers
+    assert stream_events(stream.text)[-2] == {"value": body["value"], "state": "ready"}
+
+
+async def test_a_program_that_waits_leaves_turns_to_others(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many calls it has."""
+    wanted, viewed, turn = Counter[int](), Counter[int](), 0
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async with keeping(server) as service:
+        get, variable = service.get, service.variable
+
+        def watched_get(*given: Any) -> Any:
+            wanted[turn] += 1
+            return get(*given)
+
+        def watched_variable(*given: Any) -> Any:
+            viewed[turn] += 1
+            return variable(*given)
+
+        monkeypatch.setattr(service, "get", watched_get)
+        monkeypatch.setattr(service, "variable", watched_variable)
+        session = await SessionClient.open(server.http)
+        counting = asyncio.create_task(count_turns())
+        call = {"template": "Say {{output:o}}", "sampling": {"max_tokens": 1}}
+        reply = await session.submit(requests=[call] * 100, wait=True)
+        counting.cancel()
+    assert [each["values"] for each in ok(reply)["requests"]] == [{"o": "H"}] * 100
+    assert wanted.total() == viewed.total() == 100
+    assert max(wanted.values()) <= 20 and max(viewed.values()) <= 20
 
 
 @pytest.mark.parametrize("names", [False, True])

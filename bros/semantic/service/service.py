@@ -62,6 +62,7 @@ from bros.semantic.service.views import (
     view_session,
     view_summary,
     view_variable,
+    view_variables,
 )
 from bros.semantic.transforms.process import TransformRunner, TransformThreads
 from bros.text.chat_format import ChatFormat
@@ -556,10 +557,11 @@ class SessionService:
         """The current state of a variable."""
         return view_variable(self._touched(tenant, session_id).machine.variable(variable_id))
 
-    def variables(self, tenant: str, session_id: str) -> list[VariableView]:
-        """All variables in order of creation."""
+    async def variables(self, tenant: str, session_id: str) -> list[VariableView]:
+        """All variables in order of creation. The event loop is free meanwhile: each is shown as it
+        is when its turn comes."""
         graph = self._touched(tenant, session_id).machine.graph
-        return [view_variable(variable) for variable in graph.variables.values()]
+        return await in_slices(view_variables(graph.variables.values()))
 
     def want(
         self, tenant: str, session_id: str, variable_id: str, criteria: Criteria | None = None

@@ -86,11 +86,7 @@ def view_session(session: ServedSession, insight: Insight, now: float) -> Viewin
         call_views.append(viewer.call(call))
         if not number % _SLICE:
             yield
-    variable_views = []
-    for number, variable in enumerate(tuple(graph.variables.values()), start=1):
-        variable_views.append(view_variable(variable))
-        if not number % _SLICE:
-            yield
+    variable_views = yield from view_variables(graph.variables.values())
     return SessionView(
         **_summary(session, now),
         calls=tuple(call_views),
@@ -127,6 +123,16 @@ def view_variable(variable: Variable) -> VariableView:
         perf=strictest(variable),
         error=variable.cause,
     )
+
+
+def view_variables(variables: Iterable[Variable]) -> Viewing[list[VariableView]]:
+    """Views of the variables that there are now."""
+    views = []
+    for number, variable in enumerate(tuple(variables), start=1):
+        views.append(view_variable(variable))
+        if not number % _SLICE:
+            yield
+    return views
 
 
 def _view_path(session: ServedSession, path: CriticalPath) -> CriticalPathView:

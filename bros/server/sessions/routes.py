@@ -45,10 +45,12 @@ from bros.semantic.schema import (
     to_json,
 )
 from bros.semantic.service.service import SessionService
-from bros.server.errors import describe
+from bros.server.errors import ApiError, describe
 from bros.server.http import (
     CancelOnDisconnect,
     check_query_names,
+    in_turns,
+    large_response,
     offload,
     offload_reply,
     query_flag,
@@ -132,8 +134,7 @@ async def list_sessions(request: Request) -> Response:
 async def retrieve_session(request: Request) -> Response:
     """A session with the graph of its requests and variables."""
     view = await _view(request)
-    state = ServerState.of(request)
-    return await offload_reply(state, state.tenant(request), lambda: reply(view), _size(view))
+    return await _respond(request, view, _size(view))
 
 
 async def delete_session(request: Request) -> Response:
@@ -173,7 +174,22 @@ async def _view(request: Request) -> SessionView:
 
 
 def _size(view: SessionView) -> int:
-    return _CHARS_PER_CALL * (len(view.calls) + len(view.variables))
+    return _CHARS_PER_CALL * len(view.calls) + _size_of_variables(view.variables)
+
+
+def _size_of_variables(views: Sequence[VariableView]) -> int:
+    """Cost of writing variables with their values, in characters."""
+    return _CHARS_PER_CALL * len(views) + sum(len(view.value) for view in views if view.value)
+
+
+async def _respond(request: Request, record: Any, size: int) -> Response:
+    """A JSON response with a record. size: cost of writing it, in characters."""
+    state = ServerState.of(request)
+    return await large_response(state, state.tenant(request), lambda: to_json(record), size)
+
+
+async def _respond_variable(request: Request, view: VariableView) -> Response:
+    return await _respond(request, view, _size_of_variables([view]))
 
 
 _SESSIONS = (
@@ -194,6 +210,10 @@ _SESSIONS = (
 
 _LOWEST_CRITERIA = Criteria(perf=Perf.THROUGHPUT)
 """For values that are ready, or that the calls which read them already make urgent."""
+
+
+_SLICE = 20
+"""Calls or outputs that are looked at in one turn of the event loop: wanting one takes 0.1 ms."""
 
 
 class _Output(NamedTuple):
@@ -226,14 +246,14 @@ async def wait_for_outputs(
     change their scheduling: they are ready when the final ones are. Raises the first error of
     SessionService.get.
     """
-    outputs = _outputs(scope, calls, submitted)
+    outputs = await _outputs(scope, calls, submitted)
     if any(output.criteria is not None for output in outputs):
         outputs = [output for output in outputs if output.criteria is not None]
     wanted = [output for output in outputs if output.criteria is not None or output.is_final]
     values: list[dict[str, str]] = [{} for _ in calls]
     for output, view in zip(wanted, await _get_all(scope, wanted, timeout_s), strict=True):
         values[output.call][output.placeholder] = view.value or ""
-    for output in outputs:
+    async for output in in_turns(outputs, _SLICE):
         if output.placeholder not in values[output.call]:
             view = await scope.service.get(
                 scope.tenant, scope.session_id, output.variable, _LOWEST_CRITERIA, timeout_s
@@ -242,12 +262,13 @@ async def wait_for_outputs(
     return values
 
 
-def _outputs(
+async def _outputs(
     scope: SessionScope, calls: Sequence[CallSpec], submitted: Sequence[SubmittedCall]
 ) -> list[_Output]:
     ids = {call.request_id for call in submitted}
     found = []
-    for index, (spec, call) in enumerate(zip(calls, submitted, strict=True)):
+    pairs = enumerate(zip(calls, submitted, strict=True))
+    async for index, (spec, call) in in_turns(pairs, _SLICE):
         criteria = {parameter.name: parameter.criteria for parameter in spec.parameters}
         for placeholder, variable_id in call.variables.items():
             view = scope.service.variable(scope.tenant, scope.session_id, variable_id)
@@ -263,19 +284,17 @@ async def _get_all(
     scope: SessionScope, outputs: Sequence[_Output], timeout_s: float
 ) -> list[VariableView]:
     """Get all values concurrently, so that all calls start. The first failure cancels the rest."""
-    gets = [
-        asyncio.ensure_future(
-            scope.service.get(
+    gets: list[asyncio.Future[VariableView]] = []
+    try:
+        async for output in in_turns(outputs, _SLICE):
+            get = scope.service.get(
                 scope.tenant, scope.session_id, output.variable, output.criteria, timeout_s
             )
-        )
-        for output in outputs
-    ]
-    try:
+            gets.append(asyncio.ensure_future(get))
         return await asyncio.gather(*gets)
     finally:
-        for get in gets:
-            get.cancel()
+        async for open_get in in_turns([get for get in gets if not get.done()], _SLICE):
+            open_get.cancel()
         await asyncio.gather(*gets, return_exceptions=True)
 
 
@@ -304,7 +323,7 @@ async def submit(request: Request) -> Response:
         lambda: _program(fields) if is_program else _one_call(fields),
         _size_of(fields),
     )
-    for place, sampling in _samplings(program.calls):
+    async for place, sampling in in_turns(_samplings(program.calls), _SLICE):
         place = place if is_program else place.removeprefix(_SINGLE_CALL_PREFIX)
         await check_grammar(state, scope.tenant, sampling, place)
     try:
@@ -316,6 +335,7 @@ async def submit(request: Request) -> Response:
             error.param = error.param.removeprefix(_SINGLE_CALL_PREFIX)
         raise
     values: Sequence[Mapping[str, str] | None] = [None] * len(submitted)
+    size = _CHARS_PER_CALL * len(submitted)
     if program.wait:
         try:
             async with CancelOnDisconnect(request.receive, state.stopping):
@@ -323,11 +343,15 @@ async def submit(request: Request) -> Response:
         except (UpstreamError, GetTimeoutError) as error:
             # The calls stay submitted, and those that do not depend on a failed one go on.
             failed = describe(error)
-            accepted = to_json(_program_of(submitted, values), defaults=False)
-            return replace(failed, more={**failed.more, **accepted}).to_response()
-    body = _program_of(submitted, values)
-    size = _CHARS_PER_CALL * len(submitted)
-    return await offload_reply(state, scope.tenant, lambda: reply(body, defaults=False), size)
+            return await offload_reply(
+                state, scope.tenant, lambda: _failed_program(failed, submitted), size
+            )
+        size += sum(len(value) for found in values if found for value in found.values())
+
+    def body() -> Any:
+        return to_json(_program_of(submitted, values), defaults=False)
+
+    return await large_response(state, scope.tenant, body, size)
 
 
 def _samplings(calls: Sequence[CallSpec]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -362,6 +386,12 @@ def _program_of(
 ) -> SubmittedProgram:
     pairs = zip(submitted, values, strict=True)
     return SubmittedProgram(requests=[replace(call, values=found) for call, found in pairs])
+
+
+def _failed_program(failed: ApiError, submitted: Sequence[SubmittedCall]) -> Response:
+    """The error, with the calls that were accepted."""
+    accepted = to_json(_program_of(submitted, [None] * len(submitted)), defaults=False)
+    return replace(failed, more={**failed.more, **accepted}).to_response()
 
 
 async def cancel(request: Request) -> Response:
@@ -422,6 +452,9 @@ _HEARTBEAT_S = 15.0
 
 _HEARTBEAT = b": waiting\n\n"
 
+_PART_CHARS = 50_000
+"""Characters of a value that are written in one turn of the event loop."""
+
 # Non-ASCII stays escaped: some clients split lines at U+0085 and U+2028, which JSON allows.
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -450,12 +483,25 @@ class ValueStream(EventStream):
 
     async def send_all(self) -> None:
         while (piece := await self._next()) is not None:
-            await self.send_events(_event({"delta": piece}))
+            await self._send_text("delta", piece)
         view = self._result()
-        await self.send_events(_event({"value": view.value, "state": view.state.value}))
+        await self._send_text("value", view.value, state=view.state.value)
 
     async def close(self) -> None:
         await self._pieces.aclose()
+
+    async def _send_text(self, name: str, text: str | None, **others: str) -> None:
+        """Send the event {name: text, **others}. Other tasks run between parts of a long text."""
+        begin, _, end = _event({name: "", **others}).partition(b'""')
+        if text is None or len(text) <= _PART_CHARS:
+            await self.send_events(begin + _to_json(text).encode("ascii") + end)
+            return
+        await self.send_events(begin + b'"')
+        for at in range(0, len(text), _PART_CHARS):
+            part = _to_json(text[at : at + _PART_CHARS])
+            await self.send_events(part[1:-1].encode("ascii"))
+            await asyncio.sleep(0)
+        await self.send_events(b'"' + end)
 
     async def _next(self) -> str | None:
         """The next piece, None after the last one. Sends heartbeats while it waits."""
@@ -496,14 +542,14 @@ async def create_variable(request: Request) -> Response:
     scope = SessionScope.of(request)
     body = read(CreateVariable, await _body(request))
     view = scope.service.declare(scope.tenant, scope.session_id, body.name, body.value, body.id)
-    return reply(view)
+    return await _respond_variable(request, view)
 
 
 async def list_variables(request: Request) -> Response:
     """List the variables of a session."""
     service, tenant, session_id = SessionScope.of(request)
-    views = service.variables(tenant, session_id)
-    return reply(VariableList(data=views))
+    views = await service.variables(tenant, session_id)
+    return await _respond(request, VariableList(data=views), _size_of_variables(views))
 
 
 async def retrieve_variable(request: Request) -> Response:
@@ -525,12 +571,12 @@ async def retrieve_variable(request: Request) -> Response:
     if wait:
         async with CancelOnDisconnect(request.receive, state.stopping):
             view = await service.get(*variable, criteria, timeout_s or _DEFAULT_WAIT_S)
-        return reply(view)
+        return await _respond_variable(request, view)
     for name in (*_CRITERIA, "timeout"):
         if name in query:
             message = f"'{name}' needs wait=true or stream=true."
             raise InvalidRequestError(message, param=name, code="invalid_value")
-    return reply(service.variable(*variable))
+    return await _respond_variable(request, service.variable(*variable))
 
 
 async def set_variable(request: Request) -> Response:
@@ -538,7 +584,7 @@ async def set_variable(request: Request) -> Response:
     scope = SessionScope.of(request)
     value = read(SetVariable, await _body(request)).value
     view = scope.service.set(scope.tenant, scope.session_id, request.path_params["vid"], value)
-    return reply(view)
+    return await _respond_variable(request, view)
 
 
 async def want_variable(request: Request) -> Response:
@@ -546,7 +592,7 @@ async def want_variable(request: Request) -> Response:
     scope = SessionScope.of(request)
     criteria = read(WantVariable, await _body(request)).criteria
     view = scope.service.want(scope.tenant, scope.session_id, request.path_params["vid"], criteria)
-    return reply(view)
+    return await _respond_variable(request, view)
 
 
 def _criteria(query: QueryParams) -> Criteria | None:
@@ -670,7 +716,8 @@ async def paper_get(request: Request) -> Response:
             criteria,
             body.timeout_s or _DEFAULT_WAIT_S,
         )
-    return reply(PaperValue(semantic_var_id=view.id, content=view.value or ""))
+    value = PaperValue(semantic_var_id=view.id, content=view.value or "")
+    return await _respond(request, value, len(value.content))
 
 
 _PAPER = (
