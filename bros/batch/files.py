@@ -17,7 +17,14 @@ import sqlalchemy as sa
 from bros.batch.database import BATCHES, FILES, Database
 from bros.batch.objects import OPEN_STATUSES, StoredFile, StoreFullError, is_storable
 from bros.core.errors import NotFoundError
-from bros.core.tenants import ALL_TENANTS, NO_LIMITS, Resource, TenantLimits, check_limit
+from bros.core.tenants import (
+    ALL_TENANTS,
+    NO_LIMITS,
+    Beside,
+    Resource,
+    TenantLimits,
+    check_limit,
+)
 
 # ---- File bodies on disk: `<folder>/<first two digits>/<SHA-256>`, written once, never modified.
 #
@@ -190,10 +197,13 @@ class FileStore:
 
     def check_room(
         self, tenant: str, now: float, limits: TenantLimits, together: TenantLimits
-    ) -> None:
-        """Raises TenantLimitError if the tenant may not have another file of one byte."""
+    ) -> Beside:
+        """Bytes of the tenant's files and of all, each 0 if nothing limits them.
+
+        Raises TenantLimitError if the tenant may not have another file of one byte.
+        """
         with self._database.read() as connection:
-            self._check_room(connection, tenant, 1, now, limits, together)
+            return self._check_room(connection, tenant, 1, now, limits, together)
 
     def _check_room(
         self,
@@ -203,9 +213,11 @@ class FileStore:
         now: float,
         limits: TenantLimits,
         together: TenantLimits,
-    ) -> None:
+    ) -> Beside:
+        found = [0, 0]
         of_tenant, of_all = _visible(tenant, now), (_unexpired(now),)
-        for holder, most, which in ((None, limits, of_tenant), (ALL_TENANTS, together, of_all)):
+        held = ((None, limits, of_tenant), (ALL_TENANTS, together, of_all))
+        for place, (holder, most, which) in enumerate(held):
             if most.files is None and most.file_bytes is None:
                 continue
             size = sa.func.coalesce(sa.func.sum(FILES.c.num_bytes), 0)
@@ -213,6 +225,8 @@ class FileStore:
             files, used_bytes = connection.execute(query).one()
             check_limit(most, Resource.FILES, files, holder=holder)
             check_limit(most, Resource.FILE_BYTES, int(used_bytes), num_bytes, holder=holder)
+            found[place] = int(used_bytes)
+        return Beside(*found)
 
     def get(self, tenant: str, file_id: str, now: float) -> StoredFile:
         with self._database.read() as connection:

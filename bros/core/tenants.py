@@ -16,7 +16,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Self
+from typing import NamedTuple, Self
 
 from bros.core.clock import Clock, SystemClock
 from bros.core.errors import OverTenantLimitError, ServerLimitError, TenantLimitError
@@ -34,7 +34,7 @@ class Resource(enum.StrEnum):
         count as further ones.
     WAITS: requests of clients that wait for values of sessions or for the end of background
         responses.
-    FILES, FILE_BYTES: files in the store.
+    FILES, FILE_BYTES: files in the store; the bytes of uploads count while they are received.
     BATCHES: unfinished batches.
     BATCH_TOKENS: prompt tokens of unfinished batches.
     RESPONSES, RESPONSE_BYTES: stored responses. The oldest make room for new ones.
@@ -177,6 +177,16 @@ _CPU_KEPT_S = 10 * CPU_WINDOW_S
 
 
 NO_LIMITS = TenantLimits()
+
+
+class Beside(NamedTuple):
+    """What is held of a resource beside what accounts count: of a tenant, and of all together."""
+
+    of_tenant: int = 0
+    of_all: int = 0
+
+
+NOTHING_BESIDE = Beside()
 
 ALL_TENANTS = "*"
 """Name of all tenants together in figures. No tenant has it."""
@@ -324,13 +334,14 @@ class TenantAccounts:
             for tenant, level in self._cpu.items()
         }
         rates = {key: math.ceil(self._level(*key)) for key in self._levels}
-        amounts = {**self._used, **cpu, **rates, **elsewhere}
+        amounts = Counter({**self._used, **cpu, **rates})
+        amounts.update(elsewhere)
         others = sorted({tenant for (tenant, _), amount in amounts.items() if amount})
         return [
             TenantFigure(
                 tenant=tenant,
                 resource=resource,
-                used=amounts.get((tenant, resource), 0),
+                used=amounts[tenant, resource],
                 limit=self.limits(tenant).of(resource),
                 refused=self._refused[tenant, resource],
             )
@@ -375,17 +386,25 @@ class TenantAccounts:
         """Count so much more, whatever the limit: `check` came before."""
         return QuotaHold(self, tenant, resource, amount)
 
-    def check(self, tenant: str, resource: Resource, more: int = 1) -> None:
+    def check(
+        self,
+        tenant: str,
+        resource: Resource,
+        more: int = 1,
+        beside: Beside = NOTHING_BESIDE,
+    ) -> None:
         """Raises what `check_limit` raises if the tenant, or all together, may not hold so much
         more."""
-        check_limit(self.limits(tenant), resource, self._used[tenant, resource], more)
-        check_limit(self.together, resource, self._sums[resource], more, holder=ALL_TENANTS)
+        used = self._used[tenant, resource] + beside.of_tenant
+        check_limit(self.limits(tenant), resource, used, more)
+        used = self._sums[resource] + beside.of_all
+        check_limit(self.together, resource, used, more, holder=ALL_TENANTS)
 
-    def check_growth(self, hold: QuotaHold, amount: int) -> None:
+    def check_growth(self, hold: QuotaHold, amount: int, beside: Beside = NOTHING_BESIDE) -> None:
         """Raises what `check` raises if a hold may not grow to this amount."""
         check_limit(self.limits(hold.tenant), hold.resource, 0, amount)
         check_limit(self.together, hold.resource, 0, amount, holder=ALL_TENANTS)
-        self.check(hold.tenant, hold.resource, amount - hold.amount)
+        self.check(hold.tenant, hold.resource, amount - hold.amount, beside)
 
     def spend(self, tenant: str, cpu_s: float) -> None:
         """Work of the tenant off the event loop has used so much CPU time."""

@@ -6,6 +6,7 @@ import logging
 import math
 import re
 import socket
+from collections import Counter
 from collections.abc import Sequence
 
 from starlette.applications import Starlette
@@ -16,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from bros.core.clock import Clock
 from bros.core.errors import AuthenticationError, BrosError
 from bros.core.tenants import TenantAccounts
 from bros.server.batches import routes as batches
@@ -45,9 +47,46 @@ OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", METRICS
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _CLIENT_CLOSED_REQUEST = 499  # as nginx logs it
 
+_SHOWN_PATH = 200
+_REFUSALS = frozenset({401, 403, 429})
+"""Statuses that cost a client nothing: some go to those without a key."""
+_REFUSAL_LINES, _REFUSAL_WINDOW_S = 30, 60.0
+
+
+class _RefusalLog:
+    """Bounds the lines about refused requests: with one for each, clients could fill a disk."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._window_ends_s = float("-inf")
+        self._lines = 0
+        self._silent: Counter[int] = Counter()
+
+    def note(self, status: int) -> bool:
+        """Whether to log this refusal. Logs how many of the minute before were not."""
+        now = self._clock.now()
+        if now >= self._window_ends_s:
+            self._window_ends_s, self._lines = now + _REFUSAL_WINDOW_S, 0
+            if self._silent:
+                counts = (f"{count} with {code}" for code, count in sorted(self._silent.items()))
+                access_logger.warning("refused requests without a line: %s", ", ".join(counts))
+                self._silent.clear()
+        self._lines += 1
+        if self._lines > _REFUSAL_LINES:
+            self._silent[status] += 1
+            return False
+        return True
+
+
+def _shown_path(scope: Scope) -> str:
+    """The beginning of the raw path; the decoded one could contain line breaks."""
+    path: str = scope.get("raw_path", b"").decode("latin-1")
+    return path if len(path) <= _SHOWN_PATH else f"{path[:_SHOWN_PATH]}..."
+
 
 class RequestLog:
-    """Sets x-request-id on every response, counts the response and logs one line.
+    """Sets x-request-id on every response, counts the response and logs one line; of refused
+    requests at most 30 in a minute.
 
     A client's own x-request-id is kept if it is printable ASCII of at most 128 characters.
     """
@@ -58,6 +97,7 @@ class RequestLog:
         self._state = state
         self._paths = frozenset(route.path for route in routes)
         self._templates = [route for route in routes if route.param_convertors]
+        self._refusals = _RefusalLog(state.clock)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -81,15 +121,15 @@ class RequestLog:
             status = _CLIENT_CLOSED_REQUEST
         finally:
             self._state.metrics.http_request(self._label(scope["path"]), status)
-            access_logger.info(
-                "%s %s %d %.1f ms %s",
-                scope["method"],
-                # The raw path: the decoded one could contain line breaks.
-                scope.get("raw_path", b"").decode("latin-1"),
-                status,
-                (self._state.clock.now() - started_s) * 1000,
-                request_id,
-            )
+            if status not in _REFUSALS or self._refusals.note(status):
+                access_logger.info(
+                    "%s %s %d %.1f ms %s",
+                    scope["method"],
+                    _shown_path(scope),
+                    status,
+                    (self._state.clock.now() - started_s) * 1000,
+                    request_id,
+                )
 
     def _label(self, path: str) -> str:
         if path in self._paths:
@@ -119,7 +159,7 @@ class ErrorBarrier:
         except Exception as error:
             if started or scope["type"] != "http":
                 raise  # uvicorn closes the connection and logs the error
-            logger.exception("%s failed", scope["path"])
+            logger.exception("%s failed", _shown_path(scope))
             await describe(error).to_response(scope["path"])(scope, receive, send)
 
 

@@ -22,7 +22,7 @@ from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.core.fair import FairMemory, FairThreads
 from bros.core.interfaces import EngineClient
 from bros.core.request import Grammar, IdGenerator
-from bros.core.tenants import Resource, TenantAccounts
+from bros.core.tenants import Beside, Resource, TenantAccounts
 from bros.router.client import RouterClient
 from bros.semantic.service.service import SessionService
 from bros.server.operations.metrics import ServerMetrics
@@ -96,6 +96,30 @@ class StoreQuery:
         return await asyncio.shield(self._asked)
 
 
+class StoredBytes:
+    """Bytes of the files in a store: as last read, and what this server has added since.
+
+    Uploads look here while they are received; reading the store for each piece would take long.
+    """
+
+    def __init__(self) -> None:
+        self._of_tenants: dict[str, int] = {}
+        self._of_all = 0
+
+    def read(self, tenant: str, found: Beside) -> None:
+        """The store had so many."""
+        self._of_tenants[tenant], self._of_all = found
+
+    def add(self, tenant: str, num_bytes: int) -> None:
+        """A file of the tenant, for which the store was read, is in the store now."""
+        self._of_tenants[tenant] += num_bytes
+        self._of_all += num_bytes
+
+    def beside(self, tenant: str) -> Beside:
+        """Of a tenant for which the store was read."""
+        return Beside(self._of_tenants[tenant], self._of_all)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jobs:
     """Files, batches and responses of a server.
@@ -111,6 +135,7 @@ class Jobs:
     background: BackgroundRunner
     running: RunningResponses
     query: StoreQuery = field(default_factory=StoreQuery)
+    stored_bytes: StoredBytes = field(default_factory=StoredBytes)
     threads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))
 
     @classmethod

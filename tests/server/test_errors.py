@@ -259,3 +259,28 @@ async def test_access_log_has_one_line_per_request_and_no_line_breaks(
         await server.http.get("/no%0Apath", headers={"x-request-id": "id-1"})
     (message,) = caplog.messages
     assert message == "GET /no%0Apath 404 0.0 ms id-1"
+
+
+async def test_the_log_shows_the_beginning_of_a_path(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="bros.access"):
+        await server.http.get(f"/{'x' * 60_000}", headers={"x-request-id": "id-1"})
+    assert caplog.messages == [f"GET /{'x' * 199}... 404 0.0 ms id-1"]
+
+
+async def test_refused_requests_cannot_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Others have their line, and what had none is counted a minute later."""
+    server = Server(api_key="secret")
+    key = {"authorization": "Bearer secret"}
+    with caplog.at_level(logging.INFO, logger="bros.access"):
+        for _ in range(1000):
+            assert (await server.http.get("/v1/models")).status_code == 401
+        assert len(caplog.messages) == 30
+        assert (await server.http.get("/v1/models", headers=key)).status_code == 200
+        assert len(caplog.messages) == 31
+        server.clock.advance(60.0)
+        await server.http.get("/v1/models")
+    assert caplog.messages[31] == "refused requests without a line: 970 with 401"
+    assert " 401 " in caplog.messages[32] and len(caplog.messages) == 33
+    await server.http.aclose()

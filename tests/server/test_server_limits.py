@@ -196,3 +196,41 @@ async def test_files_are_limited(tmp_path: Path, keys: dict[str, str]) -> None:
     async with batch_server(tmp_path / "few", idle=True, max_files=1, **options) as server:
         assert (await upload("ann", content)).status_code == 200
         refused_for_all(await upload("bob", content), "--max-files", "60")
+
+
+async def test_files_count_while_they_are_received(tmp_path: Path, keys: dict[str, str]) -> None:
+    """Many uploads at once cannot fill the disk before the first one is complete."""
+    options = keys | {"key": "ann-key"} if keys else {}
+    form = {"content-type": "multipart/form-data; boundary=x"}
+    part = b'--x\r\ncontent-disposition: form-data; name="%b"%b\r\n\r\n%b\r\n'
+    begin = part % (b"purpose", b"", b"user_data") + part[:-2] % (b"file", b'; filename="a"', b"")
+    declared = begin + b"x" * 600 * 1024 + b"\r\n--x--\r\n"
+    begun, go_on = asyncio.Event(), asyncio.Event()
+    async with batch_server(tmp_path, idle=True, max_file_bytes="1000KiB", **options) as server:
+        accounts = server.live.server.accounts
+
+        async def slow_body() -> AsyncIterator[bytes]:
+            yield begin + b"x" * 600 * 1024
+            begun.set()
+            await go_on.wait()
+            yield b"\r\n--x--\r\n"
+
+        async def undeclared_body() -> AsyncIterator[bytes]:
+            yield declared
+
+        async def upload(name: str, body: AsyncIterator[bytes] | bytes) -> httpx.Response:
+            return await server.http.post("/v1/files", content=body, headers=of(name) | form)
+
+        first = asyncio.ensure_future(upload("ann", slow_body()))
+        await begun.wait()
+        while sum(accounts.held.values()) < 600 * 1024:
+            await asyncio.sleep(0.001)
+        refused_for_all(await upload("bob", undeclared_body()), "--max-file-bytes", "60")
+        refused_for_all(await upload("bob", declared), "--max-file-bytes", "60")
+        assert sum(accounts.held.values()) == 600 * 1024 and len(server.unplaced()) == 1
+        go_on.set()
+        assert (await first).status_code == 200
+        assert accounts.held == {} and not server.unplaced()
+        refused_for_all(await upload("bob", declared), "--max-file-bytes", "60")
+        error = assert_envelope(await upload("bob", begin + b"x" * 2**21), 400)
+        assert "The limit of this server" in error["message"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
@@ -23,6 +24,7 @@ from bros.batch.objects import (
 )
 from bros.batch.rows import ENDPOINTS, KNOWN_ENDPOINTS
 from bros.core.errors import InvalidRequestError, NotFoundError
+from bros.core.tenants import Resource
 from bros.server.batches.schema import (
     MAX_LIFE_S,
     MIN_LIFE_S,
@@ -178,10 +180,14 @@ class Upload:
     filename: str | None = None
 
 
-async def read_upload(request: Request, body: BodyWriter) -> Upload:
+async def read_upload(
+    request: Request, body: BodyWriter, count: Callable[[int], None] = lambda num_bytes: None
+) -> Upload:
     """Write the part `file` to `body` (the caller finishes it) and return the other fields.
 
-    Raises BodyTooLargeError, StoreFullError, or InvalidRequestError for an invalid form.
+    count: is told the bytes of the file so far, before they are on disk; may raise.
+    Raises BodyTooLargeError, StoreFullError, InvalidRequestError for an invalid form, and what
+    `count` raises.
     """
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
@@ -199,6 +205,7 @@ async def read_upload(request: Request, body: BodyWriter) -> Upload:
             if total > MAX_UPLOAD_BYTES + _OVERHEAD_BYTES:
                 raise too_large
             parser.write(chunk)
+            count(body.num_bytes + len(parts.content))
             if len(parts.content) >= _WRITE_BYTES:
                 await _write(body, parts)
         parser.finalize()
@@ -314,9 +321,19 @@ async def create_file(request: Request) -> Response:
     state = ServerState.of(request)
     tenant = state.tenant(request)
     limits, together = state.accounts.limits(tenant), state.accounts.together
-    await jobs.io(jobs.files.check_room, tenant, state.clock.unix_time(), limits, together)
-    with jobs.files.bodies.new() as body:
-        upload = await read_upload(request, body)
+    now, stored = state.clock.unix_time(), jobs.stored_bytes
+    stored.read(tenant, await jobs.io(jobs.files.check_room, tenant, now, limits, together))
+    with (
+        state.accounts.count(tenant, Resource.FILE_BYTES, 0) as held,
+        jobs.files.bodies.new() as body,
+    ):
+
+        def count(num_bytes: int) -> None:
+            state.accounts.check_growth(held, num_bytes, stored.beside(tenant))
+            held.resize(num_bytes)
+
+        state.accounts.check_growth(held, _least_bytes(request), stored.beside(tenant))
+        upload = await read_upload(request, body, count)
         fields = validate(_UploadFields, _fields(upload))
         if upload.filename is None:
             raise InvalidRequestError(
@@ -345,7 +362,16 @@ async def create_file(request: Request) -> Response:
             expires_at=None if life_s is None else created_at + life_s,
         )
         file = await jobs.io(jobs.files.add, body, file, limits, together)
+        stored.add(tenant, file.num_bytes)
         return json_response(FileObject.of(file))
+
+
+def _least_bytes(request: Request) -> int:
+    """Bytes that the file of an upload has at least, as far as its headers tell; of one that is too
+    large, the most that a file may have."""
+    declared = request.headers.get("content-length", "")
+    num_bytes = int(declared[:20]) if declared.isdecimal() else 0
+    return min(max(0, num_bytes - _OVERHEAD_BYTES), MAX_UPLOAD_BYTES)
 
 
 async def list_files(request: Request) -> Response:
