@@ -94,7 +94,7 @@ class BrowserRules:
                 or name in self.hosts
                 or any("*" + name[at:] in self.hosts for at in _dots(name))
             )
-        if reached is None or not _is_loopback(reached):
+        if reached is None or not is_loopback(reached):
             return True
         return "." not in name or name.endswith(tuple(f".{each}" for each in _LOCAL_DOMAINS))
 
@@ -129,7 +129,8 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Whether a connection with this address is from the same machine."""
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:

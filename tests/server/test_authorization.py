@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
 
 from bros.server.operations.openapi import ApiRoute
@@ -224,6 +225,43 @@ async def check(server: WholeServer, name: str) -> None:
             asked = path + json.dumps(options.get("json"))
             check_nothing_is_told(response.text, asked, server.live)
     server.engine.go_on.set()
+
+
+LOCAL, REMOTE = ("127.0.0.1", 50_000), ("203.0.113.5", 50_000)
+
+
+@pytest.fixture(scope="module")
+def keyless(
+    runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[WholeServer]:
+    async def make() -> WholeServer:
+        made = WholeServer(tmp_path_factory.mktemp("keyless"))
+        await made.start()
+        return made
+
+    made = runner.run(make())
+    yield made
+    runner.run(made.stop())
+
+
+@pytest.mark.parametrize("name", [name for name, use in RULES.items() if use.rule is Rule.OPERATOR])
+def test_without_keys_the_operator_is_on_the_same_machine(
+    runner: asyncio.Runner, keyless: WholeServer, name: str
+) -> None:
+    """Whoever only reaches the server cannot drain its replicas."""
+    method, path = name.replace("{number}", "1").split(" ")
+
+    async def status(client: tuple[str, int], **headers: str) -> int:
+        transport = httpx.ASGITransport(keyless.app, client=client)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            return (await http.request(method.upper(), path, headers=headers)).status_code
+
+    for_all = path == "/metrics"
+    assert runner.run(status(LOCAL)) == 200
+    assert runner.run(status(("::1", 50_000))) == 200
+    assert runner.run(status(REMOTE)) == (200 if for_all else 403)
+    proxied = {"x-forwarded-for": "203.0.113.5"}
+    assert runner.run(status(LOCAL, **proxied)) == (200 if for_all else 403)
 
 
 def check_nothing_is_told(text: str, asked: str, live: Mapping[str, str]) -> None:

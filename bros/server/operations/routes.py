@@ -22,6 +22,7 @@ from bros.core.request import Slo
 from bros.core.tenants import Resource, TenantFigure
 from bros.router.client import RouterClient
 from bros.router.replica_set import RUNNING
+from bros.server.browsers import is_loopback
 from bros.server.http import has_body, json_response, read_object, validate
 from bros.server.openai.schema import (
     ChoiceTrace,
@@ -47,6 +48,9 @@ _STATS_TIMEOUT_S = 5.0
 """So that a scrape does not hang on a long step or a slow database."""
 
 _JSON = "application/json"
+
+_PROXIED = frozenset({"forwarded", "x-forwarded-for", "x-real-ip"})
+"""Headers with which proxies name their client."""
 
 _PAGE_HEADERS = {
     "content-security-policy": (
@@ -102,6 +106,24 @@ def _check_operator(request: Request, what: str) -> None:
     """Raises HTTPException if the caller is a tenant."""
     if ServerState.tenant(request):
         raise HTTPException(403, f"{what} the operator's key, that of --api-key.")
+
+
+def _check_admin(request: Request, what: str) -> None:
+    """Raises HTTPException if the caller is a tenant, or if it needs no key and is on another
+    machine."""
+    _check_operator(request, what)
+    if not ServerState.of(request).config.api_key and not _is_local(request):
+        raise HTTPException(
+            403,
+            f"{what} a key for requests from other machines: start the server with --api-key.",
+        )
+
+
+def _is_local(request: Request) -> bool:
+    """Whether a request is from this machine, and is not passed on by a proxy that says so."""
+    if not _PROXIED.isdisjoint(request.headers):
+        return False
+    return request.client is None or is_loopback(request.client.host)
 
 
 async def version(request: Request) -> Response:
@@ -226,7 +248,7 @@ async def resume_replica(request: Request) -> Response:
 
 def _replicas(request: Request) -> RouterClient:
     """Raises HTTPException if the caller is not the operator."""
-    _check_operator(request, "Replicas need")
+    _check_admin(request, "Replicas need")
     replicas = ServerState.of(request).replicas
     assert replicas is not None, "these routes exist only with a router"
     return replicas
@@ -261,7 +283,7 @@ async def list_tenants(request: Request) -> Response:
     the same for all of them together, under the name *, where this has a limit.
     Figures of files and batches are 0 while the store does not answer, and those of traces while no
     engine does."""
-    _check_operator(request, "Figures of tenants need")
+    _check_admin(request, "Figures of tenants need")
     state = ServerState.of(request)
     uses: dict[str, list[TenantUse]] = {}
     stats, stored = await asyncio.gather(_stats(state), _stored(state))
