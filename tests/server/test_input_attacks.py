@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import pytest
@@ -42,6 +42,27 @@ async def send(server: Server, path: str, body: Any) -> None:
         path, content=content, headers={"content-type": "application/json"}
     )
     assert response.status_code < 500, response.text
+
+
+async def read(server: Server, path: str, query: bytes = b"") -> None:
+    """Get a large reply and drop it: the client of other tests would join its parts on the loop."""
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": path,
+        "query_string": query,
+        "headers": [(b"host", b"test")],
+    }
+    statuses = []
+
+    async def receive() -> dict[str, Any]:
+        return await asyncio.get_running_loop().create_future()  # the client stays
+
+    async def sent(message: MutableMapping[str, Any]) -> None:
+        statuses.append(message.get("status"))
+
+    await server.app(scope, receive, sent)
+    assert statuses[0] == 200
 
 
 async def slow_regexes(server: Server) -> None:
@@ -119,6 +140,27 @@ async def empty_calls(server: Server) -> None:
     await send(server, f"/v1/sessions/{session.id}/requests", {"requests": calls})
 
 
+async def waiting_program(server: Server) -> None:
+    session = await SessionClient.open(server.http)
+    calls = [{"template": "Say {{output:o}}"}] * by_tier(fast=500, long=2000)
+    body = {"requests": calls, "wait": True, "timeout_s": by_tier(fast=1, long=10)}
+    await send(server, f"/v1/sessions/{session.id}/requests", body)
+
+
+async def large_values(server: Server) -> None:
+    """All replies that have them. Quotes are written with escapes, the slowest of all."""
+    session = await SessionClient.open(server.http)
+    path = f"/v1/sessions/{session.id}"
+    for number in range(by_tier(fast=2, long=10)):
+        value = {"id": f"v{number}", "name": "v", "value": '"' * 2_000_000}
+        await send(server, f"{path}/variables", value)
+    for number in range(by_tier(fast=200, long=5000)):
+        await send(server, f"{path}/variables", {"name": f"n{number}", "value": '"' * 500})
+    for rest in ("", "/variables", "/variables/v1"):
+        await read(server, path + rest)
+    await read(server, f"{path}/variables/v1", b"stream=true")
+
+
 ATTACKS: list[Attack] = [
     slow_regexes,
     large_join,
@@ -131,6 +173,8 @@ ATTACKS: list[Attack] = [
     empty_lists,
     wrong_parts,
     empty_calls,
+    waiting_program,
+    large_values,
 ]
 
 

@@ -93,17 +93,17 @@ async def test_a_program_that_waits_leaves_turns_to_others(
             await asyncio.sleep(0)
 
     async with keeping(server) as service:
-        get, variable = service.get, service.variable
+        want, variable = service._want, service.variable
 
-        def watched_get(*given: Any) -> Any:
+        def watched_want(*given: Any) -> Any:
             wanted[turn] += 1
-            return get(*given)
+            return want(*given)
 
         def watched_variable(*given: Any) -> Any:
             viewed[turn] += 1
             return variable(*given)
 
-        monkeypatch.setattr(service, "get", watched_get)
+        monkeypatch.setattr(service, "_want", watched_want)
         monkeypatch.setattr(service, "variable", watched_variable)
         session = await SessionClient.open(server.http)
         counting = asyncio.create_task(count_turns())

@@ -62,7 +62,7 @@ class MeasuredLoop(asyncio.SelectorEventLoop):
             yield
         finally:
             self._measures = False
-            gc.enable()
+            self.call_soon(gc.enable)  # in this turn, a collection would still count
 
     def check_turns(self, most_lag_s: float = LONGEST_LAG_S) -> None:
         """Fails if a turn or a lag was longer than promised, at the speed of this machine.

@@ -262,32 +262,46 @@ class GroupStart:
             self._release_soon()
 
 
-class Subscribers:
-    """Subscribers to variables, each with its own event."""
+class Subscription:
+    """changed: set when one of its variables has changed; its owner clears it.
+    which: those that have changed since its owner cleared it, in order.
+    """
 
     def __init__(self) -> None:
-        self._events: dict[str, set[asyncio.Event]] = {}
+        self.changed = asyncio.Event()
+        self.which: dict[Variable, None] = {}
+
+
+class Subscribers:
+    """Subscribers to variables."""
+
+    def __init__(self) -> None:
+        self._by_variable: dict[str, set[Subscription]] = {}
 
     def __len__(self) -> int:
-        return sum(len(events) for events in self._events.values())
+        return sum(len(found) for found in self._by_variable.values())
 
     @contextlib.contextmanager
-    def subscribe(self, variable: Variable) -> Iterator[asyncio.Event]:
-        """Subscribe for the duration of the block: `notify` sets the event."""
-        event = asyncio.Event()
-        self._events.setdefault(variable.id, set()).add(event)
+    def subscribe(self, variables: Iterable[Variable]) -> Iterator[Subscription]:
+        """Subscribe to different variables for the duration of the block."""
+        made = Subscription()
+        ids = [variable.id for variable in variables]
+        for each in ids:
+            self._by_variable.setdefault(each, set()).add(made)
         try:
-            yield event
+            yield made
         finally:
-            events = self._events[variable.id]
-            events.remove(event)
-            if not events:
-                del self._events[variable.id]
+            for each in ids:
+                found = self._by_variable[each]
+                found.remove(made)
+                if not found:
+                    del self._by_variable[each]
 
     def notify(self, variable: Variable) -> None:
         """Wake all subscribers of the variable."""
-        for event in self._events.get(variable.id, ()):
-            event.set()
+        for each in self._by_variable.get(variable.id, ()):
+            each.which[variable] = None
+            each.changed.set()
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

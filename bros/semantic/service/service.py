@@ -54,6 +54,7 @@ from bros.semantic.service.live import (
     ServedSession,
     SessionSettings,
     Subscribers,
+    Subscription,
 )
 from bros.semantic.service.runner import Placements, PlainCall, ProgramRunner
 from bros.semantic.service.views import (
@@ -162,31 +163,41 @@ class ValueWaiter:
             requests = "request already waits" if self._count == 1 else "requests already wait"
             raise SessionLimitError(f"{self._count} {requests} for values.", 1.0)
 
-    async def value(
-        self, session: ServedSession, variable: Variable, timeout_s: float | None
+    async def values(
+        self, session: ServedSession, variables: Iterable[Variable], timeout_s: float | None
     ) -> None:
-        """Wait until the variable has its value.
+        """Wait until all variables have their values, or one cannot have any more.
 
-        Raises UpstreamError, GetTimeoutError, SessionGoneError, and InvalidRequestError for a
-        negative timeout.
+        One task waits for all: if each had its own, those of 10,000 would end in the same turn of
+        the event loop. Raises UpstreamError, GetTimeoutError, SessionGoneError, and
+        InvalidRequestError for a negative timeout.
         """
         timeout_s = self._bounded(timeout_s)
-        with self._subscribed(session, session.settled, variable) as changed:
+        pending = dict.fromkeys(variables)
+        with self._subscribed(session, session.settled, pending) as settled:
+            for variable in tuple(pending):
+                if not variable.pending:
+                    check_settled(session, variable)
+                    del pending[variable]
             try:
                 async with asyncio.timeout(timeout_s):
-                    while variable.pending:
-                        await changed.wait()
-                        changed.clear()
+                    while pending:
+                        await settled.changed.wait()
+                        settled.changed.clear()
+                        for variable in settled.which:
+                            check_settled(session, variable)
+                            pending.pop(variable, None)
+                        settled.which.clear()
             except TimeoutError:
+                variable = next(iter(pending))
                 message = f"{_subject(variable)} had no value within {timeout_s:g} s."
                 raise GetTimeoutError(message + _unset(variable)) from None
-        check_settled(session, variable)
 
     async def pieces(self, session: ServedSession, variable: Variable) -> AsyncGenerator[str, None]:
         """Stream the value in pieces. Raises UpstreamError, GetTimeoutError, SessionGoneError."""
         sent = 0
         end_s = self._clock.now() + self._settings.max_wait_s
-        with self._subscribed(session, session.streamed, variable) as changed:
+        with self._subscribed(session, session.streamed, [variable]) as streamed:
             while variable.pending:
                 text = _text_so_far(session, variable)
                 if len(text) > sent:
@@ -195,11 +206,12 @@ class ValueWaiter:
                     continue
                 try:
                     async with asyncio.timeout(end_s - self._clock.now()):
-                        await changed.wait()
+                        await streamed.changed.wait()
                 except TimeoutError:
                     message = f"{_subject(variable)} had no value in time."
                     raise GetTimeoutError(message + _unset(variable)) from None
-                changed.clear()
+                streamed.changed.clear()
+                streamed.which.clear()
             check_settled(session, variable)
         assert variable.text is not None
         if len(variable.text) > sent:
@@ -215,15 +227,15 @@ class ValueWaiter:
 
     @contextlib.contextmanager
     def _subscribed(
-        self, session: ServedSession, subscribers: Subscribers, variable: Variable
-    ) -> Iterator[asyncio.Event]:
+        self, session: ServedSession, subscribers: Subscribers, variables: Iterable[Variable]
+    ) -> Iterator[Subscription]:
         self._count += 1
         try:
             with (
                 self._accounts.count(session.tenant, Resource.WAITS),
-                subscribers.subscribe(variable) as changed,
+                subscribers.subscribe(variables) as made,
             ):
-                yield changed
+                yield made
         finally:
             self._count -= 1
             session.last_activity_s = self._clock.now()
@@ -289,6 +301,9 @@ def _private_salt(uid: str, scope: str, shared_with: SharingMode) -> str | None:
 
 _SLICE = 100
 """Calls whose records are made between two pauses."""
+
+_WANT_SLICE = 20
+"""Values that are requested between two pauses; it takes 0.1 ms for each."""
 
 _EXPIRY_CHECK_S = 1.0
 _DELETED = "it was deleted."
@@ -585,8 +600,24 @@ class SessionService:
         session = self._touched(tenant, session_id)
         self._waiting.check(tenant)
         variable = self._want(session, variable_id, criteria)
-        await self._waiting.value(session, variable, timeout_s)
+        await self._waiting.values(session, [variable], timeout_s)
         return view_variable(variable)
+
+    async def get_all(
+        self,
+        tenant: str,
+        session_id: str,
+        wanted: Sequence[tuple[str, Criteria | None]],
+        timeout_s: float | None = None,
+    ) -> list[VariableView]:
+        """Request the values of variables with these criteria, and wait for all of them, or until
+        the first one cannot be had. The event loop is free meanwhile. Raises what `get` raises.
+        """
+        session = self._touched(tenant, session_id)
+        self._waiting.check(tenant)
+        variables = await in_slices(self._wanting(session, wanted))
+        await self._waiting.values(session, variables, timeout_s)
+        return await in_slices(view_variables(variables))
 
     def stream(
         self, tenant: str, session_id: str, variable_id: str, criteria: Criteria | None = None
@@ -663,6 +694,18 @@ class SessionService:
         )
         self._runner.carry_out(session)
         return variable
+
+    def _wanting(
+        self, session: ServedSession, wanted: Sequence[tuple[str, Criteria | None]]
+    ) -> Viewing[list[Variable]]:
+        found = []
+        for number, (variable_id, criteria) in enumerate(wanted, start=1):
+            found.append(self._want(session, variable_id, criteria))
+            if not number % _WANT_SLICE:
+                yield
+                if session.end_reason is not None:
+                    raise session_gone_error(session.id, session.end_reason)
+        return found
 
     def _open(
         self,

@@ -244,14 +244,16 @@ async def wait_for_outputs(
 
     Outputs that are neither final nor have criteria are not wanted by themselves, which would
     change their scheduling: they are ready when the final ones are. Raises the first error of
-    SessionService.get.
+    SessionService.get_all.
     """
     outputs = await _outputs(scope, calls, submitted)
     if any(output.criteria is not None for output in outputs):
         outputs = [output for output in outputs if output.criteria is not None]
     wanted = [output for output in outputs if output.criteria is not None or output.is_final]
     values: list[dict[str, str]] = [{} for _ in calls]
-    for output, view in zip(wanted, await _get_all(scope, wanted, timeout_s), strict=True):
+    asked = [(output.variable, output.criteria) for output in wanted]
+    views = await scope.service.get_all(scope.tenant, scope.session_id, asked, timeout_s)
+    for output, view in zip(wanted, views, strict=True):
         values[output.call][output.placeholder] = view.value or ""
     async for output in in_turns(outputs, _SLICE):
         if output.placeholder not in values[output.call]:
@@ -278,24 +280,6 @@ async def _outputs(
             is_final = ids.isdisjoint(view.consumers)
             found.append(_Output(index, placeholder, variable_id, wanted, is_final))
     return found
-
-
-async def _get_all(
-    scope: SessionScope, outputs: Sequence[_Output], timeout_s: float
-) -> list[VariableView]:
-    """Get all values concurrently, so that all calls start. The first failure cancels the rest."""
-    gets: list[asyncio.Future[VariableView]] = []
-    try:
-        async for output in in_turns(outputs, _SLICE):
-            get = scope.service.get(
-                scope.tenant, scope.session_id, output.variable, output.criteria, timeout_s
-            )
-            gets.append(asyncio.ensure_future(get))
-        return await asyncio.gather(*gets)
-    finally:
-        async for open_get in in_turns([get for get in gets if not get.done()], _SLICE):
-            open_get.cancel()
-        await asyncio.gather(*gets, return_exceptions=True)
 
 
 # ---- /v1/sessions/{sid}/requests: submit, cancel and fail calls.
