@@ -1,5 +1,6 @@
 """What large or slow inputs of one client do to the others: the longest wait for an answer of
-/health, the longest gap of a stream, and the memory of the server, meanwhile.
+/health, the longest gap of a stream, and the memory of the server, meanwhile; and how the server
+answered the attack: by the statuses one sees what was served and what was refused.
 
     python benchmarks/input_stalls.py [--only NAME,...] [--out benchmarks/results] [--quick]
         [-- OPTIONS OF bros serve]
@@ -18,7 +19,9 @@ import json
 import multiprocessing
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -80,6 +83,12 @@ async def tokenize(http: httpx.AsyncClient) -> None:
     await http.post("/tokenize", json={"prompt": "word and " * 440_000})
 
 
+async def tokenize_allowed(http: httpx.AsyncClient) -> None:
+    """Eight texts that are just short enough."""
+    body = {"prompt": ("word and " * 120_000)[: 2**20]}
+    await asyncio.gather(*(http.post("/tokenize", json=body) for _ in range(8)))
+
+
 async def tokenize_8(http: httpx.AsyncClient) -> None:
     await asyncio.gather(*(tokenize(http) for _ in range(8)))
 
@@ -99,6 +108,39 @@ async def empty_messages(http: httpx.AsyncClient) -> None:
 async def empty_parts(http: httpx.AsyncClient) -> None:
     parts = [{"type": "text", "text": ""}] * 100_000
     await _chats(http, [{"role": "user", "content": parts}])
+
+
+async def allowed_messages(http: httpx.AsyncClient) -> None:
+    """As many as are allowed."""
+    await _chats(http, [{"role": "user", "content": ""}] * 10_000)
+
+
+async def allowed_parts(http: httpx.AsyncClient) -> None:
+    parts = [{"type": "text", "text": ""}] * 10_000
+    await _chats(http, [{"role": "user", "content": parts}])
+
+
+async def largest_bodies(http: httpx.AsyncClient) -> None:
+    """Prompts in bodies of nearly 4 MiB."""
+    body = {"prompt": "word and " * 466_000, "max_tokens": 1}
+    await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(10)))
+
+
+async def waiting_program(http: httpx.AsyncClient) -> None:
+    """10,000 calls and a request that waits for all of them, until its time is over."""
+    session = await _session(http)
+    calls = [{"template": "Say {{output:o}}", "sampling": {"max_tokens": 1}}] * 10_000
+    await http.post(f"{session}/requests", json={"requests": calls, "wait": True, "timeout_s": 10})
+    await http.delete(session)
+
+
+async def large_values(http: httpx.AsyncClient) -> None:
+    """40 million characters that are written with escapes, in replies."""
+    session = await _session(http)
+    for _ in range(20):
+        await http.post(f"{session}/variables", json={"name": "v", "value": '"' * 2_000_000})
+    await asyncio.gather(*(http.get(f"{session}/variables") for _ in range(2)), http.get(session))
+    await http.delete(session)
 
 
 async def wrong_parts(http: httpx.AsyncClient) -> None:
@@ -123,6 +165,7 @@ async def hostile_grammars(http: httpx.AsyncClient) -> None:
         {"regex": "(a{1,1000}){1,1000}"},
         {"grammar": f"start: {words}"},
         {"grammar": "start: " + "x" * 1_000_000},
+        {"grammar": "start: " + " | ".join(f'"{number:05}"' for number in range(23_000))},
     ]
     messages = [{"role": "user", "content": "Hi"}]
     bodies = [{"messages": messages, "max_tokens": 8, "structured_outputs": each} for each in asked]
@@ -134,20 +177,32 @@ async def hostile_grammars(http: httpx.AsyncClient) -> None:
 ATTACKS: dict[str, Attack] = {
     work.__name__: work
     for work in (
-        idle, slow_regexes, large_join, large_inputs, tokenize, tokenize_8, empty_messages,
-        empty_parts, wrong_parts, hostile_grammars,
+        idle, slow_regexes, large_join, large_inputs, tokenize, tokenize_8, tokenize_allowed,
+        empty_messages, allowed_messages, empty_parts, allowed_parts, largest_bodies,
+        waiting_program, large_values, wrong_parts, hostile_grammars,
     )
 }  # fmt: skip
 
 
-def send(url: str, name: str) -> None:
-    """The attack, in a process of its own: what it computes must not delay who measures."""
+def send(url: str, name: str) -> dict[str, int]:
+    """The attack, in a process of its own: what it computes must not delay who measures.
+
+    Returns status -> number of answers, without those about sessions that it opens and deletes.
+    """
+    statuses: Counter[str] = Counter()
+
+    async def note(response: httpx.Response) -> None:
+        asked = response.request
+        if asked.method != "DELETE" and (asked.method, asked.url.path) != ("POST", "/v1/sessions"):
+            statuses[str(response.status_code)] += 1
 
     async def run() -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=300) as http:
+        hooks = {"response": [note]}
+        async with httpx.AsyncClient(base_url=url, timeout=300, event_hooks=hooks) as http:
             await ATTACKS[name](http)
 
     asyncio.run(run())
+    return dict(sorted(statuses.items()))
 
 
 class Watch:
@@ -220,25 +275,24 @@ def measure(url: str, pid: int, name: str) -> dict[str, Any]:
     """What others see of an attack; times in milliseconds."""
     before_mib = rss_mib(pid)
     watch = Watch(url, pid)
-    attacker = multiprocessing.get_context("spawn").Process(target=send, args=(url, name))
+    attacker = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
-    async def attack() -> float:
-        attacker.start()
+    async def attack() -> tuple[float, dict[str, int]]:
         begun_s = time.perf_counter()
-        await asyncio.to_thread(attacker.join)
-        assert attacker.exitcode == 0
-        return time.perf_counter() - begun_s
+        statuses = await asyncio.get_running_loop().run_in_executor(attacker, send, url, name)
+        return time.perf_counter() - begun_s, statuses
 
-    async def run() -> float:
+    async def run() -> tuple[float, dict[str, int]]:
         work = asyncio.ensure_future(attack())
         await watch.run(work)
         return work.result()
 
     lags = lag_counts(url)
-
-    took_s = asyncio.run(run())
+    with attacker:
+        took_s, statuses = asyncio.run(run())
     waits_ms = sorted(1000 * wait_s for wait_s in watch.waits_s)
     found = {
+        "statuses": statuses,
         "seconds": round(took_s, 1),
         "longest_wait_ms": round(waits_ms[-1], 1),
         "p99_wait_ms": round(waits_ms[len(waits_ms) * 99 // 100], 1),
@@ -249,6 +303,18 @@ def measure(url: str, pid: int, name: str) -> dict[str, Any]:
     }
     print(f"{name:16} {json.dumps(found)}", flush=True)
     return found
+
+
+def table(attacks: Mapping[str, Mapping[str, Any]]) -> str:
+    """The figures as a table in Markdown."""
+    lines = ["| attack | answers | longest wait | p99 | memory |", "|---|---|---|---|---|"]
+    for name, found in attacks.items():
+        answers = ", ".join(f"{count} with {code}" for code, count in found["statuses"].items())
+        lines.append(
+            f"| {name} | {answers} | {found['longest_wait_ms']:.0f} ms | "
+            f"{found['p99_wait_ms']:.0f} ms | {found['peak_mib']} MiB |"
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -263,6 +329,7 @@ def main() -> None:
     names = given.only.split(",") if given.only else list(ATTACKS)
     with running_server(*given.options) as server:
         found = {name: measure(server.url, server.pid, name) for name in names}
+    print(table(found))
     if given.out is not None:
         record = {"environment": asdict(environment(SystemClock())), "attacks": found}
         given.out.mkdir(parents=True, exist_ok=True)
