@@ -34,6 +34,10 @@ _MAX_FAILURES = 3
 _BACK_OFF_S = 1.0
 """Pause after the first failed start; after the n-th it is n times as long."""
 
+_SLOW_START_S = 600.0
+"""Time after which the log says, again and again, that an engine is not ready. It is not killed:
+reading a large model from a network takes as long, and so do kernels that are compiled."""
+
 _DRAIN_S = 0.1
 """Interval without messages after which the client stops reading from an ended process."""
 
@@ -172,10 +176,13 @@ class SupervisedClient(MessageClient, ABC):
         while not self._closing:
             self._reset()
             self._began_s = asyncio.get_running_loop().time()
+            slow = asyncio.create_task(self._report_slow_start(), name="engine-slow-start")
             try:
                 reason = await self._run_once()
             except Exception as error:  # no folder, no socket or no process
                 reason = f"The engine could not be started: {error}"
+            finally:
+                slow.cancel()
             if not self._failure:
                 self._hung = False  # it exited without reporting why
             self.on_death(reason)
@@ -197,6 +204,20 @@ class SupervisedClient(MessageClient, ABC):
                 return
             logger.warning("restarting the engine")
             await asyncio.sleep(failures * _BACK_OFF_S)
+
+    async def _report_slow_start(self) -> None:
+        """Log that the engine is not ready, until it is."""
+        minutes = 0.0
+        while True:
+            await asyncio.sleep(_SLOW_START_S)
+            if self._was_ready:
+                return
+            minutes += _SLOW_START_S / 60
+            logger.warning(
+                "the engine is not ready %.0f minutes after its start; it is not killed, since "
+                "large models load for long; if it neither computes nor reads, it hangs",
+                minutes,
+            )
 
     def _reset(self) -> None:
         """Clear what is known of the last engine."""

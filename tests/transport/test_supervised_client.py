@@ -70,6 +70,37 @@ async def test_an_engine_that_has_given_signs_of_life_is_killed_when_none_come(
     engine.close()
 
 
+class SlowClient(EndlessClient):
+    """Of an engine that becomes ready when `loaded` is set."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.loaded = asyncio.Event()
+
+    async def _run_once(self) -> str:
+        await self.loaded.wait()
+        return await super()._run_once()
+
+
+async def test_an_engine_that_does_not_become_ready_is_logged_and_not_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process_client, "_SLOW_START_S", 0.06)
+    client = SlowClient(tmp_path)
+    starting = asyncio.create_task(client.start())
+    async with asyncio.timeout(10):
+        while len(caplog.messages) < 2:
+            await asyncio.sleep(0.01)
+        assert not client.killed.is_set() and not client.alive
+        client.loaded.set()
+        await starting
+    count = len(caplog.messages)
+    assert all("not ready" in message for message in caplog.messages)
+    await asyncio.sleep(0.2)
+    assert len(caplog.messages) == count
+    await client.close()
+
+
 class HomelessClient(EndlessClient):
     """Of an engine that dies, and then finds no room for so many times."""
 
