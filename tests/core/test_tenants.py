@@ -19,6 +19,7 @@ from bros.core.errors import (
 from bros.core.fair import FairMemory
 from bros.core.tenants import (
     CPU_WINDOW_S,
+    Beside,
     QuotaHold,
     Resource,
     TenantAccounts,
@@ -192,6 +193,27 @@ def test_figures_are_of_all_who_are_named_or_hold_something() -> None:
     assert found["bob", Resource.RT_REQUESTS].option == "max_requests"
     assert found["old", Resource.FILES].used == 5 and found["old", Resource.FILES].limit == 7
     assert sum(each.used for each in figures) == 11 and sum(e.refused for e in figures) == 1
+
+
+def test_what_is_held_elsewhere_counts_beside_what_accounts_count() -> None:
+    """Files in the store, and uploads that are received."""
+    limits = TenantLimits(file_bytes=10)
+    accounts = TenantAccounts({"ann": limits}, together=TenantLimits(file_bytes=14))
+    stored = {("ann", Resource.FILE_BYTES): 3, ("old", Resource.FILE_BYTES): 6}
+    beside = Beside(of_tenant=3, of_all=9)
+    with accounts.count("ann", Resource.FILE_BYTES, 0) as upload:
+        accounts.check_growth(upload, 5, beside)
+        upload.resize(5)
+        with pytest.raises(ServerLimitError):
+            accounts.check_growth(upload, 6, beside)
+        with pytest.raises(TenantLimitError):
+            accounts.check_growth(upload, 8, Beside(of_tenant=3, of_all=3))
+        with pytest.raises(OverTenantLimitError):
+            accounts.check_growth(upload, 11, beside)
+        figures = {each.tenant: each for each in accounts.figures(stored) if each.used}
+        assert {name: each.used for name, each in figures.items()} == {"ann": 8, "old": 6}
+        (together,) = accounts.figures_together(stored)
+        assert together.used == 14
 
 
 def test_a_tenant_that_has_used_up_its_cpu_time_gets_it_back() -> None:

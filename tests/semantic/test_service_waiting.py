@@ -9,7 +9,7 @@ import pytest
 
 from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.semantic.errors import GetTimeoutError, SessionGoneError, UpstreamError
-from bros.semantic.schema import CallSpec
+from bros.semantic.schema import CallSpec, VariableView
 from support.program_engine import STEP_S, ProgramEngine, echo
 from support.programs import TENANT, Desk, call, native, soon, virtually
 
@@ -196,3 +196,38 @@ async def test_a_stream_ends_with_the_cause() -> None:
                 desk.engine.die()
     assert pieces == ["a", "b", "c"]
     assert failed.value.cause.stage == "engine"
+
+
+@virtually
+async def test_waiting_for_several_values_ends_with_the_last_one_or_the_first_failure() -> None:
+    """It counts as one client that waits."""
+    desk = Desk(max_waiting=1)
+    for name in ("a", "b", "c"):
+        desk.service.declare(TENANT, desk.session, name, variable_id=name)
+    desk.submit(native("c", "d"))
+
+    def waiting(*names: str) -> asyncio.Task[list[VariableView]]:
+        wanted = [(name, None) for name in names]
+        asked = desk.service.get_all(TENANT, desk.session, wanted, timeout_s=50.0)
+        return asyncio.create_task(asked)
+
+    task = waiting("b", "a", "b")
+    await asyncio.sleep(1.0)
+    for name in ("a", "b"):
+        assert not task.done()
+        desk.set(name, name.upper())
+        await asyncio.sleep(1.0)
+    assert [view.value for view in task.result()] == ["B", "A", "B"]
+    with pytest.raises(GetTimeoutError, match="'c' had no value within 50 s"):
+        await waiting("a", "c", "d")
+    task = waiting("c", "d")
+    await asyncio.sleep(1.0)
+    (request,) = desk.service.inspect(TENANT, desk.session).calls
+    desk.service.cancel(TENANT, desk.session, request.id)
+    with pytest.raises(UpstreamError):
+        await task
+    task = waiting("a", "c")
+    await asyncio.sleep(1.0)
+    await desk.service.delete(TENANT, desk.session)
+    with pytest.raises(SessionGoneError):
+        await task
