@@ -41,7 +41,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FUNCTION = {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}
 TOOL = {"type": "function", "function": FUNCTION}
 HI = [{"role": "user", "content": "Hi"}]
-CLAUDE_TOOL = {"name": "get_weather", "input_schema": {"type": "object", "properties": {}}}
+MESSAGES_TOOL = {"name": "get_weather", "input_schema": {"type": "object", "properties": {}}}
 
 
 class Field(NamedTuple):
@@ -200,8 +200,8 @@ MESSAGES = Reference(
         "stop_sequences": Field(EFFECT, ["wor"]),
         "system": Field(EFFECT, "Be brief."),
         "thinking": Field(EFFECT, {"type": "disabled"}),
-        "tool_choice": Field(EFFECT, {"type": "any"}, {"tools": [CLAUDE_TOOL]}),
-        "tools": Field(EFFECT, [CLAUDE_TOOL]),
+        "tool_choice": Field(EFFECT, {"type": "any"}, {"tools": [MESSAGES_TOOL]}),
+        "tools": Field(EFFECT, [MESSAGES_TOOL]),
         "user_profile_id": Field(ACCEPTED, "a"),
         "workspace_id": Field(ACCEPTED, "a"),
     },
