@@ -281,6 +281,15 @@ def failing_after(steps: int, execute: Callable[..., Any]) -> Callable[..., Any]
     return failing
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """With the usual handler: a shell lets what it starts in the background ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_aborts_what_the_caller_waits_for(llm: LLM) -> None:
     def interrupt() -> None:
         while not stats().by_class[ServiceClass.BE].running:
@@ -306,6 +315,9 @@ def test_an_interrupt_while_the_model_is_loaded_ends_the_program_at_once(folder:
         import os, signal, sys, threading
         import bros.transport.local as local
         from bros import LLM
+
+        # A shell lets what it starts in the background ignore it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
         def interrupted(*args, build=local.build_engine, **options):
             os.kill(os.getpid(), signal.SIGINT)
