@@ -207,11 +207,8 @@ class LLM:
         adapted, _ = chat.conversation(messages, ())
         text = tokenizer.render_chat(adapted)
         start = chat.reasoning_start(text)
-        grammar = chat.grammar(None, sampling.grammar, start)
-        if grammar is not sampling.grammar:
-            sampling = sampling.with_changes(grammar=grammar)
         ids = tokenizer.encode(text, add_special_tokens=False, escaped=True)
-        return _Job(ids, sampling, chat.parsing(NO_TOOLS, start))
+        return _Job(ids, chat.with_reasoning(sampling, start), chat.parsing(NO_TOOLS, start))
 
     def _encode_beginning(self, beginning: Prompt | Sequence[Message]) -> list[int]:
         tokenizer = self._engine.tokenizer

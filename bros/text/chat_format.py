@@ -21,7 +21,7 @@ from typing import Any
 
 from bros.core.errors import InvalidRequestError
 from bros.core.grammars import is_gbnf
-from bros.core.request import Grammar
+from bros.core.request import Grammar, SamplingParams
 from bros.text.answers import (
     AnswerParser,
     AnswerParsing,
@@ -343,6 +343,14 @@ class ChatFormat:
             head = f"start: (reasoning GAP)? main\n{_GAP}\n{self._reasoning_rules()}"
         param = "tools" if answer is None else answer.param
         return Grammar(f"{head}\n{rules}", after, param)
+
+    def with_reasoning(self, sampling: SamplingParams, start: ReasoningStart) -> SamplingParams:
+        """Sampling parameters whose grammar, if there is one, applies after the reasoning; the same
+        ones if nothing changes. Raises what `grammar` raises."""
+        grammar = self.grammar(None, sampling.grammar, start)
+        if grammar is sampling.grammar:
+            return sampling
+        return sampling.with_changes(grammar=grammar)
 
     def answer_rules(self, use: ToolUse, answer: Grammar | None) -> str | None:
         """The rules of answers with tool calls, without reasoning; None if they need none.

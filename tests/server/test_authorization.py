@@ -16,7 +16,7 @@ import pytest
 
 from bros.server.operations.openapi import ApiRoute
 from support.scripted_server import assert_envelope
-from support.whole_server import ROWS, WholeServer
+from support.whole_server import ROWS, WholeServer, running_whole_server
 
 SECRET = "mine-only"
 """In the owner's session: no other role may see it."""
@@ -157,25 +157,18 @@ def server(
 ) -> Iterator[WholeServer]:
     """What it has belongs to ann."""
     folder = tmp_path_factory.mktemp("store")
-
-    async def make() -> WholeServer:
-        keys = folder / "keys"
-        keys.write_text("ann ann-key\nbob bob-key\n")
-        made = WholeServer(
-            folder,
-            tenant="ann",
-            headers=Role.OWNER.headers,
-            operator=Role.OPERATOR.headers,
-            api_key="one-key",
-            api_keys=str(keys),
-            metrics_access="key",
-        )
-        await made.start()
-        return made
-
-    made = runner.run(make())
-    yield made
-    runner.run(made.stop())
+    keys = folder / "keys"
+    keys.write_text("ann ann-key\nbob bob-key\n")
+    options = {"api_key": "one-key", "api_keys": str(keys), "metrics_access": "key"}
+    with running_whole_server(
+        runner,
+        folder,
+        tenant="ann",
+        headers=Role.OWNER.headers,
+        operator=Role.OPERATOR.headers,
+        **options,
+    ) as made:
+        yield made
 
 
 def test_every_route_has_a_rule(server: WholeServer) -> None:
@@ -234,14 +227,8 @@ LOCAL, REMOTE = ("127.0.0.1", 50_000), ("203.0.113.5", 50_000)
 def keyless(
     runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[WholeServer]:
-    async def make() -> WholeServer:
-        made = WholeServer(tmp_path_factory.mktemp("keyless"))
-        await made.start()
-        return made
-
-    made = runner.run(make())
-    yield made
-    runner.run(made.stop())
+    with running_whole_server(runner, tmp_path_factory.mktemp("keyless")) as made:
+        yield made
 
 
 @pytest.mark.parametrize("name", [name for name, use in RULES.items() if use.rule is Rule.OPERATOR])

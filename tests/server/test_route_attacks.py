@@ -32,7 +32,7 @@ from bros.server.operations.openapi import ApiRoute
 from support.loops import ODD_LAG_S, HastyLoop
 from support.schema_values import WRONG, Draw, SchemaValues, json_bodies, mostly
 from support.tier import by_tier, examples
-from support.whole_server import LIVE, ROWS, WholeServer
+from support.whole_server import LIVE, ROWS, WholeServer, running_whole_server
 
 EXAMPLES = examples(16, long=2000)
 LONGEST_ANSWER_S = 3600.0
@@ -261,14 +261,8 @@ def runner() -> Iterator[asyncio.Runner]:
 def server(
     runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[WholeServer]:
-    async def make() -> WholeServer:
-        made = WholeServer(tmp_path_factory.mktemp("store"))
-        await made.start()
-        return made
-
-    made = runner.run(make())
-    yield made
-    runner.run(made.stop())
+    with running_whole_server(runner, tmp_path_factory.mktemp("store")) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ refused leaves nothing behind."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -16,7 +16,7 @@ from bros.semantic.service.live import CALL_CHARS, VARIABLE_CHARS
 from bros.server.limits import disk_bytes, memory_bytes, server_limits
 from bros.server.tenants import Tenants
 from support.batch_server import batch_server, jsonl, row
-from support.scripted_server import Server, assert_envelope
+from support.scripted_server import HeldBody, Server, assert_envelope
 from support.session_server import SessionClient, ok
 
 LIMITS = ("session_chars", "input_bytes", "files", "file_bytes")
@@ -150,23 +150,17 @@ async def test_calls_count_as_long_as_they_are_kept() -> None:
 
 async def test_inputs_in_progress_are_limited(keys: dict[str, str]) -> None:
     server = Server(max_input_bytes="40KiB", **keys)
-    sending, go_on = asyncio.Event(), asyncio.Event()
-
-    async def slow_body() -> AsyncIterator[bytes]:
-        yield b'{"prompt": "' + b"x" * 30_000
-        sending.set()
-        await go_on.wait()
-        yield b'", "max_tokens": 1}'
+    held = HeldBody(b'{"prompt": "' + b"x" * 30_000, b'", "max_tokens": 1}')
 
     async def ask(name: str, content: object) -> httpx.Response:
         headers = of(name) | {"content-type": "application/json"}
         return await server.http.post("/v1/completions", content=content, headers=headers)  # type: ignore[arg-type]
 
-    first = asyncio.ensure_future(ask("ann", slow_body()))
-    await sending.wait()
+    first = asyncio.ensure_future(ask("ann", held))
+    await held.begun.wait()
     refused_for_all(await ask("bob", b"{%b}" % (b" " * 20_000)), "--max-input-bytes", "1")
     assert (await ask("bob", b'{"prompt": "x"}')).status_code == 200
-    go_on.set()
+    held.go_on.set()
     assert (await first).status_code == 400  # too long for the model
     assert server.accounts.held == {}
 
@@ -205,30 +199,24 @@ async def test_files_count_while_they_are_received(tmp_path: Path, keys: dict[st
     part = b'--x\r\ncontent-disposition: form-data; name="%b"%b\r\n\r\n%b\r\n'
     begin = part % (b"purpose", b"", b"user_data") + part[:-2] % (b"file", b'; filename="a"', b"")
     declared = begin + b"x" * 600 * 1024 + b"\r\n--x--\r\n"
-    begun, go_on = asyncio.Event(), asyncio.Event()
+    held = HeldBody(begin + b"x" * 600 * 1024, b"\r\n--x--\r\n")
     async with batch_server(tmp_path, idle=True, max_file_bytes="1000KiB", **options) as server:
         accounts = server.live.server.accounts
-
-        async def slow_body() -> AsyncIterator[bytes]:
-            yield begin + b"x" * 600 * 1024
-            begun.set()
-            await go_on.wait()
-            yield b"\r\n--x--\r\n"
 
         async def undeclared_body() -> AsyncIterator[bytes]:
             yield declared
 
-        async def upload(name: str, body: AsyncIterator[bytes] | bytes) -> httpx.Response:
+        async def upload(name: str, body: AsyncIterable[bytes] | bytes) -> httpx.Response:
             return await server.http.post("/v1/files", content=body, headers=of(name) | form)
 
-        first = asyncio.ensure_future(upload("ann", slow_body()))
-        await begun.wait()
+        first = asyncio.ensure_future(upload("ann", held))
+        await held.begun.wait()
         while sum(accounts.held.values()) < 600 * 1024:
             await asyncio.sleep(0.001)
         refused_for_all(await upload("bob", undeclared_body()), "--max-file-bytes", "60")
         refused_for_all(await upload("bob", declared), "--max-file-bytes", "60")
         assert sum(accounts.held.values()) == 600 * 1024 and len(server.unplaced()) == 1
-        go_on.set()
+        held.go_on.set()
         assert (await first).status_code == 200
         assert accounts.held == {} and not server.unplaced()
         refused_for_all(await upload("bob", declared), "--max-file-bytes", "60")

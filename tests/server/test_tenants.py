@@ -19,7 +19,7 @@ from bros.core.tenants import Resource
 from bros.server.app import duration
 from bros.server.tenants import Tenants, load_tenants, public_prefixes
 from support.batch_server import BatchServer, batch_server, jsonl, openai_client, row, until
-from support.scripted_server import Server, assert_envelope, make_tokenizer
+from support.scripted_server import HeldBody, Server, assert_envelope, make_tokenizer
 
 _UNKNOWN = (
     "The request 'unknown' is unknown; the server keeps traces of running and recent requests only."
@@ -452,20 +452,14 @@ async def test_large_inputs_use_cpu_time_of_their_tenant(working: Server) -> Non
 
 
 async def test_bodies_that_are_received_are_limited_by_tenant(working: Server) -> None:
-    sending, go_on = asyncio.Event(), asyncio.Event()
-
-    async def slow_body() -> AsyncIterator[bytes]:
-        yield b'{"prompt": "' + b"x" * 30_000
-        sending.set()
-        await go_on.wait()
-        yield b'", "max_tokens": 1}'
+    held = HeldBody(b'{"prompt": "' + b"x" * 30_000, b'", "max_tokens": 1}')
 
     async def ask(name: str, content: object) -> httpx.Response:
         headers = of(name) | {"content-type": "application/json"}
         return await working.http.post("/v1/completions", content=content, headers=headers)  # type: ignore[arg-type]
 
-    first = asyncio.ensure_future(ask("ann", slow_body()))
-    await sending.wait()
+    first = asyncio.ensure_future(ask("ann", held))
+    await held.begun.wait()
     assert working.accounts.used("ann", Resource.INPUT_BYTES) > 30_000
     body = b'{"prompt": "%b"}' % (b"y" * 20_000)
     refused = await ask("ann", body)
@@ -473,7 +467,7 @@ async def test_bodies_that_are_received_are_limited_by_tenant(working: Server) -
     assert refused.headers["retry-after"] == "1"
     assert "max_input_bytes" in assert_envelope(await ask("ann", body * 3), 400)["message"]
     assert (await ask("bob", body)).status_code == 400  # too long for the model
-    go_on.set()
+    held.go_on.set()
     assert (await first).status_code == 400
     assert working.accounts.held == {}
 

@@ -256,6 +256,21 @@ class ScriptedEngine:
         )
 
 
+class HeldBody:
+    """The body of a request whose client has sent the beginning when `begun` is set, and sends the
+    end after `go_on` is."""
+
+    def __init__(self, begin: bytes, end: bytes) -> None:
+        self._begin, self._end = begin, end
+        self.begun, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield self._begin
+        self.begun.set()
+        await self.go_on.wait()
+        yield self._end
+
+
 class Server:
     """An app, what is behind it, and a client that talks to it in this process.
 

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -43,6 +43,22 @@ TRACE = RequestTrace(
     events=((0.0, "queued"),),
     waits={},
 )
+
+
+@contextlib.contextmanager
+def running_whole_server(
+    runner: asyncio.Runner, folder: Path, **options: Any
+) -> Iterator[WholeServer]:
+    """A WholeServer that runs during the block. options: of WholeServer."""
+
+    async def make() -> WholeServer:
+        made = WholeServer(folder, **options)
+        await made.start()
+        return made
+
+    made = runner.run(make())
+    yield made
+    runner.run(made.stop())
 
 
 class WholeServer(Server):

@@ -436,13 +436,10 @@ class _ProgramCache:
         return self._sampling[key]
 
     def with_reasoning(self, sampling: SamplingParams, start: ReasoningStart) -> SamplingParams:
-        """`sampling`, one of this cache, with a grammar that allows reasoning before the answer.
-        Raises InvalidRequestError naming the field of the grammar."""
+        """As ChatFormat.with_reasoning. sampling: one of this cache."""
         key = (id(sampling), start)
         if key not in self._with_reasoning:
-            grammar = self._chat.grammar(None, sampling.grammar, start)
-            same = grammar is sampling.grammar
-            self._with_reasoning[key] = sampling if same else sampling.with_changes(grammar=grammar)
+            self._with_reasoning[key] = self._chat.with_reasoning(sampling, start)
         return self._with_reasoning[key]
 
 
