@@ -67,7 +67,7 @@ def resolve_model(
     Raises ModelError, whose message lists what was tried and which names are possible.
     """
     if model is None:
-        return ModelFiles(_converted(_embedded_gguf(), cache_dir, report), EMBEDDED_NAME)
+        return ModelFiles(_converted(embedded_gguf(), cache_dir, report), EMBEDDED_NAME)
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -82,7 +82,8 @@ def resolve_model(
     return ModelFiles(_downloaded(model, report), model)
 
 
-def _embedded_gguf() -> Path:
+def embedded_gguf() -> Path:
+    """The file of the embedded model. Raises ModelError if its package is not installed."""
     # find_spec does not import the package, which would import libraries that bros does not need.
     spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
     folders = spec.submodule_search_locations if spec is not None else None

