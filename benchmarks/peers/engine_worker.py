@@ -96,12 +96,13 @@ def openvino(model: str, precision: str, tokens: int) -> Generate:
     scheduler.max_num_batched_tokens = max(tokens, 4096)
     scheduler.max_num_seqs = 2 * MOST_ROWS
     scheduler.enable_prefix_caching = False
-    pipeline = genai.LLMPipeline(model, "CPU", scheduler_config=scheduler)
+    pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU")
 
     def generate(prompts: Prompts, outputs: int) -> None:
         config = genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = outputs, True, False
-        pipeline.generate(ov.Tensor(np.array(prompts, dtype=np.int64)), config)
+        inputs = [ov.Tensor(np.array([ids], dtype=np.int64)) for ids in prompts]
+        pipeline.generate(inputs, [config] * len(inputs))
 
     return generate
 
