@@ -119,7 +119,7 @@ def test_kernels_on_a_gpu() -> None:
     ("options", "cuda", "kernels", "dtype"),
     [
         ({"weights": "fp32"}, NO_GPU, "cpu-avx512-bf16", "fp32"),
-        ({"weights": "int4"}, NO_GPU, "cpu-avx512-bf16", "fp32"),
+        ({"weights": "int4"}, NO_GPU, "cpu-avx512-bf16", "bf16"),
         ({"weights": "bf16"}, NO_GPU, "cpu-avx512-bf16", "bf16"),
         ({"weights": "bf16"}, NO_GPU, "cpu-avx2", "fp32"),
         ({"weights": "bf16", "kv_dtype": "fp32"}, NO_GPU, "cpu-avx512-bf16", "fp32"),
@@ -128,7 +128,7 @@ def test_kernels_on_a_gpu() -> None:
         ({"kv_dtype": "fp16"}, HOPPER, "triton", "fp16"),
     ],
 )
-def test_the_cache_rounds_no_more_than_the_weights(
+def test_the_type_of_the_cache(
     options: dict[str, Any], cuda: Cuda, kernels: str, dtype: str
 ) -> None:
     target = choose_target(config(**options), cuda)
