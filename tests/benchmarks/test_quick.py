@@ -16,6 +16,7 @@ BENCHMARKS = ROOT / "benchmarks"
 FILES = {path.stem: path for path in sorted(BENCHMARKS.rglob("*.py"))}
 SCRIPTS = {name for name, file in FILES.items() if "__main__" in file.read_text()}
 NOT_QUICK = {
+    "engine_worker": "compare_engines runs it",
     "export_model": "compare_clients runs it",
     "paper_report": "it writes a page from committed results, see test_paper.py",
     "session_report": "it writes a page from committed results, see test_session_report.py",
