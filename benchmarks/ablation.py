@@ -9,8 +9,9 @@ the seeds. A mechanism is needed by a load if leaving it out costs there, beyond
     attainment    0.5 points of the real-time requests that meet all their objectives
     throughput    1 % of the tokens of best-effort work
     worst case    a tenth more of the p99 of a first token's time, of the gap between two tokens or
-                  of a best-effort request's wait for its first token, or of the mean time of a
-                  program; or 1 point of the best-effort deadlines that are met
+                  of a best-effort request's wait for its first token, of the mean slowdown of
+                  streams by best-effort work, or of the mean time of a program; or 1 point of the
+                  best-effort deadlines that are met
 
 `--stored FILE` renders the report of stored figures, without a simulation.
 """
@@ -98,6 +99,7 @@ def figures(
     first_s: list[float] = []
     gaps: list[float] = []
     waits: list[float] = []
+    slowdowns: list[float | None] = []
     be_tokens = 0
     since_s = result.warm_up_s
     deadlines: list[bool | None] = []
@@ -126,6 +128,7 @@ def figures(
         if judged.ttft_s is not None:
             first_s.append(judged.ttft_s)
         gaps += gaps_s(record.token_times_s)
+        slowdowns.append(record.slowdown)
     return {
         "attainment": _percent(verdicts),
         "be_tokens_per_s": be_tokens / (result.end_s - since_s),
@@ -133,6 +136,7 @@ def figures(
         "gap_p99_s": Summary.of(gaps).p99,
         "be_wait_p99_s": Summary.of(waits).p99,
         "be_deadlines": _percent(deadlines),
+        "slowdown": Summary.of([s for s in slowdowns if s is not None]).mean,
         "program_s": _mean_program_s(programs.values(), result.end_s / 2),
         "rt_requests": len(verdicts),
         "digest": result.digest()[:12],
@@ -278,6 +282,7 @@ FIGURES = (
     Figure("ttft_p99_s", "p99 TTFT", WORST_PERCENT, True, False),
     Figure("gap_p99_s", "p99 gap", WORST_PERCENT, True, False),
     Figure("be_wait_p99_s", "p99 wait", WORST_PERCENT, True, False),
+    Figure("slowdown", "slowdown", WORST_PERCENT, True, False),
     Figure("program_s", "programs", WORST_PERCENT, True, False),
     Figure("be_deadlines", "deadlines", DEADLINE_POINTS, False, True),
 )
@@ -290,7 +295,9 @@ def change(figure: Figure, with_it: Mapping[str, Any], without: Mapping[str, Any
     """
     pairs = [
         (before, after)
-        for before, after in zip(with_it[figure.name], without[figure.name], strict=False)
+        for before, after in zip(
+            with_it.get(figure.name, ()), without.get(figure.name, ()), strict=False
+        )  # figures that were stored may lack some
         if before is not None and after is not None and (before or not figure.relative)
     ]
     if not pairs:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bros.core.clock import ManualClock
-from bros.core.config import EngineConfig
+from bros.core.config import MAX_RT_SLOWDOWN, EngineConfig
 from bros.core.request import EngineRequest, Hints, RequestGroup, ServiceClass, Slo
 from bros.engine.engine import Engine
 from bros.scheduler.build import build_scheduler
@@ -57,7 +57,11 @@ LABELS = RequestSizes(Uniform(10, 40), Uniform(1, 8))
 JOBS = RequestSizes(Uniform(256, 512), Uniform(16, 64))
 
 _COMMON = EngineConfig(
-    max_num_seqs=256, max_batch_tokens=2048, max_queue=100_000, prefix_cache="off"
+    max_num_seqs=256,
+    max_batch_tokens=2048,
+    max_queue=100_000,
+    prefix_cache="off",
+    rt_slowdown=MAX_RT_SLOWDOWN,  # as if best-effort work had waited for long
 )
 
 
@@ -388,8 +392,29 @@ _ALL = (
         rt=poisson(8.0, CHATS),
         be=BeLoad(160, sizes=JOBS),
         be_fields=_deadlines,
-        options={"max_num_seqs": 64},
+        options={"max_num_seqs": 64, "rt_slowdown": 1.5},
         duration_s=15.0,
+    ),
+    Load(
+        name="batch",
+        about="the embedded model on two cores: rows of a batch with a far window beside chats",
+        rt=poisson(0.4, SHORT),
+        be=BeLoad(16),
+        be_fields=lambda rng, number: {"slo": Slo(schedule_s=36_000.0)},
+        profile=CPU,
+        options={"max_num_seqs": 64, "max_batch_tokens": 256, "rt_slowdown": 1.5},
+        kv_blocks=1500,
+        duration_s=150.0,
+    ),
+    Load(
+        name="backlog",
+        about="the same with best-effort requests without a deadline, always 16",
+        rt=poisson(0.4, SHORT),
+        be=BeLoad(16),
+        profile=CPU,
+        options={"max_num_seqs": 64, "max_batch_tokens": 256, "rt_slowdown": 1.5},
+        kv_blocks=1500,
+        duration_s=150.0,
     ),
     Load(
         name="mixed",

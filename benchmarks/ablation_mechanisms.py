@@ -17,13 +17,14 @@ from typing import Any
 from unittest.mock import patch
 
 from bros.core import request
+from bros.core.config import MAX_RT_SLOWDOWN
 from bros.core.request import ServiceClass
 from bros.scheduler import build, memory, packing
 from bros.scheduler.cost_model import StepLoad, StepTimePredictor
 from bros.scheduler.memory import StepMemory
 from bros.scheduler.metrics import ClassCounters
 from bros.scheduler.packing import _Packer
-from bros.scheduler.policies import best_effort_order, bros
+from bros.scheduler.policies import best_effort_order, bros, pressure
 from bros.scheduler.policies.best_effort_order import BestEffortOrder
 from bros.scheduler.policies.bros import AdaptiveBatchSize, BrosPolicy, OverloadGuard, UrgentOrder
 from bros.scheduler.state import Queues, Rank, RequestState
@@ -307,6 +308,31 @@ TIME = (
         part="policy",
         without="best-effort work has no credit (--be-share 0)",
         options={"be_share": 0.0},
+    ),
+    Mechanism(
+        name="target slowdown",
+        part="policy",
+        without="only the objectives bound how much best-effort work slows down streams "
+        "(--rt-slowdown 1000)",
+        options={"rt_slowdown": MAX_RT_SLOWDOWN},
+    ),
+    Mechanism(
+        name="pressure",
+        part="policy",
+        without="streams keep the target slowdown, whatever best-effort work needs",
+        patches=[(pressure, "_within_s", _always(1e9)), (pressure, "_PATIENCE_S", 1e9)],
+    ),
+    Mechanism(
+        name="half of deadlines",
+        part="policy",
+        without="best-effort work is in a hurry only if it needs all the time until its deadline",
+        patches=[(pressure, "_DEADLINE_PART", 1.0)],
+    ),
+    Mechanism(
+        name="saved seconds",
+        part="policy",
+        without="what best-effort work may add to a step and does not is lost to it",
+        patches=[(BrosPolicy, "_save", _always(None))],
     ),
     Mechanism(
         name="aborted steps",

@@ -259,7 +259,7 @@ _BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")  # only INTEGER autoin
 
 METADATA = sa.MetaData()
 
-NEWEST = "0004"
+NEWEST = "0005"
 """The newest migration, which leaves these tables."""
 
 # Alembic's own table, with one row.
@@ -339,6 +339,7 @@ BATCHES = sa.Table(
     sa.Column("lease_until", sa.Float, nullable=False, server_default="0"),
     sa.Column("faults", _BIG, nullable=False, server_default="0"),
     sa.Column("reasoning_tokens", _BIG, nullable=False, server_default="0"),
+    sa.Column("rt_slowdown", sa.Float),
 )
 
 # Only while a batch is open: finalizing replaces its rows by the result files.

@@ -117,6 +117,7 @@ class Batch:
     served_model: only servers of this model run its rows.
     window: `completion_window` as the client wrote it.
     outcome: the final status, once finalizing has begun.
+    rt_slowdown: see Slo.
     expected_at: when the runner last expected it to end; None if unknown.
     """
 
@@ -134,6 +135,7 @@ class Batch:
     model: str | None = None
     metadata: Mapping[str, str] | None = None
     output_life_s: int | None = None
+    rt_slowdown: float | None = None
     errors: tuple[LineError, ...] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None

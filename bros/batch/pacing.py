@@ -94,18 +94,25 @@ class JobPace:
         self._tokens += tokens
         self._row_s += seconds
 
-    def due_in_s(self, now: float, in_flight: int) -> float:
-        """Deadline of a row that starts now, in seconds from now, that keeps the job on schedule.
+    def schedule_s(self, now: float, in_flight: int) -> float:
+        """Seconds within which a row that starts now keeps the job on schedule:
 
-            rest of the window / remaining rows * in_flight, at least 1 s and
-            _MIN_DEADLINE_FACTOR * mean duration of a row
+            rest of the window / remaining rows * in_flight
 
-        in_flight: rows of all jobs. The deadline gets closer as time gets short, and the scheduler
-        then puts the row before rows with more time.
+        in_flight: rows of all jobs.
         """
         share_s = max(self.deadline_s - now, 0.0) / max(self.remaining, 1)
+        return share_s * max(in_flight, 1)
+
+    def due_in_s(self, now: float, in_flight: int) -> float:
+        """Deadline of a row that starts now, in seconds from now: `schedule_s`, at least 1 s and
+        _MIN_DEADLINE_FACTOR * mean duration of a row.
+
+        It gets closer as time gets short, and the scheduler then puts the row before rows with more
+        time.
+        """
         mean_s = self._row_s / self._rows if self._rows else 0.0
-        return max(share_s * max(in_flight, 1), _MIN_DEADLINE_FACTOR * mean_s, 1.0)
+        return max(self.schedule_s(now, in_flight), _MIN_DEADLINE_FACTOR * mean_s, 1.0)
 
 
 def expected_end_s(

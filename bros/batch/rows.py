@@ -20,6 +20,7 @@ from bros.batch.objects import (
     is_storable,
 )
 from bros.core.errors import InvalidRequestError, NotFoundError
+from bros.core.request import Slo
 
 ENDPOINTS = (
     "/v1/chat/completions",
@@ -83,9 +84,9 @@ class RowHandler(Protocol):
         ...
 
     async def answer(
-        self, endpoint: str, body: dict[str, Any], *, request_id: str, tenant: str, due_in_s: float
+        self, endpoint: str, body: dict[str, Any], *, request_id: str, tenant: str, slo: Slo
     ) -> RowReply:
-        """Run a row as a best-effort request with a deadline of `due_in_s` seconds from now.
+        """Run a row as a best-effort request with these objectives from now on.
 
         A client error is returned as a reply. Raises RowPostponedError or RowInterruptedError if
         the row must be tried again. Cancelling the call aborts the row.

@@ -57,7 +57,7 @@ from bros.batch.store import BatchStore
 from bros.core.clock import Clock
 from bros.core.errors import EngineDeadError
 from bros.core.interfaces import EngineStats
-from bros.core.request import IdGenerator, ServiceClass
+from bros.core.request import IdGenerator, ServiceClass, Slo
 from bros.core.tenants import NO_LIMITS, TenantLimits
 
 # ---- How many rows the engine has at a time, and which row is next.
@@ -523,14 +523,19 @@ class Job:
     async def _answer(self, body: dict[str, Any], request_id: str) -> RowReply:
         """Run the row once."""
         context = self._context
-        due_in_s = self.pace.due_in_s(context.clock.now(), context.limiter.used)
+        now, in_flight = context.clock.now(), context.limiter.used
+        slo = Slo(
+            deadline_s=self.pace.due_in_s(now, in_flight),
+            schedule_s=self.pace.schedule_s(now, in_flight),
+            rt_slowdown=self.batch.rt_slowdown,
+        )
         with self.pace.running():
             return await context.handler.answer(
                 self.batch.endpoint,
                 body,
                 request_id=request_id,
                 tenant=self.batch.tenant,
-                due_in_s=due_in_s,
+                slo=slo,
             )
 
     async def _store_outcomes(self) -> None:

@@ -131,6 +131,7 @@ class BatchStore:
                     status=batch.status.value,
                     metadata=metadata,
                     output_life_s=batch.output_life_s,
+                    rt_slowdown=batch.rt_slowdown,
                     created_at=batch.created_at,
                     expires_at=batch.expires_at,
                 )

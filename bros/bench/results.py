@@ -159,6 +159,15 @@ class ScenarioResult:
     def be(self) -> ClassMetrics:
         return self.metrics.by_class[ServiceClass.BE]
 
+    @property
+    def slowdown(self) -> float | None:
+        """Mean slowdown of the real-time streams that finished in the measured time, by the
+        server's own account; None if it gives none."""
+        seen = [s.values for s in self.timeline if s.at_s in self.metrics.window]
+        streams = sum(values.get("streams", 0.0) for values in seen)
+        total = sum(values.get("slowdown_sum", 0.0) for values in seen)
+        return total / streams if streams > 0.0 else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityTrial:

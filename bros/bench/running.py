@@ -227,6 +227,8 @@ SAMPLED = {
     'bros_preemptions_total{class="be"}': "be_preemptions",
     'bros_token_slack_seconds_sum{class="rt"}': "slack_sum_s",
     'bros_token_slack_seconds_count{class="rt"}': "slack_count",
+    'bros_stream_slowdown_sum{class="rt"}': "slowdown_sum",
+    'bros_stream_slowdown_count{class="rt"}': "streams",
     "bros_batch_size": "batch_size",
     "bros_safety_factor": "safety_factor",
     "bros_engine_steps_total": "steps",
@@ -262,10 +264,13 @@ def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[
 
     busy_s: time spent in steps.
     step_ms, slack_ms: mean step time and mean slack of tokens, if there were any.
+    streams, slowdown_sum: finished real-time streams, and the sum of their slowdowns.
     """
     found = {name: after[name] for name in _GAUGES if name in after}
     if "step_seconds" in after and "step_seconds" in before:
         found["busy_s"] = after["step_seconds"] - before["step_seconds"]
+    if "streams" in after and "streams" in before:
+        found |= {name: after[name] - before[name] for name in ("streams", "slowdown_sum")}
     ratios = (("step_ms", "step_seconds", "steps"), ("slack_ms", "slack_sum_s", "slack_count"))
     for name, total, count in ratios:
         events = after.get(count, 0.0) - before.get(count, 0.0)

@@ -66,6 +66,16 @@ def _print_load(console: Console, label: str, rows: Sequence[Row]) -> None:
     ]
     if gaps:
         console.print(f"Real-time requests without a longer gap than allowed: {', '.join(gaps)}\n")
+    slowdowns = [
+        f"{scenario.config.policy} {found.mean:.2f} (median {found.p50:.2f})"
+        for scenario, report in rows
+        if (found := report.by_class[ServiceClass.RT].slowdown).mean is not None
+    ]
+    if slowdowns:
+        console.print(
+            "Time per token of real-time requests, in times of that without best-effort work: "
+            f"{', '.join(slowdowns)}\n"
+        )
     aborted = [
         f"{scenario.config.policy} {report.aborted_steps} ({report.aborted_s:.1f} s)"
         for scenario, report in rows

@@ -46,35 +46,47 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * scale)
 
 
-def parse_weights(text: str | None) -> dict[str, float]:
-    """`ann=3,bob=0.5` -> {"ann": 3.0, "bob": 0.5}; raises ConfigError."""
-    found: dict[str, float] = {}
-    for part in filter(None, (text or "").split(",")):
-        name, _, value = part.partition("=")
-        if name in found:
-            raise ConfigError(f"{name!r} has two weights")
-        found[name] = parse_weight(value)
-    return found
+@dataclass(frozen=True, slots=True)
+class TenantNumber:
+    """A kind of number that each tenant may have. `title` has an article."""
+
+    title: str
+    low: float
+    high: float
+
+    def parse(self, text: str) -> float:
+        """Raises ConfigError."""
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not self.low <= value <= self.high:
+            raise ConfigError(
+                f"{text[:50]!r} is not {self.title} from {self.low:g} to {self.high:g}"
+            )
+        return value
+
+    def parse_all(self, text: str | None) -> dict[str, float]:
+        """`ann=3,bob=0.5` -> {"ann": 3.0, "bob": 0.5}; raises ConfigError."""
+        found: dict[str, float] = {}
+        for part in filter(None, (text or "").split(",")):
+            name, _, value = part.partition("=")
+            if name in found:
+                raise ConfigError(f"{name!r} is named twice")
+            found[name] = self.parse(value)
+        return found
 
 
-def parse_weight(text: str) -> float:
-    """A tenant's weight; raises ConfigError."""
-    try:
-        weight = float(text)
-    except ValueError:
-        weight = math.nan
-    low, high = _WEIGHTS
-    if not low <= weight <= high:
-        raise ConfigError(f"{text[:50]!r} is not a weight from {low:g} to {high:g}")
-    return weight
+MAX_RT_SLOWDOWN = 1000.0
+"""From this target on, only the objectives bound how much streams are slowed down."""
 
-
-_WEIGHTS = 0.01, 100.0
+WEIGHT = TenantNumber("a weight", 0.01, 100.0)
+RT_SLOWDOWN = TenantNumber("a slowdown", 1.0, MAX_RT_SLOWDOWN)
 
 
 def option(default: Any, help: str, **limits: Any) -> Any:
     """A config field. limits: choices=(...); low=, high= (inclusive); size=True for bytes;
-    weights=True for weights of tenants; address=True for auto or host:port; secret=True for
+    tenants=a TenantNumber for NAME=N,...; address=True for auto or host:port; secret=True for
     text that must not be empty."""
     return dataclasses.field(default=default, metadata={"help": help, **limits})
 
@@ -108,12 +120,13 @@ def check_value(spec: dataclasses.Field[Any], value: object) -> None:
         raise ConfigError(f"{flag}: {value} must be at least {limits['low']}")
     if "high" in limits and value > limits["high"]:
         raise ConfigError(f"{flag}: {value} must be at most {limits['high']}")
-    for kind, parse in (("size", parse_bytes), ("weights", parse_weights)):
-        if limits.get(kind):
-            try:
-                parse(str(value))
-            except ConfigError as error:
-                raise ConfigError(f"{flag}: {error}") from None
+    try:
+        if limits.get("size"):
+            parse_bytes(str(value))
+        if "tenants" in limits:
+            limits["tenants"].parse_all(str(value))
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error}") from None
     if limits.get("address") and value != "auto" and not _ADDRESS.fullmatch(str(value)):
         raise ConfigError(f"{flag}: {value!r} is neither auto nor host:port")
 
@@ -243,6 +256,13 @@ class EngineConfig(_Checked):
         low=0.01,
         high=1,
     )
+    rt_slowdown: float = option(
+        1.5,
+        "time per token of real-time streams beside best-effort work that is in no hurry, in times "
+        f"of what they take alone; {MAX_RT_SLOWDOWN:g}: only the objectives bound it",
+        low=1,
+        high=MAX_RT_SLOWDOWN,
+    )
     be_share: float = option(
         0.02, "share of the time that is guaranteed to best-effort work", low=0, high=0.9
     )
@@ -260,7 +280,13 @@ class EngineConfig(_Checked):
         None,
         "shares of device time between tenants, e.g. ann=3,bob=0.5; default: weight=N in "
         "--api-keys, else 1",
-        weights=True,
+        tenants=WEIGHT,
+    )
+    tenant_rt_slowdowns: str | None = option(
+        None,
+        "--rt-slowdown beside work of single tenants, e.g. ann=1.2,bob=3; default: rt_slowdown=N "
+        "in --api-keys",
+        tenants=RT_SLOWDOWN,
     )
     late: str = option(
         "renew",
@@ -384,7 +410,7 @@ class ServerConfig(_Checked):
     )
     api_keys: str | None = option(
         None,
-        "file of NAME KEY [weight=N] [LIMIT=N ...] lines; a NAME has its own data, share, limits",
+        "file of NAME KEY [weight=N] [rt_slowdown=N] [LIMIT=N ...] lines; a NAME has its own data",
     )
     share_prefix: str = option(
         "own",

@@ -229,6 +229,7 @@ class ClassStats:
     rejected: requests that the engine refused.
     device_s: predicted device time of its steps by tenant, in seconds; only under `bros`.
     slack: deadline minus commit time of tokens, in seconds.
+    slowdown: of finished real-time streams, see RequestTrace.
     """
 
     running: int = 0
@@ -255,6 +256,7 @@ class ClassStats:
     rejected: int = 0
     device_s: Mapping[str, float] = field(default_factory=dict)
     slack: Buckets = Buckets()
+    slowdown: Buckets = Buckets()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -373,6 +375,8 @@ class RequestTrace:
     ttft_s: None until there is a first token.
     tpot_s: None until there is a second token.
     longest_gap_s: longest time between two tokens; None until there is a second one.
+    slowdown: of a real-time stream, time since the first token over what the steps since then would
+        have taken without best-effort work, by the cost model; None if that is not known.
     late_tokens: output tokens that missed their deadlines.
     preemptions: number of times it lost KV memory to another request.
     """
@@ -389,6 +393,7 @@ class RequestTrace:
     ttft_s: float | None = None
     tpot_s: float | None = None
     longest_gap_s: float | None = None
+    slowdown: float | None = None
     late_tokens: int = 0
     preemptions: int = 0
     finish_reason: FinishReason | None = None

@@ -78,12 +78,18 @@ class Slo:
     tpot_s: mean time per token after the first one.
     deadline_s: from arrival to the last token.
     gap_s: longest time between two tokens.
+    rt_slowdown: of a best-effort request: beside it, real-time streams may take so many times as
+        long per token as alone while it is in no hurry.
+    schedule_s: of a best-effort request: it is in a hurry if it would not end so long after its
+        arrival; None: `deadline_s`.
     """
 
     ttft_s: float | None = None
     tpot_s: float | None = None
     deadline_s: float | None = None
     gap_s: float | None = None
+    rt_slowdown: float | None = None
+    schedule_s: float | None = None
 
     @property
     def longest_gap_s(self) -> float | None:

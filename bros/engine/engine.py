@@ -237,9 +237,10 @@ def describe_trace(trace: RequestTrace) -> str:
     first = "none" if trace.ttft_s is None else f"{trace.ttft_s * 1e3:.0f}"
     pace = "none" if trace.tpot_s is None else f"{trace.tpot_s * 1e3:.1f}"
     gap = "none" if trace.longest_gap_s is None else f"{trace.longest_gap_s * 1e3:.0f}"
+    slowdown = "" if trace.slowdown is None else f" {trace.slowdown:.2f} times as slow as alone,"
     return (
         f"{trace.request_id} {trace.service_class} {trace.finish_reason}: {trace.prompt_tokens} + "
-        f"{trace.output_tokens} tokens, ttft {first}, tpot {pace}, longest gap {gap}, "
+        f"{trace.output_tokens} tokens, ttft {first}, tpot {pace}, longest gap {gap},{slowdown} "
         f"{trace.late_tokens} late, {trace.preemptions} preemptions, "
         f"waited for {waited or 'nothing'} (ms)"
     )

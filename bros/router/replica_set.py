@@ -57,7 +57,7 @@ _GAUGES = frozenset(
 )
 """Statistics that end with an engine; all others are counters."""
 
-_NOT_SUMMED = frozenset({"by_class", "slack", "safety_factor", "device_s", "traces"})
+_NOT_SUMMED = frozenset({"by_class", "slack", "slowdown", "safety_factor", "device_s", "traces"})
 
 _Stats = TypeVar("_Stats", EngineStats, ClassStats)
 
@@ -83,12 +83,13 @@ def total_stats(parts: Sequence[EngineStats], before: Sequence[EngineStats] = ()
     for service_class in ServiceClass:
         of_class = [stats.by_class.get(service_class, ClassStats()) for stats in (*parts, *before)]
         slack = total_buckets([values.slack for values in of_class])
+        slowdown = total_buckets([values.slowdown for values in of_class])
         device_s: dict[str, float] = {}
         for values in of_class:
             for tenant, seconds in values.device_s.items():
                 device_s[tenant] = device_s.get(tenant, 0.0) + seconds
         by_class[service_class] = dataclasses.replace(
-            _sum(ClassStats(), of_class), slack=slack, device_s=device_s
+            _sum(ClassStats(), of_class), slack=slack, slowdown=slowdown, device_s=device_s
         )
     safety = max((stats.safety_factor for stats in parts), default=1.0)
     traces = Counter[str]()

@@ -23,13 +23,14 @@ def objectives(
 ) -> Slo:
     """The objectives of a request that arrives now, if it is served as `service_class`.
 
-    A best-effort request has at most a deadline for the whole answer. A real-time request has
+    A best-effort request has at most a deadline for the whole answer, and says how much it may slow
+    down streams. A real-time request has
     objectives for TTFT and TPOT as well, which its deadline may tighten (see `paced`); a resumed
     one has only the rest of the time for the rest of its tokens.
     """
     asked = request.slo
     if service_class is ServiceClass.BE:
-        return Slo(deadline_s=asked.deadline_s)
+        return replace(asked, ttft_s=None, tpot_s=None, gap_s=None)
     left_s = asked.deadline_s
     if request.resumed and left_s is not None:
         left_s += arrival_s(request, now) - now

@@ -7,7 +7,12 @@ import random
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from bros.core.config import EngineConfig, StepBounds, parse_weights
+from bros.core.config import (
+    RT_SLOWDOWN,
+    WEIGHT,
+    EngineConfig,
+    StepBounds,
+)
 from bros.core.errors import ConfigError
 from bros.core.interfaces import EngineInfo
 from bros.core.request import ServiceClass
@@ -32,8 +37,8 @@ from bros.scheduler.state import RequestState
 
 _ORDER_POLICIES = (FcfsPolicy, PriorityPolicy, RoundRobinPolicy, EdfPolicy)
 _BROS_ONLY = (
-    *("rt_wait", "be_share", "be_order", "be_max_wait", "tenant_weights", "late", "packing"),
-    "batch_growth",
+    *("rt_wait", "rt_slowdown", "be_share", "be_order", "be_max_wait", "tenant_weights"),
+    *("tenant_rt_slowdowns", "late", "packing", "batch_growth"),
 )
 _MANY_TOKENS = 1024
 """A prompt of so many tokens is compute-bound."""
@@ -203,7 +208,9 @@ def _settings(
         late=config.late,
         growth=config.batch_growth,
         depth=depth,
-        tenant_weights=parse_weights(config.tenant_weights),
+        tenant_weights=WEIGHT.parse_all(config.tenant_weights),
+        rt_slowdown=config.rt_slowdown,
+        tenant_rt_slowdowns=RT_SLOWDOWN.parse_all(config.tenant_rt_slowdowns),
         rules=Rules.paper() if config.packing == "paper" else Rules(chunked=chunked),
     )
 

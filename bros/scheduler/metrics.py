@@ -49,6 +49,8 @@ class RequestRecord:
     num_tokens: output tokens.
     late_tokens: output tokens that came after due_s.
     longest_gap_s: longest time between two tokens of this engine, since the objectives hold.
+    slowdown: time from this engine's first token to its latest one, since the objectives hold, over
+        what the steps would have taken without best-effort work; None while nothing is known.
     preemptions: how often it lost KV memory.
     left: it has ended.
     waits: reason -> seconds.
@@ -57,6 +59,7 @@ class RequestRecord:
 
     __slots__ = (
         "_blocked_before",
+        "_compared_from",
         "arrival_s",
         "due_s",
         "events",
@@ -71,6 +74,7 @@ class RequestRecord:
         "preemptions",
         "resumed",
         "resumed_s",
+        "slowdown",
         "waits",
     )
 
@@ -87,6 +91,8 @@ class RequestRecord:
         self.set_objectives(slo)
         self.late_tokens = 0
         self.longest_gap_s: float | None = None
+        self.slowdown: float | None = None
+        self._compared_from: tuple[float, float] | None = None
         self.preemptions = 0
         self.left = False
         self.waits: dict[str, float] = {}
@@ -101,7 +107,7 @@ class RequestRecord:
     def reset_objectives(self, now: float, slo: Slo) -> None:
         """Set objectives that hold from now on, for the first token or the next ones."""
         self.objectives_from_s = now
-        self.longest_gap_s = None
+        self.longest_gap_s = self.slowdown = self._compared_from = None
         self._expect(now, slo)
 
     def _expect(self, now: float, slo: Slo) -> None:
@@ -138,8 +144,11 @@ class RequestRecord:
             if waited > 0.0:
                 yield reason, waited
 
-    def token(self, now: float, slo: Slo) -> float:
-        """A token was committed; returns its slack, deadline minus now, in seconds."""
+    def token(self, now: float, slo: Slo, alone_s: float = 0.0) -> float:
+        """A token was committed; returns its slack, deadline minus now, in seconds.
+
+        alone_s: see StepLedger.
+        """
         slack = self.due_s - now
         if slack < 0.0:
             self.late_tokens += 1
@@ -151,6 +160,11 @@ class RequestRecord:
         if self.last_token_s is not None:
             since_s = max(self.last_token_s, self.objectives_from_s)
             self.longest_gap_s = max(self.longest_gap_s or 0.0, now - since_s)
+        if self._compared_from is None:
+            self._compared_from = now, alone_s
+        elif alone_s > self._compared_from[1]:
+            from_s, alone_from_s = self._compared_from
+            self.slowdown = (now - from_s) / (alone_s - alone_from_s)
         self.last_token_s = now
         self.num_tokens += 1
         self.due_s = now + (slo.tpot_s or math.inf)
@@ -227,6 +241,7 @@ class RequestRecord:
             ttft_s=self.ttft_s,
             tpot_s=self.tpot_s,
             longest_gap_s=self.longest_gap_s,
+            slowdown=self.slowdown if service_class is ServiceClass.RT else None,
             late_tokens=self.late_tokens,
             preemptions=self.preemptions,
             finish_reason=finish_reason,
@@ -242,6 +257,7 @@ _SLACK_BOUNDS_S = (
     *(-10.0, -5.0, -2.0, -1.0, -0.5, -0.2, -0.1, -0.05, 0.0),
     *(0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 1.0, 2.0),
 )
+_SLOWDOWN_BOUNDS = (1.0, 1.05, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)
 _LENGTH_ALPHA = 0.05
 
 
@@ -264,6 +280,8 @@ class ClassCounters:
         self._late_tokens = 0
         self._slack = [0] * (len(_SLACK_BOUNDS_S) + 1)
         self._slack_total = 0.0
+        self._slowdown = [0] * (len(_SLOWDOWN_BOUNDS) + 1)
+        self._slowdown_total = 0.0
         self._departures: deque[float] = deque(maxlen=_RECENT)
 
     def note_token(self, slack_s: float) -> None:
@@ -282,6 +300,9 @@ class ClassCounters:
         self._tpot_met += tpot_met
         self._both_met += ttft_met and tpot_met
         self._gap_met += record.met_gap(slo)
+        if record.slowdown is not None and slo.tpot_s is not None:  # a real-time stream
+            self._slowdown[bisect.bisect_left(_SLOWDOWN_BOUNDS, record.slowdown)] += 1
+            self._slowdown_total += record.slowdown
         if slo.deadline_s is not None:
             self._deadlines += 1
             self._deadlines_met += record.met_deadline(slo)
@@ -335,4 +356,5 @@ class ClassCounters:
             rejected=self.rejected,
             device_s=dict(device_s),
             slack=Buckets(_SLACK_BOUNDS_S, tuple(self._slack), self._slack_total),
+            slowdown=Buckets(_SLOWDOWN_BOUNDS, tuple(self._slowdown), self._slowdown_total),
         )

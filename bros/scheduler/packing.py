@@ -187,6 +187,9 @@ class Bounds:
     best_effort_s: most seconds of a step with best-effort work, or with late prompts. If the urgent
         part takes longer, best-effort work may replace rows of it, but not make the step longer.
     best_effort_share: best-effort work is added up to this share of best_effort_s.
+    stretch: most seconds of a step with best-effort work beside real-time rows, in times of what
+        its urgent part takes.
+    saved_s: seconds by which such a step may be longer than that.
     best_effort_credit_s: seconds that best-effort work may take in any case. If positive,
         best-effort work may also take one row and min_chunk tokens in any case.
     tbar_s: moving average of step times (Tbar). A candidate that is passed over is assumed to wait
@@ -198,6 +201,8 @@ class Bounds:
     tokens: int
     best_effort_s: float = math.inf
     best_effort_share: float = 1.0
+    stretch: float = math.inf
+    saved_s: float = 0.0
     best_effort_credit_s: float = 0.0
     tbar_s: float = 0.0
     rules: Rules = field(default_factory=Rules)
@@ -515,6 +520,8 @@ class _Packer(Generic[C]):
         packing, bounds = self.packing, self._bounds
         self._has_credit = bounds.best_effort_credit_s > 0.0
         limit_s = min(self._limit_s, bounds.best_effort_share * bounds.best_effort_s)
+        if packing.load.decode_rows and bounds.stretch < math.inf:
+            limit_s = min(limit_s, bounds.stretch * packing.urgent_s + bounds.saved_s)
         credited_s = packing.urgent_s + bounds.best_effort_credit_s
         limit_s = max(limit_s, credited_s)
         rows = max(bounds.rows, packing.num_urgent + (bounds.best_effort_credit_s > 0))

@@ -604,13 +604,13 @@ class Scheduler:
             counters.prompt_tokens += state.prompt_len
         if num_before:
             self._count_tokens(state, num_before, now)
-        counters.note_token(record.token(now, state.slo))
+        counters.note_token(record.token(now, state.slo, self._steps.alone_s))
         return state.add_output(token_id, now)
 
     def _count_tokens(self, state: RequestState, count: int, now: float) -> None:
         counters, record = self._counters[state.service_class], state.record
         for _ in range(count):
-            counters.note_token(record.token(now, state.slo))
+            counters.note_token(record.token(now, state.slo, self._steps.alone_s))
 
     def _complete(self, state: RequestState, reason: FinishReason, now: float) -> None:
         """End a request that has got its last token."""

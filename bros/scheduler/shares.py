@@ -177,6 +177,11 @@ class StepCosts:
         """What the rest of its prompt adds to steps."""
         return self._chunk_s(state, state.remaining)
 
+    def rest_s(self, state: RequestState, outputs: int) -> float:
+        """What the rest of its prompt and so many output tokens add to steps."""
+        row_s = self._row_s + self._context_s * len(state.token_ids)
+        return self.prefill_s(state) + outputs * row_s
+
     def divided(self, chunks: Chunks, seconds: float) -> Mapping[str, float]:
         """tenant -> its part of the seconds that these (request, tokens) take."""
         parts: dict[str, float] = {}
@@ -213,6 +218,10 @@ class DeviceTime:
     def prefill_s(self, state: RequestState) -> float:
         """What the rest of a prompt adds to steps."""
         return self._costs.prefill_s(state)
+
+    def rest_s(self, state: RequestState, outputs: int) -> float:
+        """What the rest of its prompt and so many output tokens add to steps."""
+        return self._costs.rest_s(state, outputs)
 
     def note_waiting(self, queues: Queues) -> None:
         """Before a step is chosen: which tenants have waiting requests."""

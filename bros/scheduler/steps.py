@@ -114,6 +114,8 @@ class Step:
 class StepLedger:
     """Up to two steps in flight, and sums in seconds over those that have ended (see EngineStats).
 
+    alone_s: what the steps would have taken without best-effort work, by the cost model.
+
     planned    |1   |2       |3                  a step begins when it is planned, or when
     device     [ 1 ....... ][ 2 ....... ][ 3     the one before it has ended
     """
@@ -124,6 +126,7 @@ class StepLedger:
         self.predicted_s = 0.0
         self.error_s = 0.0
         self.be_added_s = 0.0
+        self.alone_s = 0.0
         self.aborted = 0
         self.aborted_s = 0.0
         self._usual = UsualTimes()
@@ -237,8 +240,9 @@ class StepLedger:
         self.error_s += abs(seconds - step.expected_s)
         if packing.num_urgent and packing.seconds:
             # Best-effort rows may even save time, if more rows then share a prefix.
-            added_s = max(packing.seconds - packing.urgent_s, 0.0)
-            self.be_added_s += seconds * added_s / packing.seconds
+            added_s = max(packing.seconds - packing.urgent_s, 0.0) * seconds / packing.seconds
+            self.be_added_s += added_s
+            self.alone_s += seconds - added_s
         predictor.observe(packing.load, seconds)
 
 

@@ -85,7 +85,7 @@ def serve(config: Config, *, is_rank: bool = False) -> int:
         raise ConfigError("--cluster, --max-replicas: torchrun starts the ranks of one engine")
     replica_bounds(config.server)  # raises ConfigError
     tenants = load_tenants(config.server)
-    config = dataclasses.replace(config, engine=tenants.with_weights(config.engine))
+    config = dataclasses.replace(config, engine=tenants.with_numbers(config.engine))
     tls = load_tls(config.server)
     BrowserRules.of(config.server, socket.gethostname())  # raises ConfigError
     raise_descriptor_limit()

@@ -1,7 +1,7 @@
-"""API keys: one for all, or one for each tenant, with the tenant's weight and limits.
+"""API keys: one for all, or one for each tenant, with options of the tenant.
 
-# name  key       weight, and limits that differ from the defaults
-ann     ann-key   weight=3
+# name  key       weight, slowdown of streams, and limits that differ from the defaults
+ann     ann-key   weight=3 rt_slowdown=1.2
 bob     bob-key   max_requests=64 max_sessions=100 max_file_bytes=2GiB
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bros.core.config import EngineConfig, ServerConfig, parse_bytes, parse_weight
+from bros.core.config import RT_SLOWDOWN, WEIGHT, EngineConfig, ServerConfig, parse_bytes
 from bros.core.errors import ConfigError
 from bros.core.interfaces import MAX_TRACES
 from bros.core.tenants import LIMIT_NAMES, NO_LIMITS, TenantAccounts, TenantLimits
@@ -31,7 +31,9 @@ OPERATOR = ""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _PREFIX = "max_"
-_WEIGHT = "weight="
+_NUMBERS = {"weight": WEIGHT, "rt_slowdown": RT_SLOWDOWN}
+"""Options of a tenant for the engine."""
+
 _NO_LIMIT = "none"
 
 _SESSION_CHARS = 100_000_000
@@ -48,11 +50,13 @@ class Tenants:
     keys: name -> key. If it is empty, requests need no key.
     limits: name -> its limits that differ from the defaults, as fields of TenantLimits.
     weights: name -> its weight, of those that have one.
+    rt_slowdowns: name -> its --rt-slowdown, of those that have one.
     """
 
     keys: Mapping[str, str]
     limits: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
+    rt_slowdowns: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def named(self) -> bool:
@@ -68,12 +72,15 @@ class Tenants:
                 found = name
         return found
 
-    def with_weights(self, config: EngineConfig) -> EngineConfig:
-        """The options of an engine, which gets the weights unless an option says others."""
-        if config.tenant_weights is not None or not self.weights:
-            return config
-        weights = ",".join(f"{name}={weight!r}" for name, weight in self.weights.items())
-        return dataclasses.replace(config, tenant_weights=weights)
+    def with_numbers(self, config: EngineConfig) -> EngineConfig:
+        """The options of an engine, which gets weights and slowdowns unless options say others."""
+        found = {"tenant_weights": self.weights, "tenant_rt_slowdowns": self.rt_slowdowns}
+        changes = {
+            option: ",".join(f"{name}={value!r}" for name, value in values.items())
+            for option, values in found.items()
+            if values and getattr(config, option) is None
+        }
+        return dataclasses.replace(config, **changes) if changes else config
 
     def accounts(
         self,
@@ -150,26 +157,30 @@ def load_tenants(config: ServerConfig) -> Tenants:
         lines = Path(config.api_keys).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--api-keys: cannot read {config.api_keys}: {error}") from error
-    limits, weights = {}, {}
+    limits = {}
+    numbers: dict[str, dict[str, float]] = {option: {} for option in _NUMBERS}
     for number, line in enumerate(lines, start=1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
         if len(words) < 2 or not _NAME.fullmatch(words[0]):
             raise ConfigError(
-                f"--api-keys: line {number} is not 'NAME KEY [weight=N] [LIMIT=N ...]'"
+                f"--api-keys: line {number} is not "
+                "'NAME KEY [weight=N] [rt_slowdown=N] [LIMIT=N ...]'"
             )
         name, key, *options = words
         if name in keys or key in keys.values():
             raise ConfigError(f"--api-keys: the name or the key in line {number} is used twice")
         keys[name] = key
-        weight = [option for option in options if option.startswith(_WEIGHT)]
-        if weight:
-            weights[name] = _weight(weight, number)
-        limits[name] = _limits([each for each in options if each not in weight], number)
+        for option, values in numbers.items():
+            given = [each for each in options if each.startswith(f"{option}=")]
+            if given:
+                values[name] = _number_of(option, given, number)
+                options = [each for each in options if each not in given]
+        limits[name] = _limits(options, number)
     if not keys:
         raise ConfigError("--api-keys: the file has no keys; without the option none are needed")
-    return Tenants(keys, limits, weights)
+    return Tenants(keys, limits, numbers["weight"], numbers["rt_slowdown"])
 
 
 def public_prefixes(config: ServerConfig, tokenizer: Tokenizer) -> PublicPrefixes | None:
@@ -186,12 +197,12 @@ def public_prefixes(config: ServerConfig, tokenizer: Tokenizer) -> PublicPrefixe
     return PublicPrefixes.of(tokenizer, texts) if texts else None
 
 
-def _weight(options: Sequence[str], number: int) -> float:
-    """The weight in a line of this number."""
-    if len(options) > 1:
-        raise ConfigError(f"--api-keys: line {number}: weight is given twice")
+def _number_of(option: str, given: Sequence[str], number: int) -> float:
+    """The value of one of _NUMBERS in a line of this number."""
+    if len(given) > 1:
+        raise ConfigError(f"--api-keys: line {number}: {option} is given twice")
     try:
-        return parse_weight(options[0].removeprefix(_WEIGHT))
+        return _NUMBERS[option].parse(given[0].removeprefix(f"{option}="))
     except ConfigError as error:
         raise ConfigError(f"--api-keys: line {number}: {error}") from None
 
@@ -205,8 +216,8 @@ def _limits(options: Sequence[str], number: int) -> dict[str, int | None]:
         if limit == name or limit not in LIMIT_NAMES:
             known = ", ".join(_PREFIX + each for each in LIMIT_NAMES)
             raise ConfigError(
-                f"--api-keys: line {number}: {option[:50]!r} is not weight=N or LIMIT=N with a "
-                f"limit of {known}"
+                f"--api-keys: line {number}: {option[:50]!r} is not weight=N, rt_slowdown=N or "
+                f"LIMIT=N with a limit of {known}"
             )
         if limit in found:
             raise ConfigError(f"--api-keys: line {number}: {name} is given twice")

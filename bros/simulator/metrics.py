@@ -41,6 +41,7 @@ class ClassReport:
     normalized_latency_s: mean of finished requests.
     ttft_s, tpot_s: overdue open requests count with the time so far, a lower bound.
     gap_s: longest time between two tokens of each request.
+    slowdown: of finished real-time requests, see RequestTrace.
     ttft_met, tpot_met, both_met, gap_met: requests; a request with one token has only a TTFT.
     tokens_on_time: tokens within tpot of the previous one (the first: within ttft of arrival).
     requests_per_s: finished requests.
@@ -57,6 +58,7 @@ class ClassReport:
     ttft_s: Summary
     tpot_s: Summary
     gap_s: Summary
+    slowdown: Summary
     ttft_met: Attainment
     tpot_met: Attainment
     both_met: Attainment
@@ -156,6 +158,7 @@ def _class_report(result: SimulationResult, service_class: ServiceClass, slo: Sl
         ttft_s=Summary.of([j.ttft_s for j in judged if j.ttft_s is not None]),
         tpot_s=Summary.of([j.tpot_s for j in judged if j.tpot_s is not None]),
         gap_s=Summary.of([j.gap_s for j in judged if j.gap_s is not None]),
+        slowdown=Summary.of([r.slowdown for r in finished if r.slowdown is not None]),
         ttft_met=Attainment.of([j.ttft_met for j in judged]),
         tpot_met=Attainment.of([j.tpot_met for j in judged]),
         both_met=Attainment.of([j.both_met for j in judged]),

@@ -178,6 +178,7 @@ class SimulatedRequest:
     token_times_s: when the engine committed each token, in seconds after the start.
     finish: None if it was open at the end, or refused.
     refused: the engine refused it on arrival.
+    slowdown: of a finished real-time request, see RequestTrace.
     """
 
     request_id: str
@@ -188,6 +189,7 @@ class SimulatedRequest:
     finish: FinishReason | None = None
     refused: bool = False
     tenant: str = ""
+    slowdown: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -419,6 +421,8 @@ class Simulation:
                 record.token_times_s.append(now)
             if output.finish_reason is not None:
                 record.finish = output.finish_reason
+                trace = self._engine.trace(record.request_id)
+                record.slowdown = None if trace is None else trace.slowdown
                 del self._open[output.request_id]
                 self._on_closed(record, now)
 

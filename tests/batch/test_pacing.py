@@ -81,6 +81,15 @@ def test_a_row_is_due_when_the_job_is_on_schedule() -> None:
     assert pace.due_in_s(50.0, in_flight=1) == pytest.approx(5.0)
 
 
+def test_the_schedule_does_not_wait_for_slow_rows() -> None:
+    """Else a batch that is slowed down would be given ever more time."""
+    pace = JobPace(10, deadline_s=100.0)
+    pace.note(100, 60.0)
+    assert pace.schedule_s(10.0, in_flight=2) == pytest.approx(20.0)
+    assert pace.due_in_s(10.0, in_flight=2) == pytest.approx(120.0)
+    assert pace.schedule_s(200.0, in_flight=2) == 0.0
+
+
 def test_a_late_row_is_given_twice_what_rows_take_and_never_nothing() -> None:
     pace = JobPace(10, deadline_s=100.0)
     assert pace.due_in_s(200.0, in_flight=8) == 1.0

@@ -26,6 +26,7 @@ from bros.batch.rows import (
     run_order,
 )
 from bros.core.errors import InvalidRequestError, NotFoundError
+from bros.core.request import Slo
 
 ENDPOINT = "/v1/completions"
 
@@ -41,7 +42,7 @@ class Handler:
         return RowFacts(body.get("model", "m"), body.get("prompt", ""))
 
     async def answer(
-        self, endpoint: str, body: dict[str, Any], *, request_id: str, tenant: str, due_in_s: float
+        self, endpoint: str, body: dict[str, Any], *, request_id: str, tenant: str, slo: Slo
     ) -> RowReply:
         raise AssertionError("no row is run to check a file")
 

@@ -41,3 +41,5 @@ def test_means_are_of_what_happened_between_two_samples() -> None:
     after = {"steps": 14.0, "step_seconds": 1.5, "slack_count": 5.0, "slack_sum_s": 2.0}
     found = difference(before, {**after, "batch_size": 8.0})
     assert found == {"batch_size": 8.0, "busy_s": 0.5, "step_ms": 125.0}
+    found = difference({"streams": 3.0, "slowdown_sum": 4.5}, {"streams": 5.0, "slowdown_sum": 8.0})
+    assert found == {"streams": 2.0, "slowdown_sum": 3.5}

@@ -17,6 +17,7 @@ import pytest
 
 from bros.batch.store import open_store
 from bros.core.config import Config, EngineConfig
+from bros.core.request import Slo
 from bros.executor.model_store import default_cache_dir, resolve_model
 from bros.server.batches.rows import EngineRowHandler, RowRunner
 from bros.server.build import local_jobs
@@ -105,7 +106,11 @@ def test_calls_that_are_required_are_valid(tmp_path: Path, folder: Path) -> None
                 handler = EngineRowHandler(RowRunner(state))
                 answers = (
                     handler.answer(
-                        "/v1/chat/completions", body, request_id="", tenant="", due_in_s=600.0
+                        "/v1/chat/completions",
+                        body,
+                        request_id="",
+                        tenant="",
+                        slo=Slo(deadline_s=600.0),
                     )
                     for body in bodies
                 )

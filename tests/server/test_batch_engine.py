@@ -31,6 +31,7 @@ from support.batch_server import (
     batch_server,
     chat_row,
     counts,
+    jsonl,
     row,
     until,
     working,
@@ -62,6 +63,17 @@ async def test_rows_are_best_effort(server: BatchServer) -> None:
     server.engine.go_on.set()
     done = await server.wait(batch)
     assert done.request_counts == counts(30, 30, 0)
+
+
+async def test_rows_have_the_schedule_and_the_slowdown_of_their_batch(server: BatchServer) -> None:
+    """Extension: rt_slowdown reaches the engine with each row"""
+    file = await server.upload(jsonl(row(1), row(2)))
+    for more in ({}, {"rt_slowdown": 3.0}):
+        batch = await server.create(file.id, completion_window="10m", extra_body=more)
+        await server.wait(batch)
+    slos = [request.slo for request in server.engine.submitted]
+    assert [slo.rt_slowdown for slo in slos] == [None, None, 3.0, 3.0]
+    assert all(290.0 <= (slo.schedule_s or 0.0) <= 1200.0 for slo in slos)
 
 
 @pytest.mark.parametrize(

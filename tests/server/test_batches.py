@@ -84,10 +84,22 @@ async def test_creation_returns_validating_at_once(idle: BatchServer) -> None:
         "request_counts": {"total": 0, "completed": 0, "failed": 0},
         "usage": NO_USAGE,
         "metadata": None,
-        "bros": {"expected_at": None, "at_risk": False},
+        "bros": {"expected_at": None, "at_risk": False, "rt_slowdown": None},
     }
     again = (await idle.http.get(f"/v1/batches/{batch_id}")).json()
     assert again == {"id": batch_id, **reply}
+
+
+async def test_a_target_slowdown_is_shown_and_checked(idle: BatchServer) -> None:
+    """Extension: rt_slowdown, from 1 on"""
+    file = await idle.upload(jsonl(row(1)))
+    sent = {"input_file_id": file.id, "endpoint": COMPLETIONS, "completion_window": "24h"}
+    made = (await idle.http.post("/v1/batches", json={**sent, "rt_slowdown": 2})).json()
+    assert made["bros"]["rt_slowdown"] == 2.0
+    assert (await idle.http.get(f"/v1/batches/{made['id']}")).json() == made
+    for wrong in (0.9, 1001, "2"):
+        reply = await idle.http.post("/v1/batches", json={**sent, "rt_slowdown": wrong})
+        assert assert_envelope(reply, 400)["param"] == "rt_slowdown"
 
 
 async def test_required_parameters(idle: BatchServer) -> None:

@@ -45,6 +45,7 @@ FIGURES = EngineStats(
             tokens_on_time=28, rejected=4, prefix_tokens=48, prefix_evicted=3, promoted=11,
             deadlines=5, deadlines_met=3,
             slack=Buckets(bounds=(-0.5, 0.0, 0.25), counts=(1, 2, 20, 5), total=4.5),
+            slowdown=Buckets(bounds=(1.0, 1.5), counts=(1, 3, 2), total=9.0),
         ),
         ServiceClass.BE: ClassStats(
             running=3, waiting=9, prompt_tokens=7, output_tokens=5, kv_blocks=5, relegated=2,
@@ -150,6 +151,15 @@ async def test_slack_is_a_histogram_that_may_begin_below_zero(server: Server) ->
         ("be", "+Inf"): 0,
     }  # fmt: skip
     assert (found[(f"{name}_count", "rt")], found[(f"{name}_sum", "rt")]) == (28, 4.5)
+
+
+async def test_slowdowns_of_streams_are_a_histogram(server: Server) -> None:
+    server.engine.figures = FIGURES
+    found = await samples(server)
+    name = "bros_stream_slowdown"
+    buckets = {key[1:]: value for key, value in found.items() if key[0] == f"{name}_bucket"}
+    assert buckets == {("rt", "1.0"): 1, ("rt", "1.5"): 4, ("rt", "+Inf"): 6}
+    assert (found[(f"{name}_count", "rt")], found[(f"{name}_sum", "rt")]) == (6, 9.0)
 
 
 @given(

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from bros.core.config import EngineConfig, ServerConfig, parse_weights
+from bros.core.config import RT_SLOWDOWN, WEIGHT, EngineConfig, ServerConfig
 from bros.core.errors import ConfigError
 from bros.core.interfaces import ClassStats, EngineStats, RequestTrace
 from bros.core.request import ServiceClass, Slo
@@ -71,16 +71,19 @@ def test_each_key_has_a_name(tmp_path: Path) -> None:
         assert tenants.find(wrong) is None
 
 
-def test_weights_of_keys_are_those_of_the_engine_unless_an_option_names_others(
+def test_weights_and_slowdowns_of_keys_are_the_engine_s_unless_options_name_others(
     tmp_path: Path,
 ) -> None:
-    tenants = load(tmp_path, "ann key weight=3 max_files=2\nbob other\ncid third weight=0.25")
+    tenants = load(
+        tmp_path, "ann key weight=3 max_files=2\nbob other rt_slowdown=2\ncid third weight=0.25"
+    )
     assert tenants.limits["ann"] == {"files": 2}
-    config = tenants.with_weights(EngineConfig())
-    assert parse_weights(config.tenant_weights) == {"ann": 3.0, "cid": 0.25}
-    given = EngineConfig(tenant_weights="bob=2")
-    assert tenants.with_weights(given) == given
-    assert Tenants({}).with_weights(EngineConfig()) == EngineConfig()
+    config = tenants.with_numbers(EngineConfig())
+    assert WEIGHT.parse_all(config.tenant_weights) == {"ann": 3.0, "cid": 0.25}
+    assert RT_SLOWDOWN.parse_all(config.tenant_rt_slowdowns) == {"bob": 2.0}
+    given = EngineConfig(tenant_weights="bob=2", tenant_rt_slowdowns="ann=3")
+    assert tenants.with_numbers(given) == given
+    assert Tenants({}).with_numbers(EngineConfig()) == EngineConfig()
     with pytest.raises(ConfigError, match="--tenant-weights: 'x' is not a weight"):
         EngineConfig(tenant_weights="bob=x")
 
@@ -93,17 +96,25 @@ def test_without_keys_there_is_one_tenant() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("ann", r"line 1 is not 'NAME KEY \[weight=N\] \[LIMIT=N ...\]'"),
+        ("ann", r"line 1 is not 'NAME KEY \[weight=N\] \[rt_slowdown=N\] \[LIMIT=N ...\]'"),
         (
             "ann key more",
-            "line 1: 'more' is not weight=N or LIMIT=N with a limit of max_requests, max_sess",
+            "line 1: 'more' is not weight=N, rt_slowdown=N or LIMIT=N with a limit of max_requests",
         ),
-        ("# well\nann key sessions=3", "line 2: 'sessions=3' is not weight=N or LIMIT=N"),
-        ("ann key max_session=3", "line 1: 'max_session=3' is not weight=N or LIMIT=N"),
+        (
+            "# well\nann key sessions=3",
+            "line 2: 'sessions=3' is not weight=N, rt_slowdown=N or LIMIT=N",
+        ),
+        (
+            "ann key max_session=3",
+            "line 1: 'max_session=3' is not weight=N, rt_slowdown=N or LIMIT=N",
+        ),
         ("ann key max_files=3 max_files=4", "line 1: max_files is given twice"),
         ("ann key weight=3 weight=4", "line 1: weight is given twice"),
         ("ann key weight=0", "line 1: '0' is not a weight from 0.01 to 100"),
         ("ann key weight=nan", "line 1: 'nan' is not a weight"),
+        ("ann key rt_slowdown=0.5", "line 1: '0.5' is not a slowdown from 1 to 1000"),
+        ("ann key rt_slowdown=2 rt_slowdown=3", "line 1: rt_slowdown is given twice"),
         (
             "ann key max_files=0",
             "line 1: max_files must be a whole number from 1, or none; got '0'",

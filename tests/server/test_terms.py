@@ -87,8 +87,8 @@ async def slo_of(server: Server, headers: dict[str, str], **fields: Any) -> Slo:
 
 
 async def test_objectives_in_the_body(server: Server) -> None:
-    slo = {"ttft_ms": 250, "tpot_ms": 12.5, "deadline_ms": 60_000, "gap_ms": 40}
-    assert await slo_of(server, {}, slo=slo) == Slo(0.25, 0.0125, 60.0, 0.04)
+    slo = {"ttft_ms": 250, "tpot_ms": 12.5, "deadline_ms": 60_000, "gap_ms": 40, "rt_slowdown": 2}
+    assert await slo_of(server, {}, slo=slo) == Slo(0.25, 0.0125, 60.0, 0.04, 2.0)
 
 
 @pytest.mark.parametrize("prefix", ["x-slo", "x-llm-d-slo"])

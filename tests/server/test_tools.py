@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bros.core.request import Slo
 from bros.server.batches.rows import EngineRowHandler, RowRunner
 from support import chat_templates
 from support.scripted_server import CHATML, Server, assert_envelope, chunks
@@ -357,7 +358,7 @@ async def test_best_effort_requests_and_rows_of_batches_call_tools(tmp_path: Pat
         body = {"messages": ASKED, "tools": TOOLS}
         handler.check("ann", "/v1/chat/completions", body)
         reply = await handler.answer(
-            "/v1/chat/completions", body, request_id="r", tenant="", due_in_s=60.0
+            "/v1/chat/completions", body, request_id="r", tenant="", slo=Slo(deadline_s=60.0)
         )
     assert reply.status_code == 200
     (choice,) = json.loads(reply.body)["choices"]

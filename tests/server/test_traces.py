@@ -26,6 +26,7 @@ def make_trace(request_id: str) -> RequestTrace:
         ttft_s=0.51,
         tpot_s=0.0445,
         longest_gap_s=0.09,
+        slowdown=1.4567,
         late_tokens=3,
         preemptions=1,
         finish_reason=FinishReason.STOP,
@@ -62,6 +63,7 @@ async def test_a_trace_tells_everything_in_milliseconds(server: Server) -> None:
                 "ttft_ms": 510.0,
                 "tpot_ms": 44.5,
                 "longest_gap_ms": 90.0,
+                "slowdown": 1.457,
                 "waits_ms": {"rows": 30.4, "time": 250.0},
                 "events": [
                     {"at_ms": 0.0, "event": "queued"},
@@ -87,7 +89,7 @@ async def test_what_is_not_known_yet_is_null(server: Server) -> None:
     )  # fmt: skip
     (choice,) = (await server.http.get("/v1/requests/r/trace")).json()["choices"]
     assert not any(choice["slo"].values())
-    for name in ("ttft_ms", "tpot_ms", "longest_gap_ms", "finish_reason"):
+    for name in ("ttft_ms", "tpot_ms", "longest_gap_ms", "slowdown", "finish_reason"):
         assert choice[name] is None
 
 

@@ -38,7 +38,7 @@ from bros.batch.runner import BatchRunner, RunnerSettings
 from bros.batch.store import BatchStore
 from bros.core.clock import SystemClock
 from bros.core.interfaces import EngineStats
-from bros.core.request import IdGenerator
+from bros.core.request import IdGenerator, Slo
 from support.batch_store import NOW, Store, open_store
 from support.forking import forkserver
 from support.server_process import wait_until
@@ -106,7 +106,7 @@ class ScriptedRows:
         return RowFacts("scripted", body["prompt"])
 
     async def answer(
-        self, endpoint: str, body: dict[str, Any], *, request_id: str, tenant: str, due_in_s: float
+        self, endpoint: str, body: dict[str, Any], *, request_id: str, tenant: str, slo: Slo
     ) -> RowReply:
         name: str = body["prompt"]
         await asyncio.sleep(self._rng.uniform(0.0, self._row_s))

@@ -372,6 +372,7 @@ def _summary_row(bench: BenchResult, result: ScenarioResult, service_class: Serv
         "rt_rate": result.rt_rate,
         "class": service_class.value,
         **_class_cells(part),
+        "slowdown": None if best_effort else result.slowdown,
         "be_share_of_s1": bench.be_efficiency(result, Scenario.S1) if best_effort else None,
         "be_share_of_s2": bench.be_efficiency(result, Scenario.S2) if best_effort else None,
         "client_fell_behind": result.client.fell_behind,

@@ -36,7 +36,7 @@ from bros.workload.attainment import Attainment, Summary
 
 COLUMNS = (
     *("both\nmet %", "95 %\nCI", "TTFT\nmet %", "TPOT\nmet %", "gap\nmet %"),
-    *("TTFT\np50 ms", "TTFT\np99 ms", "TPOT\np50 ms", "TPOT\np99 ms"),
+    *("TTFT\np50 ms", "TTFT\np99 ms", "TPOT\np50 ms", "TPOT\np99 ms", "slow-\ndown"),
     *("BE\ntok/s", "of S2\n%", "errors"),
 )
 """Headings of cells(): real-time figures, then best-effort ones."""
@@ -64,6 +64,7 @@ def cells(bench: BenchResult, result: ScenarioResult) -> list[str]:
         *(percent(rt.ttft_met), percent(rt.tpot_met), percent(rt.gap_met)),
         *(ms(seconds) for seconds in (rt.ttft_s.p50, rt.ttft_s.p99)),
         *(ms(seconds) for seconds in (rt.tpot_s.p50, rt.tpot_s.p99)),
+        NOTHING if result.slowdown is None else f"{result.slowdown:.2f}",
         f"{be.tokens_per_s:.0f}" if has_be else NOTHING,
         ratio(bench.be_efficiency(result, Scenario.S2)),
         str(rt.errors + be.errors) if has_rt or has_be else NOTHING,

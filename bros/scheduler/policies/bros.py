@@ -22,6 +22,7 @@ from bros.scheduler.cost_model import StepLoad, StepTimePredictor
 from bros.scheduler.packing import Bounds, Packing, Rules
 from bros.scheduler.policies.base import Proposal
 from bros.scheduler.policies.best_effort_order import BestEffortOrder, StartOrder, TenantOrders
+from bros.scheduler.policies.pressure import Pressure
 from bros.scheduler.shares import DeviceTime, TenantShares
 from bros.scheduler.state import (
     Queues,
@@ -443,6 +444,7 @@ class BrosSettings:
     ttft_s, tpot_s: default objectives.
     depth: most steps in flight, which a new request has to wait for.
     tenant_weights: 1 for all tenants that are not named.
+    tenant_rt_slowdowns: rt_slowdown for all tenants that are not named.
     """
 
     rows: int
@@ -450,6 +452,7 @@ class BrosSettings:
     ttft_s: float = 0.4
     tpot_s: float = 0.2
     rt_wait: float = 0.5
+    rt_slowdown: float = 1.5
     be_share: float = 0.02
     be_max_wait_s: float = 30.0
     late: str = "renew"
@@ -457,6 +460,7 @@ class BrosSettings:
     depth: int = 1
     rules: Rules = Rules()
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    tenant_rt_slowdowns: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def usual_best_effort_s(self) -> float:
@@ -506,6 +510,10 @@ class BrosPolicy:
             used.of[ServiceClass.BE],
             used.prefill_s,
         )
+        self._pressure = Pressure(
+            settings.rt_slowdown, settings.tenant_rt_slowdowns, settings.be_share, self._rest_s
+        )
+        self._saved_s = 0.0
 
     @property
     def batch_size(self) -> tuple[int, int]:
@@ -519,9 +527,11 @@ class BrosPolicy:
         best_effort = state.service_class is ServiceClass.BE
         state.rank = (best_effort, state.arrival_index)
         if not best_effort:
+            self._pressure.remove(state)
             self._note_arrival(state, now)
             state.queue_key = self._urgent.key(state, now)
             return
+        self._pressure.add(state, now)
         state.queue_key = (_EARLY if state.early else _OTHERS, *self._order.key(state, now))
         if state.slo.deadline_s is not None:
             due_s = state.record.arrival_s + state.slo.deadline_s
@@ -552,6 +562,8 @@ class BrosPolicy:
                 best_effort_s=self._best_effort_s(running, now),
                 best_effort_share=self._best_effort_share(running),
                 best_effort_credit_s=self._due_credit_s(),
+                stretch=self._pressure.stretch(now),
+                saved_s=self._saved_s,
                 tbar_s=self._tbar_s,
                 rules=self._settings.rules,
             ),
@@ -604,6 +616,7 @@ class BrosPolicy:
         self._allowance_s = max(0.0, self._allowance_s - seconds)
 
     def on_request_ended(self, state: RequestState, now: float) -> None:
+        self._pressure.remove(state)
         self._order.ended(state, now)
 
     def device_seconds(self, service_class: ServiceClass) -> Mapping[str, float]:
@@ -694,6 +707,7 @@ class BrosPolicy:
     # Best-effort
 
     def on_step_committed(self, packing: Packing[RequestState], queues: Queues) -> None:
+        self._save(packing)
         best_effort = packing.selected[packing.num_urgent :]
         self._order.started(s for s, _ in best_effort if not s.running and section(s) == _OTHERS)
         total_s = packing.seconds / self.predictor.safety_factor
@@ -706,6 +720,15 @@ class BrosPolicy:
             },
             queues,
         )
+
+    def _save(self, packing: Packing[RequestState]) -> None:
+        """Keep what best-effort work may add to a step and did not, until it covers a chunk.
+
+        So a chunk that is longer than what one step allows comes once in some steps.
+        """
+        if packing.urgent_s:
+            left_s = self._pressure.latest * packing.urgent_s - packing.seconds
+            self._saved_s = min(max(self._saved_s + left_s, 0.0), 2.0 * self._chunk_s())
 
     def _best_effort(self, queues: Queues, now: float) -> Iterator[RequestState]:
         """Decode rows, then pressing requests, running prompts, new requests."""
@@ -735,6 +758,10 @@ class BrosPolicy:
         heapq.heapify(self._deadlines)
         self._known_deadlines = len(self._deadlines)
 
+    def _rest_s(self, state: RequestState) -> float:
+        """Predicted time that the rest of a best-effort request adds to steps."""
+        return self.predictor.slowdown * self._used.rest_s(state, self.expected_tokens(state))
+
     def _work_s(self, state: RequestState) -> float:
         """Estimated time of a best-effort request if every step takes as long as allowed."""
         step_s = max(self._tbar_s, self._settings.usual_best_effort_s)
@@ -747,11 +774,14 @@ class BrosPolicy:
         At most the longest usual step, however much credit has added up; or two chunks, if those
         take longer, as with a small --rt-wait.
         """
-        piece_s = self.predictor.added_prefill_seconds(self._settings.rules.min_chunk)
-        if self._credit_s < piece_s:
+        if self._credit_s < self._chunk_s():
             return 0.0
-        most_s = max(self._settings.usual_best_effort_s, 2.0 * piece_s)
+        most_s = max(self._settings.usual_best_effort_s, 2.0 * self._chunk_s())
         return min(self._credit_s, most_s)
+
+    def _chunk_s(self) -> float:
+        """Predicted time that the smallest chunk of a prompt adds to a step."""
+        return self.predictor.added_prefill_seconds(self._settings.rules.min_chunk)
 
 
 def _latest_s(state: RequestState) -> float:

@@ -83,6 +83,7 @@ async def create_batch(request: Request) -> Response:
         expires_at=int(now) + window_s,
         metadata=wanted.metadata,
         output_life_s=None if expires is None else expires.seconds,
+        rt_slowdown=wanted.rt_slowdown,
     )
     await jobs.io(jobs.batches.create, batch, state.accounts.limits(tenant))
     jobs.runner.wake()

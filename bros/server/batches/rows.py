@@ -106,18 +106,18 @@ class EngineRowHandler:
         return RowFacts(model, call.prompt_text(), call.num_chars())
 
     async def answer(
-        self, endpoint: str, body: dict[str, Any], *, request_id: str, tenant: str, due_in_s: float
+        self, endpoint: str, body: dict[str, Any], *, request_id: str, tenant: str, slo: Slo
     ) -> RowReply:
         runner, state = self._runner, self._runner.state
         try:
             call = await runner.check(lambda: ROW_CALLS[endpoint](state, body))
             if isinstance(call, PoolingCall):
-                return await self._pool(call, tenant, due_in_s)
+                return await self._pool(call, tenant, slo)
             exchange = Exchange(
                 state,
                 call,
                 tier=BEST_EFFORT,
-                slo=Slo(deadline_s=due_in_s),
+                slo=slo,
                 tenant=tenant,
                 arrival_s=state.clock.now(),
             )
@@ -139,14 +139,14 @@ class EngineRowHandler:
         )
         return RowReply(200, reply, tokens)
 
-    async def _pool(self, call: AnyPoolingCall, tenant: str, due_in_s: float) -> RowReply:
+    async def _pool(self, call: AnyPoolingCall, tenant: str, slo: Slo) -> RowReply:
         """Run a row for embeddings or scores once. Failures of the engine mean that the row must be
         tried again."""
         exchange = PoolingExchange(
             self._runner.state,
             call,
             tier=BEST_EFFORT,
-            slo=Slo(deadline_s=due_in_s),
+            slo=slo,
             tenant=tenant,
             arrival_s=self._runner.state.clock.now(),
         )

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from bros.batch.objects import Batch, StoredFile
 from bros.batch.rows import ENDPOINTS
-from bros.server.openai.schema import WireModel
+from bros.server.openai.schema import Slowdown, WireModel
 
 MAX_METADATA = 16
 MIN_LIFE_S, MAX_LIFE_S = 3600, 2_592_000
@@ -49,6 +49,12 @@ class CreateBatch(WireModel):
         description="24h as in OpenAI's API, or any other number of minutes, hours or days up to "
         "30d, such as 90m. It is a deadline: batches with an earlier one run first, and rows that "
         "are not done by then expire"
+    )
+    rt_slowdown: Slowdown | None = Field(
+        default=None,
+        description="Not in OpenAI's API: beside its rows, real-time streams may take so many "
+        "times as long per token as alone while the batch is on schedule. Default: rt_slowdown of "
+        "the key, else --rt-slowdown",
     )
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
@@ -136,12 +142,13 @@ class BatchUsage(BaseModel):
 
 
 class BatchOutlook(BaseModel):
-    """Not in OpenAI's API: whether a batch will be done within its window."""
+    """Not in OpenAI's API: whether a batch will be done within its window, and what was asked."""
 
     expected_at: int | None = Field(
         description="Expected time of completion in Unix seconds; null if unknown"
     )
     at_risk: bool = Field(description="Whether expected_at is after expires_at")
+    rt_slowdown: float | None = Field(description="As given; null: the default")
 
 
 class BatchObject(BaseModel):
@@ -202,6 +209,7 @@ class BatchObject(BaseModel):
             bros=BatchOutlook(
                 expected_at=expected_at,
                 at_risk=expected_at is not None and expected_at > batch.expires_at,
+                rt_slowdown=batch.rt_slowdown,
             ),
         )
 

@@ -213,6 +213,7 @@ def slo_of(
             body.deadline_ms or _header_ms(headers, "deadline") or deadline_ms, default.deadline_s
         ),
         objective(body.gap_ms or _header_ms(headers, "gap"), None),
+        body.rt_slowdown,
     )
 
 

@@ -26,6 +26,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, core_schema
 
 from bros.core import grammars
+from bros.core.config import MAX_RT_SLOWDOWN
 from bros.core.request import (
     MAX_LOGPROBS,
     MAX_OBJECTIVE_MS,
@@ -41,6 +42,7 @@ Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 MaxTokens = Annotated[int, Field(ge=1, le=_INT32_MAX)]
 Milliseconds = Annotated[float, Field(ge=MIN_OBJECTIVE_MS, le=MAX_OBJECTIVE_MS)]
+Slowdown = Annotated[float, Field(ge=1.0, le=MAX_RT_SLOWDOWN)]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -231,6 +233,12 @@ class SloFields(ClosedModel):
         description="Arrival to last token. Default: no deadline. A best-effort request starts "
         "early enough to meet it if there is time; for a real-time request, ttft_ms and tpot_ms "
         "are scaled down so that all of max_tokens would meet it",
+    )
+    rt_slowdown: Slowdown | None = Field(
+        default=None,
+        description="Of a best-effort request (service_tier flex): beside it, real-time streams "
+        "may take so many times as long per token as alone, unless its deadline, --be-share or "
+        "the backlog needs more. Default: rt_slowdown of the key, else --rt-slowdown",
     )
 
 
@@ -753,6 +761,10 @@ class ChoiceTrace(BaseModel):
     )
     longest_gap_ms: float | None = Field(
         description="Longest time between two tokens; null before the second"
+    )
+    slowdown: float | None = Field(
+        description="Of a real-time stream: time since its first token over what the steps since "
+        "then would have taken without best-effort work, by the cost model; null if not known"
     )
     waits_ms: dict[str, float] = Field(
         description="How long it could have run and did not, by reason: time (no time was left "

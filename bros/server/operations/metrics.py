@@ -265,6 +265,7 @@ def _by_class(stats: EngineStats) -> Iterator[Metric]:
     yield family(GaugeMetricFamily, "kv_usage_ratio", text, lambda values: values.kv_blocks / total)
     yield _objectives(counts)
     yield _slack(counts)
+    yield _slowdown(counts[ServiceClass.RT.value].slowdown)
 
 
 def _objectives(counts: Mapping[str, ClassStats]) -> Metric:
@@ -298,6 +299,20 @@ def _slack(counts: Mapping[str, ClassStats]) -> Metric:
         # fall. The mean over all time is still useful, and scrapers expect a count.
         histogram.add_sample(f"{name}_count", labels, buckets[-1][1])
         histogram.add_sample(f"{name}_sum", labels, slack.total)
+    return histogram
+
+
+def _slowdown(slowdown: Buckets) -> Metric:
+    rt = ServiceClass.RT.value
+    histogram = HistogramMetricFamily(
+        "bros_stream_slowdown",
+        "Of finished real-time streams: time from the first to the last token over what the steps "
+        "would have taken without best-effort work, by the cost model. What users feel of "
+        "best-effort work while all objectives are met. To reduce it, lower --rt-slowdown or "
+        "--rt-wait, or give batches longer windows",
+        labels=(_CLASS,),
+    )
+    histogram.add_metric((rt,), _cumulative(slowdown), sum_value=slowdown.total)
     return histogram
 
 

@@ -344,6 +344,7 @@ def _choice(index: int, trace: RequestTrace) -> ChoiceTrace:
         ttft_ms=_ms_or_none(trace.ttft_s),
         tpot_ms=_ms_or_none(trace.tpot_s),
         longest_gap_ms=_ms_or_none(trace.longest_gap_s),
+        slowdown=None if trace.slowdown is None else round(trace.slowdown, 3),
         waits_ms={reason: _ms(seconds) for reason, seconds in trace.waits.items()},
         events=[TraceEvent(at_ms=_ms(at_s), event=event) for at_s, event in trace.events],
         finish_reason=trace.finish_reason,
