@@ -189,7 +189,7 @@ class Bounds:
     best_effort_share: best-effort work is added up to this share of best_effort_s.
     stretch: most seconds of a step with best-effort work beside real-time rows, in times of what
         its urgent part takes.
-    saved_s: seconds by which such a step may be longer than that.
+    saved_s: seconds by which such a step may be longer than that; negative: has to be shorter.
     best_effort_credit_s: seconds that best-effort work may take in any case. If positive,
         best-effort work may also take one row and min_chunk tokens in any case.
     tbar_s: moving average of step times (Tbar). A candidate that is passed over is assumed to wait

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from bros.core.config import RT_SLOWDOWN, WEIGHT, EngineConfig, ServerConfig, parse_bytes
 from bros.core.errors import ConfigError
@@ -75,7 +76,7 @@ class Tenants:
     def with_numbers(self, config: EngineConfig) -> EngineConfig:
         """The options of an engine, which gets weights and slowdowns unless options say others."""
         found = {"tenant_weights": self.weights, "tenant_rt_slowdowns": self.rt_slowdowns}
-        changes = {
+        changes: dict[str, Any] = {
             option: ",".join(f"{name}={value!r}" for name, value in values.items())
             for option, values in found.items()
             if values and getattr(config, option) is None

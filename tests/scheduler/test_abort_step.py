@@ -126,7 +126,7 @@ def test_other_policies_do_not_abort_steps(options: dict[str, str]) -> None:
 
 
 def test_nothing_is_left_of_an_aborted_step() -> None:
-    run = VirtualRun("bros", max_batch_tokens=64)
+    run = VirtualRun("bros", max_batch_tokens=64, rt_slowdown=1000.0)
     run.submit("half done", 150, BE)
     run.submit("rt", 5, max_tokens=9)
     run.steps(2)

@@ -176,7 +176,9 @@ def test_best_effort_gets_less_time_as_real_time_requests_fill_the_memory() -> N
     """Its tokens would keep them there longer, while new ones wait for room."""
     longest = {}
     for rows in (6, 15, 19):  # of 20 that fit
-        run = VirtualRun(rt_wait=0.5, max_batch_tokens=1000, max_num_seqs=40, blocks=505)
+        run = VirtualRun(
+            rt_wait=0.5, rt_slowdown=1000.0, max_batch_tokens=1000, max_num_seqs=40, blocks=505
+        )
         for number in range(rows):
             run.submit(f"rt{number}", 78, slo=Slo(9.0, 0.2), max_tokens=80, salt=100 * number)
         run.steps(20)

@@ -220,3 +220,22 @@ def test_a_promoted_request_is_a_stream_from_then_on() -> None:
     trace = run.scheduler.trace("be0")
     assert trace is not None and trace.service_class is RT
     assert trace.slowdown is not None and 1.0 <= trace.slowdown < 2.0
+
+
+def test_an_aborted_step_uses_up_nothing_that_was_saved() -> None:
+    """The next one has the same chunk of a best-effort prompt."""
+    run = beside_streams(3, prompt=800)
+    for _ in range(20):
+        plan = run.scheduler.schedule(run.now)
+        assert plan is not None
+        chunks = [(c.request_id, c.start, len(c.token_ids)) for c in plan.chunks]
+        if any(tokens > 1 for _, _, tokens in chunks) and run.scheduler.may_abort:
+            break
+        run.scheduler.abort_step(plan, run.now)
+        run.step()
+    else:
+        raise AssertionError("no prompt was computed")
+    run.scheduler.abort_step(plan, run.now)
+    again = run.scheduler.schedule(run.now)
+    assert again is not None
+    assert [(c.request_id, c.start, len(c.token_ids)) for c in again.chunks] == chunks

@@ -628,6 +628,7 @@ class BrosPolicy:
         weight = _TBAR_ALPHA if self._tbar_s else 1.0
         self._tbar_s += weight * (seconds - self._tbar_s)
         self._batch.on_step_done(violated=packing.violated, was_full=packing.full)
+        self._save(packing)
         if not be_waits and len(packing.selected) == packing.num_urgent:
             self._credit_s = 0.0
             return
@@ -707,7 +708,6 @@ class BrosPolicy:
     # Best-effort
 
     def on_step_committed(self, packing: Packing[RequestState], queues: Queues) -> None:
-        self._save(packing)
         best_effort = packing.selected[packing.num_urgent :]
         self._order.started(s for s, _ in best_effort if not s.running and section(s) == _OTHERS)
         total_s = packing.seconds / self.predictor.safety_factor
@@ -724,11 +724,13 @@ class BrosPolicy:
     def _save(self, packing: Packing[RequestState]) -> None:
         """Keep what best-effort work may add to a step and did not, until it covers a chunk.
 
-        So a chunk that is longer than what one step allows comes once in some steps.
+        So a chunk that is longer than what one step allows comes once in some steps. If the next
+        step is planned before this one is done, both may use the same seconds: then it owes some.
         """
         if packing.urgent_s:
             left_s = self._pressure.latest * packing.urgent_s - packing.seconds
-            self._saved_s = min(max(self._saved_s + left_s, 0.0), 2.0 * self._chunk_s())
+            most_s = 2.0 * self._chunk_s()
+            self._saved_s = min(max(self._saved_s + left_s, -most_s), most_s)
 
     def _best_effort(self, queues: Queues, now: float) -> Iterator[RequestState]:
         """Decode rows, then pressing requests, running prompts, new requests."""
