@@ -258,8 +258,8 @@ class EngineConfig(_Checked):
     )
     rt_slowdown: float = option(
         1.5,
-        "time per token of real-time streams beside best-effort work that is in no hurry, in times "
-        f"of what they take alone; {MAX_RT_SLOWDOWN:g}: only the objectives bound it",
+        "slowdown of real-time streams by best-effort work that can wait; "
+        f"{MAX_RT_SLOWDOWN:g}: within their objectives",
         low=1,
         high=MAX_RT_SLOWDOWN,
     )
@@ -284,8 +284,7 @@ class EngineConfig(_Checked):
     )
     tenant_rt_slowdowns: str | None = option(
         None,
-        "--rt-slowdown beside work of single tenants, e.g. ann=1.2,bob=3; default: rt_slowdown=N "
-        "in --api-keys",
+        "--rt-slowdown of tenants' work, e.g. ann=1.2,bob=3; default: rt_slowdown=N in --api-keys",
         tenants=RT_SLOWDOWN,
     )
     late: str = option(

@@ -37,8 +37,8 @@ def test_limits_are_inclusive_and_enforced(part: type, field: dataclasses.Field[
     if limits.get("size"):
         good.append("3GiB")
         bad.append("3 parsecs")
-    if limits.get("weights"):
-        good.append("ann=3,bob=0.5")
+    if "tenants" in limits:
+        good.append("ann=3,bob=1.5")
         bad += ["ann", "ann=0", "ann=1,ann=2"]
     if limits.get("secret"):
         good.append("a key")
