@@ -20,7 +20,7 @@ from bros.bench.metrics import ClassMetrics
 from bros.bench.results import environment
 from bros.cli.simulate_tables import progress_bar
 from bros.core.clock import SystemClock
-from bros.core.config import EngineConfig
+from bros.core.config import MAX_RT_SLOWDOWN, EngineConfig
 from bros.core.request import ServiceClass
 from bros.scheduler.profiles import Profile
 from bros.simulator.metrics import ClassReport, Report
@@ -40,7 +40,12 @@ LENGTHS = {"sharegpt": "ShareGPT", "lmsys": "LMSYS"}
 NUM_RATES = 5
 BE_IN_FLIGHT = 256
 _COMMON = EngineConfig(max_num_seqs=512, max_batch_tokens=2048, max_queue=100_000)
-_PAPER: dict[str, Any] = {"packing": "paper", "late": "edf", "batch_growth": "additive"}
+_PAPER: dict[str, Any] = {
+    "packing": "paper",
+    "late": "edf",
+    "batch_growth": "additive",
+    "rt_slowdown": MAX_RT_SLOWDOWN,
+}
 POLICIES: dict[str, EngineConfig] = {
     "fcfs": dataclasses.replace(_COMMON, policy="fcfs"),
     "rr": dataclasses.replace(_COMMON, policy="rr"),

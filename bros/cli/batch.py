@@ -43,6 +43,7 @@ from bros.cli.batch_client import (
 )
 from bros.cli.flags import DEFAULT_URL, BatchFlags, read_own, whole
 from bros.core.clock import Clock
+from bros.core.config import RT_SLOWDOWN
 from bros.core.config_sources import URL_VARIABLE, given_flags, load_config
 from bros.core.errors import BrosError, ConfigError, InvalidRequestError
 
@@ -274,7 +275,7 @@ class _Command:
 
     def _submit(self) -> int:
         own, path = self.own, expand_user(self.own.file)
-        window = _window(own.window)
+        window, rt_slowdown = _window(own.window), _rt_slowdown(own.rt_slowdown)
         metadata = _metadata(own.metadata)
         target = check_writable("-o", own.output)
         if target is not None and not own.wait:
@@ -284,7 +285,7 @@ class _Command:
             raise ConfigError("-o: this is the input; name another file")
         file_id = self._upload(path)
         try:
-            batch = self.client.create(file_id, endpoint, window, metadata)
+            batch = self.client.create(file_id, endpoint, window, metadata, rt_slowdown)
         except (RefusedError, BusyError):  # certainly no batch was created that needs the file
             with contextlib.suppress(BrosError):  # report the first error
                 self.client.delete_file(file_id)
@@ -479,6 +480,14 @@ def _outcome(batch: RemoteBatch) -> int:
     if batch.status != BatchStatus.COMPLETED:
         return NOT_COMPLETED
     return SOME_ROWS_FAILED if batch.failed else 0
+
+
+def _rt_slowdown(text: str | None) -> float | None:
+    """Raises ConfigError."""
+    try:
+        return None if text is None else RT_SLOWDOWN.parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"--rt-slowdown: {error}") from None
 
 
 def _window(text: str) -> str:

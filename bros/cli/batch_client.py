@@ -154,15 +154,22 @@ class BatchClient:
             _body(self._http.delete(f"files/{quote(file_id, safe='')}"))
 
     def create(
-        self, file_id: str, endpoint: str, window: str, metadata: Mapping[str, str]
+        self,
+        file_id: str,
+        endpoint: str,
+        window: str,
+        metadata: Mapping[str, str],
+        rt_slowdown: float | None = None,
     ) -> RemoteBatch:
         """Create a batch. window: the completion window in the API's format, such as 24h."""
-        wanted = {
+        wanted: dict[str, object] = {
             "input_file_id": file_id,
             "endpoint": endpoint,
             "completion_window": window,
             "metadata": dict(metadata) or None,
         }
+        if rt_slowdown is not None:  # not in OpenAI's API
+            wanted["rt_slowdown"] = rt_slowdown
         with self._readable_errors():
             return RemoteBatch.read(_body(self._http.post("batches", json=wanted)))
 

@@ -171,6 +171,9 @@ class BatchFlags:
         "completion window in minutes, hours or days, such as 90m, 24h or 7d",
         "24h",
     )
+    rt_slowdown: str | None = flag(
+        "N", "target slowdown of real-time streams (default: that of the key or the server)"
+    )
     metadata: list[str] = flag(
         "KEY=VALUE",
         "metadata to store with the batch; may be given several times",
@@ -671,7 +674,7 @@ def _add_batch_actions(parser: argparse.ArgumentParser) -> None:
         "submit",
         "upload a file of requests and start a batch",
         _SUBMIT,
-        *("file", "endpoint", "window", "metadata", "wait", "output"),
+        *("file", "endpoint", "window", "rt_slowdown", "metadata", "wait", "output"),
         output="write the responses to FILE; requires --wait",
     )
     add(

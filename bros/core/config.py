@@ -257,7 +257,7 @@ class EngineConfig(_Checked):
         high=1,
     )
     rt_slowdown: float = option(
-        1.5,
+        1.4,
         "slowdown of real-time streams by best-effort work that can wait; "
         f"{MAX_RT_SLOWDOWN:g}: within their objectives",
         low=1,

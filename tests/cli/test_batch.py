@@ -89,6 +89,7 @@ def test_without_an_endpoint_nothing_is_sent(desk: Desk, tmp_path: Path, content
     ("arguments", "message"),
     [
         (["--window", "soon"], "--window: 'soon' is not a completion window"),
+        (["--rt-slowdown", "0.5"], "--rt-slowdown: '0.5' is not a slowdown from 1 to 1000"),
         (["--metadata", "a"], "--metadata: 'a' is not KEY=VALUE"),
         (["--metadata", "=a"], "--metadata: '=a' is not KEY=VALUE"),
         (["--metadata", "a=1", "--metadata", "a=2"], "--metadata: a is given twice"),

@@ -39,7 +39,7 @@ def test_a_batch_with_an_ample_window_leaves_chats_near_their_pace() -> None:
     assert beside.ended_s is not None and beside.ended_s < 600.0
     paces = [statistics.median(found.paces(beside.ended_s)) for found in (alone, beside)]
     assert paces[1] <= 1.5 * paces[0]
-    assert slowdown(beside) <= 1.5
+    assert slowdown(beside) == pytest.approx(1.4, abs=0.03)
 
 
 @pytest.mark.parametrize("of_fastest", [1.03, 1.3, 1.8])
@@ -51,7 +51,7 @@ def test_the_tighter_the_window_the_faster_the_batch(of_fastest: float) -> None:
     assert found.ended_s is not None and found.ended_s <= window_s
     if of_fastest < 1.1:
         assert found.ended_s <= 1.02 * fastest.ended_s, "as without a target"
-    assert 1.4 <= slowdown(found) <= 1.02 * slowdown(fastest)
+    assert 1.3 <= slowdown(found) <= 1.02 * slowdown(fastest)
 
 
 def test_each_batch_has_its_own_target() -> None:

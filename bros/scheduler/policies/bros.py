@@ -452,7 +452,7 @@ class BrosSettings:
     ttft_s: float = 0.4
     tpot_s: float = 0.2
     rt_wait: float = 0.5
-    rt_slowdown: float = 1.5
+    rt_slowdown: float = 1.4
     be_share: float = 0.02
     be_max_wait_s: float = 30.0
     late: str = "renew"
