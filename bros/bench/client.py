@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import aiohttp
 
 from bros.bench.dialects import RequestFormat
-from bros.bench.plan import Planned
+from bros.bench.plan import BenchTenants, Planned
 from bros.core.sse import Event, EventReader, EventTooLongError
 
 # ---- The record of one request, by the client's clock.
@@ -349,6 +349,7 @@ class Client:
     """Sends requests in one format to one server.
 
     base_url: scheme, host and port, with or without `/v1`.
+    tenants: whose key a request is sent with, instead of `api_key`.
     idle_s: a request fails if the server sends nothing for this long; None waits forever.
     """
 
@@ -360,6 +361,7 @@ class Client:
         render: Render,
         *,
         api_key: str | None = None,
+        tenants: BenchTenants | None = None,
         idle_s: float | None = IDLE_S,
     ) -> None:
         self._http = http
@@ -370,6 +372,7 @@ class Client:
         self._headers = {"content-type": "application/json", "accept": "text/event-stream"}
         if api_key is not None:
             self._headers["authorization"] = f"Bearer {api_key}"
+        self._tenants = tenants
 
     def prepare(self, planned: Planned) -> Prepared:
         """Build the body ahead of the send time. Never raises."""
@@ -391,9 +394,13 @@ class Client:
             record.outcome, record.detail = Outcome.FAILED, prepared.problem
             return None
         record.sent_s = now()
+        headers = self._headers
+        if self._tenants is not None:
+            key = self._tenants.keys[self._tenants.tenant_of(record.planned)]
+            headers = {**headers, "authorization": f"Bearer {key}"}
         try:
             async with asyncio.timeout(self._idle_s) as idle_timeout:
-                async with self._http.post(self._url, prepared.body, self._headers) as response:
+                async with self._http.post(self._url, prepared.body, headers) as response:
                     record.status = response.status
                     return await self._receive(record, response, now, idle_timeout)
         except Failure as failure:

@@ -23,6 +23,7 @@ from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from bros.bench.client import Outcome, Record
+from bros.bench.plan import BenchTenants
 from bros.core.request import ServiceClass, Slo
 from bros.workload.attainment import (
     Attainment,
@@ -281,6 +282,25 @@ class RunMetrics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TenantMetrics:
+    """What one tenant got in one run.
+
+    share: its part of the load.
+    requests: real-time ones that came due in the window.
+    ttft_s, both_met: of its real-time requests.
+    rt_tokens_per_s, be_tokens_per_s: prompt and output tokens by class.
+    """
+
+    name: str
+    share: float
+    requests: int
+    ttft_s: Summary
+    both_met: Attainment
+    rt_tokens_per_s: float
+    be_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RtTax:
     """The cost of best-effort load to real-time requests: mixed minus alone; None without a value.
 
@@ -317,6 +337,29 @@ def measure(records: Sequence[Record], slo: Slo, window: Window) -> RunMetrics:
             output_tokens_per_s=sum(part.output_tokens_per_s for part in parts),
         ),
     )
+
+
+def measure_tenants(
+    records: Sequence[Record], slo: Slo, window: Window, tenants: BenchTenants
+) -> tuple[TenantMetrics, ...]:
+    """slo: as for `measure`."""
+    found = []
+    for name, share in tenants.shares.items():
+        own = [record for record in records if tenants.tenant_of(record.planned) == name]
+        by_class = measure(own, slo, window).by_class
+        rt, be = by_class[ServiceClass.RT], by_class[ServiceClass.BE]
+        found.append(
+            TenantMetrics(
+                name=name,
+                share=share / sum(tenants.shares.values()),
+                requests=rt.requests,
+                ttft_s=rt.ttft_s,
+                both_met=rt.both_met,
+                rt_tokens_per_s=rt.tokens_per_s,
+                be_tokens_per_s=be.tokens_per_s,
+            )
+        )
+    return tuple(found)
 
 
 def tokens_per_s(records: Sequence[Record], window: Window) -> tuple[float, float]:

@@ -10,7 +10,7 @@ prompts that begin with the same pieces share a prefix.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -43,6 +43,28 @@ class Planned:
     @property
     def prompt_tokens(self) -> int:
         return sum(piece.tokens for piece in self.prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchTenants:
+    """Tenants that share the load of a run.
+
+    shares: name -> its part of the requests of each class; of any sum.
+    keys: name -> its API key.
+    """
+
+    shares: Mapping[str, float]
+    keys: Mapping[str, str]
+
+    def tenant_of(self, request: Planned) -> str:
+        """Whose request it is: by its name, so that each run has the same requests of a tenant."""
+        number = int.from_bytes(hashlib.sha256(request.name.encode()).digest()[:8], "big")
+        left = number / 2**64 * sum(self.shares.values())
+        for name, share in self.shares.items():
+            left -= share
+            if left < 0.0:
+                return name
+        return name
 
 
 class SessionRequest(NamedTuple):

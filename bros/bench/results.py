@@ -31,6 +31,7 @@ from bros.bench.metrics import (
     ClassMetrics,
     RtTax,
     RunMetrics,
+    TenantMetrics,
     be_efficiency,
     confidence_interval,
     rt_tax,
@@ -129,6 +130,7 @@ class ScenarioResult:
     rt_digest, be_digest: of the requests, see planning.Plan.
     server_version: None if the server does not report it.
     timeline: empty if the server has no metrics.
+    tenants: what each got, if several share the load.
     """
 
     command: Command
@@ -145,6 +147,7 @@ class ScenarioResult:
     be_load: str = ""
     server_version: str | None = None
     timeline: tuple[ServerSample, ...] = ()
+    tenants: tuple[TenantMetrics, ...] = ()
 
     @property
     def key(self) -> tuple[object, ...]:

@@ -18,8 +18,8 @@ import aiohttp
 from bros.bench.client import AiohttpTransport, Client, Outcome, Record, Render
 from bros.bench.dialects import Endpoint, RequestFormat, dialect_of
 from bros.bench.load import PREPARE_AHEAD_S, LoadResult, OfferedLoad, OnProgress, drive
-from bros.bench.metrics import ClassMetrics, RunMetrics, Window, measure
-from bros.bench.plan import Planned
+from bros.bench.metrics import ClassMetrics, RunMetrics, Window, measure, measure_tenants
+from bros.bench.plan import BenchTenants, Planned
 from bros.bench.planning import Case, Plan, RequestedLoad, make_plan, text_seed
 from bros.bench.prompts import Prompts
 from bros.bench.results import Command, ScenarioResult, ServerSample
@@ -403,6 +403,7 @@ class BenchTarget:
     policy: str | None = None
     model: str | None = None
     api_key: str | None = None
+    tenants: BenchTenants | None = None
 
 
 class BeAs(StrEnum):
@@ -488,7 +489,14 @@ class BenchRunner:
                 seed=self._wanted.seed,
             )
             render = self._render(plan, text_seed(self._wanted.seed, case))
-            client = Client(http, target.url, request_format, render, api_key=target.api_key)
+            client = Client(
+                http,
+                target.url,
+                request_format,
+                render,
+                api_key=target.api_key,
+                tenants=target.tenants,
+            )
             await probe.wait_idle(_SETTLE_S)
             samples = None
             if plan.in_flight and options.be_as is BeAs.BATCH:
@@ -570,6 +578,7 @@ class BenchRunner:
                 before = after
 
     def _result(self, case: Case, plan: Plan, driven: LoadResult, window: Window) -> ScenarioResult:
+        slo, tenants = self._options.command.slo, self._target.tenants
         return ScenarioResult(
             command=self._options.command,
             scenario=case.scenario,
@@ -581,8 +590,11 @@ class BenchRunner:
             be_load=plan.be_label,
             rt_digest=plan.rt_digest,
             be_digest=plan.be_digest,
-            metrics=measure(driven.records, self._options.command.slo, window),
+            metrics=measure(driven.records, slo, window),
             client=driven.health,
+            tenants=()
+            if tenants is None
+            else measure_tenants(driven.records, slo, window, tenants),
         )
 
 

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from bros.bench.dialects import Endpoint, dialect_of
 from bros.bench.load import OnProgress
+from bros.bench.plan import BenchTenants
 from bros.bench.planning import (
     Case,
     Overlong,
@@ -64,11 +65,12 @@ from bros.cli.flags import (
 )
 from bros.cli.simulate_tables import table_console
 from bros.core.clock import Clock
-from bros.core.config import POLICIES, Config
+from bros.core.config import POLICIES, Config, TenantNumber
 from bros.core.config_sources import given_flags, load_config, options_of
 from bros.core.errors import BrosError, ConfigError
 from bros.core.request import Slo
 from bros.executor.model_store import default_cache_dir, resolve_model
+from bros.server.tenants import load_tenants
 from bros.text.tokenizer import Tokenizer
 from bros.workload.attainment import Attainment
 
@@ -87,6 +89,7 @@ class BenchSettings:
     """The checked options.
 
     target: the server to measure; None: start bros once per policy.
+    tenants: that share the load, if any.
     capacity: (required attainment, rates) of a capacity search, if any.
     server_arguments: for the servers that are started here.
     """
@@ -94,6 +97,7 @@ class BenchSettings:
     config: Config
     policies: tuple[str, ...]
     target: BenchTarget | None
+    tenants: BenchTenants | None
     scenarios: frozenset[Scenario]
     rates: tuple[float | None, ...]
     capacity: tuple[float, Range] | None
@@ -114,7 +118,8 @@ def read_settings(
     flags, own = given_flags(args), read_own(BenchFlags, args)
     config = load_config(flags, environ, warn)
     slo = config.engine.default_slo
-    target = _target(own, config)
+    tenants = _tenants(own, config)
+    target = _target(own, config, tenants)
     wanted = _wanted(own, config, slo if target is not None else Slo())
     warm_up_s = number("--warm-up", own.warm_up, low=0)
     if warm_up_s >= wanted.duration_s:
@@ -134,6 +139,7 @@ def read_settings(
         config=config,
         policies=names("--policies", own.policies, POLICIES),
         target=target,
+        tenants=tenants,
         scenarios=_scenarios(own.scenarios),
         rates=rt_rates,
         capacity=capacity,
@@ -151,7 +157,33 @@ def read_settings(
     )
 
 
-def _target(own: BenchFlags, config: Config) -> BenchTarget | None:
+_SHARE = TenantNumber("a share", 0.001, 1000.0)
+
+
+def _tenants(own: BenchFlags, config: Config) -> BenchTenants | None:
+    """Raises ConfigError."""
+    if own.tenants is None:
+        return None
+    if own.be_as == BeAs.BATCH:
+        raise ConfigError("--tenants: a batch is of one tenant; use --be-as requests")
+    try:
+        shares = _SHARE.parse_all(own.tenants)
+    except ConfigError as error:
+        raise ConfigError(f"--tenants: {error}") from None
+    keys = load_tenants(config.server).keys
+    unknown = [name for name in shares if name not in keys]
+    if unknown or not shares:
+        raise ConfigError(f"--tenants: {', '.join(unknown) or 'nobody'} has no key in --api-keys")
+    return BenchTenants(shares, keys)
+
+
+def _api_key(config: Config, tenants: BenchTenants | None) -> str | None:
+    """The key for everything but the load."""
+    key = config.server.api_key
+    return next(iter(tenants.keys.values())) if key is None and tenants is not None else key
+
+
+def _target(own: BenchFlags, config: Config, tenants: BenchTenants | None) -> BenchTarget | None:
     if own.target is None:
         return None
     dialect = dialect_of(own.dialect).name
@@ -161,7 +193,8 @@ def _target(own: BenchFlags, config: Config) -> BenchTarget | None:
         dialect=dialect,
         policy=own.target_policy,
         model=own.target_model,
-        api_key=config.server.api_key,
+        api_key=_api_key(config, tenants),
+        tenants=tenants,
     )
 
 
@@ -459,9 +492,15 @@ class _Bench:
             self._console.print(f"Starting bros with --policy {policy} ...", highlight=False)
             arguments = (*settings.server_arguments, "--policy", policy)
             async with local_server(arguments) as url:
-                key = settings.config.server.api_key
                 yield (
-                    BenchTarget(url=url, name="bros", dialect="bros", policy=policy, api_key=key),
+                    BenchTarget(
+                        url=url,
+                        name="bros",
+                        dialect="bros",
+                        policy=policy,
+                        api_key=_api_key(settings.config, settings.tenants),
+                        tenants=settings.tenants,
+                    ),
                     cases,
                 )
 

@@ -397,6 +397,11 @@ class BenchFlags:
         "whose concurrency the server decides",
         "requests",
     )
+    tenants: str | None = flag(
+        "LIST",
+        "tenants of --api-keys that share the load, e.g. ann=10,bob=1; the report says what "
+        "each one got",
+    )
     duration: str = flag("SECONDS", "duration of each run", "120")
     warm_up: str = flag("SECONDS", "start of each run that is not measured", "20")
     longest_prompt: str | None = flag("N", "cut prompts of real-time requests to N tokens")

@@ -10,6 +10,7 @@ import pytest
 from bros.cli.bench import BenchSettings, read_settings
 from bros.cli.flags import add_arguments
 from bros.core.clock import ManualClock
+from bros.core.errors import ConfigError
 from bros.core.request import Slo
 
 
@@ -44,3 +45,23 @@ def test_no_keys_and_no_folders_are_kept(tmp_path: Path) -> None:
     assert kept["--target"] == "http://127.0.0.1:8000"
     assert not any("hidden" in str(value) or str(tmp_path) in str(value) for value in kept.values())
     assert {"--out", "--append", "--report-only", "--api-key", "--policy"}.isdisjoint(kept)
+
+
+def test_tenants_share_the_load_with_keys_of_the_file(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ann ann-key\nbob bob-key weight=2\ncid cid-key\n")
+    arguments = ["--api-keys", str(keys), "--tenants", "bob=3,ann=1"]
+    tenants = settings(arguments).tenants
+    assert tenants is not None and tenants.shares == {"bob": 3.0, "ann": 1.0}
+    assert tenants.keys["bob"] == "bob-key"
+    target = settings([*arguments, "--target", "http://127.0.0.1:8000"]).target
+    assert target is not None and target.tenants == tenants
+    assert target.api_key == "ann-key", "to ask for models and metrics"
+    for more, message in (
+        (["--tenants", "eve=1"], "--tenants: eve has no key in --api-keys"),
+        (["--tenants", "ann"], "--tenants: '' is not a share from 0.001 to 1000"),
+        (["--tenants", ""], "--tenants: nobody has no key"),
+        (["--be-as", "batch"], "--tenants: a batch is of one tenant"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            settings([*arguments, *more])

@@ -47,6 +47,8 @@ def print_report(console: Console, bench: BenchResult) -> None:
     console.print(f"[bold]{escape(verdict(bench))}[/bold]")
     console.print(f"Objectives of real-time requests: {all_objectives(bench)}", highlight=False)
     console.print(_table(bench))
+    if any(result.tenants for result in bench.results):
+        console.print(_tenants(bench))
     for scenario in sorted({result.scenario for result in bench.results}):
         console.print(f"{scenario}  {scenario.label}", highlight=False)
     for found in bench.capacities:
@@ -84,6 +86,33 @@ def _table(bench: BenchResult) -> Table:
                 table.add_row(f"[dim]{result.rt_rate:g} requests/s[/dim]")
         table.add_row(escape(short_name(bench, result)), *cells(bench, result))
         last = result
+    return table
+
+
+def _tenants(bench: BenchResult) -> Table:
+    """What each tenant got."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("run", overflow="fold")
+    table.add_column("tenant")
+    columns = ("of the\nload %", "both\nmet %", "TTFT\np50 ms", "TTFT\np99 ms")
+    for column in (*columns, "RT tok/s\n%", "BE tok/s\n%"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for result in ordered(bench):
+        totals = [
+            sum(getattr(each, name) for each in result.tenants)
+            for name in ("rt_tokens_per_s", "be_tokens_per_s")
+        ]
+        for each in result.tenants:
+            parts = zip((each.rt_tokens_per_s, each.be_tokens_per_s), totals, strict=True)
+            table.add_row(
+                escape(short_name(bench, result)),
+                escape(each.name),
+                f"{100 * each.share:.0f}",
+                percent(each.both_met),
+                ms(each.ttft_s.p50),
+                ms(each.ttft_s.p99),
+                *(f"{100 * rate / total:.1f}" if total else NOTHING for rate, total in parts),
+            )
     return table
 
 
