@@ -105,3 +105,14 @@ def test_commands_are_those_of_the_runs_each_once(found: list[ScenarioResult]) -
     assert all(run.command in bench.commands for run in found)
     assert all(bench.commands.count(command) == 1 for command in bench.commands)
     assert set(bench.objectives) == {run.command.slo for run in found}
+
+
+def test_the_slowdown_is_a_mean_over_the_streams_of_the_measured_time() -> None:
+    run = typical_runs()[1]
+    samples = [(10.0, 9.0, 90.0), (100.0, 3.0, 4.0), (120.0, 0.0, 0.0), (200.0, 1.0, 3.0)]
+    timeline = tuple(
+        ServerSample(at_s, {"streams": streams, "slowdown_sum": total})
+        for at_s, streams, total in samples
+    )
+    assert dataclasses.replace(run, timeline=timeline).slowdown == 1.75
+    assert dataclasses.replace(run, timeline=()).slowdown is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from bros.core.request import Hints, Slo
 from bros.scheduler.policies.pressure import Pressure
 from bros.scheduler.state import RequestState
 from support.scheduling import request
-from support.virtual_time import BE, RT, VirtualRun
+from support.virtual_time import BE, RT, VirtualRun, plan_seconds
 
 TARGET = 1.5
 FAR = Slo(schedule_s=1e6)
@@ -239,3 +240,32 @@ def test_an_aborted_step_uses_up_nothing_that_was_saved() -> None:
     again = run.scheduler.schedule(run.now)
     assert again is not None
     assert [(c.request_id, c.start, len(c.token_ids)) for c in again.chunks] == chunks
+
+
+def test_the_slowdown_is_that_of_an_observer() -> None:
+    """Time from the first to the last token, over that of the same steps without best-effort."""
+    run = beside_streams(40, tokens=20, prompt=60)
+    times = run.token_times["rt0"]
+    streams = {name for name in run.requests if name.startswith("rt")}
+    ends = list(itertools.accumulate(run.seconds))
+    alone_s = sum(
+        plan_seconds(plan, only=streams)
+        for plan, end_s in zip(run.plans, ends, strict=True)
+        if times[0] + 1e-9 < end_s <= times[-1] + 1e-9
+    )
+    trace = run.scheduler.trace("rt0")
+    assert trace is not None and trace.slowdown == pytest.approx((times[-1] - times[0]) / alone_s)
+    best_effort = run.scheduler.trace("be0")
+    assert best_effort is not None and best_effort.slowdown is None
+
+
+def test_finished_streams_are_counted_by_their_slowdown() -> None:
+    run = beside_streams(2)
+    run.submit("rt-short", 5, max_tokens=10, salt=700)
+    run.submit("rt-one-token", 5, max_tokens=1, salt=800)
+    run.steps(30)
+    found = run.scheduler.stats().by_class[RT].slowdown
+    assert sum(found.counts) == 1
+    trace = run.scheduler.trace("rt-short")
+    assert trace is not None and found.total == trace.slowdown
+    assert sum(run.scheduler.stats().by_class[BE].slowdown.counts) == 0
