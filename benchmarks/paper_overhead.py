@@ -34,7 +34,7 @@ from paper_common import (
 from paper_drawing import Run, head, legend, mean, new_figure, percent, plain, row, runs_of
 
 from bros.cli.simulate_tables import progress_bar
-from bros.core.plan import StepPlan, StepResult
+from bros.core.plan import StepPlan, StepResult, SuspendedStep
 from bros.core.request import EngineRequest, RequestOutput, ServiceClass
 from bros.scheduler.scheduler import Scheduler
 from bros.simulator.simulation import SimulatedScenario, build_simulation
@@ -85,6 +85,9 @@ class TimedScheduler:
 
     def abort_step(self, plan: StepPlan, now: float) -> None:
         self._timed(self.bookkeeping_s, now, lambda: self._inner.abort_step(plan, now))
+
+    def suspend_step(self, plan: StepPlan, stopped: SuspendedStep, now: float) -> None:
+        self._timed(self.bookkeeping_s, now, lambda: self._inner.suspend_step(plan, stopped, now))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

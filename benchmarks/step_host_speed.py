@@ -45,7 +45,9 @@ MODEL = replace(FAST, unique_context_s=1e-9)
 class ConstantDecoder:
     """A decoder without layers."""
 
-    def hidden(self, inputs: Any, layers: Any, before_layer: Any) -> torch.Tensor:
+    def hidden(
+        self, inputs: Any, layers: Any, before_layer: Any, joining: Any = ()
+    ) -> torch.Tensor:
         return torch.empty(len(inputs.sample_rows), 1)
 
     def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -235,6 +235,7 @@ SAMPLED = {
     "bros_engine_step_seconds_total": "step_seconds",
     "bros_engine_step_predicted_seconds_total": "predicted_seconds",
     "bros_engine_steps_aborted_total": "aborted_steps",
+    "bros_engine_steps_suspended_total": "suspended_steps",
     "bros_be_added_seconds_total": "be_added_seconds",
 }
 """Prometheus sample -> short name."""

@@ -76,13 +76,14 @@ def _print_load(console: Console, label: str, rows: Sequence[Row]) -> None:
             "Time per token of real-time requests, in times of that without best-effort work: "
             f"{', '.join(slowdowns)}\n"
         )
-    aborted = [
-        f"{scenario.config.policy} {report.aborted_steps} ({report.aborted_s:.1f} s)"
+    suspended = [
+        f"{scenario.config.policy} {report.suspended_steps} ({report.suspended_s:.1f} s, of which "
+        f"{report.lost_s:.1f} s were lost)"
         for scenario, report in rows
-        if report.aborted_steps
+        if report.suspended_steps
     ]
-    if aborted:
-        console.print(f"Steps aborted for a first token: {', '.join(aborted)}\n")
+    if suspended:
+        console.print(f"Steps suspended for a first token: {', '.join(suspended)}\n")
 
 
 def _real_time(rows: Sequence[Row]) -> Table:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, runtime_checkable
 
 from bros.core.errors import EngineDeadError
-from bros.core.plan import StepPlan, StepResult, TokenConstraint
+from bros.core.plan import StepPlan, StepResult, SuspendedStep, TokenConstraint
 from bros.core.request import (
     EngineRequest,
     FinishReason,
@@ -271,6 +271,12 @@ class EngineStats:
         best-effort work, by the cost model.
     aborted_steps: steps that were aborted for a real-time arrival; no other field counts them.
     aborted_s: duration of aborted steps.
+    suspended_steps: steps that were suspended for a real-time arrival; `steps` and `step_s` do not
+        count them.
+    suspended_s: duration of suspended steps until then.
+    lost_s: time whose work was lost: of aborted steps, and of what was dropped of suspended steps,
+        for example because its request was preempted.
+    yielding: time from the arrival of a request until a step was suspended or aborted for it.
     safety_factor: factor on the predictions of the cost model.
     batch_size: maximum rows that the policy allows in the next step.
     batch_resets: number of times the policy reset the batch size.
@@ -296,6 +302,10 @@ class EngineStats:
     be_added_s: float = 0.0
     aborted_steps: int = 0
     aborted_s: float = 0.0
+    suspended_steps: int = 0
+    suspended_s: float = 0.0
+    lost_s: float = 0.0
+    yielding: Buckets = Buckets()
     safety_factor: float = 1.0
     batch_size: int = 0
     batch_resets: int = 0
@@ -371,7 +381,8 @@ class RequestTrace:
         "prefix"    another request (the producer) was computing its prefix
         "grammar"   its grammar was being compiled, before it was queued
         "early"     it is an early prefill, which would have cost others more than it saves
-        "yielded"   it ran, but the step was aborted for another request's first token
+        "yielded"   it ran, but the step was aborted for another request's first token (one that
+                    was suspended is an event: nothing of it is lost)
     ttft_s: None until there is a first token.
     tpot_s: None until there is a second token.
     longest_gap_s: longest time between two tokens; None until there is a second one.
@@ -443,17 +454,31 @@ class Executor(Protocol):
 
     def execute(
         self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
-    ) -> StepResult | None:
+    ) -> StepResult | SuspendedStep | None:
         """Run one step and return one sample per chunk with a sample spec, in plan order.
 
         should_abort: called at safepoints, such as between layers. Once it returns True the
-        executor may abort the step: it samples nothing and returns None, and the contents of the
-        plan's slots are undefined. An executor without safepoints does not call it.
+        executor may suspend the step, if it can, or abort it: it samples nothing and returns None,
+        keeps nothing of the plan's chunks, and the contents of their slots are undefined. An
+        executor without safepoints does not call it.
         """
         ...
 
     def close(self) -> None:
         """Release memory and worker processes. May be called twice."""
+        ...
+
+
+@runtime_checkable
+class SuspendingExecutor(Executor, Protocol):
+    """An executor that suspends steps rather than abort them, so that hardly any work is lost.
+
+    Some steps may still be aborted: those that it runs as a whole, and what comes after the layers.
+    """
+
+    @property
+    def num_layers(self) -> int:
+        """The layers before which a step can be suspended."""
         ...
 
 

@@ -15,6 +15,8 @@ Where the executor can, plan t + 1 is made while plan t runs (interfaces.Launchi
 So a plan may have a chunk of a request that has meanwhile ended at a stop token. The scheduler
 ignores its sample. The next plan may already give its slots to other requests, so the executor must
 run plans, copies included, in order (see KvCopies).
+
+Where plans are not launched, a step may be suspended between two layers (see Kept).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from bros.core.request import (
     PooledTokens,
@@ -113,6 +115,31 @@ class Readout:
     second_from: int | None = None
 
 
+class Kept(NamedTuple):
+    """What an executor keeps of a chunk whose step was suspended: the hidden states of its tokens
+    before a layer. K and V of the layers below are cached.
+
+        plan 7   layers 0 .. 11              suspended before layer 12: its chunks are kept
+        plan 8   layers 0 .............. 29
+        plan 9   layers 0 .. 11              without the chunk that has Kept(7, row, 12)
+                         layers 12 ..... 29  with it
+
+    The scheduler and the executor agree on what is kept: of a SuspendedStep, every chunk that had
+    begun. The executor keeps it until a plan has a chunk that continues it, or drops it. A chunk
+    may continue the first tokens only: n of them leave Kept(step, row, layer, first + n).
+
+    step: number of the suspended plan.
+    row: index of the chunk in that plan.
+    layer: the first layer that is still to be computed, at least 1.
+    first: how many tokens of the chunk come before these.
+    """
+
+    step: int
+    row: int
+    layer: int
+    first: int = 0
+
+
 @dataclass(slots=True)
 class Chunk:
     """Tokens [start, start + n) of one request, n = len(token_ids) >= 1; decode is n = 1.
@@ -124,6 +151,8 @@ class Chunk:
     readout: None if no hidden states are read but that of the sample.
     segments: int32 (block, lo, hi) triples, flattened; together they cover [0, start).
     slots: int32, one per token: where its K and V are written.
+    kept: where it continues; None if it begins with the first layer. Its tokens and slots are
+        those of the plan that was suspended, or the first of them.
     """
 
     request_id: str
@@ -133,6 +162,7 @@ class Chunk:
     slots: array[int]
     sample: SampleSpec | None
     readout: Readout | None = None
+    kept: Kept | None = None
 
 
 def _no_slots() -> array[int]:
@@ -186,14 +216,19 @@ class SharedPrefix:
 class StepPlan:
     """Everything an executor needs for one step. It has at least one chunk.
 
-    copies: the executor makes them before it computes, even if the step is aborted later.
-    shared: prefixes that kernels read once (chosen by EngineInfo.grouping).
+    chunks: those that continue what is kept come last, in the order of their layers.
+    copies: the executor makes them before it computes, even if the step is aborted or suspended
+        later.
+    shared: prefixes that kernels read once (chosen by EngineInfo.grouping); of chunks that begin
+        with the first layer.
+    dropped: what is not needed any more of what the executor keeps. No chunk continues it.
     """
 
     step: int
     chunks: tuple[Chunk, ...]
     copies: KvCopies | None = None
     shared: tuple[SharedPrefix, ...] = ()
+    dropped: tuple[Kept, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -239,3 +274,16 @@ class StepResult:
     step: int
     samples: tuple[SampledToken, ...]
     readouts: tuple[ReadPositions, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SuspendedStep:
+    """A step that was suspended before `layer`, one of 0 .. num_layers - 1, instead of a result.
+
+    Chunks that had begun, at a layer below, are kept: from now on as Kept(step, row, layer). Those
+    that would have continued later are kept as before.
+    """
+
+    step: int
+    layer: int
+    num_layers: int

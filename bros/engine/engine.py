@@ -19,7 +19,9 @@ from bros.core.interfaces import (
     RequestTrace,
     StepHandle,
     StopRule,
+    SuspendingExecutor,
 )
+from bros.core.plan import SuspendedStep
 from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
 from bros.engine.grammars import Grammars
 from bros.scheduler.scheduler import Scheduler
@@ -50,6 +52,7 @@ class Engine:
         self._clock = clock
         self.info = info
         self._launcher = find_launcher(executor, async_scheduling)
+        self._suspends = isinstance(executor, SuspendingExecutor)
         self._running: StepHandle | None = None
         self._grammars = grammars or Grammars(None, info, clock)
         self._preparing: dict[str, float] = {}  # request id -> since when
@@ -111,11 +114,11 @@ class Engine:
         """Run one step and return its outputs. Any exception leaves the engine unusable.
 
         arrivals: called while the step runs; returns the requests that have arrived since its last
-            call, which the caller submits later. The scheduler may abort a step with best-effort
-            work for one of them; the step then has no outputs. None: no request can arrive.
+            call, which the caller submits later. A step with best-effort work may yield to one of
+            them: it is suspended or aborted, and has no outputs. None: no request can arrive.
 
         With asynchronous scheduling this launches a step and returns the outputs of the one before;
-        no step is aborted. Raises RuntimeError if there are requests but none can run (a bug).
+        no step yields. Raises RuntimeError if there are requests but none can run (a bug).
         """
         if self._launcher is not None:
             outputs = self._launch(self._launcher)
@@ -144,6 +147,8 @@ class Engine:
             result = self._executor.execute(plan)
         if result is None:
             scheduler.abort_step(plan, clock.now())
+        elif isinstance(result, SuspendedStep):
+            scheduler.suspend_step(plan, result, clock.now())
         else:
             outputs += scheduler.apply(result, clock.now())
         return outputs
@@ -208,7 +213,8 @@ class Engine:
         self._grammars.close()
 
     def _yields(self, arrivals: Iterable[EngineRequest]) -> bool:
-        return any(self._scheduler.yields(new, self._clock.now()) for new in arrivals)
+        now, suspends = self._clock.now(), self._suspends
+        return any(self._scheduler.yields(new, now, suspends=suspends) for new in arrivals)
 
     def _log_ends(self, outputs: Sequence[RequestOutput]) -> None:
         """Log the trace of each request that ended, at level DEBUG."""

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bros.core.plan import SEGMENT_WIDTH, SampleSpec, SharedPrefix, StepPlan
+from bros.core.plan import SEGMENT_WIDTH, Kept, SampleSpec, SharedPrefix, StepPlan
 from bros.executor.readout import ReadRequest
 from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels, SharedParts
 from bros.kernels.offsets import lengths_of, offsets
@@ -36,6 +36,9 @@ class StepInputs:
     read_rows: [read], the tokens whose hidden states are read for readouts.
     num_scored: how many of these, the first ones, need logits; the others are pooled.
     readouts: of the chunks that have one, in the order of read_rows; empty on ranks other than 0.
+    step: number of the plan.
+    kept: where the last chunks continue, in the order of their layers.
+    dropped: what the executor keeps no longer.
     """
 
     token_ids: Tensor
@@ -47,6 +50,30 @@ class StepInputs:
     read_rows: Tensor = _NO_ROWS
     num_scored: int = 0
     readouts: tuple[ReadRequest, ...] = ()
+    step: int = 0
+    kept: tuple[Kept, ...] = ()
+    dropped: tuple[Kept, ...] = ()
+
+    def first(self, rows: int) -> StepInputs:
+        """The inputs of the first rows alone, for layers in which the others take no part.
+
+        They sample nothing. Any shared parts must be of these rows.
+        """
+        attention = self.attention
+        tokens, segments = int(attention.query_start[rows]), int(attention.segment_start[rows])
+        return StepInputs(
+            self.token_ids[:tokens],
+            self.positions[:tokens],
+            self.slots[:tokens],
+            AttentionBatch(
+                attention.query_start[: rows + 1],
+                attention.segment_start[: rows + 1],
+                attention.segments[:segments],
+                attention.shared,
+            ),
+            _NO_ROWS,
+            (),
+        )
 
 
 def build_inputs(plan: StepPlan) -> StepInputs:
@@ -91,6 +118,9 @@ def build_inputs(plan: StepPlan) -> StepInputs:
         read_rows=read_rows,
         num_scored=num_scored,
         readouts=readouts,
+        step=plan.step,
+        kept=tuple([chunk.kept for chunk in chunks if chunk.kept is not None]),
+        dropped=plan.dropped,
     )
 
 
@@ -222,16 +252,14 @@ class InputUploader:
         if pending is not None:
             fill_pending_tokens(on_device[0], pending.tokens, on_device.pop())
         token_ids, positions, slots, sample_rows, read_rows = on_device
-        return StepInputs(
-            token_ids,
-            positions,
-            slots,
-            attention,
-            sample_rows,
-            inputs.samples,
-            read_rows,
-            inputs.num_scored,
-            inputs.readouts,
+        return dataclasses.replace(
+            inputs,
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            attention=attention,
+            sample_rows=sample_rows,
+            read_rows=read_rows,
         )
 
 

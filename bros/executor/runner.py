@@ -9,11 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bros.core.plan import PENDING, KvCopies, ReadPositions, StepPlan, StepResult
+from bros.core.plan import (
+    PENDING,
+    KvCopies,
+    ReadPositions,
+    StepPlan,
+    StepResult,
+    SuspendedStep,
+)
 from bros.executor.cuda.graphs import StepGraphs
 from bros.executor.inputs import InputUploader, PendingTokens, StepInputs, build_inputs
+from bros.executor.kept_states import KeptStates
 from bros.executor.kv_storage import KvMemory
-from bros.executor.models.decoder import Decoder
+from bros.executor.models.decoder import Decoder, Stopped
 from bros.executor.readout import PendingPools, PendingScores, pool_hidden, score_hidden
 from bros.executor.sampler import DeviceStepSampler, PendingSamples, StepSampler
 
@@ -37,7 +45,7 @@ class StepOutputs(NamedTuple):
 
 
 class ModelRunner:
-    """Runs plans on one device. Implements core.interfaces.Executor.
+    """Runs plans on one device. Implements core.interfaces.SuspendingExecutor.
 
     `execute` is `prepare`, `compute` and `result`; the runners of several ranks call these three
     themselves, in inference mode.
@@ -65,25 +73,29 @@ class ModelRunner:
         self._uploader = uploader
         self._step_sampler = step_sampler
         self._graphs = graphs
+        self._kept = KeptStates()
 
     @torch.inference_mode()
     def execute(
         self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
-    ) -> StepResult | None:
+    ) -> StepResult | SuspendedStep | None:
         """Run one step; afterwards K and V of every token in the plan are cached.
 
-        should_abort: called before each layer, or once before the replay of a graph. If it returns
-            True, the step is aborted and `execute` returns None.
+        should_abort: called before each layer. If it returns True there, the step is suspended. It
+            is also called before the replay of a graph, and while prompts are scored after the last
+            layer; if it returns True there, the step is aborted.
         """
         inputs = self.prepare(build_inputs(plan), plan.copies)
         outputs = self.compute(inputs, should_abort)
-        return None if outputs is None else self.result(plan.step, outputs, inputs)
+        if outputs is None or isinstance(outputs, SuspendedStep):
+            return outputs
+        return self.result(plan.step, outputs, inputs)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
         """Like execute, but returns the fp32 logits [chunks with a sample spec, vocab]."""
         outputs = self.compute(self.prepare(build_inputs(plan)))
-        assert outputs is not None, "a step is aborted only if should_abort is given"
+        assert isinstance(outputs, StepOutputs), "a step yields only if should_abort is given"
         return outputs.logits if self._graphs is None else outputs.logits.clone()
 
     @property
@@ -95,9 +107,10 @@ class ModelRunner:
         return len(self._kv.layers)
 
     def prepare(self, inputs: StepInputs, copies: KvCopies | None = None) -> StepInputs:
-        """Start a plan's KV copies; returns the inputs for `compute`."""
+        """Start a plan's KV copies, and drop what it drops; returns the inputs for `compute`."""
         if copies is not None:
             self._kv.copy(copies)
+        self._kept.drop(inputs.dropped)
         self._kv.note(inputs.slots, inputs.positions)
         return inputs
 
@@ -106,7 +119,7 @@ class ModelRunner:
         inputs: StepInputs,
         should_abort: Callable[[], bool] | None = None,
         pending: PendingTokens | None = None,
-    ) -> StepOutputs | None:
+    ) -> StepOutputs | SuspendedStep | None:
         """What the step has computed, None if it was aborted.
 
         The next step may overwrite it: the logits of a replayed graph lie in a static buffer.
@@ -119,21 +132,29 @@ class ModelRunner:
         assert decoder is not None, "the executor is closed"
         graph = None if graphs is None else graphs.find(inputs)
         if graphs is None or graph is None:
-            return self._run(
-                decoder, self._uploader(inputs, pending, self._kv.positions), should_abort
-            )
+            return self._run(decoder, inputs, pending, should_abort)
         if should_abort is not None and should_abort():
             return None
         self._kv.wait_for_layer(len(self._kv.layers) - 1)
         return StepOutputs(graphs.replay(graph, inputs, pending))
 
     def _run(
-        self, decoder: Decoder, inputs: StepInputs, should_abort: Callable[[], bool] | None
-    ) -> StepOutputs | None:
-        """Run a step without a graph. inputs: on the device."""
-        hidden = decoder.hidden(inputs, self._kv.layers, self._before_layer(should_abort))
-        if hidden is None:
-            return None
+        self,
+        decoder: Decoder,
+        inputs: StepInputs,
+        pending: PendingTokens | None,
+        should_abort: Callable[[], bool] | None,
+    ) -> StepOutputs | SuspendedStep | None:
+        """Run a step without a graph."""
+
+        def upload(part: StepInputs) -> StepInputs:
+            return self._uploader(part, pending, self._kv.positions)
+
+        first, joining = self._kept.take(inputs, upload)
+        before_layer = self._before_layer(should_abort)
+        hidden = decoder.hidden(first, self._kv.layers, before_layer, joining)
+        if isinstance(hidden, Stopped):
+            return self._kept.suspend(inputs, hidden, joining, self.num_layers)
         num_samples = len(inputs.sample_rows)
         if len(hidden) == num_samples:
             return StepOutputs(decoder.lm_head(hidden))
@@ -159,6 +180,7 @@ class ModelRunner:
     def close(self) -> None:
         """Release weights and KV memory; `execute` fails afterwards. May be called twice."""
         self._decoder = self._graphs = None
+        self._kept.clear()
         self._kv.clear()
 
     def _before_layer(self, should_abort: Callable[[], bool] | None) -> Callable[[int], bool]:
@@ -245,7 +267,7 @@ class LaunchingRunner(ModelRunner):
     ) -> LaunchedStep:
         """The second half of `launch`. inputs: from `prepare`; pending: from `pending`."""
         outputs = self.compute(inputs, pending=pending)
-        assert outputs is not None, "a step is aborted only if should_abort is given"
+        assert isinstance(outputs, StepOutputs), "a step yields only if should_abort is given"
         samples = self._device_sampler.begin(outputs.logits, inputs.samples)
         self._last = LaunchedStep(plan, samples, outputs)
         return self._last

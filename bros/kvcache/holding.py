@@ -161,6 +161,29 @@ class Holding:
         for index in reversed(indices):  # so that the last segment is never one still to drop
             self._drop_segment(index)
 
+    def last_pushed(self, count: int) -> list[tuple[int, int]]:
+        """(block, tokens) of the last `count` tokens of the latest append, the last ones first."""
+        found = []
+        for block, pushed in reversed(self.pushed_last):
+            if not count:
+                break
+            taken = min(pushed, count)
+            found.append((block, taken))
+            count -= taken
+        return found
+
+    def segments_without(self, count: int) -> array[int]:
+        """The segments without those of the last `count` tokens of the latest append."""
+        segments, emptied = self.segments[:], []
+        for block, taken in self.last_pushed(count):
+            index = self._segment_index[block]
+            segments[index + self._top] -= self._up * taken
+            if segments[index + 1] == segments[index + 2]:
+                emptied.append(index)
+        for index in sorted(emptied, reverse=True):
+            del segments[index : index + SEGMENT_WIDTH]
+        return segments
+
     def join(self, node: Node, size: int) -> None:
         """Add the next node of a shared prefix, a block of `size` tokens."""
         assert self.num_shared == len(self.chain), "shared nodes come before private ones"

@@ -245,26 +245,36 @@ class KvCacheManager:
         return places
 
     def truncate(self, request_id: str, num_tokens: int) -> None:
-        """Undo the latest append of a request, before which it had `num_tokens`.
+        """Undo the latest append of a request, or the last tokens of it: `num_tokens` are left.
 
         Only for tokens that no step has computed. Tokens that the append restored stay restored.
         """
         holding = self._by_id[request_id]
-        for block, count in reversed(holding.pushed_last):
+        for block, count in holding.last_pushed(holding.num_tokens - num_tokens):
             self._allocator.pop(holding, block, count)
             holding.num_tokens -= count
         holding.pushed_last.clear()
         assert holding.num_tokens == num_tokens, "only the latest append can be undone"
 
-    def computed(self, request_id: str, keys: Sequence[bytes], side: Side) -> None:
+    def segments_before(self, request_id: str, num_tokens: int) -> array[int]:
+        """The segments of a request's first `num_tokens` tokens; the others are of its latest
+        append."""
+        holding = self._by_id[request_id]
+        return holding.segments_without(holding.num_tokens - num_tokens)
+
+    def computed(
+        self, request_id: str, keys: Sequence[bytes], side: Side, num_tokens: int | None = None
+    ) -> None:
         """Enter the full blocks of a request's latest append, which is computed, into the cache.
 
         keys: of its full computed blocks so far, see `extend_keys`.
+        num_tokens: how many of its tokens are computed; None for all.
         """
         holding = self._by_id.get(request_id)
         if holding is not None:
             self._sharing.publish(holding, keys, side, self._allocator.pop)
-            holding.pushed_last.clear()
+            left = 0 if num_tokens is None else holding.num_tokens - num_tokens
+            holding.pushed_last = holding.last_pushed(left)[::-1]
 
     def free(self, request_id: str, *, keep: bool = True) -> None:
         """Release all blocks of a request, and its checkpoints.

@@ -57,7 +57,9 @@ _GAUGES = frozenset(
 )
 """Statistics that end with an engine; all others are counters."""
 
-_NOT_SUMMED = frozenset({"by_class", "slack", "slowdown", "safety_factor", "device_s", "traces"})
+_NOT_SUMMED = frozenset(
+    {"by_class", "slack", "slowdown", "safety_factor", "device_s", "traces", "yielding"}
+)
 
 _Stats = TypeVar("_Stats", EngineStats, ClassStats)
 
@@ -95,7 +97,13 @@ def total_stats(parts: Sequence[EngineStats], before: Sequence[EngineStats] = ()
     traces = Counter[str]()
     for stats in parts:
         traces |= Counter(stats.traces)  # the larger number of each tenant
-    return dataclasses.replace(total, by_class=by_class, safety_factor=safety, traces=dict(traces))
+    return dataclasses.replace(
+        total,
+        by_class=by_class,
+        safety_factor=safety,
+        traces=dict(traces),
+        yielding=total_buckets([stats.yielding for stats in (*parts, *before)]),
+    )
 
 
 def counters(stats: EngineStats) -> EngineStats:

@@ -115,6 +115,7 @@ def build_scheduler(
         counters,
         random.Random(config.seed),
         info.grouping,
+        max_kept_tokens=bounds.tokens,
     )
 
 

@@ -26,11 +26,13 @@ from bros.core.interfaces import Grouping, Prices
 class StepLoad:
     """The input of a cost model: running sums over the chunks of a step.
 
-    A chunk of one token is a decode row, all others are prompt chunks.
+    A chunk of one token is a decode row, all others are prompt chunks. One of which some layers are
+    computed already counts as the rest of it, so that numbers need not be whole.
 
     tokens: of all chunks.
     decode_rows: chunks of one token.
-    samples: prompt chunks that end their prompt (decode rows always sample a token).
+    samples: prompt chunks that end their prompt (decode rows always sample a token), and what
+        decode rows that count in part lack of a whole sample.
     pairs: sum of n * context + n * (n + 1) / 2 over prompt chunks of n tokens.
     context: sum of context + 1 over decode rows.
     unique_context: the same, where prefixes that rows share count once.
@@ -50,12 +52,12 @@ class StepLoad:
     )
 
     def __init__(self) -> None:
-        self.tokens = 0
-        self.decode_rows = 0
-        self.samples = 0
+        self.tokens: float = 0
+        self.decode_rows: float = 0
+        self.samples: float = 0
         self.pairs = 0.0
-        self.context = 0
-        self.unique_context = 0
+        self.context: float = 0
+        self.unique_context: float = 0
         self.swap_tokens = 0
         self.swap_out_tokens = 0
 
@@ -81,6 +83,28 @@ class StepLoad:
     ) -> None:
         """Take back an `add` with the same arguments."""
         self._count(-1, tokens, context, sampled, shared, swapped)
+
+    def add_rest(self, tokens: int, context: int, sampled: bool, done: float) -> None:
+        """`add` for a chunk of which a share of the layers is computed already.
+
+        done: a multiple of 1/64, so that `remove_rest` leaves the same bits.
+        """
+        self._count_rest(1.0 - done, tokens, context)
+        self.samples += done if tokens == 1 else sampled
+
+    def remove_rest(self, tokens: int, context: int, sampled: bool, done: float) -> None:
+        """Take back an `add_rest` with the same arguments."""
+        self._count_rest(done - 1.0, tokens, context)
+        self.samples -= done if tokens == 1 else sampled
+
+    def _count_rest(self, share: float, tokens: int, context: int) -> None:
+        self.tokens += share * tokens
+        if tokens == 1:
+            self.decode_rows += share
+            self.context += share * (context + 1)
+            self.unique_context += share * (context + 1)
+        else:
+            self.pairs += share * (tokens * context + tokens * (tokens + 1) / 2)
 
     def add_row(self, context: int, swapped: int = 0, shared: int = 0) -> None:
         """`add` for a decode row after `context` cached tokens: most of the calls."""
@@ -146,12 +170,12 @@ class CostModel:
     swap_out_token_s: float = 0.0
     overlap_swap: bool = False
     _limits: tuple[int, ...] = field(init=False, repr=False, compare=False, default=())
-    _known: dict[int, float] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _known: dict[float, float] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_limits", tuple(limit for limit, _ in self.padding))
 
-    def padded(self, tokens: int) -> int:
+    def padded(self, tokens: float) -> float:
         """Tokens that the device computes for `tokens`, with padding."""
         if not self.padding:
             return tokens
@@ -218,13 +242,13 @@ class CostModel:
             hinges=self.hinges,
         )
 
-    def _products(self, tokens: int) -> float:
+    def _products(self, tokens: float) -> float:
         seconds = self._known.get(tokens)
         if seconds is None:
             seconds = self._known[tokens] = self._matrix_products(tokens)
         return seconds
 
-    def _matrix_products(self, tokens: int) -> float:
+    def _matrix_products(self, tokens: float) -> float:
         padded = self.padded(tokens)
         seconds = self.constant_s + self.token_s * padded
         for knot, slope in self.hinges:
@@ -285,7 +309,7 @@ class StepTimePredictor:
 
     def safe_seconds(self, load: StepLoad) -> float:
         """The expected time with safety margin, which a step rarely exceeds."""
-        if load.decode_rows == load.tokens and load.swap_tokens == 0:
+        if load.decode_rows == load.tokens and not (load.swap_tokens or load.samples):
             return self.safety_factor * self.rho_decode * self.model.decode_seconds(load)
         return self.safety_factor * self.seconds(load)
 
@@ -317,7 +341,7 @@ class StepTimePredictor:
     def _phases(self, load: StepLoad) -> tuple[float, float]:
         """The model's time of the decode rows alone, and what the rest of the step adds."""
         decode = self.model.decode_seconds(load)
-        if load.decode_rows == load.tokens and load.swap_tokens == 0:
+        if load.decode_rows == load.tokens and not (load.swap_tokens or load.samples):
             return decode, 0.0
         return decode, self.model.seconds(load) - decode
 

@@ -60,6 +60,7 @@ class StepMemory:
     prefill_seconds: see CostModel; None if the policy predicts no times.
     behind: tenants whose real-time requests give memory and leave rows to those of others, see
         Proposal.
+    drop: undoes what is suspended of a request.
 
     num_copied: tokens to be copied to the host for the reservations so far.
     granted: request id -> (segments, slots) of its reservation.
@@ -74,6 +75,7 @@ class StepMemory:
         states: Mapping[str, RequestState],
         now: float,
         *,
+        drop: Callable[[RequestState], None],
         max_holders: int,
         new_requests_preempt: bool,
         expected_tokens: Callable[[RequestState], int] | None = None,
@@ -83,6 +85,7 @@ class StepMemory:
         self._kv = kv
         self._running = running
         self._now = now
+        self._drop = drop
         self._new_requests_preempt = new_requests_preempt
         self._free_rows = {
             ServiceClass.BE: max_holders - len(running),
@@ -208,6 +211,10 @@ class StepMemory:
         self.refusal = "memory"
         if not state.running:
             return self._admit(state, num_tokens)
+        if state.suspended is not None:
+            segments = self._kv.segments_before(state.request_id, state.num_computed_tokens)
+            self.granted[state.request_id] = segments, state.suspended.slots[:num_tokens]
+            return True
         if self.losses and state.request_id in self.losses:
             return False
         return self._append(state, num_tokens)
@@ -263,9 +270,14 @@ class StepMemory:
         return True
 
     def _victim_ids(self) -> Iterator[str]:
+        """The ids of the victims. What is suspended of those that are taken is dropped first: only
+        whole KV is preempted."""
         assert self._requester is not None
         self._asked_for_victims = True
-        return (victim.request_id for victim in self._victims(self._requester))
+        for victim in self._victims(self._requester):
+            if victim.suspended is not None:
+                self._drop(victim)
+            yield victim.request_id
 
     def _note_losses(self, preemptor: RequestState) -> None:
         for name, lost in self._kv.take_losses().items():

@@ -35,6 +35,16 @@ from bros.scheduler.cost_model import StepLoad, StepTimePredictor
 # ---- Input and output of packing.
 
 
+class SuspendedTokens(Protocol):
+    """The part of a Suspended that packing reads."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def done(self) -> float: ...
+
+
 class Candidate(Protocol):
     """The part of a RequestState that packing reads.
 
@@ -48,6 +58,8 @@ class Candidate(Protocol):
     running: it holds KV memory.
     deadline_s: when the next sampled token is due.
     late: the token has missed a deadline already, and was counted as a violation.
+    suspended: its next tokens, if their step was suspended; it is running then. Its next chunk
+        consists of them, or of the first of them.
     """
 
     @property
@@ -76,6 +88,9 @@ class Candidate(Protocol):
 
     @property
     def late(self) -> bool: ...
+
+    @property
+    def suspended(self) -> SuspendedTokens | None: ...
 
 
 C = TypeVar("C", bound=Candidate)
@@ -162,7 +177,7 @@ class Rules:
     strict_rows: the batch size also bounds decode rows that would be late in the next step.
     replace: best-effort work may take the row of the least urgent candidate that can wait (lines
         25-32).
-    aborts_steps: a running step with best-effort work may be aborted for an arrival.
+    aborts_steps: a running step with best-effort work may yield to an arrival.
     min_chunk: smallest chunk of a prompt, in tokens.
     """
 
@@ -219,7 +234,7 @@ class Packing(Generic[C]):
     seconds: predicted time of the whole step, with safety margin.
     violated: a decode row will be late because of the others, or early_return ended the step.
     full: the batch size kept a candidate out.
-    spends_credit: best-effort work uses its credit, so the step should not be aborted.
+    spends_credit: best-effort work uses its credit, so the step should not yield.
     passed_over: (candidate, reason).
     urgent_stop: the reason that ended the search through urgent candidates; None: it reached the
         end.
@@ -389,8 +404,12 @@ def load_of(chosen: Sequence[tuple[C, int]], common: CommonContext[C]) -> StepLo
     load = StepLoad()
     for candidate, num_tokens in chosen:
         complete = candidate.samples and num_tokens == candidate.remaining
+        context = candidate.num_computed_tokens
+        if candidate.suspended is not None:
+            load.add_rest(num_tokens, context, complete, candidate.suspended.done)
+            continue
         shared = common.join(candidate) if num_tokens == 1 else 0
-        load.add(num_tokens, candidate.num_computed_tokens, complete, shared, candidate.num_missing)
+        load.add(num_tokens, context, complete, shared, candidate.num_missing)
     return load
 
 
@@ -573,7 +592,12 @@ class _Packer(Generic[C]):
         """
         run: list[C] = []
         for candidate in candidates:
-            if candidate.remaining == 1 and candidate.running and not candidate.num_missing:
+            if (
+                candidate.remaining == 1
+                and candidate.running
+                and not candidate.num_missing
+                and candidate.suspended is None
+            ):
                 run.append(candidate)
                 continue
             if run:
@@ -710,6 +734,9 @@ class _Packer(Generic[C]):
 
     def _take_row(self, candidate: C, limit_s: float) -> str | None:
         """`_take` for a decode row, with one prediction of the time."""
+        if candidate.suspended is not None:
+            fits = self._seconds_with(candidate, 1) <= limit_s
+            return self._take(candidate, 1) if fits else self._pass_over(candidate, "time")
         packing, load = self.packing, self.packing.load
         copied = self._copies_for(candidate, 1) if self._memory_is_tight else 0
         shared = self._common.join(candidate) if self._common.exists else 0
@@ -770,17 +797,21 @@ class _Packer(Generic[C]):
     def _min_tokens(self, candidate: C) -> int:
         """Tokens of the smallest chunk of a candidate: all, if it may not be cut."""
         remaining = candidate.remaining
+        if candidate.suspended is not None:
+            remaining = candidate.suspended.num_tokens
         return min(remaining, self._rules.min_chunk) if self._rules.chunked else remaining
 
     def _chunk_within(self, candidate: C, limit_s: float) -> int:
         """Most tokens of a candidate that keep the step within `limit_s`; 0 if its smallest chunk
         does not."""
         most = min(candidate.remaining, self._tokens_left)
+        if candidate.suspended is not None:
+            most = min(most, candidate.suspended.num_tokens)
         if self._exceeds_budget(candidate):
             return 0
         if limit_s == math.inf or self._seconds_with(candidate, most) <= limit_s:
             return most
-        least = self._min_tokens(candidate)
+        least = min(self._min_tokens(candidate), most)
         if most <= least or self._seconds_with(candidate, least) > limit_s:
             return 0
         sizes = range(least, most)
@@ -792,6 +823,12 @@ class _Packer(Generic[C]):
         load, missing = self.packing.load, candidate.num_missing
         context = candidate.num_computed_tokens
         sampled = candidate.samples and num_tokens == candidate.remaining
+        if candidate.suspended is not None:
+            rest = num_tokens, context, sampled, candidate.suspended.done
+            load.add_rest(*rest)
+            seconds = self._predictor.safe_seconds(load)
+            load.remove_rest(*rest)
+            return seconds
         copied = self._copies_for(candidate, num_tokens) if self._memory_is_tight else 0
         load.add(num_tokens, context, sampled, swapped=missing)
         load.copy_out(copied)
@@ -838,9 +875,12 @@ class _Packer(Generic[C]):
         packing.selected.append((candidate, num_tokens))
         self._tokens_left -= num_tokens
         complete = candidate.samples and num_tokens == candidate.remaining
-        shared = self._common.join(candidate) if num_tokens == 1 else 0
-        missing = candidate.num_missing
-        packing.load.add(num_tokens, candidate.num_computed_tokens, complete, shared, missing)
+        context, missing = candidate.num_computed_tokens, candidate.num_missing
+        if candidate.suspended is not None:
+            packing.load.add_rest(num_tokens, context, complete, candidate.suspended.done)
+        else:
+            shared = self._common.join(candidate) if num_tokens == 1 else 0
+            packing.load.add(num_tokens, context, complete, shared, missing)
         self._count_copies()
         packing.seconds = self._predictor.safe_seconds(packing.load)
 
@@ -855,6 +895,8 @@ class _Packer(Generic[C]):
         index = packing.num_urgent - 1
         waiting = packing.selected[index][0]
         if index < 1 or waiting.remaining > 1 or not (waiting.running and candidate.running):
+            return False
+        if waiting.suspended is not None or candidate.suspended is not None:
             return False
         # Its missing tokens are restored in any case.
         packing.load.remove_row(waiting.num_computed_tokens, shared=self._common.leave(waiting))

@@ -226,9 +226,9 @@ class Prefixes:
             # A block was filled if the tokens beyond the last boundary are fewer than the new ones.
             filled = state.num_computed_tokens % size < num_tokens
             if filled and not state.record.left and state.request_id not in failed:
-                self._kv.computed(
-                    state.request_id, state.keys(size, state.num_computed_tokens), state.side
-                )
+                num_tokens = state.num_computed_tokens
+                keys = state.keys(size, num_tokens)
+                self._kv.computed(state.request_id, keys, state.side, num_tokens)
 
     def _note_start(self, state: RequestState, num_cached: int) -> None:
         """Count the prompt tokens that were cached when a request began."""

@@ -1,19 +1,22 @@
 """The scheduler: plans steps, applies their results, and owns the requests.
 
     schedule(now) -> StepPlan -> (an executor runs it) -> apply(StepResult, now) -> outputs
+                                                       -> suspend_step(plan, SuspendedStep, now)
                                                        -> abort_step(plan, now), if aborted
 
 The policy orders the candidates and bounds the step. `pack` chooses the chunks and allocates their
 KV memory (StepMemory). The scheduler commits the choice: requests move to the running queue, and
 the tokens of the plan count as computed. While a step runs, the scheduler may plan the next one
-(see `assume_done`); a running step is never aborted once the next one has been planned.
+(see `assume_done`); a running step is never suspended or aborted once the next one has been
+planned.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from operator import itemgetter
 
 from bros.core.errors import InvalidRequestError
 from bros.core.fair import FairMemory
@@ -29,11 +32,13 @@ from bros.core.interfaces import (
 from bros.core.plan import (
     PENDING,
     Chunk,
+    Kept,
     ReadPositions,
     SampledToken,
     SharedPrefix,
     StepPlan,
     StepResult,
+    SuspendedStep,
 )
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
 from bros.kvcache.manager import KvCacheManager
@@ -44,8 +49,9 @@ from bros.scheduler.metrics import ClassCounters
 from bros.scheduler.packing import Packing, pack, shared_prefixes
 from bros.scheduler.policies import Policy, Proposal
 from bros.scheduler.prefixes import Prefixes, look_up
-from bros.scheduler.state import SIDES, Queues, RequestState, due_from_s
+from bros.scheduler.state import SIDES, Queues, RequestState, arrival_s, due_from_s
 from bros.scheduler.steps import ExpectedTime, Step, StepLedger
+from bros.scheduler.suspended import SuspendedWork, share_done
 
 # ---- Async scheduling: planning a step while the one before it runs.
 #
@@ -190,6 +196,7 @@ class Scheduler:
 
     counters: by class; the policy reads them for its estimates.
     grouping: which shared prefixes the executor reads once for all their rows; None: none of them.
+    max_kept_tokens: most tokens that are suspended at once.
     reporter: makes the reports of this engine.
     """
 
@@ -202,6 +209,8 @@ class Scheduler:
         counters: dict[ServiceClass, ClassCounters],
         rng: random.Random,
         grouping: Grouping | None = None,
+        *,
+        max_kept_tokens: int,
     ) -> None:
         self._policy = policy
         self._kv = kv
@@ -217,6 +226,7 @@ class Scheduler:
         self.reporter = Reporter(kv, self._queues, policy.predictor)
         self._arrivals = 0
         self._steps = StepLedger()
+        self._suspended = SuspendedWork(kv, max_kept_tokens, policy.on_work_lost)
         self._started: set[str] = set()  # requests whose first step is the latest one
         # The shared prefixes of the latest step: for which chunks, at which version of the cache.
         self._shared: tuple[SharedPrefix, ...] = ()
@@ -323,6 +333,7 @@ class Scheduler:
         While a step runs, this plans the step after it; only if `may_run_ahead`.
         """
         self._prefixes.pins.expire(now)
+        self._suspended.begin_step()
         running, begins_s = self._steps.latest, self._steps.ends_s(now)
         if running is not None:
             assume_done(running, self._prefixes, begins_s)
@@ -337,6 +348,7 @@ class Scheduler:
             self._queues.running,
             self._states,
             begins_s,
+            drop=self._suspended.drop,
             max_holders=self._limits.max_num_seqs,
             new_requests_preempt=self._policy.new_requests_preempt,
             expected_tokens=self._policy.expected_tokens,
@@ -348,13 +360,21 @@ class Scheduler:
             exclusive=proposal.exclusive,
         )  # fmt: skip
         if not packing.selected:
+            self._requeue_emptied(memory.granted, now)
             return None
         self._policy.on_step_committed(packing, self._queues)
         self._preempt_victims(memory, now)
+        self._requeue_emptied(memory.granted, now)
         chunks = self._commit(packing, memory, now)
         self._steps.begin(packing, predictor, self._queues, proposal.behind, self._arrivals, now)
         shared = self._shared_prefixes(packing, chunks, sharing)
-        return StepPlan(self._steps.count, chunks, self._kv.take_copies(), shared)
+        return StepPlan(
+            self._steps.count,
+            chunks,
+            self._kv.take_copies(),
+            shared,
+            self._suspended.take_dropped(),
+        )
 
     def apply(self, result: StepResult, now: float) -> list[RequestOutput]:
         """Apply the result of the oldest running step.
@@ -438,10 +458,12 @@ class Scheduler:
         has_best_effort = len(packing.selected) > packing.num_urgent
         return self._policy.aborts_steps and has_best_effort and not packing.spends_credit
 
-    def yields(self, new_request: EngineRequest, now: float) -> bool:
-        """Whether the running step should be aborted for a request that has just arrived.
+    def yields(self, new_request: EngineRequest, now: float, *, suspends: bool = False) -> bool:
+        """Whether the running step should be stopped for a request that has just arrived.
 
         Only if `may_abort`. This does not submit the request.
+
+        suspends: the executor would keep what the step has computed.
         """
         if new_request.service_class is not ServiceClass.RT or new_request.prefill_only:
             return False
@@ -452,24 +474,70 @@ class Scheduler:
         tokens = len(new_request.prompt_token_ids) - self._prefixes.cached_tokens(new_request)
         step = self._steps.latest
         assert step is not None
-        return self._policy.yields(step.packing, step.began_s, tokens, due_s, now)
+        lost_s = 0.0 if suspends else now - step.began_s
+        if not self._policy.yields(step.packing, step.began_s, tokens, due_s, now, lost_s):
+            return False
+        self._steps.yield_to(arrival_s(new_request, now))
+        return True
+
+    def suspend_step(self, plan: StepPlan, stopped: SuspendedStep, now: float) -> None:
+        """Suspend the step that was scheduled last: none of its tokens counts as computed, but the
+        next chunk of each request continues where this one has stopped, see Kept."""
+        assert stopped.step == plan.step
+        step, seconds = self._steps.suspend_step(now, self._queues)
+        layer, done = stopped.layer, share_done(stopped.layer, stopped.num_layers)
+        self._policy.on_step_suspended(step.packing, seconds, done)
+        each_s = seconds / plan.num_tokens
+        for row, chunk in enumerate(plan.chunks):
+            at = Kept(plan.step, row, layer)
+            state = self._states.get(chunk.request_id)
+            if state is None or state.arrival_index >= step.new_request:
+                self._suspended.discard(chunk, at)
+                continue
+            spent_s = each_s * len(chunk.token_ids)
+            if self._suspended.suspend(state, chunk, at, done, spent_s):
+                state.num_computed_tokens = chunk.start
+                state.record.event(now, "suspended")
+            else:
+                self._undo(state, chunk, now)
+        self._suspended.limit()
+        self._requeue_emptied((), now)
 
     def abort_step(self, plan: StepPlan, now: float) -> None:
         """Undo the step that was scheduled last: none of its tokens counts as computed."""
         step, seconds = self._steps.abort_step(now, self._queues)
         self._policy.on_step_aborted(step.packing, seconds)
         for chunk in plan.chunks:
+            self._suspended.abort(chunk)
             state = self._states.get(chunk.request_id)
             if state is None or state.arrival_index >= step.new_request:
                 continue  # it was aborted while the step ran; a new request may have its id
             state.record.wait("yielded", seconds)
-            if chunk.request_id in self._started:
-                self._kv.free(chunk.request_id)
-                self._wait(state)
-                state.record.event(now, "yielded")
-            else:
-                self._kv.truncate(chunk.request_id, chunk.start)
-                state.num_computed_tokens = chunk.start
+            self._undo(state, chunk, now)
+
+    def _undo(self, state: RequestState, chunk: Chunk, now: float) -> None:
+        """Undo a chunk of the step that was scheduled last, and what is suspended behind it."""
+        state.num_computed_tokens = chunk.start
+        if state.suspended is not None:
+            self._suspended.drop(state)
+        if chunk.request_id in self._started or chunk.start == 0:
+            self._kv.free(chunk.request_id)
+            self._wait(state)
+            state.record.event(now, "yielded")
+        else:
+            self._kv.truncate(chunk.request_id, chunk.start)
+
+    def _requeue_emptied(self, granted: Container[str], now: float) -> None:
+        """Let requests wait that hold nothing any more, since all that they had was dropped.
+
+        granted: ids of those that got another chunk at once.
+        """
+        for state in self._suspended.take_emptied():
+            if state.running and state.num_computed_tokens == 0:
+                if state.request_id not in granted and state.suspended is None:
+                    self._kv.free(state.request_id)
+                    self._wait(state)
+                    state.record.event(now, "starts over")
 
     def take_ended(self) -> list[RequestOutput]:
         """The last outputs of requests that ended without a step since the last call: the policy
@@ -492,13 +560,17 @@ class Scheduler:
         rows, resets = self._policy.batch_size
         predictor = self._policy.predictor
         return EngineStats(
-            steps=steps.count - steps.aborted,
+            steps=steps.count - steps.aborted - steps.suspended,
             step_s=steps.seconds,
             predicted_s=steps.predicted_s,
             step_error_s=steps.error_s,
             be_added_s=steps.be_added_s,
             aborted_steps=steps.aborted,
             aborted_s=steps.aborted_s,
+            suspended_steps=steps.suspended,
+            suspended_s=steps.suspended_s,
+            lost_s=steps.aborted_s + self._suspended.lost_s,
+            yielding=steps.yielding,
             safety_factor=predictor.safety_factor if predictor else 1.0,
             batch_size=rows,
             batch_resets=resets,
@@ -536,10 +608,13 @@ class Scheduler:
         """Raise AssertionError if queues and KV memory disagree (for tests)."""
         self._kv.check_integrity()
         self._queues.check_integrity()
+        self._suspended.check_integrity()
         assert sorted(s.request_id for s in self._queues) == sorted(self._states)
         for state in self._queues:
-            held = self._kv.num_tokens(state.request_id)
-            assert held == (state.num_computed_tokens if state.running else 0)
+            held, computed = self._kv.num_tokens(state.request_id), state.num_computed_tokens
+            if state.suspended is not None:
+                computed += state.suspended.total_tokens
+            assert held == (computed if state.running else 0)
             assert PENDING not in state.token_ids[:-1]
             assert not state.is_pending or self._steps.latest is not None, "waits for nothing"
 
@@ -555,16 +630,17 @@ class Scheduler:
         grouping, common_parts = self._grouping, self._kv.common_parts
         if grouping is None or not self._kv.has_common_parts:
             return ()
-        selected = packing.selected
+        selected, continues = packing.selected, chunks[-1].kept is not None
         if self._shared_as_of == self._kv.sharing_changes and self._shared_by == selected:
-            return self._shared
+            if not continues:
+                return self._shared
         rows = [
             (place, common_parts(chunk.request_id), chunk.segments)
             for place, chunk in enumerate(chunks)
-            if len(chunk.token_ids) == 1
+            if len(chunk.token_ids) == 1 and chunk.kept is None
         ]
         self._shared = shared_prefixes(rows, grouping)
-        self._shared_by, self._shared_as_of = selected, sharing
+        self._shared_by, self._shared_as_of = [] if continues else selected, sharing
         return self._shared
 
     def _commit(
@@ -573,6 +649,7 @@ class Scheduler:
         """Make the plan's chunks; their tokens count as computed from now on."""
         self._started.clear()
         granted, chunks = memory.granted, []
+        continuing: list[tuple[int, int, Chunk]] = []
         for state, num_tokens in packing.selected:
             if not state.running:
                 self._begin(state, now)
@@ -584,7 +661,12 @@ class Scheduler:
             chunk = Chunk(state.request_id, start, tokens[start:end], segments, slots, sample)
             if state.num_read < state.read_end:
                 chunk.readout = state.readout(start, end)
-            chunks.append(chunk)
+            if state.suspended is None:
+                chunks.append(chunk)
+            else:
+                chunk.kept = self._suspended.take(state, num_tokens)
+                continuing.append((chunk.kept.layer, len(continuing), chunk))
+        chunks += [chunk for _, _, chunk in sorted(continuing, key=itemgetter(0, 1))]
         return tuple(chunks)
 
     def _begin(self, state: RequestState, now: float) -> None:
@@ -705,6 +787,7 @@ class Scheduler:
 
     def _finish(self, state: RequestState, reason: FinishReason, now: float) -> None:
         if self._states.pop(state.request_id, None) is not None:  # else it was never enqueued
+            self._suspended.end(state)
             self._kv.free(state.request_id, keep=reason is not FinishReason.ERROR)
             if not state.running:
                 self._prefixes.dequeue(state)

@@ -248,8 +248,9 @@ class DeviceTime:
                 if count == waiting_of[tenant]:
                     shares.stop_waiting(tenant)
 
-    def take_back(self) -> None:
-        """The latest step was aborted: its charge is void."""
+    def take_back(self, share: float = 1.0) -> None:
+        """The latest step was aborted, or suspended when this share was left: so much of its charge
+        is void."""
         for shares, tenant, seconds in self._charges:
-            shares.charge(tenant, -seconds)
+            shares.charge(tenant, -share * seconds)
         self._charges.clear()

@@ -7,10 +7,11 @@ import itertools
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from bros.core.interfaces import GrammarState, RequestTrace, StopRule
-from bros.core.plan import PENDING, Readout, SampleSpec
+from bros.core.plan import PENDING, Kept, Readout, SampleSpec
 from bros.core.request import EngineRequest, FinishReason, Pooling, ServiceClass, Slo
 from bros.kvcache.blocks import Side
 from bros.kvcache.prefix_cache import extend_keys
@@ -36,6 +37,41 @@ def due_from_s(request: EngineRequest, now: float) -> float:
 def arrival_s(request: EngineRequest, now: float) -> float:
     """The request's own arrival time; `now` if it has none, or one in the future."""
     return min(request.arrival_s, now) or now
+
+
+@dataclass(slots=True)
+class Suspended:
+    """The next tokens of a request, which were in a suspended step.
+
+    kept: what the executor keeps of them.
+    slots: of each of them, as in the plan that was suspended; its request still has them.
+    done: share of the layers that are computed, see suspended.share_done.
+    seconds: their part of the time of the suspended steps.
+    after: the tokens after these, if they are kept before another layer, or were left when a step
+        that continued these was suspended.
+    """
+
+    kept: Kept
+    slots: array[int]
+    done: float
+    seconds: float
+    after: Suspended | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.slots)
+
+    @property
+    def total_tokens(self) -> int:
+        """Of these, and of all after them."""
+        return sum(each.num_tokens for each in self)
+
+    def __iter__(self) -> Iterator[Suspended]:
+        """These, and all after them."""
+        found: Suspended | None = self
+        while found is not None:
+            yield found
+            found = found.after
 
 
 class RequestState:
@@ -71,6 +107,7 @@ class RequestState:
         are computed with the prompt, and sent with the first sampled token.
     ignored_step: number of a running step whose sample is ignored, because the grammar has forced
         another token in its place; 0: there is none.
+    suspended: its next tokens, if they were in a step that was suspended.
     """
 
     __slots__ = (
@@ -104,6 +141,7 @@ class RequestState:
         "slo",
         "stop_ids",
         "stop_rule",
+        "suspended",
         "token_ids",
         "unsent",
     )
@@ -160,6 +198,7 @@ class RequestState:
         self.grammar: GrammarState | None = None
         self.unsent: Sequence[int] = ()
         self.ignored_step = 0
+        self.suspended: Suspended | None = None
 
     @property
     def remaining(self) -> int:
@@ -449,7 +488,8 @@ class Queues:
     def check_integrity(self) -> None:
         """Raise AssertionError unless all queues are sorted and every request is in its own."""
         assert all(a.rank < b.rank for a, b in itertools.pairwise(self.running)), "not sorted"
-        assert all(state.running and state.num_computed_tokens > 0 for state in self.running)
+        assert all(state.running for state in self.running)
+        assert all(s.num_computed_tokens > 0 or s.suspended is not None for s in self.running)
         for service_class, queue in self.waiting.items():
             assert all(a.queue_key < b.queue_key for a, b in itertools.pairwise(queue))
             assert not any(state.running for state in queue)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from bros.core.interfaces import Buckets
 from bros.core.request import ServiceClass
 from bros.scheduler.cost_model import StepTimePredictor
 from bros.scheduler.packing import EARLY, Packing
@@ -111,6 +113,12 @@ class Step:
     assumed_done: bool = False
 
 
+_YIELD_BOUNDS_S = (
+    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03),
+    *(0.05, 0.075, 0.1, 0.2, 0.5, 1.0),
+)
+
+
 class StepLedger:
     """Up to two steps in flight, and sums in seconds over those that have ended (see EngineStats).
 
@@ -129,6 +137,11 @@ class StepLedger:
         self.alone_s = 0.0
         self.aborted = 0
         self.aborted_s = 0.0
+        self.suspended = 0
+        self.suspended_s = 0.0
+        self._yields = [0] * (len(_YIELD_BOUNDS_S) + 1)
+        self._yielding_s = 0.0
+        self._yields_since_s: float | None = None
         self._usual = UsualTimes()
         self._running: deque[Step] = deque()
 
@@ -206,14 +219,39 @@ class StepLedger:
             return
         self.note_start(state)
 
+    def yield_to(self, arrived_s: float) -> None:
+        """The running step should yield to a request that arrived then."""
+        self._yields_since_s = arrived_s
+
+    @property
+    def yielding(self) -> Buckets:
+        """See EngineStats."""
+        return Buckets(_YIELD_BOUNDS_S, tuple(self._yields), self._yielding_s)
+
     def abort_step(self, now: float, queues: Queues) -> tuple[Step, float]:
         """Record that the only running step was aborted; returns it and the seconds it took."""
+        step, seconds = self._stop(now, queues)
+        self.aborted += 1
+        self.aborted_s += seconds
+        return step, seconds
+
+    def suspend_step(self, now: float, queues: Queues) -> tuple[Step, float]:
+        """Record that the only running step was suspended; returns it and its seconds so far."""
+        step, seconds = self._stop(now, queues)
+        self.suspended += 1
+        self.suspended_s += seconds
+        return step, seconds
+
+    def _stop(self, now: float, queues: Queues) -> tuple[Step, float]:
         (step,) = self._running
         self._running.clear()
         seconds = now - step.began_s
-        self.aborted += 1
-        self.aborted_s += seconds
         _note_waits(step, seconds, queues)
+        if self._yields_since_s is not None:
+            waited_s = now - self._yields_since_s
+            self._yields[bisect.bisect_left(_YIELD_BOUNDS_S, waited_s)] += 1
+            self._yielding_s += waited_s
+            self._yields_since_s = None
         return step, seconds
 
     def end(
@@ -225,6 +263,7 @@ class StepLedger:
         """
         step = self._running.popleft()
         seconds = now - step.began_s
+        self._yields_since_s = None
         self.seconds += seconds
         self._usual.observe(step.size, seconds)
         if self._running:  # the next step cannot have begun before this one ended

@@ -74,11 +74,12 @@ class Report:
     """Metrics of one run, after the warm-up.
 
     end_s: end of the run, counted from its start.
-    busy: share of the time in which a step ran, aborted ones included.
+    busy: share of the time in which a step ran, suspended ones included.
     steps: completed steps.
     mean_step_s: of completed steps.
-    aborted_steps: steps that were aborted for a first token.
-    aborted_s: time of these steps.
+    suspended_steps: steps that were suspended for a first token.
+    suspended_s: time of these steps.
+    lost_s: time whose work was lost, because what was kept of these steps was dropped.
     skipped: requests that were too long to be served.
     digest: of all records.
     """
@@ -88,8 +89,9 @@ class Report:
     idle_s: float
     steps: int
     mean_step_s: float | None
-    aborted_steps: int
-    aborted_s: float
+    suspended_steps: int
+    suspended_s: float
+    lost_s: float
     skipped: int
     digest: str
     by_class: dict[ServiceClass, ClassReport]
@@ -107,15 +109,16 @@ def report_of(result: SimulationResult, slo: Slo) -> Report:
     seconds = result.end_s - before.time_s
     busy_s = result.busy_s - before.busy_s
     steps = result.steps - before.steps
-    aborted_s = result.stats.aborted_s - before.stats.aborted_s
+    suspended_s = result.stats.suspended_s - before.stats.suspended_s
     return Report(
         end_s=result.end_s,
         busy=busy_s / seconds if seconds else 0.0,
         idle_s=result.idle_s - before.idle_s,
         steps=steps,
-        mean_step_s=(busy_s - aborted_s) / steps if steps else None,
-        aborted_steps=result.stats.aborted_steps - before.stats.aborted_steps,
-        aborted_s=aborted_s,
+        mean_step_s=(busy_s - suspended_s) / steps if steps else None,
+        suspended_steps=result.stats.suspended_steps - before.stats.suspended_steps,
+        suspended_s=suspended_s,
+        lost_s=result.stats.lost_s - before.stats.lost_s,
         skipped=result.skipped,
         digest=result.digest(),
         by_class=by_class,

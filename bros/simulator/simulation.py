@@ -25,7 +25,7 @@ from bros.core.config import EngineConfig
 from bros.core.config_sources import near_matches
 from bros.core.errors import ConfigError, OverloadedError, QueueFullError
 from bros.core.interfaces import EngineInfo, EngineStats
-from bros.core.plan import Chunk, SampledToken, StepPlan, StepResult
+from bros.core.plan import Chunk, SampledToken, StepPlan, StepResult, SuspendedStep
 from bros.core.request import (
     EngineRequest,
     FinishReason,
@@ -39,6 +39,7 @@ from bros.scheduler.build import best_effort_yields, build_scheduler
 from bros.scheduler.cost_model import CostModel, StepLoad
 from bros.scheduler.profiles import Profile, load_profile
 from bros.scheduler.scheduler import Scheduler
+from bros.scheduler.suspended import share_done
 from bros.workload.arrivals import (
     Arrival,
     BeLoad,
@@ -53,7 +54,7 @@ from bros.workload.arrivals import (
 
 
 SAFEPOINTS = 32
-"""Points of a step at which it may be aborted; about as many as a model has layers."""
+"""Layers of the simulated model: points of a step at which it may be suspended."""
 
 TOKEN = 0
 """The token that simulated requests sample. It never stops them, as they ignore EOS."""
@@ -76,10 +77,13 @@ class Disturbance:
 
 
 def load_of(plan: StepPlan) -> StepLoad:
-    """The same as StepLoad.add for every chunk, inlined because it is the hot path."""
+    """The same as StepLoad.add and add_rest for every chunk, inlined because it is the hot path."""
     tokens = rows = context = samples = 0
     pairs = 0.0
+    continuing = plan.chunks[-1].kept is not None
     for chunk in plan.chunks:
+        if continuing and chunk.kept is not None:
+            continue
         n = len(chunk.token_ids)
         tokens += n
         if n == 1:
@@ -94,6 +98,10 @@ def load_of(plan: StepPlan) -> StepLoad:
     load.context = load.unique_context = context
     load.pairs = pairs
     load.samples = samples
+    for chunk in plan.chunks if continuing else ():
+        if chunk.kept is not None:
+            done = share_done(chunk.kept.layer, SAFEPOINTS)
+            load.add_rest(len(chunk.token_ids), chunk.start, chunk.sample is not None, done)
     if plan.copies is not None:
         load.swap_tokens = len(plan.copies)
         load.swap_out_tokens = len(plan.copies.out_device)
@@ -101,7 +109,13 @@ def load_of(plan: StepPlan) -> StepLoad:
 
 
 class SimExecutor:
-    """Advances `clock` by the time that `model` predicts for each plan."""
+    """Advances `clock` by the time that `model` predicts for each plan. Implements
+    core.interfaces.SuspendingExecutor.
+
+    All layers of a step are predicted to take the same time.
+    """
+
+    num_layers = SAFEPOINTS
 
     def __init__(
         self,
@@ -115,7 +129,7 @@ class SimExecutor:
         load: Callable[[StepPlan], StepLoad] = load_of,
     ) -> None:
         """rng: for the noise, one draw per step.
-        observe: called with each plan and the seconds it took, also if it was aborted.
+        observe: called with each plan and the seconds it took, also if it was suspended.
         choose: the token that a chunk samples.
         load: the load of a plan, which the model turns into seconds.
         """
@@ -135,21 +149,22 @@ class SimExecutor:
 
     def execute(
         self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
-    ) -> StepResult | None:
+    ) -> StepResult | SuspendedStep:
         """Advance the clock, and return a token for every chunk that samples.
 
-        should_abort: called SAFEPOINTS times, at equal intervals.
+        should_abort: called before each layer that is computed, at equal intervals.
         """
         seconds = self._model.seconds(self._load(plan)) * self._slowdown
         if seconds <= 0.0:
             raise ConfigError("--profile: its steps take no time, so the clock would never advance")
         if self._rng is not None and self._sigma:
             seconds *= math.exp(self._rng.gauss(-0.5 * self._sigma**2, self._sigma))
-        points = SAFEPOINTS if should_abort is not None else 1
+        first = min([0 if c.kept is None else c.kept.layer for c in plan.chunks])
+        points = SAFEPOINTS - first if should_abort is not None else 1
         for point in range(points):
             if should_abort is not None and should_abort():
                 self._notify(plan, seconds * point / points)
-                return None
+                return SuspendedStep(plan.step, first + point, SAFEPOINTS)
             self._clock.advance(seconds / points)
             self.busy_s += seconds / points
         self._notify(plan, seconds)
@@ -201,7 +216,7 @@ class SimulatedRequest:
 class Totals:
     """Totals from the start to time_s = busy_s + idle_s.
 
-    busy_s: time of all steps, aborted ones included.
+    busy_s: time of all steps, suspended ones included.
     steps: completed steps.
     """
 

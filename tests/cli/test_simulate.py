@@ -168,15 +168,15 @@ def test_a_profile_of_several_ranks_is_simulated_as_any_other(
     assert "3 ranks" in capsys.readouterr().out
 
 
-def test_aborted_steps_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_suspended_steps_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slow = Profile(key=KEY, kind="analytic", model=SLOW, kv_capacity_tokens=64_000).save(tmp_path)
     arguments = ("--policy", "bros,fcfs", "--rt-rate", "1", "--duration", "60", "--jobs", "1")
     content = run_json(tmp_path / "out.json", *arguments, "--profile", str(slow))
     bros, fcfs = (run["results"] for run in content["runs"])  # type: ignore[attr-defined]
-    assert bros["aborted_steps"] > 0 and bros["aborted_s"] > 0
-    assert (fcfs["aborted_steps"], fcfs["aborted_s"]) == (0, 0)
-    line = f"bros {bros['aborted_steps']} ({bros['aborted_s']:.1f} s)"
-    assert f"Steps aborted for a first token: {line}\n" in capsys.readouterr().out
+    assert bros["suspended_steps"] > 0 and bros["suspended_s"] > 0
+    assert (fcfs["suspended_steps"], fcfs["suspended_s"]) == (0, 0)
+    line = f"bros {bros['suspended_steps']} ({bros['suspended_s']:.1f} s, of which"
+    assert f"Steps suspended for a first token: {line}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError, ModelError
 from bros.core.interfaces import EmbeddingInfo, EngineInfo
-from bros.core.plan import Chunk, StepPlan
+from bros.core.plan import Chunk, StepPlan, StepResult, SuspendedStep
 from bros.core.request import Pooling
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles
@@ -188,7 +188,7 @@ def test_execute_chooses_a_token_for_each_chunk_that_asks(folder: Path) -> None:
 
 
 @reference_and_cpu
-def test_a_step_aborted_at_any_layer_can_be_run_again(folder: Path, kernels: str) -> None:
+def test_a_step_stopped_at_any_layer_can_be_run_again(folder: Path, kernels: str) -> None:
     """Between two steps of the same request, in another plan, with the same result."""
     options = EngineConfig(kv_blocks=8, threads=1, kernels=kernels)
     runner, _ = load_executor(options, ModelFiles(folder, "tiny"))
@@ -212,8 +212,9 @@ def test_a_step_aborted_at_any_layer_can_be_run_again(folder: Path, kernels: str
         asked = 0
         result = runner.execute(StepPlan(3 + count, (rest, beside)), after(count))
         assert torch.equal(runner.logits(StepPlan(99, (rest, beside))), undisturbed)
-        if result is not None:
+        if isinstance(result, StepResult):
             break
+        assert isinstance(result, SuspendedStep) and result.layer == count
         assert asked == count + 1
     assert count == len(runner._kv.layers) > 1, "asked before every layer"
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bros.core.config import EngineConfig
 from bros.core.interfaces import Executor
-from bros.core.plan import PENDING, Readout, StepPlan
+from bros.core.plan import PENDING, Readout, StepPlan, StepResult, SuspendedStep
 from bros.core.request import PromptLogprobs
 from bros.executor import readout as readout_module
 from bros.executor.loader import load_executor
@@ -228,8 +228,8 @@ def test_slices_score_what_is_scored_at_once(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(in_slices.logprobs, at_once.logprobs)
 
 
-def test_a_step_that_is_aborted_at_any_time_has_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a layer, or before a slice of what it reads."""
+def test_a_step_that_yields_at_any_time_has_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is suspended before a layer, and aborted before a slice of what it reads."""
     monkeypatch.setattr(readout_module, "_SLICE_BYTES", 0)
     monkeypatch.setattr(readout_module, "_LEAST_ROWS", 4)
     runner, prompt = assemble().runner, list(range(10))
@@ -237,9 +237,11 @@ def test_a_step_that_is_aborted_at_any_time_has_no_result(monkeypatch: pytest.Mo
     plan = StepPlan(1, (dataclasses.replace(chunk, readout=Readout(0, 9, prompt[1:], 0)),))
     for count in range(runner.num_layers + 3):
         answers = iter([False] * count + [True])
-        assert runner.execute(plan, lambda answers=answers: next(answers)) is None
+        result = runner.execute(plan, lambda answers=answers: next(answers))
+        assert isinstance(result, SuspendedStep) == (count < runner.num_layers)
+        assert isinstance(result, SuspendedStep) or result is None
     result = runner.execute(plan, lambda: False)
-    assert result is not None and len(result.readouts) == 1
+    assert isinstance(result, StepResult) and len(result.readouts) == 1
 
 
 def test_logits_that_are_not_finite_fail_their_request_alone() -> None:

@@ -28,7 +28,7 @@ from transformers_reference import load_in_transformers
 from bros.core.clock import ManualClock, SystemClock
 from bros.core.config import KV_FIND, KV_LAYOUTS, POLICIES, PREFIX_CACHE, EngineConfig
 from bros.core.interfaces import EngineStats, Executor
-from bros.core.plan import SEGMENT_WIDTH, StepPlan, StepResult
+from bros.core.plan import SEGMENT_WIDTH, StepPlan, StepResult, SuspendedStep
 from bros.core.request import EngineRequest, SamplingParams, ServiceClass
 from bros.engine.build import build_engine
 from bros.engine.engine import Engine
@@ -220,7 +220,7 @@ def check(
 
 
 def _step(engine: Engine, got: dict[str, list[int]]) -> None:
-    for output in engine.step(arrivals=tuple):  # it may be aborted, though nothing arrives
+    for output in engine.step(arrivals=tuple):  # it may be suspended, though nothing arrives
         got[output.request_id] += output.token_ids
 
 
@@ -274,8 +274,8 @@ def test_memory_so_small_that_requests_are_preempted(
 
 
 class Fickle:
-    """Gives up steps before a layer drawn for each, if the engine lets go of them at all. The one
-    drawn is below `patience`; three times the layers give up about a third of the steps.
+    """Suspends steps before a layer drawn for each, if they may yield at all. The one drawn is
+    below `patience`; three times the layers suspend about a third of the steps.
 
     Time passes by STEP_S a step, so that every run of a test decides the same.
     """
@@ -286,25 +286,25 @@ class Fickle:
         self._patience = patience
         self._rng = random.Random(seed(1))
         self.steps = 0
-        self.given_up: list[int] = []
+        self.suspended: list[int] = []
 
     def execute(
         self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
-    ) -> StepResult | None:
+    ) -> StepResult | SuspendedStep | None:
         self.steps += 1
         self._clock.advance(STEP_S)
         if should_abort is None:
             return self._executor.execute(plan)
         last, asked = self._rng.randrange(self._patience), 0
 
-        def gives_up() -> bool:
+        def stops() -> bool:
             nonlocal asked
             asked += 1
             return asked > last or should_abort()
 
-        result = self._executor.execute(plan, gives_up)
-        if result is None:
-            self.given_up.append(asked)
+        result = self._executor.execute(plan, stops)
+        if isinstance(result, SuspendedStep):
+            self.suspended.append(result.layer)
         return result
 
     def close(self) -> None:
@@ -312,7 +312,7 @@ class Fickle:
 
 
 @pytest.mark.parametrize("kv_blocks", [None, 64])
-def test_steps_aborted_at_any_layer(
+def test_steps_suspended_at_any_layer(
     subject: Subject, expected: list[Expected], kv_blocks: int | None
 ) -> None:
     config = EngineConfig(
@@ -324,8 +324,8 @@ def test_steps_aborted_at_any_layer(
     engine = Engine(build_scheduler(config, info, STEPS), fickle, clock, info)
     check(engine, expected[:24], at_once=True)
     stats = engine.stats()
-    assert stats.aborted_steps == len(fickle.given_up) >= fickle.steps / 10
-    assert len(set(fickle.given_up)) >= subject.layers / 3
+    assert stats.suspended_steps == len(fickle.suspended) >= fickle.steps / 10
+    assert len(set(fickle.suspended)) >= subject.layers / 3
     assert stats.kv_blocks_used == 0
 
 
@@ -423,7 +423,7 @@ class Watched:
 
     def execute(
         self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
-    ) -> StepResult | None:
+    ) -> StepResult | SuspendedStep | None:
         self._clock.advance(STEP_S)
         self.most_tokens = max(self.most_tokens, plan.num_tokens)
         self.work += plan.num_tokens
@@ -540,7 +540,7 @@ class Alike:
 
     def execute(
         self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
-    ) -> StepResult | None:
+    ) -> StepResult | SuspendedStep | None:
         for piece in plan.shared:
             assert (piece.end - piece.first) * SEGMENT_WIDTH >= self._least
             self.most_rows = max(self.most_rows, len(piece.rows))

@@ -573,3 +573,38 @@ def test_the_literal_policy_preempts_blocks_with_the_most_free_slots_first() -> 
     assert kv.append("rt", 6, Side.LEFT, lambda: ["full", "half"]) is not None
     assert {name: lost.tokens for name, lost in kv.take_losses().items()} == {"half": 2, "full": 2}
     kv.check_integrity()
+
+
+@pytest.mark.parametrize("side", list(Side))
+@pytest.mark.parametrize("begin", [0, 3, 8])
+@pytest.mark.parametrize("computed", [0, 1, 5, 9])
+def test_the_first_tokens_of_an_append_can_be_computed_and_the_others_undone(
+    side: Side, begin: int, computed: int
+) -> None:
+    prompts = Prompts(16)
+    prompts.texts["a"] = array("i", range(40))
+    kv = prompts.kv
+    places: list[int] = []
+    if begin:
+        granted = kv.append("a", begin, side)
+        assert granted is not None
+        places += granted[1]
+        kv.computed("a", prompts.keys("a", begin), side)
+    granted = kv.append("a", 10, side)
+    assert granted is not None
+    places += granted[1]
+    end = begin + computed
+    for count in (begin, end):
+        segments = kv.segments_before("a", count)
+        blocks = zip(segments[::3], segments[1::3], segments[2::3], strict=True)
+        assert sorted(places[:count]) == sorted(
+            4 * block + offset for block, low, high in blocks for offset in range(low, high)
+        )
+    kv.computed("a", prompts.keys("a", end), side, end)
+    assert kv.num_tokens("a") == begin + 10
+    kv.truncate("a", end)
+    kv.check_integrity()
+    assert kv.num_tokens("a") == end
+    assert kv.match(prompts.keys("a", 40)).num_tokens == end // 4 * 4
+    kv.free("a")
+    assert kv.num_used_blocks == 0

@@ -76,6 +76,41 @@ def test_running_sums_equal_a_full_evaluation(batch: list[Chunk], rng: random.Ra
         assert sums(load) == evaluated(inside)
 
 
+@given(
+    st.lists(chunks(), max_size=6),
+    st.lists(st.tuples(chunks(), st.integers(0, 63)), max_size=6),
+    st.randoms(use_true_random=False),
+)
+def test_chunks_that_are_done_in_part_come_and_go_without_a_trace(
+    batch: list[Chunk], parts: list[tuple[Chunk, int]], rng: random.Random
+) -> None:
+    load, whole = load_of(*batch), load_of(*batch)
+    before = sums(load)
+    for chunk, done in parts:
+        load.add_rest(*chunk[:3], done / 64)
+        whole.add(*chunk[:3])
+        assert MODEL.seconds(load) <= MODEL.seconds(whole) + 1e-12
+    for chunk, done in rng.sample(parts, len(parts)):
+        load.remove_rest(*chunk[:3], done / 64)
+    assert sums(load) == before
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_the_rest_of_a_chunk_costs_its_part_of_the_layers_and_a_whole_sample(tokens: int) -> None:
+    none, half, whole = StepLoad(), StepLoad(), StepLoad()
+    none.add_rest(tokens, 100, True, 0.0)
+    half.add_rest(tokens, 100, True, 0.5)
+    whole.add(tokens, 100, True)
+    assert sums(none) == sums(whole)
+    model = replace(MODEL, hinges=(), padding=())
+    apart_s = model.constant_s + model.sample_s
+    layers_s = model.seconds(whole) - apart_s
+    assert model.seconds(half) == pytest.approx(apart_s + layers_s / 2)
+    predictor = StepTimePredictor(model)
+    assert predictor.seconds(half) == pytest.approx(model.seconds(half))
+    assert predictor.safe_seconds(half) == pytest.approx(1.05 * model.seconds(half))
+
+
 @given(st.lists(chunks(), max_size=8), chunks(), st.booleans())
 def test_one_more_chunk_never_makes_a_step_shorter(
     batch: list[Chunk], chunk: Chunk, overlap: bool

@@ -48,7 +48,7 @@ def memory_with(
     running = sorted((s for s in states if s.num_computed_tokens), key=lambda s: s.rank)
     for holder in running:
         assert kv.append(holder.request_id, holder.num_computed_tokens, side_of(holder)) is not None
-    chosen = {"max_holders": 100, "new_requests_preempt": True, **options}
+    chosen = {"max_holders": 100, "new_requests_preempt": True, "drop": print, **options}
     by_id = {each.request_id: each for each in states}
     return kv, StepMemory(kv, running, by_id, 0.0, **chosen)  # type: ignore[arg-type]
 
@@ -107,7 +107,7 @@ def test_copies_are_foreseen_before_they_are_made(
     by_id = {each.request_id: each for each in states}
     memory = StepMemory(
         kv, holders, by_id, 0.0,
-        max_holders=100, new_requests_preempt=True,
+        drop=print, max_holders=100, new_requests_preempt=True,
     )  # fmt: skip
     tight, granted = memory.is_tight(len(new_requests), sum(asked)), 0
     for new_request in new_requests:

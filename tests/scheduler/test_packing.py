@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from bros.scheduler.packing import Bounds, Packing, Rules, pack
 from support.packing import (
+    MODEL,
     RARE_SHARE,
     SAFETY,
     Blocks,
+    Held,
     Item,
     best_effort_part,
     blocks_for,
@@ -529,3 +531,51 @@ def test_without_predictions_all_are_taken_in_order(
             expected.append((item.name, count))
     assert [(item.name, count) for item, count in packing.selected] == expected
     assert packing.num_urgent == sum(name[0] == "u" for name, _ in expected)
+
+
+# Suspended tokens
+
+
+def held(name: str, remaining: int, tokens: int, done: float, context: int = 8) -> Item:
+    return Item(name, remaining, context, suspended=Held(tokens, done))
+
+
+def test_suspended_tokens_are_a_chunk_of_their_own() -> None:
+    """Even if there is time for more of the prompt."""
+    packing = run([], [held("a", 500, 120, 0.5), row("b")])
+    assert [(item.name, count) for item, count in packing.selected] == [("a", 120), ("b", 1)]
+
+
+def test_the_rest_of_suspended_tokens_takes_the_rest_of_their_time() -> None:
+    whole_s = run([], [Item("a", 120, 8)], LOOSE).seconds
+    half_s = run([], [held("a", 120, 120, 0.5)], LOOSE).seconds
+    # The constant part of the step, and the sample, cost as much as ever.
+    apart_s = SAFETY * (MODEL.constant_s + MODEL.sample_s)
+    assert half_s - apart_s == pytest.approx((whole_s - apart_s) / 2)
+
+
+def test_where_there_is_little_time_the_first_of_them_continue() -> None:
+    bounds = Bounds(rows=100, tokens=1000, best_effort_s=0.1)
+    packing = run([row("rt", 0.3)], [held("a", 500, 300, 0.5)], bounds)
+    ((_, one), (_, count)) = packing.selected
+    assert one == 1 and 100 < count < 200 and packing.seconds <= 0.1
+    load = packing.load
+    assert load.tokens == 1 + count / 2
+
+
+def test_a_suspended_row_fits_where_a_whole_one_does_not() -> None:
+    bounds = Bounds(rows=100, tokens=1000, best_effort_s=SAFETY * 0.0219)
+    for done, taken in ((0.0, False), (0.75, True)):
+        packing = run([row("rt", 0.3)], [held("be", 1, 1, done)], bounds)
+        assert ("be" in names(packing.selected)) == taken
+    packing = run([row("rt", 0.3), held("urgent", 1, 1, 0.5)], [])
+    assert names(packing.selected) == ["rt", "urgent"]
+
+
+def test_a_suspended_row_takes_no_one_s_place_and_nobody_takes_its() -> None:
+    bounds = Bounds(rows=2, tokens=1000)
+    urgent = [row("a", 0.3), replace(row("b", 9.0), suspended=Held(1, 0.5))]
+    packing = run(urgent, [row("be")], bounds)
+    assert names(packing.selected) == ["a", "b"]
+    packing = run([row("a", 0.3), row("b", 9.0)], [held("be", 1, 1, 0.5)], bounds)
+    assert names(packing.selected) == ["a", "b"]

@@ -223,13 +223,13 @@ def test_a_warm_up_is_left_out() -> None:
 def test_what_the_engine_did_in_the_warm_up_is_left_out() -> None:
     rt, be = ServiceClass.RT, ServiceClass.BE
     before = EngineStats(
-        aborted_steps=2,
-        aborted_s=0.25,
+        suspended_steps=2,
+        suspended_s=0.25,
         by_class={rt: ClassStats(relegated=4), be: ClassStats(preemptions=7)},
     )
     stats = EngineStats(
-        aborted_steps=5,
-        aborted_s=1.0,
+        suspended_steps=5,
+        suspended_s=1.0,
         by_class={rt: ClassStats(relegated=6, preemptions=1), be: ClassStats(preemptions=10)},
     )
     # A step was running when the warm-up ended at 2.0, and took another half second.
@@ -239,14 +239,14 @@ def test_what_the_engine_did_in_the_warm_up_is_left_out() -> None:
     assert report.busy == pytest.approx((8.0 - 2.25) / (END_S - 2.5))
     assert report.idle_s == 1.75
     assert report.steps == 10
-    assert (report.aborted_steps, report.aborted_s) == (3, 0.75)
+    assert (report.suspended_steps, report.suspended_s) == (3, 0.75)
     assert report.mean_step_s == pytest.approx((8.0 - 2.25 - 0.75) / 10)
     counts = {cls: (part.relegated, part.preemptions) for cls, part in report.by_class.items()}
     assert counts == {rt: (2, 1), be: (0, 3)}
 
 
-def test_aborted_steps_are_not_in_the_mean_of_completed_ones() -> None:
-    report = report_of(result_of(stats=EngineStats(aborted_steps=8, aborted_s=2.0)), SLO)
-    assert (report.steps, report.aborted_steps, report.aborted_s) == (40, 8, 2.0)
+def test_suspended_steps_are_not_in_the_mean_of_completed_ones() -> None:
+    report = report_of(result_of(stats=EngineStats(suspended_steps=8, suspended_s=2.0)), SLO)
+    assert (report.steps, report.suspended_steps, report.suspended_s) == (40, 8, 2.0)
     assert report.busy == 0.8
     assert report.mean_step_s == pytest.approx(6.0 / 40)

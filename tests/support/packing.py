@@ -18,6 +18,14 @@ MODEL = CostModel(
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """Suspended tokens."""
+
+    num_tokens: int
+    done: float
+
+
+@dataclass(frozen=True, slots=True)
 class Item:
     """A candidate. Frozen, so packing cannot change it."""
 
@@ -30,10 +38,11 @@ class Item:
     samples: bool = True
     early: bool = False
     patient: bool = False
+    suspended: Held | None = None
 
     @property
     def running(self) -> bool:
-        return self.num_computed_tokens > 0
+        return self.num_computed_tokens > 0 or self.suspended is not None
 
 
 Chosen = Sequence[tuple[Item, int]]
@@ -78,7 +87,7 @@ class Blocks:
 
     def reserve(self, item: Item, num_tokens: int) -> bool:
         assert num_tokens >= 1 and item.name not in self.reserved
-        needed = blocks_for(item, num_tokens)
+        needed = 0 if item.suspended else blocks_for(item, num_tokens)
         if needed > self.free:
             lost = max(0, item.num_missing + num_tokens - self.free_slots(item))
             if lost > self.others:

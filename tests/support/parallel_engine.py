@@ -10,7 +10,7 @@ from typing import Any
 from bros.core.clock import ManualClock
 from bros.core.config import EngineConfig
 from bros.core.interfaces import EngineInfo, EngineStats, Executor
-from bros.core.plan import StepPlan, StepResult
+from bros.core.plan import StepPlan, StepResult, SuspendedStep
 from bros.core.request import EngineRequest, SamplingParams, ServiceClass
 from bros.engine.engine import Engine
 from bros.executor.loader import load_executor, random_executor
@@ -31,8 +31,8 @@ class Workload:
     """Greedy requests, each of which gets `num_tokens` tokens. Every other one is best effort and
     comes first; the real-time ones come when half of that is done, and take memory from others.
 
-    patience: a step with best-effort work is aborted once should_abort has been called as often as
-    a number drawn below this; 0: none is.
+    patience: a step with best-effort work is suspended once should_abort has been called as often
+        as a number drawn below this; 0: none is.
     """
 
     model: ModelFiles | ModelSpec
@@ -50,17 +50,17 @@ class Answers:
     tokens: of each request.
     margins: how far apart the best two logits were for each token, if the workload asks for two
         logprobs.
-    aborted: calls of should_abort in each aborted step.
+    suspended: calls of should_abort in each suspended step.
     """
 
     tokens: list[list[int]]
     margins: list[list[float]]
     stats: EngineStats
-    aborted: list[int]
+    suspended: list[int]
 
 
 class Impatient:
-    """Advances the clock by STEP_S a step, and aborts some of the steps that may be aborted."""
+    """Advances the clock by STEP_S a step, and suspends some of the steps that may be."""
 
     def __init__(self, executor: Executor, clock: ManualClock, patience: int) -> None:
         self._executor = executor
@@ -68,11 +68,11 @@ class Impatient:
         self._patience = patience
         self._rng = random.Random(1)
         self.work = 0
-        self.aborted: list[int] = []
+        self.suspended: list[int] = []
 
     def execute(
         self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
-    ) -> StepResult | None:
+    ) -> StepResult | SuspendedStep | None:
         self._clock.advance(STEP_S)
         self.work += plan.num_tokens
         if should_abort is None or not self._patience:
@@ -85,8 +85,8 @@ class Impatient:
             return asked > last
 
         result = self._executor.execute(plan, counted)
-        if result is None:
-            self.aborted.append(asked)
+        if isinstance(result, SuspendedStep):
+            self.suspended.append(asked)
         return result
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ def _run(executor: Executor, info: EngineInfo, config: EngineConfig, workload: W
     answers = Answers([[] for _ in range(count)], [[] for _ in range(count)], engine.stats(), [])
 
     def step() -> None:
-        for output in engine.step():
+        for output in engine.step(arrivals=tuple):  # it may be suspended, though nothing arrives
             number = int(output.request_id)
             answers.tokens[number].extend(output.token_ids)
             for logprobs in output.logprobs:
@@ -134,7 +134,7 @@ def _run(executor: Executor, info: EngineInfo, config: EngineConfig, workload: W
     stats = engine.stats()
     scheduler.check_integrity()
     engine.close()
-    return Answers(answers.tokens, answers.margins, stats, impatient.aborted)
+    return Answers(answers.tokens, answers.margins, stats, impatient.suspended)
 
 
 def _request(number: int, workload: Workload, service_class: ServiceClass) -> EngineRequest:

@@ -6,10 +6,12 @@ import hashlib
 import random
 from dataclasses import replace
 
-from bros.core.plan import StepPlan
+from bros.core.plan import StepPlan, StepResult, SuspendedStep
 from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
 from bros.scheduler.cost_model import CostModel, StepLoad
+from bros.scheduler.suspended import share_done
 from support.scheduling import MODEL, make_scheduler, request
+from support.suspending_model import LAYERS
 from support.toy_model import ToyModel
 
 RT, BE = ServiceClass.RT, ServiceClass.BE
@@ -19,8 +21,13 @@ def plan_seconds(plan: StepPlan, model: CostModel = MODEL, only: set[str] | None
     """What a step takes; `only`: if it held just the chunks of these requests."""
     load = StepLoad()
     for chunk in plan.chunks:
-        if only is None or chunk.request_id in only:
-            load.add(len(chunk.token_ids), chunk.start, chunk.sample is not None)
+        if only is not None and chunk.request_id not in only:
+            continue
+        size = len(chunk.token_ids), chunk.start, chunk.sample is not None
+        if chunk.kept is None:
+            load.add(*size)
+        else:
+            load.add_rest(*size, share_done(chunk.kept.layer, LAYERS))
     return model.seconds(load)
 
 
@@ -31,10 +38,15 @@ class VirtualRun:
     """
 
     def __init__(
-        self, policy: str = "bros", *, truth: CostModel = MODEL, **options: object
+        self,
+        policy: str = "bros",
+        *,
+        truth: CostModel = MODEL,
+        executor: ToyModel | None = None,
+        **options: object,
     ) -> None:
         self.scheduler = make_scheduler(policy, **{"blocks": 4000, **options})  # type: ignore[arg-type]
-        self._executor = ToyModel(4)
+        self._executor = executor or ToyModel(4)
         self._truth = truth
         self.now = 0.0
         self.plans: list[StepPlan] = []
@@ -66,7 +78,9 @@ class VirtualRun:
         self.token_times[name] = []
         return served_as
 
-    def step(self) -> StepPlan | None:
+    def step(self, stops_before: int | None = None) -> StepPlan | None:
+        """stops_before: the layer before which a SuspendingModel suspends the step, if that may
+        yield; it begins with the layers that are left."""
         plan = self.scheduler.schedule(self.now)
         outputs = self.scheduler.take_ended()
         if plan is not None:
@@ -74,13 +88,30 @@ class VirtualRun:
                 self.first_run.setdefault(chunk.request_id, self.now)
             self.plans.append(plan)
             self.seconds.append(plan_seconds(plan, self._truth))
-            result = self._executor.execute(plan)
-            self.now += self.seconds[-1]
-            outputs += self.scheduler.apply(result, self.now)
+            if stops_before is not None and self.scheduler.may_abort:
+                outputs += self._execute_until(plan, stops_before)
+            else:
+                result = self._executor.execute(plan)
+                assert isinstance(result, StepResult)
+                self.now += self.seconds[-1]
+                outputs += self.scheduler.apply(result, self.now)
         self.outputs += outputs
         for output in outputs:
             self.token_times[output.request_id] += [self.now] * len(output.token_ids)
         return plan
+
+    def _execute_until(self, plan: StepPlan, layer: int) -> list[RequestOutput]:
+        first = min(0 if chunk.kept is None else chunk.kept.layer for chunk in plan.chunks)
+        layers = iter(range(first, LAYERS))
+        result = self._executor.execute(plan, lambda: next(layers) >= layer)
+        if isinstance(result, SuspendedStep):
+            self.seconds[-1] *= (result.layer - first) / (LAYERS - first)
+            self.now += self.seconds[-1]
+            self.scheduler.suspend_step(plan, result, self.now)
+            return []
+        assert result is not None
+        self.now += self.seconds[-1]
+        return self.scheduler.apply(result, self.now)
 
     def abort(self, name: str) -> None:
         output = self.scheduler.abort(name, self.now)

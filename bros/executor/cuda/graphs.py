@@ -125,9 +125,11 @@ class StepGraphs:
                 self._sharing.insert(0, self._capture(sizes.limits(rows, True), capture))
 
     def find(self, inputs: StepInputs) -> _Graph | None:
-        """The graph that can replay this step; None unless every row has one token, samples, and
-        is not read."""
+        """The graph that can replay this step; None unless every row has one token, samples, is
+        not read, and begins with the first layer."""
         attention, rows = inputs.attention, inputs.attention.num_rows
+        if inputs.kept:
+            return None
         if not rows == len(inputs.token_ids) == len(inputs.sample_rows) or len(inputs.read_rows):
             return None
         graphs = self._plain if attention.shared is None else self._sharing

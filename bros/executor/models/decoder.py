@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -158,6 +158,41 @@ class Embedding:
         return x.add_(F.embedding(inputs.positions, self.positions))
 
 
+class Joining(NamedTuple):
+    """Rows that join a step at a layer.
+
+    layer: rising from one to the next.
+    inputs: of the step from this layer on: its rows so far, then these.
+    state: of these rows.
+    """
+
+    layer: int
+    inputs: StepInputs
+    state: State
+
+
+class Stopped(NamedTuple):
+    """A step that was stopped before a layer.
+
+    state: of the rows that had begun; None if none had.
+    """
+
+    layer: int
+    state: State | None
+
+
+def _joined(state: State | None, other: State) -> State:
+    """The rows of both, in new tensors."""
+    residual, delta = other
+    rows = [residual] if state is None else [state[0], residual]
+    if delta is None:
+        return torch.cat(rows), None
+    if state is None:
+        return torch.cat(rows), delta.clone()
+    assert state[1] is not None, "rows before the same layer are alike"
+    return torch.cat(rows), torch.cat((state[1], delta))
+
+
 @dataclass(frozen=True, slots=True)
 class Decoder:
     """The whole model. Stateless: K and V live in the caches passed to it."""
@@ -174,36 +209,51 @@ class Decoder:
         before_layer: Callable[[int], bool] | None = None,
     ) -> Tensor | None:
         """Run one step without readouts. Returns fp32 logits [len(inputs.sample_rows), vocab] on
-        rank 0 and [0, vocab] on other ranks; None if `before_layer` aborts it."""
+        rank 0 and [0, vocab] on other ranks; None if `before_layer` stops it."""
         hidden = self.hidden(inputs, caches, before_layer)
-        return None if hidden is None else self.lm_head(hidden)
+        return None if isinstance(hidden, Stopped) else self.lm_head(hidden)
 
     def hidden(
         self,
-        inputs: StepInputs,
+        inputs: StepInputs | None,
         caches: Sequence[LayerCache],
         before_layer: Callable[[int], bool] | None = None,
-    ) -> Tensor | None:
-        """The hidden states after the final norm, of the sampled rows and then of the read rows,
-        [samples + read, hidden].
+        joining: Sequence[Joining] = (),
+    ) -> Tensor | Stopped:
+        """The hidden states after the final norm, of the sampled rows and then of the read rows of
+        the whole step, [samples + read, hidden].
 
+        inputs: of the rows that begin with the first layer; None if there are none.
         before_layer: called with the index of each layer before it is computed; if it returns True,
-            the step is aborted and the result is None.
+            the step is stopped.
+        joining: rows that begin later.
         """
-        state: State = (self.embedding(inputs), None)
-        rows: Tensor | None = inputs.sample_rows
-        if len(inputs.read_rows):
-            rows = torch.cat((inputs.sample_rows, inputs.read_rows))
-        elif inputs.sample_rows.shape == inputs.token_ids.shape:
-            rows = None  # every token is sampled, as in a step of decode rows
-        last = len(self.blocks) - 1
+        state: State | None = None if inputs is None else (self.embedding(inputs), None)
+        last, joined = len(self.blocks) - 1, 0
         for index, (block, cache) in enumerate(zip(self.blocks, caches, strict=True)):
+            if state is None and joining[0].layer > index:
+                continue
             if before_layer is not None and before_layer(index):
-                return None
-            state = block(state, inputs, cache, rows if index == last else None)
+                return Stopped(index, state)
+            if joined < len(joining) and joining[joined].layer == index:
+                inputs, state = joining[joined].inputs, _joined(state, joining[joined].state)
+                joined += 1
+            assert inputs is not None and state is not None
+            rows = _rows_needed(inputs) if index == last else None
+            state = block(state, inputs, cache, rows)
+        assert state is not None
         residual, delta = state
         if self.final_norm is None:
             return residual if delta is None else residual + delta
         if delta is None:
             return self.final_norm(residual)
         return self.final_norm.add_(residual, delta)
+
+
+def _rows_needed(inputs: StepInputs) -> Tensor | None:
+    """The rows that are sampled, then those that are read; None for all, in their order."""
+    if len(inputs.read_rows):
+        return torch.cat((inputs.sample_rows, inputs.read_rows))
+    if inputs.sample_rows.shape == inputs.token_ids.shape:
+        return None  # every token is sampled, as in a step of decode rows
+    return inputs.sample_rows

@@ -12,6 +12,8 @@
     copies     out_device, out_host                    [out] each
                back_host, back_device                  [back] each
     pending    indexes of pending tokens, then their sources   [pending] each
+    kept       what the last rows continue, then what is dropped, as in Kept
+                                                       [kept, 4], [dropped, 4]
 
 Segments are most of a plan, 3,072 bytes per 4,096 tokens of context of a row, and very few change
 from step to step. So both ends predict that each row keeps its segments of the previous step, and
@@ -30,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bros.core.plan import SEGMENT_WIDTH, KvCopies, StepPlan
+from bros.core.plan import SEGMENT_WIDTH, Kept, KvCopies, StepPlan
 from bros.executor.inputs import PendingTokens, StepInputs
 from bros.executor.parallel.ranks import Message
 from bros.kernels.interface import AttentionBatch, SharedParts
@@ -47,6 +49,7 @@ class _Header(NamedTuple):
 
     number: of the message.
     kind: see above.
+    step: number of the plan, which names what is kept if the step is suspended.
     """
 
     number: int
@@ -62,6 +65,9 @@ class _Header(NamedTuple):
     out: int = 0
     back: int = 0
     pending: int = 0
+    kept: int = 0
+    dropped: int = 0
+    step: int = 0
 
 
 _HEADER = len(_Header._fields)
@@ -142,7 +148,10 @@ class PlanEncoder:
         rows, tokens, samples = len(plan.chunks), len(inputs.token_ids), len(inputs.sample_rows)
         reads = len(inputs.read_rows)
         sizes = (rows, tokens, samples, reads, inputs.num_scored, num_parts, members, len(changes))
-        return self._message(parts, kind, *sizes, out, back, num_pending)
+        for kept in (*inputs.kept, *inputs.dropped):
+            parts.append(array("i", kept._replace(step=kept.step % _NUMBERS)))
+        of_kept = len(inputs.kept), len(inputs.dropped), inputs.step % _NUMBERS
+        return self._message(parts, kind, *sizes, out, back, num_pending, *of_kept)
 
     def stop(self) -> Message:
         """The last message."""
@@ -207,8 +216,6 @@ class PlanDecoder:
             segments[:own],
             shared,
         )
-        tensors = (token_ids, positions, slots, attention, sample_rows)
-        inputs = StepInputs(*tensors, (), read_rows, header.scored)
         copies = None
         if header.out or header.back:
             counts = (header.out, header.out, header.back, header.back)
@@ -218,6 +225,19 @@ class PlanDecoder:
             at, found = read.take(header.pending), read.take(header.pending)
             sources = torch.full((header.tokens,), -1, dtype=torch.int32)
             sources.numpy()[at] = found
+        inputs = StepInputs(
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            attention=attention,
+            sample_rows=sample_rows,
+            samples=(),
+            read_rows=read_rows,
+            num_scored=header.scored,
+            step=header.step,
+            kept=read.kept(header.kept),
+            dropped=read.kept(header.dropped),
+        )
         return DecodedStep(inputs, copies, header.kind == _ABORTABLE_STEP, sources)
 
 
@@ -240,3 +260,7 @@ class _Reader:
         numbers = array("i")
         numbers.frombytes(self.take(count).tobytes())
         return numbers
+
+    def kept(self, count: int) -> tuple[Kept, ...]:
+        width = len(Kept._fields)
+        return tuple([Kept(*self.take(width).tolist()) for _ in range(count)])

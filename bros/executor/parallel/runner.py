@@ -4,7 +4,7 @@
     others                               └─▶ its shard ─▶ wait for the next message
 
 All ranks communicate in the same order: the sums and logits of the layers (sharding.py), whether a
-step is aborted, and here:
+step is suspended or aborted, and here:
 
     host      message of step 7        message of step 8
     device    [ step 7 ........ tokens ][ tokens to all ranks, step 8 ...
@@ -21,14 +21,14 @@ import torch
 
 from bros.core.errors import RanksLostError
 from bros.core.interfaces import Executor, StepHandle
-from bros.core.plan import StepPlan, StepResult
+from bros.core.plan import StepPlan, StepResult, SuspendedStep
 from bros.executor.inputs import PendingTokens, build_inputs
 from bros.executor.parallel.plan_codec import PlanDecoder, PlanEncoder
 from bros.executor.parallel.ranks import Ranks
 from bros.executor.runner import LaunchingRunner, ModelRunner
 
 _ABORT_CHECKS = 8
-"""About how often a step checks whether it is aborted. At each check all ranks wait for rank 0."""
+"""About how often a step checks whether it yields. At each check all ranks wait for rank 0."""
 
 
 def lead(runner: ModelRunner, ranks: Ranks) -> Executor:
@@ -62,7 +62,9 @@ def follow(runner: ModelRunner, ranks: Ranks) -> None:
 
 
 class ParallelRunner:
-    """Rank 0's executor. Implements core.interfaces.Executor.
+    """Rank 0's executor. Implements core.interfaces.SuspendingExecutor.
+
+    A step is suspended before the same layer on all ranks, and each keeps its rows.
 
     Its methods raise RanksLostError if another rank ended; the executor cannot be used afterwards.
     """
@@ -73,10 +75,14 @@ class ParallelRunner:
         self._encoder = PlanEncoder()
         self._open = True
 
+    @property
+    def num_layers(self) -> int:
+        return self._runner.num_layers
+
     @torch.inference_mode()
     def execute(
         self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
-    ) -> StepResult | None:
+    ) -> StepResult | SuspendedStep | None:
         """Run one step on all ranks; see Executor.
 
         should_abort: called about _ABORT_CHECKS times between layers; the answer is for all ranks.
@@ -89,7 +95,9 @@ class ParallelRunner:
         if should_abort is not None:
             checks = _AbortChecks(self._ranks, self._runner.num_layers, should_abort)
         outputs = self._runner.compute(inputs, checks)
-        return None if outputs is None else self._runner.result(plan.step, outputs, inputs)
+        if outputs is None or isinstance(outputs, SuspendedStep):
+            return outputs
+        return self._runner.result(plan.step, outputs, inputs)
 
     def close(self) -> None:
         """Stop the other ranks and release this rank's memory. May be called twice."""

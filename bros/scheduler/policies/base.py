@@ -85,14 +85,21 @@ class Policy(Protocol):
         ...
 
     def yields(
-        self, packing: Packing[RequestState], began_s: float, tokens: int, due_s: float, now: float
+        self,
+        packing: Packing[RequestState],
+        began_s: float,
+        tokens: int,
+        due_s: float,
+        now: float,
+        lost_s: float,
     ) -> bool:
-        """Whether to abort the running step for a real-time request that has just arrived.
+        """Whether to stop the running step for a real-time request that has just arrived.
 
         packing: the running step, with best-effort work.
         began_s: when it began.
         tokens: prompt tokens of the new request that are not cached.
         due_s: when its first token is due.
+        lost_s: time whose work would be lost.
         """
         ...
 
@@ -109,6 +116,16 @@ class Policy(Protocol):
 
     def on_step_aborted(self, packing: Packing[RequestState], seconds: float) -> None:
         """A step was aborted after `seconds`; none of its tokens counts."""
+        ...
+
+    def on_step_suspended(
+        self, packing: Packing[RequestState], seconds: float, done: float
+    ) -> None:
+        """A step was suspended after `seconds`. done: the share of its layers that was computed."""
+        ...
+
+    def on_work_lost(self, seconds: float) -> None:
+        """What a suspended step has computed in this time was dropped."""
         ...
 
     def on_request_ended(self, state: RequestState, now: float) -> None:
@@ -141,7 +158,13 @@ class OrderPolicy:
         return state.service_class
 
     def yields(
-        self, packing: Packing[RequestState], began_s: float, tokens: int, due_s: float, now: float
+        self,
+        packing: Packing[RequestState],
+        began_s: float,
+        tokens: int,
+        due_s: float,
+        now: float,
+        lost_s: float,
     ) -> bool:
         return False
 
@@ -153,6 +176,14 @@ class OrderPolicy:
 
     def on_step_aborted(self, packing: Packing[RequestState], seconds: float) -> None:
         raise AssertionError("this policy never aborts a step")
+
+    def on_step_suspended(
+        self, packing: Packing[RequestState], seconds: float, done: float
+    ) -> None:
+        raise AssertionError("this policy never suspends a step")
+
+    def on_work_lost(self, seconds: float) -> None:
+        raise AssertionError("this policy never suspends a step")
 
     def on_request_ended(self, state: RequestState, now: float) -> None:
         pass

@@ -411,18 +411,13 @@ class AdaptiveBatchSize:
 _PRESSING, _OTHERS, _EARLY = 0.0, 1.0, 2.0
 """Sections of the waiting best-effort requests; the last one holds early prefills."""
 
-_GAPS_IF_ABORTED = 5 / 3
-"""For another request's first token, a step is aborted if no stream in it then waits longer than so
+_GAPS_IF_YIELDING = 5 / 3
+"""For another request's first token, a step yields if no stream in it then waits longer than so
 many times its gap objective. Ablation: slow machine, attainment -4.6 points with 1."""
 
-_ABORTED_SHARE, _MAX_ABORTED_S = 0.03, 1.0
-"""Aborted steps may take this share of all time. What is not used adds up to this many seconds.
-Ablation: one-token flood, throughput -9 %."""
-
-_RECENT_PROMPTS, _QUANTILE, _ARRIVAL_FACTOR = 64, 0.9, 1.25
-"""Steps with best-effort work leave time for a new prompt of this quantile of the recent lengths.
-The factor allows for arrivals in the middle of a step; see `_wait_for_prompt_s`. Ablation: cpu,
-long, attainment -0.9 points without this time, throughput -5 % without the factor."""
+_LOST_SHARE, _MAX_LOST_S = 0.03, 1.0
+"""This share of all time may be lost: with aborted steps, and with what is dropped of suspended
+ones. What is not used adds up to this many seconds."""
 
 _TBAR_ALPHA = 0.2
 _TIGHT_FOR_S = 60.0
@@ -491,13 +486,11 @@ class BrosPolicy:
         self._batch = AdaptiveBatchSize(_INITIAL_ROWS, settings.rows, settings.growth)
         self._tbar_s = 0.0
         self._credit_s = 0.0
-        self._allowance_s = _MAX_ABORTED_S
+        self._allowance_s = _MAX_LOST_S
         self._steps = 0
         self._allowed_rows = self._batch.rows
         # Tight TTFT objectives of recent requests: (until, objective), both rising.
         self._tight_objectives: deque[tuple[float, float]] = deque()
-        self._prompts: deque[int] = deque(maxlen=_RECENT_PROMPTS)
-        self._usual_prompt = 1
         self._known_deadlines = 0  # length of _deadlines after the last clean-up
         # Heap of best-effort deadlines: (latest start, arrival_index, state).
         self._deadlines: list[tuple[float, int, RequestState]] = []
@@ -583,17 +576,23 @@ class BrosPolicy:
         return min(max(rows, running + _INITIAL_ROWS), settings.rows)
 
     def yields(
-        self, packing: Packing[RequestState], began_s: float, tokens: int, due_s: float, now: float
+        self,
+        packing: Packing[RequestState],
+        began_s: float,
+        tokens: int,
+        due_s: float,
+        now: float,
+        lost_s: float,
     ) -> bool:
-        """See Policy.yields. A step is aborted if all of this holds:
+        """See Policy.yields. A step yields if all of this holds:
 
         - the new request's first token would be late after this step, but on time in a step that
           begins now;
         - no token that this step would give on time becomes late;
-        - not too much time went into aborted steps.
+        - not too much time was lost.
         """
         ends_s = max(began_s + packing.seconds, now)
-        if now - began_s > self._allowance_s:
+        if lost_s > self._allowance_s:
             return False
         predictor = self.predictor
         load = StepLoad()
@@ -610,9 +609,18 @@ class BrosPolicy:
         return now + predictor.seconds(load) <= min(bounds)
 
     def on_step_aborted(self, packing: Packing[RequestState], seconds: float) -> None:
-        for state, _ in packing.selected[: packing.num_urgent]:
-            state.deadline_s = max(state.deadline_s, _latest_s(state))
+        _let_wait(packing)
         self._used.take_back()
+        self.on_work_lost(seconds)
+
+    def on_step_suspended(
+        self, packing: Packing[RequestState], seconds: float, done: float
+    ) -> None:
+        _let_wait(packing)
+        self._used.take_back(1.0 - done)
+        self._pay_share(packing, seconds)
+
+    def on_work_lost(self, seconds: float) -> None:
         self._allowance_s = max(0.0, self._allowance_s - seconds)
 
     def on_request_ended(self, state: RequestState, now: float) -> None:
@@ -624,14 +632,17 @@ class BrosPolicy:
 
     def on_step_done(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
         self._steps += 1
-        self._allowance_s = min(self._allowance_s + _ABORTED_SHARE * seconds, _MAX_ABORTED_S)
         weight = _TBAR_ALPHA if self._tbar_s else 1.0
         self._tbar_s += weight * (seconds - self._tbar_s)
         self._batch.on_step_done(violated=packing.violated, was_full=packing.full)
         self._save(packing)
+        self._pay_share(packing, seconds)
         if not be_waits and len(packing.selected) == packing.num_urgent:
             self._credit_s = 0.0
-            return
+
+    def _pay_share(self, packing: Packing[RequestState], seconds: float) -> None:
+        """What a step adds to the time that may be lost, and that best-effort work is owed."""
+        self._allowance_s = min(self._allowance_s + _LOST_SHARE * seconds, _MAX_LOST_S)
         best_effort_s = max(packing.seconds - packing.urgent_s, 0.0)
         share = best_effort_s / packing.seconds if packing.seconds else 0.0
         self._credit_s += (self._settings.be_share - share) * seconds
@@ -640,18 +651,10 @@ class BrosPolicy:
     # Real-time
 
     def _note_arrival(self, state: RequestState, now: float) -> None:
-        """Record the prompt length and the TTFT objective of a real-time request.
-
-        Objectives that cannot be met in any case are ignored.
-        """
+        """Record the TTFT objective of a real-time request, unless it cannot be met in any case."""
         ttft_s = state.slo.ttft_s
         prefill_s = self.predictor.prefill_seconds(state.remaining)
-        if ttft_s is None or ttft_s < prefill_s:
-            return
-        if ttft_s <= self._settings.ttft_s and not state.num_outputs:
-            self._prompts.append(state.remaining)
-            self._usual_prompt = sorted(self._prompts)[int(_QUANTILE * (len(self._prompts) - 1))]
-        if ttft_s < prefill_s + self._tbar_s:
+        if ttft_s is None or ttft_s < prefill_s + self._tbar_s:
             return
         while self._tight_objectives and self._tight_objectives[-1][1] >= ttft_s:
             self._tight_objectives.pop()
@@ -660,10 +663,11 @@ class BrosPolicy:
     def _best_effort_s(self, running: Sequence[RequestState], now: float) -> float:
         """Longest step with best-effort work.
 
-        It follows the tightest recent TTFT objective and the time of usual prompts, down to half
-        of the default, so that no request can stop best-effort work with an impossible objective.
-        It is also bounded by the TPOT objectives of running requests, even if all are ahead of
-        their pace: that lead is kept for the first tokens of new requests.
+        It follows the tightest recent TTFT objective, down to half of the default, so that no
+        request can stop best-effort work with an impossible objective. It leaves no more time for
+        long prompts, since the step yields to them. It is also bounded by the TPOT objectives of
+        running requests, even if all are ahead of their pace: that lead is kept for the first
+        tokens of new requests.
         """
         settings = self._settings
         while self._tight_objectives and self._tight_objectives[0][0] < now:
@@ -672,8 +676,7 @@ class BrosPolicy:
         if self._tight_objectives:
             ttft_s = min(max(self._tight_objectives[0][1], settings.ttft_s / 2), settings.ttft_s)
             wait_s = settings.rt_wait * ttft_s
-        wait_s = min(wait_s, max(self._wait_for_prompt_s(running), wait_s / 2)) / settings.depth
-        return min(wait_s, self._pace_bound_s(running))
+        return min(wait_s / settings.depth, self._pace_bound_s(running))
 
     def _pace_bound_s(self, running: Sequence[RequestState]) -> float:
         """The shortest TPOT objective of the running requests, but at least half the default.
@@ -682,18 +685,6 @@ class BrosPolicy:
         """
         intervals = (state.slo.tpot_s for state in running if state.slo.tpot_s is not None)
         return max(min(intervals, default=math.inf), self._settings.tpot_s / 2)
-
-    def _wait_for_prompt_s(self, running: Sequence[RequestState]) -> float:
-        """Longest step that leaves enough of the default TTFT for a new request's own step.
-
-        A quarter more, since few requests arrive right at the beginning of a step, and for those
-        it may be aborted.
-        """
-        load = StepLoad()
-        load.add(self._usual_prompt, 0, True)
-        contexts = [state.num_computed_tokens for state in running if state.remaining == 1]
-        load.add_rows(len(contexts), sum(contexts))
-        return _ARRIVAL_FACTOR * (self._settings.ttft_s - self.predictor.safe_seconds(load))
 
     def _best_effort_share(self, running: Sequence[RequestState]) -> float:
         """The share of `_best_effort_s` that best-effort work may use.
@@ -734,15 +725,23 @@ class BrosPolicy:
             self._saved_s = min(max(self._saved_s + left_s, -most_s), most_s)
 
     def _best_effort(self, queues: Queues, now: float) -> Iterator[RequestState]:
-        """Decode rows, then pressing requests, running prompts, new requests."""
+        """Decode rows, then pressing requests, running prompts, new requests.
+
+        Of rows and of prompts, those that are suspended come first, the prompts also before
+        pressing requests, so that little is kept of them, and not for long.
+        """
         running = queues.running_of(ServiceClass.BE)
         rows = [s for s in running if s.remaining == 1]
         rows.sort(key=_tokens_to_restore)
-        prompts = [s for s in running if s.remaining > 1]
+        suspended = [s for s in running if s.suspended is not None]
+        if suspended:
+            rows.sort(key=_is_whole)
+            suspended = [s for s in suspended if s.remaining > 1]
+        prompts = [s for s in running if s.remaining > 1 and s.suspended is None]
         waiting, most = queues.waiting[ServiceClass.BE], self._settings.rows + 1
         pressing = min(most, bisect.bisect_left(waiting, _OTHERS, key=section))
         rest = self._order.first(queues, pressing, most - pressing, now)
-        return itertools.chain(rows, waiting[:pressing], prompts, rest)
+        return itertools.chain(rows, suspended, waiting[:pressing], prompts, rest)
 
     def _move_pressing(self, queues: Queues, now: float) -> None:
         """Move best-effort requests to the front that must start now to meet their deadlines.
@@ -787,16 +786,26 @@ class BrosPolicy:
         return self.predictor.added_prefill_seconds(self._settings.rules.min_chunk)
 
 
+def _let_wait(packing: Packing[RequestState]) -> None:
+    """The step has yielded, so that the tokens of its urgent rows come later."""
+    for state, _ in packing.selected[: packing.num_urgent]:
+        state.deadline_s = max(state.deadline_s, _latest_s(state))
+
+
 def _latest_s(state: RequestState) -> float:
-    """When a row's token is due at the latest if its step is aborted."""
+    """When a row's token is due at the latest if its step yields."""
     last_s, gap_s = state.record.last_token_s, state.slo.gap_s
     if last_s is None or gap_s is None:
         return state.deadline_s
-    return max(state.deadline_s, last_s + _GAPS_IF_ABORTED * gap_s)
+    return max(state.deadline_s, last_s + _GAPS_IF_YIELDING * gap_s)
 
 
 def _tokens_to_restore(state: RequestState) -> int:
     return state.num_missing
+
+
+def _is_whole(state: RequestState) -> bool:
+    return state.suspended is None
 
 
 def _has_deadline(state: RequestState) -> bool:

@@ -770,7 +770,8 @@ class ChoiceTrace(BaseModel):
         description="How long it could have run and did not, by reason: time (no time was left "
         "in the step), rows (the batch was full), tokens (the token budget was used up), "
         "memory (no KV blocks), turn (the policy served others first), yielded (it ran, but "
-        "the step was aborted for the first token of another request)"
+        "the step was aborted for the first token of another request; of one that was suspended "
+        "nothing is lost)"
     )
     events: list[TraceEvent]
     finish_reason: FinishReason | None = Field(description="null until it is finished")

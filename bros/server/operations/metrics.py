@@ -110,12 +110,27 @@ _ENGINE_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "aborted_steps": (
             "engine_steps_aborted",
-            "Steps aborted for a real-time request that arrived while they ran",
+            "Steps aborted for a real-time request that arrived while they ran, so that their work "
+            "was lost: only those that cannot be suspended",
         ),
         "aborted_s": (
             "engine_steps_aborted_seconds",
             "Time spent in aborted steps. Divided by bros_engine_step_seconds: their cost. "
             "To reduce it, lower --rt-wait",
+        ),
+        "suspended_steps": (
+            "engine_steps_suspended",
+            "Steps suspended between two layers for a real-time request that arrived while they "
+            "ran, and continued later",
+        ),
+        "suspended_s": (
+            "engine_steps_suspended_seconds",
+            "Time spent in suspended steps; what they have computed is kept",
+        ),
+        "lost_s": (
+            "engine_lost_seconds",
+            "Time whose work was lost: of aborted steps, and of suspended ones whose requests were "
+            "preempted. Divided by bros_engine_step_seconds: the cost of yielding",
         ),
         "forced_tokens": (
             "forced_tokens",
@@ -246,6 +261,13 @@ class EngineCollector(Collector):
             yield GaugeMetricFamily(f"bros_{name}", text, getattr(stats, field))
         for field, (name, text) in _ENGINE_COUNTERS.items():
             yield CounterMetricFamily(f"bros_{name}", text, getattr(stats, field))
+        yield HistogramMetricFamily(
+            "bros_engine_yield_seconds",
+            "Time from the arrival of a real-time request until a step was suspended or aborted "
+            "for it",
+            buckets=_cumulative(stats.yielding),
+            sum_value=stats.yielding.total,
+        )
         yield from _by_class(stats)
 
 

@@ -24,7 +24,7 @@ MARGIN = 1e-3
 
 
 def on_one_rank(workload: Workload) -> Answers:
-    """In plenty of memory, without aborted steps, and with the margins."""
+    """In plenty of memory, without suspended steps, and with the margins."""
     options = {key: workload.options[key] for key in ("max_model_len", "threads")}
     plain = replace(workload, options={**options, "kv_blocks": 1024}, patience=0, logprobs=2)
     answers = run_workload(SingleRank(), plain)
@@ -82,7 +82,7 @@ def test_the_embedded_model_over_three_ranks() -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.long
-def test_steps_are_aborted_over_two_ranks() -> None:
+def test_steps_are_suspended_over_two_ranks() -> None:
     rng = random.Random(4)
     common = [rng.randrange(VOCAB) for _ in range(40)]
     prompts = [
@@ -104,6 +104,6 @@ def test_steps_are_aborted_over_two_ranks() -> None:
     expected = on_one_rank(workload)
     found, _ = run_ranks(2, run_workload, workload)
     check_alike(expected, found, most_near_ties=2)
-    assert found.stats.aborted_steps == len(found.aborted) >= 5
-    assert len(set(found.aborted)) >= 4
+    assert found.stats.suspended_steps == len(found.suspended) >= 5
+    assert len(set(found.suspended)) >= 4
     assert sum(counted.preemptions for counted in found.stats.by_class.values()) > 0

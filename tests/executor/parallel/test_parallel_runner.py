@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from bros.core.config import EngineConfig
 from bros.core.errors import RanksLostError
 from bros.core.interfaces import LaunchingExecutor
-from bros.core.plan import KvCopies, StepPlan
+from bros.core.plan import Kept, KvCopies, StepPlan, StepResult, SuspendedStep
 from bros.executor.loader import random_executor
 from bros.executor.parallel.ranks import SingleRank
 from bros.executor.parallel.runner import lead
@@ -96,22 +97,50 @@ def test_copies_are_made_by_all() -> None:
 
 
 @pytest.mark.parametrize("asked", [1, 2, 5])
-def test_all_ranks_abort_a_step_at_the_same_layer(asked: int) -> None:
+def test_all_ranks_suspend_a_step_at_the_same_layer(asked: int) -> None:
     """They ask about eight times in a step: here, before every third of twenty layers."""
     made = [assemble(DEEP) for _ in range(2)]
     plans = family_plans(random.Random(3), 3, 64)
     answers = iter([*[False] * (asked - 1), True])
     with team([each.runner for each in made]) as group:
-        assert group.executor.execute(plans[0], lambda: next(answers)) is None
+        stopped = group.executor.execute(plans[0], lambda: next(answers))
+        assert stopped == SuspendedStep(0, layer := 3 * (asked - 1), 20)
         group.ranks[0].settle()
-        check_alike(made, layers=3 * (asked - 1))
+        check_alike(made, layers=layer)
+        kept = [Kept(0, row, layer) for row in range(len(plans[0].chunks))] if layer else []
+        assert [sorted(each.runner._kept._states) for each in made] == [kept, kept]
+        plans[0] = replace(plans[0], dropped=tuple(kept))
         for plan in plans:
             assert group.executor.execute(plan, lambda: False) is not None
         group.ranks[0].settle()
         check_alike(made)
-    assert not group.errors
+    assert not group.errors and not any(each.runner._kept for each in made)
     assert group.ranks[0].said == group.ranks[1].said
     assert group.ranks[0].said.count("any") == asked + 7 * len(plans)
+
+
+def test_followers_continue_what_was_suspended_as_the_first_rank_does() -> None:
+    """A prompt stops at layer 6 and again at 12, beside others, and is done as if it had not."""
+    made, alone = [assemble(DEEP) for _ in range(2)], assemble(DEEP)
+    prompt, other = Scripted("a", range(50), range(4), 0), Scripted("b", range(40), range(4, 8), 0)
+    chunk = prompt.chunk(50)
+    expected = alone.runner.execute(StepPlan(9, (other.chunk(30), chunk)))
+    assert isinstance(expected, StepResult)
+    other.computed = 0
+    with team([each.runner for each in made]) as group:
+        asked = iter([False, False, True])
+        group.executor.execute(StepPlan(1, (chunk,)), lambda: next(asked))
+        again = replace(chunk, kept=Kept(1, 0, 6))
+        asked = iter([False, False, False, False, True])
+        plan = StepPlan(2, (other.chunk(20), again))
+        assert group.executor.execute(plan, lambda: next(asked)) == SuspendedStep(2, 12, 20)
+        last = [replace(c, kept=Kept(2, row, 12)) for row, c in enumerate(plan.chunks)]
+        group.executor.execute(StepPlan(3, (last[0],)))
+        found = group.executor.execute(StepPlan(9, (other.chunk(10), last[1])))
+        group.ranks[0].settle()
+        check_alike(made)
+    assert isinstance(found, StepResult) and found.samples[1] == expected.samples[1]
+    assert not group.errors and not any(each.runner._kept for each in made)
 
 
 def test_a_replayed_step_is_aborted_before_it_begins_or_not_at_all() -> None:

@@ -16,6 +16,7 @@ from bros.core.plan import (
     PENDING,
     SEGMENT_WIDTH,
     Chunk,
+    Kept,
     KvCopies,
     Readout,
     SampleSpec,
@@ -152,6 +153,9 @@ def check(step: DecodedStep | None, plan: StepPlan) -> None:
         assert found.dtype == torch.int32 and found.is_contiguous()
         assert found.shape == expected[name].shape and torch.equal(found, expected[name]), name
     assert step.copies == plan.copies
+    kept = tuple(chunk.kept for chunk in plan.chunks if chunk.kept is not None)
+    assert (step.inputs.kept, step.inputs.dropped) == (kept, plan.dropped)
+    assert step.inputs.step == plan.step
 
 
 def begin_alike(chunks: Sequence[Chunk], rng: random.Random) -> tuple[SharedPrefix, ...]:
@@ -183,7 +187,12 @@ def test_any_sequence_of_plans_comes_out_as_it_went_in(steps: int, rng: random.R
         chosen = rng.sample(requests, rng.randint(0, len(requests)))
         chunks = tuple(request.chunk() for request in chosen)
         shared = begin_alike(chunks, rng) if len(chunks) > 2 and rng.random() < 0.5 else ()
-        plan = StepPlan(number, chunks, random_copies(rng), shared)
+        kept = [Kept(rng.randrange(number + 1), row, rng.randint(1, 30)) for row in range(9)]
+        continuing = rng.choice([0, 0, rng.randint(0, len(chunks))])
+        for chunk, at in zip(chunks[len(chunks) - continuing :], kept, strict=False):
+            chunk.kept = at
+        dropped = tuple(kept[6 : rng.choice([6, 7, 9])])
+        plan = StepPlan(number, chunks, random_copies(rng), shared, dropped)
         is_open = rng.random() < 0.5
         step = decoder(encoder.step(plan, build_inputs(plan), may_abort=is_open))
         check(step, plan)
@@ -309,4 +318,4 @@ def test_a_segment_that_grows_between_others_is_all_that_is_sent() -> None:
         check(decoder(message), plan)
         segments[3 * 400 + 2] += 1
     assert sizes[0] > 12_000
-    assert max(sizes[1:]) < 100
+    assert max(sizes[1:]) < 112
