@@ -1,62 +1,79 @@
 """Garbage collection in pauses that no stream notices.
 
-    automatic   new objects ──▶ young ──▶ old ──▶ frozen    a pause of some milliseconds: it visits
-                                                            what was made since the last one
-    idle        frozen ─────────────────▶ visited as a whole, then frozen again
+    automatic   new objects ──▶ young ──▶ old    a pause of some milliseconds: it visits what was
+                                                 made since the last one, and never the old ones
+    full        young and old                    while the process is idle, and the pause is short
+                frozen: what was there at the start is never visited
 
 CPython visits all objects whenever the oldest generation has grown by a quarter. With the calls of
 large sessions, or tens of thousands of waiting requests, such a collection takes 0.1 to 0.4 s, in
-whichever turn of the event loop or step it happens. Here what has survived one visit is frozen, so
-that no automatic collection visits it again. Reference counts still free frozen objects; only
-cycles of them stay until the process is idle, so what ends with each request must not be one.
+whichever turn of the event loop or step it happens. Here an object that has survived one or two
+collections is left alone. Reference counts still free it; only cycles of such objects stay until a
+full collection, so what ends with each request or session must not be one.
+
+How long a full collection takes depends on what is alive, so it is not made while much is: what a
+session of 10,000 calls keeps is no garbage. What reference counts have freed is not suspected
+either: blocks of memory tell how much is left, and asking for their number takes 0.1 ms.
 
 `benchmarks/session_scale.py`: the longest collection among 1,000 sessions of 10 calls took 312 ms
-without freezing.
+without all this. After a session of 10,000 calls a full one took 1.9 s while it visited everything.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
-THRESHOLDS = (1400, 1, 1)
-"""Of gc.set_threshold. The youngest generation is collected with 1,401 objects, the next one at
-every third of these collections, and the oldest one at the first collection after two of those:
-with 1,401 * (2 * 3 + 1) = 9,807 objects, which takes 1 to 4 ms. A step of 128 rows makes about
-1,300 objects and frees them again: with 700 for the youngest generation it was collected in every
-step, which took 10 % of the host's time (benchmarks/step_host_speed.py)."""
+_NEVER = 2**31 - 1
+THRESHOLDS = (1400, 5, _NEVER)
+"""Of gc.set_threshold. The youngest generation is collected with 1,401 objects, and every seventh
+time the next one with it: 1,401 * 7 = 9,807 objects, which takes 1 to 4 ms. The oldest one never
+is. A step of 128 rows makes about 1,300 objects and frees them
+again: with 700 for the youngest generation it was collected in every step, which took 10 % of the
+host's time (benchmarks/step_host_speed.py)."""
 _DUE = 100_000
-"""Objects frozen since the last full collection from which an idle process makes the next one."""
-_OVERDUE = 2_000_000
-"""As _DUE, for a process that is never idle; about 0.5 GB if all of them are garbage."""
+"""Blocks of memory kept since the last full collection from which an idle process makes the next
+one. An object of the collector has one block or more."""
+_MOST = 250_000
+"""Blocks kept since the start up to which it does so: about 100,000 objects of the collector, which
+take 10 to 25 ms. If there are more, most are alive."""
+_OVERDUE = 5_000_000
+"""Blocks kept since the last full collection from which the next one is made in any case; about
+0.5 GB if all of them are garbage."""
 _CHECK_EVERY_S = 1.0
 
-_OLDEST = 2
+_MIDDLE = 1
 
 
 class Collector:
     """The garbage collector of this process, during the block.
 
-    In a block, objects that exist at its beginning (modules, the tokenizer, a model) are frozen,
-    too.
+    Objects that exist at the beginning of the block (modules, the tokenizer, a model) are frozen
+    until its end.
     """
 
-    def __init__(self, *, due: int = _DUE, overdue: int = _OVERDUE) -> None:
-        """due, overdue: see _DUE and _OVERDUE."""
+    def __init__(self, *, due: int = _DUE, most: int = _MOST, overdue: int = _OVERDUE) -> None:
+        """due, most, overdue: see _DUE, _MOST and _OVERDUE."""
         self._due = due
+        self._most = most
         self._overdue = overdue
-        self._frozen = 0  # since the last full collection; those freed since then count, too
-        self._base = 0  # frozen objects after the last full collection
+        self._aged = 0  # objects that have become old since the last full collection or count
+        self._count_at = due  # of these: when a process that is not idle counts blocks again
+        self._start = self._base = 0  # blocks at the start, and after the last full collection
         self._thresholds = gc.get_threshold()
 
     def __enter__(self) -> Self:
         self._thresholds = gc.get_threshold()
         gc.set_threshold(*THRESHOLDS)
+        gc.collect()
+        gc.freeze()
         gc.callbacks.append(self._on_collection)
         self.collect()
+        self._start = self._base
         return self
 
     def __exit__(
@@ -69,42 +86,44 @@ class Collector:
         gc.set_threshold(*self._thresholds)
         gc.unfreeze()
 
-    @property
-    def is_due(self) -> bool:
-        """Whether an idle process should make a full collection."""
-        return self._frozen >= self._due
-
     def collect_if_due(self, *, idle: bool) -> None:
         """Make a full collection if this is the time for one. idle: no user waits."""
-        if self.is_due and (idle or self._is_overdue()):
+        if self._aged < (self._due if idle else self._count_at):
+            return
+        blocks = sys.getallocatedblocks()
+        kept = blocks - self._base
+        if kept >= self._overdue or (
+            idle and kept >= self._due and blocks - self._start <= self._most
+        ):
             self.collect()
+            return
+        if kept < self._due:
+            self._aged = max(kept, 0)  # reference counts have freed the others
+        self._count_at = self._aged + self._due
 
     def collect(self) -> None:
-        """A full collection. It takes about 0.1 s per million objects."""
-        gc.unfreeze()
+        """A full collection of all that is not frozen."""
         gc.collect()
-        gc.freeze()
-        # Of nothing: else the next automatic one of the oldest generation would wait until a
-        # quarter of the objects that this one has visited are new.
-        gc.collect()
-        self._frozen, self._base = 0, gc.get_freeze_count()
+        self._aged, self._count_at = 0, self._due
+        self._base = sys.getallocatedblocks()
+
+    @property
+    def may_be_due(self) -> bool:
+        """Whether `collect_if_due` has something to decide."""
+        return self._aged >= self._due
 
     async def run(self, is_idle: Callable[[], Awaitable[bool]]) -> None:
         """Make full collections when they are due, until cancelled."""
         while True:
             await asyncio.sleep(_CHECK_EVERY_S)
-            if self.is_due:
+            if self.may_be_due:
                 self.collect_if_due(idle=await is_idle())
-
-    def _is_overdue(self) -> bool:
-        if self._frozen < self._overdue:
-            return False
-        # Visits all frozen objects, so it is asked only now: most of them may have been freed.
-        self._frozen = max(gc.get_freeze_count() - self._base, 0)
-        return self._frozen >= self._overdue
 
     def _on_collection(self, phase: str, info: dict[str, int]) -> None:
         """A callback of the collector."""
-        if phase == "stop" and info["generation"] == _OLDEST:
-            self._frozen += len(gc.get_objects(generation=_OLDEST))
-            gc.freeze()
+        if info["generation"] != _MIDDLE:
+            return
+        if phase == "start":
+            self._aged += sum(len(gc.get_objects(generation=n)) for n in range(_MIDDLE + 1))
+        else:
+            self._aged -= info["collected"]

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 import pytest
 
 from bros.core.errors import OverloadedError, QueueFullError
-from bros.core.request import FinishReason, RequestOutput
+from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass
+from bros.semantic.service.generating import RETRIES_TOGETHER
+from support.played_stream import PlayedStream
 from support.program_engine import MAX_LEN, ProgramEngine, byte_ids, echo
-from support.programs import TENANT, Desk, call, native, soon, virtually
+from support.programs import LATENCY, TENANT, THROUGHPUT, Desk, call, native, soon, virtually
 
 GREEDY = {"temperature": 0.0}
 
@@ -305,3 +307,57 @@ async def test_refusals_do_not_count_as_engine_deaths() -> None:
     desk.engine.die()
     desk.engine.revive()
     assert await desk.value("a") == echo("Say ")
+
+
+@virtually
+async def test_thousands_of_refused_calls_try_again_in_turn() -> None:
+    """Not each by itself: with one answer of a full engine the others need not ask."""
+    desk = Desk()
+    count = 1000
+    requests = desk.submit(*(call(f"{i} {{{{output:a{i}}}}}") for i in range(count)))
+    desk.engine.refusals = [QueueFullError(9, 1.0)] * 100_000
+    for i in range(count):
+        desk.service.want(TENANT, desk.session, f"a{i}", THROUGHPUT)
+    await asyncio.sleep(2.0)
+    before = len(desk.engine.refusals)
+    await asyncio.sleep(10.0)
+    assert 10 <= before - len(desk.engine.refusals) <= 11 * 2 * RETRIES_TOGETHER
+    desk.engine.refusals = []
+    await soon(desk.value(f"a{count - 1}", THROUGHPUT), 60.0)
+    last_s = {request.split("~")[0]: at for request, at in desk.engine.submitted_s.items()}
+    later = [last_s[request] for request in requests[2 * RETRIES_TOGETHER :]]
+    assert later == sorted(later)
+
+
+@virtually
+async def test_a_promoted_call_does_not_wait_in_the_line_of_its_old_class() -> None:
+
+    class FullOfBestEffort(ProgramEngine):
+        async def submit(self, request: EngineRequest) -> PlayedStream:
+            if request.service_class is ServiceClass.BE:
+                raise QueueFullError(9, 1.0)
+            return await super().submit(request)
+
+    desk = Desk(FullOfBestEffort())
+    last = 20 * RETRIES_TOGETHER
+    desk.submit(*(call(f"{i} {{{{output:a{i}}}}}") for i in range(last + 1)))
+    for i in range(last + 1):
+        desk.service.want(TENANT, desk.session, f"a{i}", THROUGHPUT)
+    await asyncio.sleep(5.0)
+    assert await soon(desk.value(f"a{last}", LATENCY), 2.5) == echo(f"{last} ")
+    await desk.service.delete(TENANT, desk.session)
+
+
+@virtually
+async def test_a_refused_call_that_waits_for_others_is_cancelled_at_once() -> None:
+    desk = Desk()
+    desk.engine.refusals = [QueueFullError(9, 5.0)] * 100_000
+    requests = desk.submit(*(call(f"{i} {{{{output:a{i}}}}}") for i in range(100)))
+    waits = [asyncio.create_task(desk.value(f"a{i}")) for i in range(100)]
+    await asyncio.sleep(1.0)
+    for request in requests:
+        desk.service.cancel(TENANT, desk.session, request)
+    await soon(asyncio.gather(*waits, return_exceptions=True), 0.1)
+    before = len(desk.engine.refusals)
+    await asyncio.sleep(20.0)
+    assert len(desk.engine.refusals) == before

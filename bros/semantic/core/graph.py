@@ -96,7 +96,7 @@ class Graph:
         return AddedCalls(draft.calls, draft.touching)
 
     def forget(self, call: Call) -> None:
-        """Remove an ended call; its variables stay."""
+        """Remove an ended call; its variables stay. Nothing that remains refers to it."""
         self.version += 1
         del self.calls[call.id]
         for llm_call in call.llm_calls:
@@ -104,6 +104,7 @@ class Graph:
                 del variable.consumers[llm_call]
             for variable in llm_call.outputs:
                 variable.producer = None
+        call.forget()
 
     def check_integrity(self, uninformed: Mapping[LlmCall, int]) -> None:
         """Assert that both ends of every edge refer to each other, and that there is no cycle.

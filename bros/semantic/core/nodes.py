@@ -218,6 +218,7 @@ class Call:
     """One call of a semantic or native function.
 
     number: number of calls that were submitted before it.
+    llm_calls: in order; none after `forget`.
     cause: root failure of a call that failed or was cancelled.
     created_s: time of its submission.
     """
@@ -230,10 +231,23 @@ class Call:
     llm_calls: tuple[LlmCall, ...] = ()
     cause: Cause | None = None
     created_s: float = 0.0
+    _last_state: CallState = CallState.FINISHED
 
     @property
     def open(self) -> bool:
         return any(llm_call.open for llm_call in self.llm_calls)
+
+    @property
+    def state(self) -> CallState:
+        """The state of its first LLM call that is not FINISHED; FINISHED if all are."""
+        states = (llm_call.state for llm_call in self.llm_calls)
+        return next((s for s in states if s is not CallState.FINISHED), self._last_state)
+
+    def forget(self) -> None:
+        """Let go of the LLM calls of an ended call. They refer to it and it to them, so that else
+        only the garbage collector could free both."""
+        self._last_state = self.state
+        self.llm_calls = ()
 
     @property
     def title(self) -> str:
@@ -312,7 +326,8 @@ class LlmCall:
 
     @property
     def previous(self) -> LlmCall | None:
-        return self.call.llm_calls[self.index - 1] if self.index else None
+        llm_calls = self.call.llm_calls
+        return llm_calls[self.index - 1] if 0 < self.index < len(llm_calls) else None
 
     @property
     def next(self) -> LlmCall | None:

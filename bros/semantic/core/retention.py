@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from bros.semantic.core.graph import Graph
@@ -160,11 +160,27 @@ class Retention:
         while len(self._ended) > self._limits.kept_calls:
             self._forget(self._ended.popleft())
 
+    def dismantling(self, count: int) -> Iterator[None]:
+        """Forget all calls, which have ended, and drop all variables; it pauses after each `count`
+        of them."""
+        variables = self._graph.variables
+        while self._ended or variables:
+            for _ in range(min(count, len(self._ended))):
+                self._forget(self._ended.popleft())
+            if not self._ended:
+                for _ in range(min(count, len(variables))):
+                    variable = next(reversed(variables.values()))
+                    self._unreferenced.pop(variable, None)
+                    self._graph.drop(variable)
+            yield
+        self._chars = self._unreferenced_chars = 0
+
     def _forget(self, call: Call) -> list[Variable]:
         """Forget the call. Returns the variables that become unreferenced."""
+        llm_calls = call.llm_calls
         self._graph.forget(call)
         freed = []
-        for llm_call in call.llm_calls:
+        for llm_call in llm_calls:
             for variable in (*llm_call.inputs, *llm_call.outputs):
                 if _is_unreferenced(variable) and variable not in self._unreferenced:
                     self._unreferenced[variable] = None

@@ -258,6 +258,13 @@ class SessionStateMachine:
             if not number % self._slice:
                 yield
 
+    def dismantling(self) -> Iterator[None]:
+        """Drop all calls and variables of a closed session in slices. So they are freed without the
+        garbage collector, and not all at once. Call it when no LLM call runs any more."""
+        assert self.closed
+        self._uninformed.clear()
+        yield from self._retention.dismantling(self._slice)
+
     # ---- Events of LLM calls. Events of an ended LLM call are ignored.
 
     def first_token(self, llm_call: LlmCall, now: float) -> None:

@@ -25,7 +25,6 @@ from bros.semantic.core.retention import SessionLimits
 from bros.semantic.core.session import Action, SessionStateMachine
 from bros.semantic.schema import (
     CallSpec,
-    CallState,
     Criteria,
     PrefixView,
     SharingMode,
@@ -93,6 +92,9 @@ CALL_CHARS, VARIABLE_CHARS = 2_000, 500
 records take 2.8 KB and 0.5 KB. A session may have 50,000 variables without a character."""
 
 _FORGET_FROM = 100
+_FREED_TOGETHER = 500
+"""Records of an ended session that are freed at a time; that takes half a millisecond."""
+
 _KEPT_ANSWERS = 8
 
 
@@ -176,7 +178,9 @@ class CallRecord:
     counted: whether its end is counted in the figures.
     llm_calls: records of its LLM calls by index.
     pinned: ids of engine requests whose KV is pinned for the next LLM call.
-    prefill: the task that prefills the known prefix of the prompt.
+    running: number of tasks of its LLM calls.
+    prefill: the task that prefills the known prefix of the prompt. Once it has ended, it is let go
+        of: if it was cancelled, its error refers to the record.
     next_prefill: the LLM call whose known prefix it prefills next; None if it is not longer.
     lock: held while the prompt is extended, because long texts are encoded on a thread.
     """
@@ -188,6 +192,7 @@ class CallRecord:
     counted: bool = False
     llm_calls: dict[int, LlmCallRecord] = field(default_factory=dict)
     pinned: set[str] = field(default_factory=set)
+    running: int = 0
     prefill: asyncio.Task[None] | None = None
     next_prefill: LlmCall | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -304,7 +309,7 @@ class Subscribers:
             each.changed.set()
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
+@dataclass(eq=False, slots=True, weakref_slot=True, kw_only=True)
 class ServedSession:
     """An open session.
 
@@ -414,6 +419,18 @@ class ServedSession:
         if len(self.answers) > _KEPT_ANSWERS:
             del self.answers[next(iter(self.answers))]
 
+    def dismantling(self) -> Iterator[None]:
+        """Let go of the calls, variables, records and answers of a session that has ended, in
+        slices: when it is freed itself, little is left that would be freed at once."""
+        yield from self.machine.dismantling()
+        while self.records:
+            for _ in range(min(_FREED_TOGETHER, len(self.records))):
+                self.records.popitem()
+            yield
+        while self.answers:
+            self.answers.popitem()
+            yield
+
     def forget_records(self) -> None:
         """Drop records of calls that the graph has forgotten and that have no prompt or pinned KV.
 
@@ -445,11 +462,3 @@ def request_group(session: ServedSession, llm_call: LlmCall) -> RequestGroup | N
         return None
     precedes = group.level > Level.THROUGHPUT
     return RequestGroup(f"{session.uid}/{group.id}", precedes, awaited_alone(llm_call))
-
-
-def call_state(call: Call) -> CallState:
-    """The state of its first LLM call that is not FINISHED; FINISHED if all are."""
-    for llm_call in call.llm_calls:
-        if llm_call.state is not CallState.FINISHED:
-            return llm_call.state
-    return CallState.FINISHED

@@ -216,6 +216,7 @@ class Prefiller:
         if record.prefill is not None:
             record.prefill.cancel()
             await asyncio.gather(record.prefill, return_exceptions=True)
+            record.prefill = None  # its error refers to its frames, and they to the record
 
     async def _prefill_all(self, session: ServedSession, record: CallRecord) -> None:
         """Prefill the known prefix of a call until it has not become longer meanwhile.

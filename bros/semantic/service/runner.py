@@ -55,7 +55,6 @@ from bros.semantic.service.live import (
     LoadMark,
     ServedSession,
     SessionSettings,
-    call_state,
     class_name,
     request_group,
 )
@@ -262,7 +261,8 @@ class ProgramRunner:
             self._in_background(self._engine.release(request_id))
 
     async def stop(self, session: ServedSession, closing: Iterator[None]) -> None:
-        """Close a session, cancel all its tasks, unpin its KV, and wait until that is done.
+        """Close a session, cancel all its tasks, unpin its KV and wait until that is done. Then let
+        go of what it had.
 
         closing: the slices of `SessionStateMachine.closing` that are left.
         """
@@ -281,11 +281,15 @@ class ProgramRunner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for record in session.records.values():
+            record.prefill = None
         for request_ids in session.last_plain.values():
             self.release(request_ids)
         session.last_plain.clear()
         if self._background_tasks:
             await asyncio.wait(self._background_tasks, timeout=_BACKGROUND_TIMEOUT_S)
+        for _ in session.dismantling():
+            await asyncio.sleep(0)
 
     def _do(
         self, session: ServedSession, action: Action, together: Mapping[LlmCall, GroupStart]
@@ -297,8 +301,9 @@ class ProgramRunner:
                     if start is not None:
                         start.leave(llm_call)
                     return
-                record = session.record(llm_call.call.id).llm_call(llm_call.index)
-                record.started = self.load(session)
+                record = session.record(llm_call.call.id)
+                record.running += 1
+                record.llm_call(llm_call.index).started = self.load(session)
                 task = asyncio.create_task(self._run(session, llm_call, start))
                 session.tasks[llm_call] = task
                 if start is not None:
@@ -326,7 +331,7 @@ class ProgramRunner:
         record = session.record(call.id)
         if not call.open and not record.counted:
             record.counted = True
-            self.ended_calls[call_state(call).value, class_name(session, call)] += 1
+            self.ended_calls[call.state.value, class_name(session, call)] += 1
 
     async def _run(
         self, session: ServedSession, llm_call: LlmCall, start: GroupStart | None
@@ -365,7 +370,9 @@ class ProgramRunner:
             )
             self._fail_internally(session, llm_call)
             self.carry_out(session)
-        record = session.record(llm_call.call.id).llm_call(llm_call.index)
+        call_record = session.record(llm_call.call.id)
+        call_record.running -= 1
+        record = call_record.llm_call(llm_call.index)
         record.text = ""
         if record.decoding is not None:
             session.load.decoding.change(-1, self._clock.now())
@@ -380,15 +387,12 @@ class ProgramRunner:
         The engine has seen the end of the call's requests by then.
         """
         record = session.records.get(call.id)
-        if (
-            record is None
-            or call.open
-            or any(llm_call in session.tasks for llm_call in call.llm_calls)
-        ):
+        if record is None or call.open or record.running:
             return
         if record.prefill is not None and not record.prefill.done():
             record.prefill.cancel()  # its done callback calls this method again
             return
+        record.prefill = None
         self.release(tuple(record.pinned))
         record.pinned.clear()
         if record.prompt is not None:
@@ -627,6 +631,11 @@ class _Watcher:
         terms = self._runner.terms(self._session, self._llm_call)
         self._submitted_class = terms.service_class
         return terms
+
+    @property
+    def service_class(self) -> ServiceClass:
+        is_real_time = self._llm_call.label.level is Level.RT
+        return ServiceClass.RT if is_real_time else ServiceClass.BE
 
     def accepted(self, request_id: str, service_class: ServiceClass) -> None:
         self._record.request_id = request_id

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -730,6 +731,8 @@ class SessionService:
         )
 
         def estimate(llm_call: LlmCall) -> float:
+            session = opened()
+            assert session is not None, "its state machine asks"
             return self._runner.estimate(session, llm_call)
 
         session = ServedSession(
@@ -748,6 +751,8 @@ class SessionService:
             held_chars=self._accounts.count(tenant, Resource.SESSION_CHARS, 0),
             **fields,
         )
+        # Weak, so that no cycle keeps an ended session until the garbage collector finds it.
+        opened = weakref.ref(session)
         self._registry.add(session)
         return session
 

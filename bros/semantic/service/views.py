@@ -25,7 +25,7 @@ from bros.semantic.schema import (
     SessionView,
     VariableView,
 )
-from bros.semantic.service.live import CallRecord, LlmCallRecord, ServedSession, call_state
+from bros.semantic.service.live import CallRecord, LlmCallRecord, ServedSession
 
 T = TypeVar("T")
 
@@ -83,7 +83,8 @@ def view_session(session: ServedSession, insight: Insight, now: float) -> Viewin
     viewer = _Viewer(session, insight, outlook, now)
     call_views = []
     for number, call in enumerate(calls, start=1):
-        call_views.append(viewer.call(call))
+        if call.llm_calls:  # else the session has forgotten it since
+            call_views.append(viewer.call(call))
         if not number % _SLICE:
             yield
     variable_views = yield from view_variables(graph.variables.values())
@@ -179,7 +180,7 @@ class _Viewer:
             id=call.id,
             name=call.name,
             kind=call.kind,
-            state=call_state(call),
+            state=call.state,
             service_class=current.service_class,
             level=current.level,
             stage=current.stage,
