@@ -172,6 +172,33 @@ def test_bodies_of_very_many_parts_are_refused(part: str) -> None:
         _parse(body)
 
 
+def test_half_a_million_token_ids_are_accepted_and_more_are_not() -> None:
+    """A million held the interpreter for 50 ms, twice: parsed, and then validated."""
+    body = [{"tokens": [7] * count} for count in (500_000, 500_001)]
+    assert _parse(json.dumps(body[0]).encode()) == body[0]
+    with pytest.raises(InvalidRequestError, match="500001 values; at most 150000, 200000 and"):
+        _parse(json.dumps(body[1]).encode())
+
+
+async def test_the_largest_token_id_is_looked_for_on_the_thread_that_decodes(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, threads = server.tokenizer.decode, set[int]()
+
+    def watched(*args: Any, **options: Any) -> str:
+        threads.add(threading.get_ident())
+        return decode(*args, **options)
+
+    monkeypatch.setattr(server.tokenizer, "decode", watched)
+    vocab_size = server.engine.info.vocab_size
+    good = await server.http.post("/detokenize", json={"tokens": [7] * 10_000})
+    assert good.status_code == 200
+    assert len(threads) == 1 and threading.get_ident() not in threads
+    bad = await server.http.post("/detokenize", json={"tokens": [7] * 10_000 + [vocab_size]})
+    error = assert_envelope(bad, 400)
+    assert error["param"] == "tokens" and len(threads) == 1
+
+
 def test_brackets_in_strings_are_no_parts() -> None:
     text = 'if (a[0]) { b["k"] = {c: 1}; } // "\\" ' * 20_000 + ", " * 1_100_000
     body = {"prompt": text, "list": list(range(100_000))}

@@ -3,8 +3,9 @@ own schema, half of them valid and half with a mutation. A new route is attacked
 listed here.
 
 Whatever comes, the answer is one that the document describes, nothing is left of it afterwards, and
-the event loop was never held for long, neither by CPU time nor by wall time without waits for a
-core (see MeasuredLoop). In the long tier the same attacks are repeated, and the
+the event loop was never held for 50 ms, neither by CPU time nor by wall time without waits for a
+core (see MeasuredLoop). A long turn is tried again: one that the server causes comes each time, one
+that its host causes does not. In the long tier the same attacks are repeated, and the
 repetitions leave no more objects than MOST_LEFT per attack.
 """
 
@@ -29,7 +30,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from bros.server.operations.openapi import ApiRoute
-from support.loops import ODD_LAG_S, HastyLoop
+from support.loops import HastyLoop
 from support.schema_values import WRONG, Draw, SchemaValues, json_bodies, mostly
 from support.tier import by_tier, examples
 from support.whole_server import LIVE, ROWS, WholeServer, running_whole_server
@@ -39,14 +40,16 @@ LONGEST_ANSWER_S = 3600.0
 """On the clock of HastyLoop; clients may wait up to MAX_WAIT_S for a value."""
 SKIP_S = 30.0
 """Of HastyLoop."""
+TRIES = 3
+"""Of an attack in which a turn of the loop was long."""
 REFRESH_EVERY = 50
 """Examples between two clean-ups: sessions and batches of many attacks meet each other."""
 
 REPEATED = by_tier(fast=0, long=200)
 """Attacks that are repeated: the first time warms caches up, two more leave little."""
-MOST_LEFT = 40.0
+MOST_LEFT = 20.0
 """Objects of Python's garbage collector that one attack may leave on average, in bounded memories
-such as traces, and in timers of the loop. The most that was measured is 19, by GET /metrics."""
+such as traces, and in timers of the loop. The most that was measured is 12, by /v1/score."""
 
 WORDS = (
     *(
@@ -314,7 +317,17 @@ def test_a_route_is_attacked(
             runner.run(server.clear())
             runner.run(server.populate())
         count += 1
-        response = runner.run(attack.send(route.method.upper(), server))
+        with loop.measuring():
+            response = runner.run(attack.send(route.method.upper(), server))
+        tries = 1
+        while not loop.is_quick and tries < TRIES:
+            tries += 1
+            runner.run(server.clear())
+            runner.run(server.populate())
+            with loop.measuring():
+                response = runner.run(attack.send(route.method.upper(), server))
+        if not loop.is_quick:
+            loop.check_turns()
         answers.check(response)
         statuses[response.status_code] += 1
         if response.status_code >= 400:
@@ -326,8 +339,7 @@ def test_a_route_is_attacked(
 
     with caplog.at_level(logging.ERROR, logger="bros"):
         try:
-            with loop.measuring():
-                attack()
+            attack()
             left = _left_by_repeating(document, route, runner, server)
         finally:
             runner.run(server.clear())
@@ -338,7 +350,6 @@ def test_a_route_is_attacked(
     assert server.state.sessions is not None and server.state.jobs is not None
     assert server.state.sessions.figures().sessions == 0
     assert server.state.jobs.runner.rows_in_flight == 0
-    loop.check_turns(ODD_LAG_S)
 
 
 def _left_by_repeating(

@@ -190,13 +190,13 @@ async def detokenize(request: Request) -> Response:
     state = ServerState.of(request)
     body = await read_request(request, DetokenizeRequest)
     vocab_size = state.engine.info.vocab_size
-    if body.tokens and max(body.tokens) >= vocab_size:
-        raise InvalidRequestError(
-            f"Token id {max(body.tokens)} is outside the vocabulary [0, {vocab_size}).",
-            param="tokens",
-        )
 
     def render() -> str:
+        largest = max(body.tokens, default=0)
+        if largest >= vocab_size:
+            raise InvalidRequestError(
+                f"Token id {largest} is outside the vocabulary [0, {vocab_size}).", param="tokens"
+            )
         text = state.tokenizer.decode(body.tokens, skip_special_tokens=False)
         return DetokenizeReply(prompt=text).model_dump_json()
 
