@@ -62,6 +62,10 @@ class Engine:
     def has_work(self) -> bool:
         return self._scheduler.has_work or self._running is not None
 
+    def load_ahead(self) -> None:
+        """Load now what else the first request with a grammar would load, while others wait."""
+        self._grammars.load_ahead()
+
     def prepare(self, request: EngineRequest, done: Callable[[], None]) -> bool:
         """Whether a request can be submitted without waiting for its grammar. If not, `done` is
         called on another thread as soon as it can; the time until then counts as its wait."""

@@ -140,6 +140,7 @@ def _lead(launch: LaunchSpec, folder: Path, group: Group) -> None:
             report=logger.info,
             group=group,
         )
+        engine.load_ahead()
         # The objects of torch and the model stay alive. A collection that visits all of them would
         # delay a step by as long as the step takes.
         collector = stack.enter_context(Collector())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +26,7 @@ from bros.core.clock import ManualClock
 from bros.core.errors import InvalidRequestError, OverloadedError
 from bros.core.interfaces import GrammarState, StopRule
 from bros.core.request import Grammar
+from bros.engine import grammars as engine_grammars
 from bros.engine.grammars import Grammars
 from support.machine_speed import slowdown
 from support.scheduling import engine_info
@@ -310,6 +313,70 @@ def test_it_compiles_on_a_thread_and_once_for_equal_texts(folder: Path) -> None:
     assert done.acquire(timeout=60) and (first or done.acquire(timeout=60))
     assert compiler.prepare(one, done.release) and compiler.prepare(two, done.release)
     assert compiler.counters.compiled == 1
+
+
+@dataclasses.dataclass
+class Watched:
+    """What llguidance was asked for, and on which thread."""
+
+    loads: list[int] = dataclasses.field(default_factory=list)
+    priorities: list[int] = dataclasses.field(default_factory=list)
+    masks_of: list[object] = dataclasses.field(default_factory=list)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    seen = Watched()
+    load, compile_one = engine_grammars.load_tokenizer, engine_grammars.compile_grammar
+
+    def loading(*arguments: Any) -> Any:
+        seen.loads.append(threading.get_ident())
+        return load(*arguments)
+
+    class Matcher:
+        def __init__(self, matcher: Any) -> None:
+            self._matcher = matcher
+
+        def compute_bitmask(self) -> object:
+            seen.masks_of.append(threading.get_ident())
+            return self._matcher.compute_bitmask()
+
+        def deep_copy(self) -> Any:
+            return self._matcher.deep_copy()
+
+    def compiling(*arguments: Any) -> Any:
+        seen.priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return Matcher(compile_one(*arguments))
+
+    monkeypatch.setattr(engine_grammars, "load_tokenizer", loading)
+    monkeypatch.setattr(engine_grammars, "compile_grammar", compiling)
+    return seen
+
+
+def test_what_is_loaded_ahead_is_not_loaded_while_others_wait(
+    folder: Path, watched: Watched
+) -> None:
+    compiler = made(folder)
+    compiler.load_ahead()
+    compiler.state(grammars.json_object(), STOPS)
+    assert watched.loads == [threading.get_ident()]
+
+
+def test_the_first_mask_is_computed_where_the_grammar_is_compiled(
+    folder: Path, watched: Watched
+) -> None:
+    """Copies then have it: that of a large object would hold up a step."""
+    compiler = made(folder)
+    state = compiler.state(grammars.json_object(), STOPS)
+    assert len(watched.masks_of) == 1 and threading.get_ident() not in watched.masks_of
+    assert allowed(state)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priority")
+def test_the_thread_that_compiles_has_a_lower_priority(folder: Path, watched: Watched) -> None:
+    made(folder).state(grammars.json_object(), STOPS)
+    (priority,) = watched.priorities
+    assert priority == min(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) + 10, 19)
 
 
 def test_gbnf_is_converted(compiler: Grammars) -> None:
