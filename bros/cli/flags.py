@@ -342,7 +342,7 @@ _FROM_ENGINE = {
 }
 _NOT_SIMULATED = (
     *("model", "weights", "kernels", "kv_dtype", "kv_memory", "host_kv_memory", "threads"),
-    *("tp", "tp_timeout", "hang_timeout"),
+    *("tp", "tp_timeout", "load_timeout", "hang_timeout"),
     *("policy", "prefix_cache", "rt_cache_share"),
     *("device", "gpu_memory_utilization"),
     *("self_attention", "shared_attention", "cuda_graphs", "async_scheduling"),

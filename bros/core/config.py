@@ -325,6 +325,12 @@ class EngineConfig(_Checked):
     tp_timeout: float = option(
         30.0, "seconds that ranks wait for each other in a step before the engine ends", low=0.1
     )
+    load_timeout: float = option(
+        300.0,
+        "seconds without progress, such as bytes read, after which an engine that loads is ended; "
+        "0: never",
+        low=0,
+    )
     hang_timeout: float = option(
         8.0,
         "seconds after which an engine that is stopped or hangs is replaced, or a thread given up; "

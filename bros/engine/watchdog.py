@@ -3,6 +3,9 @@
     engine's thread      | iteration 7 | idle ... | iteration 8 (a step that never ends) ......
     heartbeats' thread   ^    ^    ^    ^    ^    ^    ^    ^    ^    ^  hung: no more heartbeats
 
+Before its loop an engine loads, which may take any time. There `LoadWatch` looks from another
+process whether it does anything.
+
 A long step is not a hang, so the limit follows from the expected times of the steps that run. A
 check counts only the time in which this process could have made progress: not while it is stopped,
 suspended with its machine or held by a debugger, nor while its threads wait for a core.
@@ -10,11 +13,13 @@ suspended with its machine or held by a debugger, nor while its threads wait for
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from bros.scheduler.steps import ExpectedTime
 
@@ -129,6 +134,113 @@ class Watchdog:
         elif expected.has_new_size and self._compiles:
             least_s = max(least_s, _COMPILING_S)
         return max(least_s, _FACTOR * expected.seconds)
+
+
+class Activity(NamedTuple):
+    """What a process and those that it has started have done so far.
+
+    cpu_s: CPU time of those that run or that were waited for.
+    io_bytes: bytes that those that run have read or written, in files or by page faults.
+    """
+
+    cpu_s: float
+    io_bytes: int
+
+    @classmethod
+    def of(cls, pid: int) -> Activity | None:
+        """Of a process of this machine; None where the kernel does not tell. Linux only."""
+        found = [_own_activity(each) for each in _family(pid)]
+        known = [each for each in found if each is not None]
+        if not known:
+            return None
+        return cls(sum(each.cpu_s for each in known), sum(each.io_bytes for each in known))
+
+
+_MOVES_BYTES = 4096
+"""Bytes between two checks from which a process that loads counts as reading or writing. Its idle
+threads read some, to wake each other."""
+
+_COMPUTES_SHARE = 0.05
+"""CPU time between two checks, as a share of the time, from which it counts as computing."""
+
+_COMPUTING_COUNTS = 0.1
+"""How much of the time counts in which it computes and neither reads nor writes: kernels are
+compiled for minutes, and a loop that never ends computes as well."""
+
+
+class LoadWatch:
+    """Says whether a process that loads a model has stopped making progress. Ask it every `every_s`
+    seconds, from another process.
+
+        it reads or writes      the count begins anew
+        it only computes        a tenth of the time counts
+        neither                 the time counts, without that in which it waits for a core
+    """
+
+    def __init__(
+        self,
+        activity: Callable[[], Activity | None],
+        timeout_s: float,
+        starved_s: Callable[[], float],
+    ) -> None:
+        """activity: of the process, so far. starved_s: as for Watchdog."""
+        self.every_s = timeout_s / CHECKS_PER_TIMEOUT
+        self._activity = activity
+        self._timeout_s = timeout_s
+        self._starved_s = starved_s
+        self._before = activity()
+        self._counted_s = 0.0
+        self._silent_s = 0.0  # since it has read or written
+
+    @classmethod
+    def of_process(cls, pid: int, timeout_s: float) -> LoadWatch:
+        """Of a process on this machine, and those that it starts."""
+        starved_s = StarvationClock(pid, timeout_s / CHECKS_PER_TIMEOUT)
+        return cls(lambda: Activity.of(pid), timeout_s, starved_s)
+
+    def check(self) -> str | None:
+        """Why it counts as hung; None if it does not."""
+        before, self._before = self._before, self._activity()
+        starved_s = self._starved_s()
+        now = self._before
+        if before is None or now is None or abs(now.io_bytes - before.io_bytes) >= _MOVES_BYTES:
+            self._counted_s = self._silent_s = 0.0
+            return None
+        self._silent_s += self.every_s
+        computes = abs(now.cpu_s - before.cpu_s) >= _COMPUTES_SHARE * self.every_s
+        if computes:
+            self._counted_s += _COMPUTING_COUNTS * self.every_s
+        else:
+            self._counted_s += max(0.0, self.every_s - starved_s)
+        if self._counted_s < self._timeout_s:
+            return None
+        what = "only computes" if computes else "does not compute either"
+        return (
+            f"The engine has not loaded its model: it has read and written nothing for "
+            f"{self._silent_s:.4g} s, and {what}."
+        )
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all that it has started, directly or not."""
+    found = [pid]
+    for each in found:  # the loop appends to it
+        with contextlib.suppress(OSError):  # it has ended
+            for thread in os.listdir(f"/proc/{each}/task"):
+                children = Path(f"/proc/{each}/task/{thread}/children").read_text()
+                found += map(int, children.split())
+    return found
+
+
+def _own_activity(pid: int) -> Activity | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        io = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+        ticks = sum(map(int, stat[11:15]))  # its own, in user and kernel, and of waited-for ones
+        moved = sum(int(io[name]) for name in ("rchar", "wchar", "read_bytes"))
+        return Activity(ticks / os.sysconf("SC_CLK_TCK"), moved)
+    except (OSError, ValueError, KeyError, IndexError):
+        return None  # it has ended, or this kernel does not count
 
 
 class StarvationClock:

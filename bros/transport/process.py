@@ -43,6 +43,9 @@ HEARTBEATS_PER_TIMEOUT = CHECKS_PER_TIMEOUT
 """Heartbeats that a process sends within the time after which a missing heartbeat is a timeout. An
 engine process sends so many per config.hang_timeout, and none if that is 0."""
 
+SHOW_STACKS = signal.SIGUSR1
+"""Lets an engine process print the stacks of its threads, also from within a library call."""
+
 _FILE = "launch.json"
 
 
@@ -99,6 +102,7 @@ def main() -> int:
         # Both reach the whole process group; the server decides when to end.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        faulthandler.register(SHOW_STACKS)
     end_with_server(folder)
     try:
         _run(launch, folder)

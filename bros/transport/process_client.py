@@ -19,10 +19,10 @@ from bros.core.errors import EngineDeadError
 from bros.core.interfaces import EngineInfo
 from bros.engine.client import MessageClient
 from bros.engine.messages import Command, Failed, Heartbeat, Ready, Shutdown
-from bros.engine.watchdog import StarvationClock
+from bros.engine.watchdog import LoadWatch, StarvationClock
 from bros.executor.model_store import ModelFiles
 from bros.transport.ipc import Endpoints, command_codec, open_socket, reply_codec
-from bros.transport.process import HEARTBEATS_PER_TIMEOUT, LaunchSpec
+from bros.transport.process import HEARTBEATS_PER_TIMEOUT, SHOW_STACKS, LaunchSpec
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,9 @@ _BACK_OFF_S = 1.0
 """Pause after the first failed start; after the n-th it is n times as long."""
 
 _SLOW_START_S = 600.0
-"""Time after which the log says, again and again, that an engine is not ready. It is not killed:
-reading a large model from a network takes as long, and so do kernels that are compiled."""
+"""Time after which the log says, again and again, that an engine is not ready. That alone is no
+reason to kill it: reading a large model from a network takes as long, and so do kernels that are
+compiled."""
 
 _DRAIN_S = 0.1
 """Interval without messages after which the client stops reading from an ended process."""
@@ -214,8 +215,8 @@ class SupervisedClient(MessageClient, ABC):
                 return
             minutes += _SLOW_START_S / 60
             logger.warning(
-                "the engine is not ready %.0f minutes after its start; it is not killed, since "
-                "large models load for long; if it neither computes nor reads, it hangs",
+                "the engine is not ready %.0f minutes after its start; large models load for long, "
+                "but if it neither computes nor reads, it hangs",
                 minutes,
             )
 
@@ -379,6 +380,9 @@ async def _cancel(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
+_SHOW_S = 0.2
+"""How long an engine that hangs while it loads has to say where."""
+
 _GRACE_S, _RANKS_GRACE_S = 5.0, 10.0
 """grace_s of an engine process, and of a launcher with its ranks."""
 
@@ -388,7 +392,8 @@ class ProcessEngineClient(SupervisedClient):
 
     With config.tp > 1 that process is a launcher, which ends together with its ranks. If torchrun
     has started the ranks, of which the server process is one (`is_rank`), the engine process takes
-    its place as rank 0 and cannot be restarted without the others.
+    its place as rank 0 and cannot be restarted without the others. It may wait for them as long as
+    they load, so whether it makes progress is not watched then.
     """
 
     def __init__(
@@ -420,6 +425,7 @@ class ProcessEngineClient(SupervisedClient):
             starts_ranks=starts_ranks,
             replica=replica,
         )
+        self._load_timeout_s = 0.0 if is_rank else config.load_timeout
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -443,11 +449,33 @@ class ProcessEngineClient(SupervisedClient):
             stack.callback(self._close_process)
             receiver = self._listen(stack, Endpoints.of(folder))
             process = self._process = await self._spawn(folder)
+            if self._load_timeout_s:
+                watch = asyncio.create_task(self._watch_load(process.pid), name="engine-load-watch")
+                stack.push_async_callback(_cancel, watch)
             if self._closing:
                 self._kill()
             code = await process.wait()
             await receiver.drain()
         return self._failure or f"The engine process ended unexpectedly (code {code})."
+
+    async def _watch_load(self, pid: int) -> None:
+        """Kill an engine that makes no progress before it is ready."""
+        watch = LoadWatch.of_process(pid, self._load_timeout_s)
+        reason = None
+        while reason is None:
+            await asyncio.sleep(watch.every_s)
+            if self._was_ready:
+                return
+            reason = watch.check()
+        if not self._launch.starts_ranks and self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(SHOW_STACKS)
+            await asyncio.sleep(_SHOW_S)
+        if self._was_ready:  # the signal has interrupted what it waited for
+            return
+        self._note_failure(reason, hung=True)
+        self.on_death(self._failure)
+        self._kill()
 
     def _close_process(self) -> None:
         if self._process is not None and self._process.stdin is not None:

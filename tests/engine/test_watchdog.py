@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import math
+import operator
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +21,14 @@ from hypothesis import strategies as st
 
 from bros.core.plan import StepPlan
 from bros.core.request import ServiceClass
-from bros.engine.watchdog import Progress, StarvationClock, Watchdog, is_traced
+from bros.engine.watchdog import (
+    Activity,
+    LoadWatch,
+    Progress,
+    StarvationClock,
+    Watchdog,
+    is_traced,
+)
 from bros.scheduler.steps import ExpectedTime
 from support.tier import examples
 from support.virtual_time import VirtualRun, plan_seconds
@@ -259,3 +268,89 @@ def test_a_debugger_is_seen() -> None:
         finally:
             process.kill()
     assert not is_traced(process.pid)
+
+
+# ---- While it loads.
+
+LOAD_S = 80.0  # checked every 10 s
+IDLE, COMPUTES, READS = Activity(0.1, 100), Activity(5.0, 100), Activity(0.1, 5000)
+"""What a process does between two checks."""
+
+
+def load_watch(steps: Sequence[Activity], starved_s: float = 0.0) -> LoadWatch:
+    """Of a process that does this, one after the other, and then the last one for ever."""
+    rest = itertools.chain([Activity(0.0, 0)], steps, itertools.repeat(steps[-1]))
+    sums = itertools.accumulate(rest, lambda a, b: Activity(*map(operator.add, a, b)))
+    return LoadWatch(lambda: next(sums), LOAD_S, lambda: starved_s)
+
+
+def seconds_until_hung(watch: LoadWatch, most: int = 1000) -> float | None:
+    checks = (n for n in range(1, most + 1) if watch.check() is not None)
+    found = next(checks, None)
+    return None if found is None else found * watch.every_s
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds"),
+    [
+        ([IDLE], 80.0),
+        ([READS], None),
+        ([COMPUTES], 800.0),
+        ([READS] * 50 + [IDLE], 580.0),
+        ([COMPUTES] * 40 + [IDLE], 440.0),
+        ([IDLE] * 7 + [READS] + [IDLE], 160.0),
+        ([*[IDLE] * 7, READS] * 20 + [COMPUTES] * 70 + [READS], None),
+    ],
+)
+def test_an_engine_that_loads_hangs_if_it_neither_reads_nor_computes_for_long(
+    steps: Sequence[Activity], seconds: float | None
+) -> None:
+    assert seconds_until_hung(load_watch(steps)) == seconds
+
+
+def test_time_in_which_loading_waits_for_a_core_does_not_count() -> None:
+    assert seconds_until_hung(load_watch([IDLE], starved_s=5.0)) == 160.0
+    assert seconds_until_hung(load_watch([IDLE], starved_s=math.inf)) is None
+
+
+def test_it_says_what_an_engine_does_that_does_not_load() -> None:
+    idle, computing = load_watch([IDLE]), load_watch([COMPUTES])
+    reasons = [next(r for _ in range(100) if (r := each.check())) for each in (idle, computing)]
+    begin = "The engine has not loaded its model: it has read and written nothing for"
+    assert reasons == [
+        f"{begin} 80 s, and does not compute either.",
+        f"{begin} 800 s, and only computes.",
+    ]
+
+
+def test_where_the_kernel_tells_nothing_no_load_hangs() -> None:
+    assert seconds_until_hung(LoadWatch(lambda: None, LOAD_S, lambda: 0.0)) is None
+
+
+_FAMILY = """
+import os, subprocess, sys
+code = "import hashlib, sys; [hashlib.sha256(bytes(10**6)) for _ in range(200)]; sys.stdin.read()"
+child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+sys.stdin.readline()
+open("/dev/zero", "rb", buffering=0).read(10**6)
+print("read", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+def test_activity_is_that_of_a_process_and_of_those_that_it_has_started() -> None:
+    command = [sys.executable, "-c", _FAMILY]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        end_s = time.monotonic() + 60.0
+        while (found := Activity.of(process.pid)) is None or found.cpu_s < 0.1:
+            assert time.monotonic() < end_s
+            time.sleep(0.02)
+        before = found
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"read\n"
+        after = Activity.of(process.pid)
+        assert after is not None and after.io_bytes - before.io_bytes >= 10**6
+    assert Activity.of(process.pid) is None, "it has ended"

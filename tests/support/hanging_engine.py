@@ -1,7 +1,8 @@
-"""An engine process whose steps hang or slow down in native code when a prompt asks for it.
+"""An engine process whose steps hang or slow down in native code when a prompt asks for it, or that
+hangs or is slow while it loads.
 
-`python hanging_engine.py FOLDER`, in place of `python -m bros.transport.process FOLDER`. Every step
-takes STEP_S longer than it would.
+`python hanging_engine.py FOLDER LOADING`, in place of `python -m bros.transport.process FOLDER`.
+Every step takes STEP_S longer than it would.
 """
 
 from __future__ import annotations
@@ -9,29 +10,62 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from bros.core.plan import StepPlan, StepResult
 from bros.transport.process_client import ProcessEngineClient
+
+if TYPE_CHECKING:
+    from bros.engine.engine import Engine
 
 HANG, HANG_WITH_GIL, SLOW, STOP_PYTHON = 91, 92, 93, 94
 """Prompt tokens: sleep for ever without the GIL; with it; sleep 10 times STEP_S; loop in Python."""
 
 STEP_S = 0.05
 
+Loading = Literal["usual", "sleeps", "holds the GIL", "reads slowly", "computes"]
+"""What it does while it loads: sleep for ever; the same with the GIL; read 8 KiB ten times per
+second, or compute, for SLOW_LOAD_S, and then go on."""
+
+SLOW_LOAD_S = 6.0
+
 
 class HangingEngineClient(ProcessEngineClient):
-    """Starts such an engine."""
+    """Starts such an engine. loading: what the next one does."""
+
+    loading: Loading = "usual"
 
     async def _spawn(self, folder: Path) -> asyncio.subprocess.Process:
         self._launch.write(folder)
-        return await asyncio.create_subprocess_exec(
-            sys.executable, __file__, str(folder), stdin=asyncio.subprocess.PIPE
-        )
+        command = [sys.executable, __file__, str(folder), self.loading]
+        return await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
+
+
+def load_as(loading: str) -> None:
+    """Do it."""
+    end_s = time.monotonic() + SLOW_LOAD_S
+    match loading:
+        case "sleeps":
+            while True:  # a signal ends a sleep
+                ctypes.CDLL(None).sleep(3600)
+        case "holds the GIL":
+            while True:
+                ctypes.PyDLL(None).sleep(3600)
+        case "reads slowly":
+            with open("/dev/zero", "rb", buffering=0) as file:
+                while time.monotonic() < end_s:
+                    file.read(8192)
+                    time.sleep(0.1)
+        case "computes":
+            while time.monotonic() < end_s:
+                pass
 
 
 def main() -> int:
+    from bros.engine import build
     from bros.executor.runner import ModelRunner
     from bros.transport.process import main as run_process
 
@@ -50,6 +84,11 @@ def main() -> int:
         ctypes.CDLL(None).usleep(int(STEP_S * 1e6) * (10 if SLOW in tokens else 1))
         return execute(self, plan, should_abort)
 
+    def loading(*arguments: Any, **options: Any) -> Engine:
+        load_as(sys.argv[2])
+        return build_engine(*arguments, **options)
+
+    build_engine, build.build_engine = build.build_engine, loading
     ModelRunner.execute = hanging  # type: ignore[method-assign]
     return run_process()
 

@@ -22,7 +22,14 @@ from bros.core.errors import EngineDeadError
 from bros.core.request import EngineRequest
 from bros.executor.model_store import ModelFiles
 from bros.transport.process_client import ProcessEngineClient
-from support.hanging_engine import HANG, HANG_WITH_GIL, SLOW, STOP_PYTHON, HangingEngineClient
+from support.hanging_engine import (
+    HANG,
+    HANG_WITH_GIL,
+    SLOW,
+    STOP_PYTHON,
+    HangingEngineClient,
+    Loading,
+)
 from support.machine_speed import slowdown
 from support.process_engine import TINY_ENGINE, ask, tokens_of
 
@@ -164,6 +171,90 @@ async def test_with_a_timeout_of_zero_nothing_is_watched(files: ModelFiles) -> N
     os.kill(pid, signal.SIGCONT)
     await works(client, None)
     await client.close()
+
+
+# ---- While it loads.
+
+LOADING_SOON = dataclasses.replace(SOON, load_timeout=2.0)
+
+
+def loading_client(files: ModelFiles, loading: Loading, **config: float) -> HangingEngineClient:
+    client = HangingEngineClient(
+        dataclasses.replace(LOADING_SOON, **config), files, log_level="error"
+    )
+    client.loading = loading
+    return client
+
+
+@pytest.mark.parametrize(
+    "loading", ["sleeps", pytest.param("holds the GIL", marks=pytest.mark.long)]
+)
+async def test_an_engine_that_hangs_while_it_loads_is_ended_with_the_reason(
+    files: ModelFiles, loading: Loading, capfd: pytest.CaptureFixture[str]
+) -> None:
+    client = loading_client(files, loading)
+    async with asyncio.timeout(LONG_S):
+        with pytest.raises(EngineDeadError, match="has not loaded its model: .* 2.* s, and does"):
+            await client.start()
+    assert client.pid is None
+    assert "in load_as" in capfd.readouterr().err, "it says where it hangs"
+
+
+@pytest.mark.long
+async def test_an_engine_that_is_stopped_while_it_loads_is_ended(files: ModelFiles) -> None:
+    client = loading_client(files, "computes")
+    starting = asyncio.create_task(client.start())
+    async with asyncio.timeout(LONG_S):
+        while client.pid is None:
+            await asyncio.sleep(0.01)
+        os.kill(client.pid, signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match="has not loaded its model"):
+            await starting
+
+
+@pytest.mark.parametrize(
+    "loading", ["reads slowly", pytest.param("computes", marks=pytest.mark.long)]
+)
+async def test_an_engine_that_loads_for_much_longer_than_the_timeout_is_not_ended(
+    files: ModelFiles, loading: Loading
+) -> None:
+    client = loading_client(files, loading)
+    await client.start()
+    assert client.num_lost == 0
+    await works(client, None)
+    await asyncio.sleep(2 * LOADING_SOON.load_timeout)
+    assert client.alive, "an idle engine neither reads nor computes, and does not load"
+    await client.close()
+
+
+@pytest.mark.long
+async def test_an_engine_that_hangs_while_it_loads_again_is_replaced(files: ModelFiles) -> None:
+    client = loading_client(files, "usual")
+    await client.start()
+    client.loading = "sleeps"
+    pid = client.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(LONG_S):
+        while client.pid in (pid, None):
+            await asyncio.sleep(0.01)
+        client.loading = "usual"
+        while not client.alive:
+            await asyncio.sleep(0.01)
+    assert (client.num_lost, client.num_hung) == (2, 1)
+    await works(client, pid)
+    await client.close()
+
+
+@pytest.mark.long
+async def test_with_a_load_timeout_of_zero_no_load_is_ended(files: ModelFiles) -> None:
+    client = loading_client(files, "sleeps", load_timeout=0.0)
+    starting = asyncio.create_task(client.start())
+    await asyncio.sleep(10.0)
+    assert client.pid is not None and not starting.done()
+    await client.close()
+    with pytest.raises(EngineDeadError):
+        await starting
 
 
 # ---- With the default time, as on a user's machine.
