@@ -464,7 +464,8 @@ class _CopyPlanMaker:
 
 
 MAX_STORED_ERROR = 0.10
-"""Mean relative error above which a quick profile is not stored: the machine was busy."""
+"""Mean relative error, of steps that were not fitted, above which a quick profile is not stored: the
+machine was busy. One with 18 % (10 % of the fitted steps) made predictions wrong by 46 %."""
 
 _QUICK_REPEATS, _QUICK_LIMIT_S = 2, 10.0
 _QUICK_TOKENS, _QUICK_GPU_TOKENS = 256, 4096
@@ -513,9 +514,10 @@ def step_time_model(
     report("Measuring step times for some seconds; `bros profile` measures them thoroughly ...")
     profile = quick_profile(config, executor, info, clock)
     assert profile.fitted is not None
-    if profile.fitted.mape > MAX_STORED_ERROR:
+    error = (profile.held_out or profile.fitted).mape
+    if error > MAX_STORED_ERROR:
         report(
-            f"the measured step times vary by {profile.fitted.mape:.0%}, perhaps because the "
+            f"the measured step times vary by {error:.0%}, perhaps because the "
             "machine is busy; bros uses them, but does not store them"
         )
     elif folders:

@@ -474,7 +474,10 @@ class Scheduler:
         tokens = len(new_request.prompt_token_ids) - self._prefixes.cached_tokens(new_request)
         step = self._steps.latest
         assert step is not None
-        lost_s = 0.0 if suspends else now - step.began_s
+        # Hidden states are read after the last layer, where a step can only be aborted.
+        selected = step.packing.selected
+        may_lose = not suspends or any(state.num_read < state.read_end for state, _ in selected)
+        lost_s = now - step.began_s if may_lose else 0.0
         if not self._policy.yields(step.packing, step.began_s, tokens, due_s, now, lost_s):
             return False
         self._steps.yield_to(arrival_s(new_request, now))
@@ -486,7 +489,7 @@ class Scheduler:
         assert stopped.step == plan.step
         step, seconds = self._steps.suspend_step(now, self._queues)
         layer, done = stopped.layer, share_done(stopped.layer, stopped.num_layers)
-        self._policy.on_step_suspended(step.packing, seconds, done)
+        self._policy.on_step_suspended(step.packing, seconds)
         each_s = seconds / plan.num_tokens
         for row, chunk in enumerate(plan.chunks):
             at = Kept(plan.step, row, layer)

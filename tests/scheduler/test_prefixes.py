@@ -456,7 +456,7 @@ def test_blocks_that_real_time_requests_left_do_not_count_against_requests_that_
 
 
 def test_best_effort_is_not_stopped_by_a_prefix_that_many_real_time_requests_share() -> None:
-    run = Run(blocks=400, max_batch_tokens=2000)
+    run = Run(blocks=400, max_batch_tokens=2000, rt_slowdown=1000)
     run.submit("before", 401, max_tokens=1)
     run.drain()
     for number in range(6):

@@ -94,6 +94,8 @@ def test_whoever_asks_for_most_sets_the_target() -> None:
     assert stretch(found, state(tenant="bob"), now=1.0) == 1.2
     assert stretch(found, state(), now=2.0) == TARGET
     assert stretch(found, state(tenant="ann"), now=3.0) == 3.0
+    greedy = state(replace(FAR, rt_slowdown=1000.0), tenant="bob")
+    assert stretch(found, greedy, now=3.5) == 3.0, "a key is also a bound"
     assert stretch(found, state(replace(FAR, rt_slowdown=1000.0)), now=4.0) == math.inf
 
 
@@ -105,6 +107,12 @@ def test_nothing_is_bounded_without_such_work() -> None:
     assert stretch(found, early) == math.inf
     found.remove(early)
     assert stretch(found, state(), now=1.0) == TARGET
+
+
+def test_the_first_such_work_is_bounded_at_once() -> None:
+    found = pressure()
+    assert found.stretch(0.0) == math.inf
+    assert stretch(found, state(arrival_s=0.1), now=0.1) == TARGET
 
 
 def test_a_request_that_starts_over_counts_once() -> None:

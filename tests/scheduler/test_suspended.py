@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.core.config import KV_LAYOUTS
-from bros.core.plan import Kept, StepPlan, SuspendedStep
+from bros.core.plan import Kept, StepPlan, StepResult, SuspendedStep
 from bros.core.request import Slo
 from support.scheduling import MODEL, request
 from support.suspending_model import LAYERS, SuspendingModel
@@ -270,6 +270,49 @@ def test_nothing_is_lost_however_many_ask_for_it() -> None:
     stats = run.scheduler.stats()
     assert stats.suspended_steps > 10
     assert stats.suspended_s > 3.0 and stats.lost_s == 0.0
+
+
+@pytest.mark.parametrize("suspends", [False, True])
+def test_little_is_lost_where_steps_can_only_be_aborted(suspends: bool) -> None:
+    """Steps that score prompts, which comes after the last layer: newcomers with a tight objective
+    ask for all of them."""
+    model = ToyModel(4)
+    run = VirtualRun(executor=model, max_num_seqs=64, max_queue=10**6, max_batch_tokens=400)
+    number = 0
+    while run.now < 40.0:
+        if run.waiting(BE) == 0:
+            run.submit(f"be{number}", 300, BE, salt=number, max_tokens=1, prompt_logprobs=0)
+        plan = run.scheduler.schedule(run.now)
+        assert plan is not None
+        seconds = plan_seconds(plan)
+        stopped_s = run.now + 0.5 * seconds
+        new = request(f"rt{number}", 20, slo=Slo(0.065, 0.2), max_tokens=1, arrival_s=stopped_s)
+        may_yield = run.scheduler.may_abort
+        if may_yield and run.scheduler.yields(new, stopped_s, suspends=suspends):
+            run.now = stopped_s
+            run.scheduler.abort_step(plan, run.now)
+        else:
+            result = model.execute(plan)
+            assert isinstance(result, StepResult)
+            run.now += seconds
+            run.scheduler.apply(result, run.now)
+        run.scheduler.submit(new, run.now)
+        number += 1
+    stats = run.scheduler.stats()
+    assert stats.aborted_steps > 5
+    assert stats.lost_s <= 1.0 + 0.03 * run.now + 0.2
+
+
+def test_tenants_pay_for_what_ran() -> None:
+    """A chunk continues at a late layer, and its step stops five times before that."""
+    run, _ = suspending_run()
+    run.submit("be", 300, BE, max_tokens=1)
+    run.step(stops_before=6)
+    for _ in range(5):
+        run.step(stops_before=0)
+    run.step()
+    (paid_s,) = run.scheduler.stats().by_class[BE].device_s.values()
+    assert paid_s == pytest.approx(run.now, rel=0.1)
 
 
 @given(seed=st.integers(0, 10**6), layout=st.sampled_from(KV_LAYOUTS))

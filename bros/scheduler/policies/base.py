@@ -118,10 +118,8 @@ class Policy(Protocol):
         """A step was aborted after `seconds`; none of its tokens counts."""
         ...
 
-    def on_step_suspended(
-        self, packing: Packing[RequestState], seconds: float, done: float
-    ) -> None:
-        """A step was suspended after `seconds`. done: the share of its layers that was computed."""
+    def on_step_suspended(self, packing: Packing[RequestState], seconds: float) -> None:
+        """A step was suspended after `seconds`."""
         ...
 
     def on_work_lost(self, seconds: float) -> None:
@@ -177,9 +175,7 @@ class OrderPolicy:
     def on_step_aborted(self, packing: Packing[RequestState], seconds: float) -> None:
         raise AssertionError("this policy never aborts a step")
 
-    def on_step_suspended(
-        self, packing: Packing[RequestState], seconds: float, done: float
-    ) -> None:
+    def on_step_suspended(self, packing: Packing[RequestState], seconds: float) -> None:
         raise AssertionError("this policy never suspends a step")
 
     def on_work_lost(self, seconds: float) -> None:

@@ -592,7 +592,7 @@ class BrosPolicy:
         - not too much time was lost.
         """
         ends_s = max(began_s + packing.seconds, now)
-        if lost_s > self._allowance_s:
+        if lost_s >= self._allowance_s:
             return False
         predictor = self.predictor
         load = StepLoad()
@@ -613,11 +613,11 @@ class BrosPolicy:
         self._used.take_back()
         self.on_work_lost(seconds)
 
-    def on_step_suspended(
-        self, packing: Packing[RequestState], seconds: float, done: float
-    ) -> None:
+    def on_step_suspended(self, packing: Packing[RequestState], seconds: float) -> None:
         _let_wait(packing)
-        self._used.take_back(1.0 - done)
+        # By time and not by layers, as some rows may have continued at a later one.
+        expected_s = packing.seconds / self.predictor.safety_factor
+        self._used.take_back(max(0.0, 1.0 - seconds / expected_s))
         self._pay_share(packing, seconds)
 
     def on_work_lost(self, seconds: float) -> None:

@@ -50,7 +50,8 @@ class Pressure:
         guaranteed: float,
         work_s: Callable[[RequestState], float],
     ) -> None:
-        """target: --rt-slowdown. tenants: the same by tenant. guaranteed: --be-share.
+        """target: --rt-slowdown. tenants: the same by tenant, and the most that its requests may
+            ask for. guaranteed: --be-share.
         work_s: predicted seconds that the rest of a request adds to steps.
         """
         self._target = target
@@ -67,6 +68,8 @@ class Pressure:
         """A best-effort request is open; again if it starts over, which changes nothing."""
         if state in self._open or state.early:
             return
+        if not self._open:
+            self._next_s = now  # `latest` is of an engine without best-effort work
         within_s = _within_s(state.slo)
         if within_s is not None:
             due_s = state.record.arrival_s + within_s
@@ -97,8 +100,9 @@ class Pressure:
             if due_s <= now:
                 return math.inf
             needed += max(planned, self._work_s(state) / (due_s - now))
-            asked = state.slo.rt_slowdown or self._tenants.get(state.request.tenant, self._target)
-            target = max(target, asked)
+            most = self._tenants.get(state.request.tenant)
+            asked = state.slo.rt_slowdown or most or self._target
+            target = max(target, asked if most is None else min(asked, most))
             if needed >= 1.0 or target >= MAX_RT_SLOWDOWN:
                 return math.inf
         return max(target, 1.0 / (1.0 - max(needed, self._guaranteed))) if self._open else math.inf
