@@ -464,8 +464,8 @@ class _CopyPlanMaker:
 
 
 MAX_STORED_ERROR = 0.10
-"""Mean relative error, of steps that were not fitted, above which a quick profile is not stored: the
-machine was busy. One with 18 % (10 % of the fitted steps) made predictions wrong by 46 %."""
+"""Mean relative error, of steps that were not fitted, above which a quick profile is not stored:
+the machine was busy. One with 18 % (10 % of the fitted steps) made predictions wrong by 46 %."""
 
 _QUICK_REPEATS, _QUICK_LIMIT_S = 2, 10.0
 _QUICK_TOKENS, _QUICK_GPU_TOKENS = 256, 4096

@@ -238,6 +238,8 @@ def _own_activity(pid: int) -> Activity | None:
         io = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
         ticks = sum(map(int, stat[11:15]))  # its own, in user and kernel, and of waited-for ones
         moved = sum(int(io[name]) for name in ("rchar", "wchar", "read_bytes"))
+        # Pages of mapped files that had to be read; of FUSE file systems read_bytes has none.
+        moved += os.sysconf("SC_PAGE_SIZE") * int(stat[9])
         return Activity(ticks / os.sysconf("SC_CLK_TCK"), moved)
     except (OSError, ValueError, KeyError, IndexError):
         return None  # it has ended, or this kernel does not count

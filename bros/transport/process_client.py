@@ -467,13 +467,15 @@ class ProcessEngineClient(SupervisedClient):
             if self._was_ready:
                 return
             reason = watch.check()
+        # First, as the signal ends a process that has not got as far as to handle it.
+        self._note_failure(reason, hung=True)
         if not self._launch.starts_ranks and self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(SHOW_STACKS)
             await asyncio.sleep(_SHOW_S)
         if self._was_ready:  # the signal has interrupted what it waited for
+            self._failure, self._hung = "", False
             return
-        self._note_failure(reason, hung=True)
         self.on_death(self._failure)
         self._kill()
 

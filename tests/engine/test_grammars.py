@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -320,7 +318,6 @@ class Watched:
     """What llguidance was asked for, and on which thread."""
 
     loads: list[int] = dataclasses.field(default_factory=list)
-    priorities: list[int] = dataclasses.field(default_factory=list)
     masks_of: list[object] = dataclasses.field(default_factory=list)
 
 
@@ -345,7 +342,6 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
             return self._matcher.deep_copy()
 
     def compiling(*arguments: Any) -> Any:
-        seen.priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         return Matcher(compile_one(*arguments))
 
     monkeypatch.setattr(engine_grammars, "load_tokenizer", loading)
@@ -370,13 +366,6 @@ def test_the_first_mask_is_computed_where_the_grammar_is_compiled(
     state = compiler.state(grammars.json_object(), STOPS)
     assert len(watched.masks_of) == 1 and threading.get_ident() not in watched.masks_of
     assert allowed(state)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priority")
-def test_the_thread_that_compiles_has_a_lower_priority(folder: Path, watched: Watched) -> None:
-    made(folder).state(grammars.json_object(), STOPS)
-    (priority,) = watched.priorities
-    assert priority == min(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) + 10, 19)
 
 
 def test_gbnf_is_converted(compiler: Grammars) -> None:

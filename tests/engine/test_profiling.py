@@ -441,7 +441,7 @@ def test_a_quick_profile_of_small_steps_does_not_serve_large_ones(tmp_path: Path
 
 @pytest.mark.parametrize("noise", [0.2, 1.0])
 def test_noisy_measurements_are_used_but_not_kept(tmp_path: Path, noise: float) -> None:
-    """With the smaller noise the fit has an error below a tenth, the steps it is tested with not."""
+    """With the smaller noise the error is below a tenth for fitted steps only."""
     case = Case(tmp_path, noise)
     assert case.model().constant_s > 0.0
     assert "perhaps because the machine is busy" in case.told[-1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import faulthandler
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from bros.core.plan import StepPlan, StepResult
+from bros.transport.process import SHOW_STACKS
 from bros.transport.process_client import ProcessEngineClient
 
 if TYPE_CHECKING:
@@ -26,9 +28,10 @@ HANG, HANG_WITH_GIL, SLOW, STOP_PYTHON = 91, 92, 93, 94
 
 STEP_S = 0.05
 
-Loading = Literal["usual", "sleeps", "holds the GIL", "reads slowly", "computes"]
-"""What it does while it loads: sleep for ever; the same with the GIL; read 8 KiB ten times per
-second, or compute, for SLOW_LOAD_S, and then go on."""
+Loading = Literal["usual", "sleeps", "sleeps deaf", "holds the GIL", "reads slowly", "computes"]
+"""What it does while it loads: sleep for ever; the same before it handles the signal that asks for
+its stacks, which then ends it; the same with the GIL; read 8 KiB ten times per second, or compute,
+for SLOW_LOAD_S, and then go on."""
 
 SLOW_LOAD_S = 6.0
 
@@ -51,6 +54,9 @@ def load_as(loading: str) -> None:
         case "sleeps":
             while True:  # a signal ends a sleep
                 ctypes.CDLL(None).sleep(3600)
+        case "sleeps deaf":
+            faulthandler.unregister(SHOW_STACKS)
+            time.sleep(3600)
         case "holds the GIL":
             while True:
                 ctypes.PyDLL(None).sleep(3600)

@@ -200,6 +200,16 @@ async def test_an_engine_that_hangs_while_it_loads_is_ended_with_the_reason(
     assert "in load_as" in capfd.readouterr().err, "it says where it hangs"
 
 
+async def test_an_engine_that_hangs_before_it_can_show_its_stacks_is_ended_with_the_reason(
+    files: ModelFiles,
+) -> None:
+    client = loading_client(files, "sleeps deaf")
+    async with asyncio.timeout(LONG_S):
+        with pytest.raises(EngineDeadError, match="has not loaded its model"):
+            await client.start()
+    assert client.num_hung == 1
+
+
 @pytest.mark.long
 async def test_an_engine_that_is_stopped_while_it_loads_is_ended(files: ModelFiles) -> None:
     client = loading_client(files, "computes")
