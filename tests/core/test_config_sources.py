@@ -53,8 +53,8 @@ def some_value(option: Option) -> st.SearchStrategy[Any]:
         return st.integers(limits.get("low", 0), limits.get("high", 10**9))
     if option.kind is float:
         return st.floats(limits["low"], limits.get("high", 1e9))
-    if limits.get("weights"):
-        return st.sampled_from(["ann=3", "ann=0.01,bob=100", "a.b-c_d=1e1"])
+    if number := limits.get("tenants"):
+        return st.sampled_from(["ann=3", f"ann={number.low},bob={number.high}", "a.b-c_d=1e1"])
     if limits.get("address"):
         hosts = st.from_regex(r"[a-z0-9][a-z0-9.-]{0,20}|\[[0-9a-f:]{2,20}\]", fullmatch=True)
         return st.just("auto") | st.builds("{}:{}".format, hosts, st.integers(1, 65535))
