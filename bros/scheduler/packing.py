@@ -181,11 +181,11 @@ class Rules:
     min_chunk: smallest chunk of a prompt, in tokens.
     """
 
-    chunked: bool = True  # Ablation: slow machine, attainment -10 points
-    early_return: bool = False  # Ablation: tight, throughput -17 %
+    chunked: bool = True  # Ablation: cpu, throughput -71 %
+    early_return: bool = False  # Ablation: tight, throughput -18 %
     strict_rows: bool = False  # Ablation: long prompts, attainment collapses with two of nine seeds
-    replace: bool = True  # Ablation: relegated, throughput -75 %
-    aborts_steps: bool = True  # Ablation: one-token flood, attainment -20 points
+    replace: bool = True  # Ablation: relegated, throughput -71 %
+    aborts_steps: bool = True  # Ablation: one-token flood, attainment -36 points
     min_chunk: int = 16
 
     @classmethod
@@ -318,8 +318,7 @@ def _take_in_order(
 
 
 _WORTH = 0.5
-"""An early prefill may delay others by at most this share of what it saves. Ablation: sessions, p99
-gap +15 %."""
+"""An early prefill may delay others by at most this share of what it saves."""
 
 _MANY_TOKENS = 512
 """A step of so many tokens is compute-bound."""
@@ -494,7 +493,7 @@ class _Packer(Generic[C]):
         self._replaced = False
         self._has_credit = False
         # Whether this step may preempt, so that copies to the host have to be predicted. Ablation:
-        # full memory, throughput -6 %.
+        # long prompts, attainment -2.3 points.
         self._memory_is_tight = memory.is_tight(bounds.rows, bounds.tokens)
         self._urgent_copied = 0
         self._common = CommonContext(memory, predictor)
@@ -711,10 +710,7 @@ class _Packer(Generic[C]):
         return refused
 
     def _is_hopeless(self, finish_s: float, due_s: float) -> bool:
-        """Whether a token that takes `finish_s`, with safety margin, will be late in any case.
-
-        Ablation: sessions, attainment -0.8 points.
-        """
+        """Whether a token that takes `finish_s`, with safety margin, will be late in any case."""
         return finish_s > due_s * self._safety_factor
 
     def _has_time(self, candidate: C, due_s: float) -> bool:
