@@ -402,14 +402,19 @@ def load_of(chosen: Sequence[tuple[C, int]], common: CommonContext[C]) -> StepLo
     """The load of (candidate, tokens) pairs, without copies to the host. common: without rows."""
     load = StepLoad()
     for candidate, num_tokens in chosen:
-        complete = candidate.samples and num_tokens == candidate.remaining
-        context = candidate.num_computed_tokens
-        if candidate.suspended is not None:
-            load.add_rest(num_tokens, context, complete, candidate.suspended.done)
-            continue
+        _add_chunk(load, candidate, num_tokens, common)
+    return load
+
+
+def _add_chunk(load: StepLoad, candidate: C, num_tokens: int, common: CommonContext[C]) -> None:
+    """Add a chunk to a load, without copies to the host. A decode row joins `common`."""
+    complete = candidate.samples and num_tokens == candidate.remaining
+    context = candidate.num_computed_tokens
+    if candidate.suspended is not None:
+        load.add_rest(num_tokens, context, complete, candidate.suspended.done)
+    else:
         shared = common.join(candidate) if num_tokens == 1 else 0
         load.add(num_tokens, context, complete, shared, candidate.num_missing)
-    return load
 
 
 def shared_prefixes(
@@ -870,13 +875,7 @@ class _Packer(Generic[C]):
         packing = self.packing
         packing.selected.append((candidate, num_tokens))
         self._tokens_left -= num_tokens
-        complete = candidate.samples and num_tokens == candidate.remaining
-        context, missing = candidate.num_computed_tokens, candidate.num_missing
-        if candidate.suspended is not None:
-            packing.load.add_rest(num_tokens, context, complete, candidate.suspended.done)
-        else:
-            shared = self._common.join(candidate) if num_tokens == 1 else 0
-            packing.load.add(num_tokens, context, complete, shared, missing)
+        _add_chunk(packing.load, candidate, num_tokens, self._common)
         self._count_copies()
         packing.seconds = self._predictor.safe_seconds(packing.load)
 

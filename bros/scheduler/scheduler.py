@@ -536,11 +536,11 @@ class Scheduler:
         granted: ids of those that got another chunk at once.
         """
         for state in self._suspended.take_emptied():
-            if state.running and state.num_computed_tokens == 0:
-                if state.request_id not in granted and state.suspended is None:
-                    self._kv.free(state.request_id)
-                    self._wait(state)
-                    state.record.event(now, "starts over")
+            holds = state.num_computed_tokens or state.suspended or state.request_id in granted
+            if state.running and not holds:
+                self._kv.free(state.request_id)
+                self._wait(state)
+                state.record.event(now, "starts over")
 
     def take_ended(self) -> list[RequestOutput]:
         """The last outputs of requests that ended without a step since the last call: the policy
@@ -634,9 +634,9 @@ class Scheduler:
         if grouping is None or not self._kv.has_common_parts:
             return ()
         selected, continues = packing.selected, chunks[-1].kept is not None
-        if self._shared_as_of == self._kv.sharing_changes and self._shared_by == selected:
-            if not continues:
-                return self._shared
+        unchanged = self._shared_as_of == self._kv.sharing_changes
+        if unchanged and self._shared_by == selected and not continues:
+            return self._shared
         rows = [
             (place, common_parts(chunk.request_id), chunk.segments)
             for place, chunk in enumerate(chunks)
@@ -652,7 +652,7 @@ class Scheduler:
         """Make the plan's chunks; their tokens count as computed from now on."""
         self._started.clear()
         granted, chunks = memory.granted, []
-        continuing: list[tuple[int, int, Chunk]] = []
+        continuing: list[tuple[int, Chunk]] = []  # with the layer
         for state, num_tokens in packing.selected:
             if not state.running:
                 self._begin(state, now)
@@ -668,8 +668,8 @@ class Scheduler:
                 chunks.append(chunk)
             else:
                 chunk.kept = self._suspended.take(state, num_tokens)
-                continuing.append((chunk.kept.layer, len(continuing), chunk))
-        chunks += [chunk for _, _, chunk in sorted(continuing, key=itemgetter(0, 1))]
+                continuing.append((chunk.kept.layer, chunk))
+        chunks += [chunk for _, chunk in sorted(continuing, key=itemgetter(0))]
         return tuple(chunks)
 
     def _begin(self, state: RequestState, now: float) -> None:

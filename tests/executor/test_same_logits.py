@@ -5,24 +5,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from bros.core.config import EngineConfig
 from bros.core.plan import StepPlan
 from bros.executor.kv_storage import KV_BLOCK_SIZE
-from bros.executor.loader import load_executor, random_executor
-from bros.executor.model_store import default_cache_dir, resolve_model
-from bros.executor.models.layers import has_products
 from bros.executor.models.spec import ModelSpec
 from bros.executor.runner import ModelRunner
 from bros.executor.target import grouping_for
 from support.common_prefixes import with_shared
 from support.device_runners import OPT, VOCAB, Scripted, tiny_spec
-from support.kernel_cases import compiled_levels, torch_threads
+from support.kernel_cases import torch_threads
+from support.same_bits import needs_one_order, runner_of
 from support.tier import by_tier
 
 SPECS = {
@@ -32,23 +28,7 @@ SPECS = {
     "opt": OPT,
 }
 BLOCKS = 256
-
-needs_kernels = pytest.mark.skipif(
-    not compiled_levels() or compiled_levels() == ["generic"],
-    reason="products and attention in one order are those of AVX2 and later",
-)
-
-
-def runner_of(spec: ModelSpec | None, weights: str, **options: Any) -> ModelRunner:
-    """spec: None for the embedded model."""
-    config = EngineConfig(device="cpu", weights=weights, kv_blocks=BLOCKS, threads=2, **options)
-    if spec is None:
-        runner, info = load_executor(config, resolve_model(None, default_cache_dir()))
-    else:
-        runner, info = random_executor(spec, config)
-    if not has_products(info.kernels, info.weights):
-        pytest.skip(f"linear layers of {weights} are oneDNN's on this CPU, which has AMX")
-    return runner
+OPTIONS = {"kv_blocks": BLOCKS, "threads": 2}
 
 
 def last_logits(runner: ModelRunner, requests: Sequence[Scripted]) -> list[Tensor]:
@@ -99,26 +79,26 @@ def check(runner: ModelRunner, vocab: int, length: int, seed: int) -> None:
         assert torch.equal(found[str(number)], expected), number
 
 
-@needs_kernels
+@needs_one_order
 @pytest.mark.parametrize("weights", ["fp32", "bf16", "int4"])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_a_request_has_the_same_logits_in_any_steps(spec: ModelSpec, weights: str) -> None:
-    runner = runner_of(spec, weights)
+    runner = runner_of(spec, weights, **OPTIONS)
     for seed in range(by_tier(fast=2, long=20)):
         with torch_threads(2):
             check(runner, VOCAB, 256 if seed % 2 else 290, seed)
 
 
-@needs_kernels
+@needs_one_order
 @pytest.mark.parametrize("kv_dtype", ["bf16", "fp16"])
 def test_the_type_of_the_cache_makes_no_difference_to_that(kv_dtype: str) -> None:
-    check(runner_of(SPECS["llama"], "bf16", kv_dtype=kv_dtype), VOCAB, 300, seed=3)
+    check(runner_of(SPECS["llama"], "bf16", kv_dtype=kv_dtype, **OPTIONS), VOCAB, 300, seed=3)
 
 
-@needs_kernels
+@needs_one_order
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["fp32", "bf16", "int4"])
 def test_the_embedded_model_has_the_same_logits_in_any_steps(weights: str) -> None:
-    runner = runner_of(None, weights)
+    runner = runner_of(None, weights, **OPTIONS)
     for seed in range(by_tier(fast=1, long=10)):
         check(runner, 49152, by_tier(fast=260, long=1100), seed)

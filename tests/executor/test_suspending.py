@@ -18,9 +18,7 @@ from bros.core.plan import Chunk, Kept, StepPlan, StepResult, SuspendedStep
 from bros.core.request import EngineRequest, FinishReason, SamplingParams, ServiceClass
 from bros.engine.engine import Engine
 from bros.executor.kv_storage import KV_BLOCK_SIZE
-from bros.executor.loader import load_executor, random_executor
-from bros.executor.model_store import default_cache_dir, resolve_model
-from bros.executor.models.layers import has_products
+from bros.executor.loader import random_executor
 from bros.executor.models.spec import ModelSpec
 from bros.executor.runner import ModelRunner
 from bros.executor.target import grouping_for
@@ -28,7 +26,7 @@ from bros.scheduler.build import build_scheduler
 from bros.scheduler.cost_model import CostModel
 from support.common_prefixes import with_shared
 from support.device_runners import OPT, VOCAB, Scripted, tiny_spec
-from support.kernel_cases import compiled_levels
+from support.same_bits import needs_one_order, runner_of
 from support.tier import by_tier
 
 BLOCKS, LAYERS = 128, 5
@@ -39,22 +37,7 @@ SPECS = {
     "post-norm": dataclasses.replace(OPT, num_layers=LAYERS, pre_norm=False, final_norm=False),
 }
 RT, BE = ServiceClass.RT, ServiceClass.BE
-
-same_bits = pytest.mark.skipif(
-    compiled_levels() in ([], ["generic"]), reason="one order of sums needs AVX2 or later"
-)
-
-
-def runner_of(spec: ModelSpec | None, weights: str) -> ModelRunner:
-    """spec: None for the embedded model."""
-    config = EngineConfig(device="cpu", weights=weights, kv_blocks=BLOCKS, threads=1)
-    if spec is None:
-        runner, info = load_executor(config, resolve_model(None, default_cache_dir()))
-    else:
-        runner, info = random_executor(spec, config)
-    if not has_products(info.kernels, info.weights):
-        pytest.skip(f"linear layers of {weights} are oneDNN's on this CPU, which has AMX")
-    return runner
+OPTIONS = {"kv_blocks": BLOCKS, "threads": 1}
 
 
 def before(layer: int) -> Callable[[], bool]:
@@ -169,26 +152,26 @@ def check(runner: ModelRunner, vocab: int, seed: int) -> None:
     assert not runner._kept, "nothing is left"
 
 
-@same_bits
+@needs_one_order
 @pytest.mark.parametrize("weights", ["fp32", "bf16", "int4"])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_suspensions_change_no_bit(spec: ModelSpec, weights: str) -> None:
-    runner = runner_of(spec, weights)
+    runner = runner_of(spec, weights, **OPTIONS)
     for seed in range(by_tier(fast=3, long=40)):
         check(runner, VOCAB, seed)
 
 
-@same_bits
+@needs_one_order
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["fp32", "bf16", "int4"])
 def test_suspensions_change_no_bit_of_the_embedded_model(weights: str) -> None:
-    runner = runner_of(None, weights)
+    runner = runner_of(None, weights, **OPTIONS)
     for seed in range(by_tier(fast=1, long=8)):
         check(runner, 49152, seed)
 
 
 def test_what_is_not_kept_cannot_be_continued_or_dropped() -> None:
-    runner = runner_of(LLAMA, "fp32")
+    runner = runner_of(LLAMA, "fp32", **OPTIONS)
     steps, request = Steps(runner), Scripted("a", [3, 1, 4, 1, 5], [0], 0)
     steps.suspend([request.chunk(5)], 2)
     assert len(runner._kept) == 1
@@ -203,7 +186,7 @@ def test_what_is_not_kept_cannot_be_continued_or_dropped() -> None:
 
 
 def test_what_is_kept_does_not_hold_the_other_rows_in_memory() -> None:
-    runner = runner_of(LLAMA, "fp32")
+    runner = runner_of(LLAMA, "fp32", **OPTIONS)
     steps = Steps(runner)
     row = Scripted("row", [1] * 4, [0], 0)
     runner.logits(StepPlan(0, (row.chunk(3),)))

@@ -776,9 +776,10 @@ class BrosPolicy:
         At most the longest usual step, however much credit has added up; or two chunks, if those
         take longer, as with a small --rt-wait.
         """
-        if self._credit_s < self._chunk_s():
+        chunk_s = self._chunk_s()
+        if self._credit_s < chunk_s:
             return 0.0
-        most_s = max(self._settings.usual_best_effort_s, 2.0 * self._chunk_s())
+        most_s = max(self._settings.usual_best_effort_s, 2.0 * chunk_s)
         return min(self._credit_s, most_s)
 
     def _chunk_s(self) -> float:
