@@ -146,8 +146,6 @@ PACKING = (
         part="packing",
         without="a prompt that is late in any case may fill the step up to the others' deadlines",
         patches=[(_Packer, "_is_hopeless", _always(False))],
-        kept="until another run confirms it; while steps were aborted, `sessions` needed it: "
-        "attainment -0.8 points",
     ),
     Mechanism(
         name="patient prompts in short steps",
@@ -174,21 +172,6 @@ PACKING = (
             "best-effort work makes no first token late that is possible "
             "(tests/scheduler/test_packing.py)"
         ),
-    ),
-    Mechanism(
-        name="early prefills beside others",
-        part="packing",
-        without="early prefills run only when nothing else does",
-        patches=[(packing, "_WORTH", 0.0)],
-        kept="measured on sessions: a chain of 16 calls takes 8.0 instead of 9.7 s (decision 12)",
-    ),
-    Mechanism(
-        name="early prefills only if worth it",
-        part="packing",
-        without="early prefills take all time that is left",
-        patches=[(packing, "_WORTH", math.inf)],
-        kept="until another run confirms it; while steps were aborted, `sessions` needed it: "
-        "p99 gap +15.7 %",
     ),
     Mechanism(
         name="copies are predicted",
@@ -683,13 +666,6 @@ GUARD = (
         patches=[(bros, "_MIN_SHARE", 1.0)],
         kept="as before",
     ),
-    Mechanism(
-        name="long answers go on",
-        part="admission",
-        without="the estimate assumes that an answer longer than the mean ends at once",
-        patches=[(build, "_LEAST_OF_MEAN", 0.0)],
-        kept="until another run confirms it; `relegated` needed it before: p99 gap +18.3 %",
-    ),
 )
 
 MECHANISMS = {
@@ -712,6 +688,9 @@ DELETED: Sequence[tuple[str, str, str, str]] = (
      "deadlines: p99 wait +12.9 %", "deadlines: deadlines +9.6 points"),
     ("only credit beside late prompts",
      "best-effort work is added beside a prompt whose first token is just lost", "", ""),
+    ("early prefills only if worth it", "early prefills take all time that is left", "", ""),
+    ("long answers go on",
+     "the estimate assumes that an answer longer than the mean ends at once", "", ""),
     ("shortest prompts first", "running best-effort prompts come in order of arrival", "", ""),
     ("blocks for the rest of new prompts",
      "several new requests of a step may count on the same blocks", "", ""),

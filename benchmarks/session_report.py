@@ -46,6 +46,7 @@ from session_speed import (
     TTFT_S,
     ratios,
     slowdown,
+    times_ours,
 )
 
 RESULTS = Path(__file__).with_name("results")
@@ -124,10 +125,8 @@ def beside_page(results: Row) -> Iterator[str]:
     )
     rows = []
     for load, ways in results["beside"].items():
-        ours = ways["session"]["seconds"]
         for name, row in ways.items():
-            seconds = row["seconds"]
-            times = statistics.median(a / b for a, b in zip(seconds, ours, strict=True))
+            seconds, times = row["seconds"], times_ours(ways, name)
             on_time = f"{row['both_met']} of {row['chats']}" if row["chats"] else ""
             first = name == "session"
             rows.append(

@@ -1,20 +1,22 @@
 """Steps of bros and of other engines on this machine, beside what the machine can do at most.
 
     python benchmarks/peers/compare_engines.py [--vllm PYTHON] [--openvino PYTHON]
-        [--llama-cpp PYTHON] [--precisions fp32,bf16,int4] [--prompts 256,1024,4096] [--rounds 3]
-        [--json FILE] [--quick]
+        [--llama-cpp PYTHON] [--shape NAME] [--precisions fp32,bf16,int4]
+        [--prompts 256,1024,4096] [--rounds 3] [--json FILE] [--quick]
 
-The embedded model. PYTHON is the interpreter of an environment that has the peer (vLLM:
-benchmarks/peers/install_vllm_cpu.sh; `pip install openvino-genai`; `pip install llama-cpp-python
---no-binary llama-cpp-python`, which compiles it for this CPU); transformers is that of bros. Every
-engine runs alone, in a process of its own (engine_worker.py), with the same batches of random
-tokens, through its interface for batches on one machine, bros through `bros.LLM`.
+The embedded model, or random weights in the shape of a larger one (--shape). PYTHON is the
+interpreter of an environment that has the peer (vLLM: benchmarks/peers/install_vllm_cpu.sh;
+`pip install openvino-genai`; `pip install llama-cpp-python --no-binary llama-cpp-python`, which
+compiles it for this CPU); transformers is that of bros. Every engine runs alone, in a process of
+its own (engine_worker.py), with the same batches of random tokens, through its interface for
+batches on one machine, bros through `bros.LLM`.
 
     decode N      milliseconds for one more token of each of N rows: 8 against 72 tokens
     prefill N     milliseconds to the first token of one prompt of N tokens
 
 Each is the least of `--rounds`. int4: all engines have the weights of one GGUF file (Q4_1); bros
-packs them into groups of 32. The ceilings are measured in the same run: bytes of weights over the
+packs them into groups of 32. There is no such file of random weights: with --shape, int4 is that of
+bros alone. The ceilings are measured in the same run: bytes of weights over the
 bandwidth of a sum, and multiplications over the speed of one large product (torch, of this
 precision; int4: the faster of both). They leave out attention, the KV cache and, for prompts, the
 output layer. bros is measured first and last: where `again` differs, the machine changed. Run
@@ -36,6 +38,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -55,6 +58,21 @@ PEERS = {
     "vllm": ("fp32", "bf16"),
     "openvino": ("int4",),
     "llama.cpp": ("int4",),
+}
+# Fields of a LlamaConfig: Llama-3.2-1B's.
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
 }
 TARGET = 0.9
 """bros takes at most so many times the best peer of the same precision."""
@@ -105,6 +123,14 @@ class Worker:
             self._log.seek(0)
             raise SystemExit(f"the engine ended:\n{self._log.read()[-3000:]}")
         return line
+
+
+def save_random(folder: Path, shape: str, tokenizer: Path) -> None:
+    """Save a model of the shape in bf16 with random weights, and the embedded model's tokenizer."""
+    config = LlamaConfig(**SHAPES[shape], bos_token_id=0, eos_token_id=0)
+    torch.manual_seed(0)
+    LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    export_model.copy_tokenizer(tokenizer, folder)
 
 
 def measure(worker: Worker, prompts: tuple[int, ...], rounds: int) -> Ms:
@@ -211,6 +237,7 @@ def main() -> None:
     parser.add_argument("--vllm", metavar="PYTHON")
     parser.add_argument("--openvino", metavar="PYTHON")
     parser.add_argument("--llama-cpp", metavar="PYTHON", dest="llama_cpp")
+    parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--precisions", default="fp32,bf16,int4")
     parser.add_argument("--prompts", default="256,1024,4096")
     parser.add_argument("--rounds", type=int, default=3)
@@ -223,16 +250,21 @@ def main() -> None:
         "openvino": args.openvino,
         "llama.cpp": args.llama_cpp,
     }
-    files = resolve_model(None, default_cache_dir(), console.print)
-    floors = ceilings(files.folder, prompts)
+    embedded = resolve_model(None, default_cache_dir(), console.print).folder
     found: dict[str, dict[str, Ms]] = {}
     with tempfile.TemporaryDirectory() as exported:
-        export_model.main(Path(exported))
+        if args.shape:
+            save_random(Path(exported), args.shape, embedded)
+            folder, peers = Path(exported), {**PEERS, "openvino": (), "llama.cpp": ()}
+        else:
+            export_model.main(Path(exported))
+            folder, peers = embedded, PEERS
+        floors = ceilings(folder, prompts)
         for precision in args.precisions.split(","):
             runs = [("bros", "bros", sys.executable)]
             runs += [
                 (peer, peer, pythons[peer])
-                for peer, known in PEERS.items()
+                for peer, known in peers.items()
                 if precision in known and pythons[peer]
             ]
             runs.append(("bros, again", "bros", sys.executable))
@@ -241,11 +273,12 @@ def main() -> None:
                 console.print(f"{precision}: {name}", style="dim")
                 gguf = engine in ("openvino", "llama.cpp")
                 ours = engine == "bros"
-                model = str(embedded_gguf() if gguf else files.folder if ours else exported)
+                model = str(embedded_gguf() if gguf else folder if ours else exported)
                 with started(python, engine, model, precision, max(prompts)) as worker:
                     row[name] = measure(worker, prompts, args.rounds)
     show(found, floors, console)
-    save(args.json, {"rounds": args.rounds, "ms": found, "ceilings": floors})
+    settings = {"shape": args.shape, "rounds": args.rounds}
+    save(args.json, {**settings, "ms": found, "ceilings": floors})
 
 
 if __name__ == "__main__":

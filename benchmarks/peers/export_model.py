@@ -22,9 +22,13 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.ji
 def main(folder: Path) -> None:
     files = resolve_model(None, default_cache_dir())
     load_in_transformers(files).save_pretrained(folder)
+    copy_tokenizer(files.folder, folder)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
     for name in _TOKENIZER_FILES:
-        if (files.folder / name).exists():
-            shutil.copy(files.folder / name, folder)
+        if (source / name).exists():
+            shutil.copy(source / name, folder)
 
 
 if __name__ == "__main__":

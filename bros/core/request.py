@@ -307,8 +307,7 @@ class Hints:
         output stays pinned: it is evicted after all other idle blocks, but before any running
         request is preempted. At most half of the cache is pinned; a new pin replaces the oldest.
     early: it is an early prefill: a prefill-only best-effort request for a prefix of a prompt whose
-        rest is not known yet. It begins when nothing else runs, or when it costs other requests
-        less time than it will save.
+        rest is not known yet. It comes last, and best-effort work is owed no time for it.
     """
 
     program: str = ""

@@ -24,7 +24,7 @@ from __future__ import annotations
 import bisect
 import math
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -164,7 +164,7 @@ class Reservations(Protocol[_C]):
 
 
 EARLY = "early"
-"""The reason for passing over an early prefill: it would delay others too much now."""
+"""The reason for passing over an early prefill: others leave it no time, and it is owed none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,40 +301,6 @@ def _take_in_order(
         else:
             packing.passed_over.append((candidate, memory.refusal))
     return tokens_left
-
-
-# ---- Early prefills (Hints.early): how many tokens of one are computed beside other requests.
-#
-# The seconds that n tokens add to this step, against those that they save in a later step:
-#
-#     seconds                                      seconds
-#       |          ____ step with n more tokens      |               / step with n more tokens
-#       |        .'                                  |            .'
-#       |_______'.....  half of what n tokens        |          .'  ..  half of what n tokens save
-#       |    ....'      save                         |        .' ...
-#       |....                                        |______.'..
-#       +-----------|--------- n                     +---------------- n
-#       memory-bound up to here: take as many        compute-bound: take none
-
-
-_WORTH = 0.5
-"""An early prefill may delay others by at most this share of what it saves."""
-
-_MANY_TOKENS = 512
-"""A step of so many tokens is compute-bound."""
-
-
-def most_worthwhile(
-    sizes: range, added_seconds: Callable[[int], float], predictor: StepTimePredictor
-) -> int:
-    """The largest of the sizes (in tokens, rising) that is worth its delay; 0 if none is.
-
-    added_seconds: seconds that so many tokens add to the step, with safety margin.
-    """
-    spared_s = predictor.safety_factor * predictor.added_prefill_seconds(_MANY_TOKENS)
-    worth_s = _WORTH * spared_s / _MANY_TOKENS
-    count = bisect.bisect_left(sizes, True, key=lambda n: added_seconds(n) > n * worth_s)
-    return sizes[count - 1] if count else 0
 
 
 # ---- Shared prefixes, which the decode rows of a step read once: their effect on the step's load
@@ -545,8 +511,8 @@ class _Packer(Generic[C]):
         limit_s = min(self._limit_s, bounds.best_effort_share * bounds.best_effort_s)
         if packing.load.decode_rows and bounds.stretch < math.inf:
             limit_s = min(limit_s, bounds.stretch * packing.urgent_s + bounds.saved_s)
-        credited_s = packing.urgent_s + bounds.best_effort_credit_s
-        limit_s = max(limit_s, credited_s)
+        free_s = limit_s  # without credit
+        limit_s = max(limit_s, packing.urgent_s + bounds.best_effort_credit_s)
         rows = max(bounds.rows, packing.num_urgent + (bounds.best_effort_credit_s > 0))
         for candidate in self._without_runs(candidates, rows, limit_s):
             if self._tokens_left == 0:
@@ -560,14 +526,14 @@ class _Packer(Generic[C]):
                 return
             if not candidate.running and self._waits_for_prefix(candidate):
                 continue
-            if candidate.early and not candidate.running and packing.selected:
-                self._take_early_prefill(candidate, limit_s)
-                continue
             first = not packing.selected or (self._has_credit and not self._has_best_effort)
             if candidate.remaining == 1 and packing.selected:
                 if self._take_row(candidate, math.inf if first else limit_s) == "time":
                     packing.best_effort_stop = "time"
                     return
+                continue
+            if candidate.early and not candidate.running and packing.selected:
+                self._take_early_prefill(candidate, free_s)
                 continue
             num_tokens = self._chunk_within(candidate, limit_s)
             if num_tokens == 0 and first:
@@ -649,13 +615,8 @@ class _Packer(Generic[C]):
         return count
 
     def _take_early_prefill(self, candidate: C, limit_s: float) -> None:
-        """Take the part of an early prefill that is worth the delay of the others."""
-        sizes = range(self._min_tokens(candidate), self._chunk_within(candidate, limit_s) + 1)
-        without_s = self.packing.seconds
-        num_tokens = most_worthwhile(
-            sizes, lambda n: self._seconds_with(candidate, n) - without_s, self._predictor
-        )
-        if num_tokens:
+        """Take the part of an early prefill that fits into the step, without credit."""
+        if num_tokens := self._chunk_within(candidate, limit_s):
             self._take(candidate, num_tokens)
         else:
             self._pass_over(candidate, EARLY)
@@ -715,7 +676,8 @@ class _Packer(Generic[C]):
         return refused
 
     def _is_hopeless(self, finish_s: float, due_s: float) -> bool:
-        """Whether a token that takes `finish_s`, with safety margin, will be late in any case."""
+        """Whether a token that takes `finish_s`, with safety margin, will be late in any case.
+        Ablation: cpu, documents, p99 gap +76 % if such a prompt may fill the step."""
         return finish_s > due_s * self._safety_factor
 
     def _has_time(self, candidate: C, due_s: float) -> bool:
