@@ -37,6 +37,7 @@ from session_speed import (
     CHAT_RATES,
     DOCUMENT_TOKENS,
     FLOOD,
+    KNOWN_AFTER,
     MAPS,
     PARTS,
     PROGRAMS,
@@ -44,8 +45,10 @@ from session_speed import (
     ROUTERS,
     TPOT_S,
     TTFT_S,
+    errors,
     ratios,
     slowdown,
+    split_ratios,
     times_ours,
 )
 
@@ -148,7 +151,8 @@ def replicas_page(results: Row) -> Iterator[str]:
     yield (
         f"{PROGRAMS} map-reduce programs of {MAPS} maps, each over a document of "
         f"{DOCUMENT_TOKENS} tokens of its own, {REPLICAS} at a time on {REPLICAS} replicas with a "
-        f"thread each. SmolLM2-135M in fp32, {made(results)} {results['rounds']} round"
+        f"thread each. SmolLM2-135M in "
+        f"{results.get('weights', 'fp32')}, {made(results)} {results['rounds']} round"
         f"{'s' * (results['rounds'] > 1)}. By prefix, {ours / theirs:.2f} times as many prompt "
         "tokens are found in caches as by turns (target: 1.5).\n\n"
     )
@@ -165,6 +169,48 @@ def replicas_page(results: Row) -> Iterator[str]:
         )
     counts = ("maps on 1 replica", *(f"on {count}" for count in range(2, REPLICAS + 1)))
     yield table(("placed", "s per program", "cached tokens per round", *counts), rows)
+    ratios_of_split = split_ratios(found["by prefix"]) if "costs" in found["by prefix"] else []
+    if ratios_of_split:
+        yield (
+            f"{len(ratios_of_split)} programs were split. The router expected this to cost "
+            f"{statistics.median(ratios_of_split):.2f} times the cheapest other placement "
+            f"(median), and {max(ratios_of_split):.2f} times in the worst of them.\n\n"
+        )
+
+
+def calibration_page(results: Row) -> Iterator[str]:
+    found = results["calibration"]
+    known = [
+        error
+        for kinds in found.values()
+        for times in kinds.values()
+        for error in errors(times[KNOWN_AFTER:])
+    ]
+    yield "### Predicted completion\n\n"
+    yield (
+        "The completion time that a session's view predicts right after a program has been "
+        "submitted, against the actual one. SmolLM2-135M in "
+        f"{results.get('weights', 'fp32')}, {made(results)} Medians of {results['rounds']} "
+        f"programs of each kind after the first {KNOWN_AFTER}, for whose functions less is known. "
+        f"Median error: {100 * statistics.median(known):.1f} % (asked: 15).\n\n"
+    )
+    loads = {"nothing": "alone", "flood": f"beside {FLOOD} best-effort requests"}
+    rows = []
+    for load, kinds in found.items():
+        for kind, times in kinds.items():
+            first, later = times[:KNOWN_AFTER], times[KNOWN_AFTER:]
+            rows.append(
+                [
+                    loads.get(load, "beside chats"),
+                    kind,
+                    f"{statistics.median(predicted for predicted, _ in later):.1f}",
+                    f"{statistics.median(actual for _, actual in later):.1f}",
+                    f"{100 * statistics.median(errors(later)):.0f}",
+                    f"{100 * statistics.median(errors(first)):.0f}",
+                ]
+            )
+    head = ("load", "program", "predicted, s", "actual, s", "error, %", "of the first ones, %")
+    yield table(head, rows)
 
 
 def programs_page(results: Row) -> Iterator[str]:
@@ -559,6 +605,7 @@ def write(folder: Path) -> None:
     sections: tuple[tuple[str, Page, Plot | None], ...] = (
         ("sessions_cpu", speed_page, speed_plot),
         ("sessions_beside_cpu", beside_page, None),
+        ("sessions_calibration_cpu", calibration_page, None),
         ("sessions_replicas_cpu", replicas_page, None),
         ("shared_prefix_cpu", prefix_page, prefix_plot),
         ("batched_tokens_cpu", batched_page, batched_plot),

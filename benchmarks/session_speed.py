@@ -485,12 +485,13 @@ PROGRAMS, DOCUMENT_TOKENS, MAPS = 12, 800, 6
 async def replicas(
     rounds: int, texts_of: Callable[[int], Texts], report: Callable[[str], None]
 ) -> Row:
-    """Router -> seconds and cached tokens of each round, and the placements of each program."""
+    """Router -> seconds and cached tokens of each round, the placements of each program, and what
+    the router expected them to cost."""
     found: Row = {}
     for name, router in ROUTERS.items():
         flags = ("--replicas", str(REPLICAS), "--router", router, "--threads", "1")
         async with served_end(*flags) as end:
-            found[name] = {"seconds": [], "cached_tokens": [], "placements": []}
+            found[name] = {"seconds": [], "cached_tokens": [], "placements": [], "costs": []}
             for turn in range(rounds):
                 texts = texts_of(turn)
                 programs = [
@@ -505,6 +506,7 @@ async def replicas(
                 row["seconds"].append(statistics.mean(run.seconds for run in runs))
                 row["cached_tokens"].append(cached_tokens(runs))
                 row["placements"] += [placements(run) for run in runs]
+                row["costs"] += [found for found in map(group_costs, runs) if found]
                 report(
                     f"{name}: {row['seconds'][-1]:.2f} s per program, "
                     f"{row['cached_tokens'][-1]} tokens cached"
@@ -530,6 +532,19 @@ def placements(run: Run) -> list[tuple[int, str]]:
     ]
 
 
+def group_costs(run: Run) -> Row | None:
+    """See GroupCostsView; None if the router places calls one by one."""
+    found = [made["placement"]["group"] for made in run.calls if made["name"] == "ask"]
+    return next((costs for costs in found if costs), None)
+
+
+def split_ratios(row: Row) -> list[float]:
+    """Of each program whose maps were split: its expected cost relative to the cheapest other."""
+    return [
+        costs["cost_s"] / costs["alternative_s"] for costs in row["costs"] if costs["replicas"] > 1
+    ]
+
+
 def show_replicas(console: Console, found: Row) -> None:
     for name, row in found.items():
         together = sum(len({replica for replica, _ in maps}) == 1 for maps in row["placements"])
@@ -538,6 +553,8 @@ def show_replicas(console: Console, found: Row) -> None:
             f"{statistics.median(row['cached_tokens']):.0f} tokens cached per round, all maps on "
             f"one replica in {together} of {len(row['placements'])} programs"
         )
+        if ratios_of_split := split_ratios(row):
+            console.print(f"expected cost of splits: {max(ratios_of_split):.2f} of others at most")
     ours, theirs = (statistics.median(found[name]["cached_tokens"]) for name in ROUTERS)
     console.print(f"cached tokens: {ours / max(1, theirs):.2f} of those by turns (target: 1.5)")
 

@@ -12,7 +12,13 @@ import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 DRAWN = ("sessions_cpu", "shared_prefix_cpu", "batched_tokens_cpu", "sessions_paper")
-STEMS = (*DRAWN, "sessions_beside_cpu", "sessions_replicas_cpu", "programs_sim")
+STEMS = (
+    *DRAWN,
+    "sessions_beside_cpu",
+    "sessions_calibration_cpu",
+    "sessions_replicas_cpu",
+    "programs_sim",
+)
 
 
 @pytest.fixture(scope="module")
