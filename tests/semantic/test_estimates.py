@@ -290,6 +290,46 @@ def test_random_queueing_hardly_ever_moves_the_prefill() -> None:
     assert moved <= 10, "of 200"
 
 
+@given(
+    slower=st.floats(1.5, 8.0),
+    tokens=st.integers(10, 4000),
+    actual=st.floats(0.5, 1.5),
+    seed=st.integers(0, 10**6),
+)
+def test_a_slope_that_was_too_large_is_corrected_by_calls_of_one_length(
+    slower: float, tokens: int, actual: float, seed: int
+) -> None:
+    """Groups of 8 beside equal load of others take `slower` times as long for all prompts. Then
+    calls with prompts of one length come alone, which tell no slope."""
+    estimates, rng = Estimates(), random.Random(seed)
+    own_s = PRICES.prefill_s(1000)
+    for number in range(32):
+        before_s = number % 8 * own_s
+        member = ObservedCall(
+            service_class=RT,
+            prompt_tokens=1000,
+            cached_tokens=0,
+            output_tokens=1,
+            ttft_s=slower * (before_s + own_s),
+            decode_s=0.0,
+            prefilled_before_s=before_s,
+        )
+        estimates.observe(F, member, PRICES, 0.0)
+    assert estimates.prefill_s(1000, 0, PRICES) == pytest.approx(slower * own_s)
+    took_s = actual * PRICES.prefill_s(tokens)
+    for _ in range(80):
+        call = ObservedCall(
+            service_class=RT,
+            prompt_tokens=tokens,
+            cached_tokens=0,
+            output_tokens=1,
+            ttft_s=took_s * rng.uniform(0.98, 1.02),
+            decode_s=0.0,
+        )
+        estimates.observe(F, call, PRICES, 0.0)
+    assert estimates.prefill_s(tokens, 0, PRICES) == pytest.approx(took_s, rel=0.03)
+
+
 @given(st.floats(1.0, 8.0), st.integers(1, 2000))
 def test_prompts_have_as_many_tokens_as_those_of_the_function(chars: float, tokens: int) -> None:
     estimates = Estimates()

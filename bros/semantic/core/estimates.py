@@ -29,7 +29,7 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from bros.core.fair import FairMemory
@@ -154,11 +154,13 @@ class _Calibration:
     Both are medians. Until the slope is known it is 1, or with GUESSED_PRICES, which may be wrong
     by any factor, the median of actual / predicted.
 
-    keeps_slope: a known slope remains while later calls do not agree on one.
+    only_longer: what is not predicted makes calls longer only. Then a known slope remains while
+        later calls do not agree on one, but it is at most the median of actual / predicted: calls
+        of equal x tell no slope, and would never correct one that is too large.
     """
 
-    def __init__(self, *, keeps_slope: bool) -> None:
-        self._keeps_slope = keeps_slope
+    def __init__(self, *, only_longer: bool) -> None:
+        self._only_longer = only_longer
         self._points: deque[tuple[float, float]] = deque(maxlen=_RECENT)
         self._until_slope = 0
         self._known: float | None = None
@@ -171,15 +173,22 @@ class _Calibration:
         self._until_slope -= 1
         if self._until_slope <= 0:
             self._until_slope = _EVERY if len(self._points) >= _EVERY * _EVERY else 1
-            self._known = _slope(self._points) or (self._known if self._keeps_slope else None)
+            self._known = _slope(self._points) or (self._known if self._only_longer else None)
         if self._known is not None:
+            if self._only_longer:
+                most = _median(self._ratios(), usual=self._known)
+                self._known = min(self._known, max(most, 1.0 / _CORRECTION_LIMIT))
             self.slope = self._known
         elif guessed:
-            least = max(x for x, _ in self._points) / 5.0
-            self.slope = _median((y / x for x, y in self._points if x > least), usual=1.0)
+            self.slope = _median(self._ratios(), usual=1.0)
         else:
             self.slope = 1.0
         self.offset_s = _median((y - self.slope * x for x, y in self._points), usual=0.0)
+
+    def _ratios(self) -> Iterator[float]:
+        """Actual / predicted of the calls that are not much shorter than the longest one."""
+        least = max(x for x, _ in self._points) / 5.0
+        return (y / x for x, y in self._points if x > least)
 
 
 @dataclass(slots=True)
@@ -197,8 +206,8 @@ class _ClassEstimates:
     queueing_s: float = 0.0
     queued_s: float = 0.0
     others: Average = field(default_factory=Average)
-    first: _Calibration = field(default_factory=lambda: _Calibration(keeps_slope=True))
-    step: _Calibration = field(default_factory=lambda: _Calibration(keeps_slope=False))
+    first: _Calibration = field(default_factory=lambda: _Calibration(only_longer=True))
+    step: _Calibration = field(default_factory=lambda: _Calibration(only_longer=False))
 
 
 class Estimates:
