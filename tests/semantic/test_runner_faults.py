@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from bros.core.errors import OverloadedError, QueueFullError
+from bros.core.errors import OverloadedError, QueueFullError, TenantLimitError
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass
 from bros.semantic.service.generating import RETRIES_TOGETHER
 from support.played_stream import PlayedStream
@@ -55,6 +55,38 @@ async def test_a_call_without_output_is_restarted_whatever_its_sampling() -> Non
     await asyncio.sleep(5.0)
     desk.engine.revive()
     assert await desk.value("a") == echo("Say ")
+
+
+async def predicted_s(desk: Desk, engine_is: str) -> float:
+    """How long a call is predicted to take after eight that found the engine like this."""
+    desk.submit(*(call(f"Say {n} {{{{output:v{n}}}}}", name="f") for n in range(8)))
+    if engine_is == "dead":
+        desk.engine.die()
+    elif engine_is == "full":
+        desk.engine.refusals = [OverloadedError("It is full.", 50.0)] * 8
+    elif engine_is == "limited":
+        error = TenantLimitError("It has too many.", "be_requests", 50.0, ends_soon=True)
+        desk.engine.refusals = [error] * 8
+    for n in range(8):
+        desk.want(f"v{n}")
+    await asyncio.sleep(50.0)
+    desk.engine.revive()
+    for n in range(8):
+        await desk.value(f"v{n}")
+    desk.submit(call("Say more {{output:more}}", name="f"))
+    desk.want("more")
+    view = desk.service.inspect(TENANT, desk.session)
+    (path,) = view.critical_paths
+    await desk.value("more")
+    return path.predicted_end_s - view.now_s
+
+
+@pytest.mark.parametrize("engine_is", ["dead", "full", "limited"])
+@virtually
+async def test_waits_outside_the_engine_are_not_expected_of_later_calls(engine_is: str) -> None:
+    usual_s = await predicted_s(Desk(), "up")
+    found_s = await predicted_s(Desk(), engine_is)
+    assert found_s == pytest.approx(usual_s, rel=0.2)
 
 
 @virtually

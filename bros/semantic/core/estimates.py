@@ -1,10 +1,11 @@
 """Predicts how long LLM calls take, from the engine's cost model and from earlier calls.
 
-    ready               first token                     last token
+  submitted             first token                     last token
       | queueing | prefill | decode ............................. |
 
-    queueing   mean of recent calls of the class: time to first token less predicted prefill; it
-               fades while no call is observed, because it depends on the load of the moment
+    queueing   mean of recent calls of the class: time from submission to first token less predicted
+               prefill; it fades while no call is observed, because it depends on the load of the
+               moment
     prefill    `Prices.prefill_s` of the prompt tokens that are not expected to be cached, in one
                step, for all calls of the session that run together; times the slope of time to
                first token over it in recent calls of the class
@@ -15,7 +16,9 @@
 
 No figure mixes two of these parts: a call that was cached or queued, or was preempted while it
 decoded, changes only the part that it tells something about. What other calls of its own session
-took is known too, and is not counted as load of others.
+took is known too, and is not counted as load of others. What calls wait outside of the engine (for
+one that is up, behind a limit of their tenant, for a transform) says nothing about other calls, and
+is not predicted.
 
 What these parts are there for, as the median error of the predicted completion of programs over 30
 simulated settings (test_calibration.py in tests/semantic has some of them): 6 %. Without a slope of
@@ -122,7 +125,7 @@ class ObservedCall:
     prompt_tokens: length of its prompt.
     cached_tokens: prompt tokens that were cached.
     output_tokens: generated tokens.
-    ttft_s: from the moment when its inputs were set to its first token.
+    ttft_s: from its submission to the engine, the one that was accepted, to its first token.
     decode_s: from its first token to its last.
     rows: mean number of LLM calls of its session that decoded meanwhile, itself included.
     others: mean number of real-time requests beside its session that were open meanwhile.
@@ -305,8 +308,8 @@ class Estimates:
         now: float,
         service_class: ServiceClass = ServiceClass.RT,
     ) -> float:
-        """Predicted seconds of a call from the moment when its inputs are set, or of a whole task
-        group whose members are such calls.
+        """Predicted seconds of a call from its submission to the engine, or of a whole task group
+        whose members are such calls.
 
         service_class: real-time by default, because a call whose deadline is near becomes that.
         """

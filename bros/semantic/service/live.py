@@ -144,10 +144,11 @@ class LlmCallRecord:
     cached_tokens: prompt tokens that were cached.
     output_tokens: tokens generated so far.
     prefilled_tokens: prompt tokens prefilled ahead.
-    attempts: number of submissions.
+    attempts: number of submissions that were accepted.
+    submitted_s: time of its latest submission, accepted or not; None before.
     promoted: whether it was submitted as best-effort and has become real-time since.
     placement: where the router had placed it when it ended; None before, and without a router.
-    started: load of the session when its inputs were set.
+    started: load of the session at its latest submission.
     decoding: load of the session when it had its first token; None before that and after its end.
     """
 
@@ -161,6 +162,7 @@ class LlmCallRecord:
     output_tokens: int = 0
     prefilled_tokens: int = 0
     attempts: int = 0
+    submitted_s: float | None = None
     promoted: bool = False
     placement: Placement | None = None
     started: LoadMark = LoadMark()

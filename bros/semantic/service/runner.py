@@ -192,7 +192,9 @@ class ProgramRunner:
         )
         if started:
             return decode_s
-        waited_s = 0.0 if llm_call.ready_s is None else now - llm_call.ready_s
+        waited_s = 0.0  # in the engine
+        if record.attempts and record.submitted_s is not None:
+            waited_s = now - record.submitted_s
         return max(decode_s, self._estimates.seconds(work, prices, now, service_class) - waited_s)
 
     def prefill_s(self, record: LlmCallRecord) -> float:
@@ -303,7 +305,6 @@ class ProgramRunner:
                     return
                 record = session.record(llm_call.call.id)
                 record.running += 1
-                record.llm_call(llm_call.index).started = self.load(session)
                 task = asyncio.create_task(self._run(session, llm_call, start))
                 session.tasks[llm_call] = task
                 if start is not None:
@@ -462,7 +463,7 @@ class ProgramRunner:
         self, session: ServedSession, llm_call: LlmCall, generated: LlmAnswer, now: float
     ) -> None:
         record = session.record(llm_call.call.id).llm_call(llm_call.index)
-        assert llm_call.ready_s is not None, "the LLM call has been started"
+        assert record.submitted_s is not None, "the engine has answered"
         first_s = now if llm_call.first_token_s is None else llm_call.first_token_s
         alike = record.attempts == 1 and not record.promoted
         load = self.load(session)
@@ -474,7 +475,7 @@ class ProgramRunner:
             prompt_tokens=record.prompt_tokens,
             cached_tokens=record.cached_tokens,
             output_tokens=generated.output_tokens,
-            ttft_s=first_s - llm_call.ready_s,
+            ttft_s=first_s - record.submitted_s,
             decode_s=now - first_s,
             rows=(load.decoded_s - first.decoded_s) / decoded_s,
             others=self._per_engine((load.others_s - first.others_s) / decoded_s),
@@ -628,6 +629,8 @@ class _Watcher:
     def terms(self) -> GenerationTerms:
         if self._llm_call.group is not None:
             self._record.group = self._llm_call.group.id
+        self._record.submitted_s = self._clock.now()
+        self._record.started = self._runner.load(self._session)
         terms = self._runner.terms(self._session, self._llm_call)
         self._submitted_class = terms.service_class
         return terms
