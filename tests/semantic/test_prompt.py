@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import tokenizers
@@ -34,6 +35,9 @@ tokens = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 parts = st.lists(st.tuples(tokens, st.sampled_from([None, "a", "b"])), max_size=6)
 tenants = st.sampled_from(["", "x"])
 private_salts = st.sampled_from([None, "", "x"])
+
+
+blocks = st.lists(st.integers(0, 1), max_size=4)
 
 
 def make_prompt(
@@ -190,6 +194,34 @@ def test_what_was_begun_is_the_longest_common_beginning_in_blocks(
             if token_ids[:end] == prompt[:end]:
                 longest = max(longest, end)
     assert requested.num_tokens(prompt) == longest
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "begin", "done", "failed"]), blocks)))
+def test_a_prefill_that_failed_does_not_count(steps: list[tuple[str, list[int]]]) -> None:
+    """What was submitted counts, and what is being prefilled."""
+    requested = RequestedPrefixes(1)
+    submitted: list[list[int]] = []
+    ongoing: list[tuple[contextlib.ExitStack, Callable[[], None], list[int]]] = []
+    for step, token_ids in steps:
+        if step == "add":
+            requested.add(token_ids)
+            submitted.append(token_ids)
+        elif step == "begin":
+            prefill = contextlib.ExitStack()
+            computed = prefill.enter_context(requested.prefilling(token_ids))
+            ongoing.append((prefill, computed, token_ids))
+        elif ongoing:
+            prefill, computed, prefix = ongoing.pop(len(token_ids) % len(ongoing))
+            if step == "done":
+                computed()
+                submitted.append(prefix)
+            prefill.close()
+        counting = [*submitted, *(prefix for *_, prefix in ongoing)]
+        for _, asked in steps:
+            longest = max(
+                (len(os.path.commonprefix([asked, each])) for each in counting), default=0
+            )
+            assert requested.num_tokens(asked) == longest
 
 
 def test_only_the_latest_beginnings_are_remembered() -> None:

@@ -206,6 +206,29 @@ async def test_short_or_known_beginnings_are_not_worth_it() -> None:
 
 
 @virtually
+async def test_a_beginning_that_could_not_be_computed_is_tried_again() -> None:
+    desk = Desk(ProgramEngine(lambda prompt: "x" * 100))
+    desk.submit(
+        call("Say {{output:a}}"),
+        call("Say more {{output:b}}"),
+        call(LONG + "{{a}}{{output:c}}"),
+        call(LONG + "{{b}}{{output:d}}"),
+    )
+    desk.want("c")
+    await asyncio.sleep(0.02)
+    desk.engine.refusals = [QueueFullError(5, 3.0)]
+    await asyncio.sleep(0.1)
+    assert not desk.engine.refusals and not desk.engine.fills()
+    assert desk.service.figures().prefills == 0
+    desk.want("d")
+    await asyncio.sleep(0.2)
+    (fill,) = desk.engine.fills()
+    assert text_of(fill.prompt_token_ids) == LONG
+    assert desk.service.figures().prefills == 1
+    await desk.close()
+
+
+@virtually
 async def test_a_fill_that_comes_too_late_is_stopped() -> None:
     desk = Desk(ProgramEngine(lambda prompt: "x"))
     _, second = desk.submit(call("S{{output:a}}"), call(20 * LONG + "{{a}}{{output:b}}"))

@@ -12,6 +12,7 @@ the tokens of a piece.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 from array import array
@@ -178,24 +179,47 @@ class Prompt:
 class RequestedPrefixes:
     """The prompt prefixes that a session has submitted to the engine, in whole blocks.
 
-    Only the latest `max_blocks` are kept: the engine evicts older prefixes anyway.
+    Only the latest `max_blocks` are kept: the engine evicts older prefixes anyway. A prefix that is
+    being prefilled counts, so that it is not prefilled twice; if that fails, it does not count any
+    more, as far as nothing else has submitted it.
     """
 
     def __init__(self, block_size: int, max_blocks: int = 50_000) -> None:
         self._block_size = block_size
         self._max_blocks = max_blocks
-        self._blocks: OrderedDict[int, None] = OrderedDict()
+        # Key -> number of prefills that compute the block; None: it was submitted.
+        self._blocks: OrderedDict[int, int | None] = OrderedDict()
 
     def add(self, token_ids: Sequence[int]) -> None:
         """Record that these tokens were submitted."""
-        for key in self._keys(token_ids):
-            self._blocks[key] = None
+        self._put(dict.fromkeys(self._keys(token_ids)))
+
+    @contextlib.contextmanager
+    def prefilling(self, token_ids: Sequence[int]) -> Iterator[Callable[[], None]]:
+        """Record that these tokens are being prefilled during the block. What it yields must be
+        called when they are computed; else they do not count any more."""
+        keys = self._keys(token_ids)
+        counts = {key: self._blocks.get(key, 0) for key in keys}
+        self._put({key: None if n is None else n + 1 for key, n in counts.items()})
+        try:
+            yield lambda: self._put(dict.fromkeys(keys))
+        finally:
+            for key in keys:
+                count = self._blocks.get(key)
+                if count == 1:
+                    del self._blocks[key]
+                elif count is not None:
+                    self._blocks[key] = count - 1
+
+    def _put(self, blocks: Mapping[int, int | None]) -> None:
+        for key, prefills in blocks.items():
+            self._blocks[key] = prefills
             self._blocks.move_to_end(key)
         while len(self._blocks) > self._max_blocks:
             self._blocks.popitem(last=False)
 
     def num_tokens(self, token_ids: Sequence[int]) -> int:
-        """Length of the longest submitted prefix of these tokens."""
+        """Length of the longest prefix of these tokens that was submitted or is being prefilled."""
         count = 0
         for key in self._keys(token_ids):
             if key not in self._blocks:

@@ -325,7 +325,7 @@ class ServedSession:
     created_unix_s: creation time in Unix seconds.
     machine: its state machine with the graph.
     sharing: which requests share the KV of its prompts.
-    requested_prefixes: prompt prefixes that were submitted to the engine.
+    requested_prefixes: prompt prefixes that were submitted to the engine, or are being prefilled.
     planned: the pieces of the prompts of its calls, submitted to the engine or not.
     held: counts the session to its tenant.
     held_chars: counts its characters to its tenant, see `count_chars`.

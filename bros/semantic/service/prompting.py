@@ -177,7 +177,7 @@ _LEAST_BLOCKS = 2
 class Prefiller:
     """Submits prefill-only requests for waiting LLM calls. It logs their errors and goes on.
 
-    count: number of requests submitted.
+    count: number of requests that the engine has accepted.
     """
 
     def __init__(
@@ -239,8 +239,6 @@ class Prefiller:
                 < _LEAST_BLOCKS * block_size
             ):
                 return
-            session.requested_prefixes.add(token_ids)
-            self.count += 1
             request = EngineRequest(
                 request_id=f"{llm_call.call.id}.{llm_call.index}-fill{len(token_ids)}",
                 prompt_token_ids=token_ids,
@@ -261,11 +259,14 @@ class Prefiller:
                     early=True,
                 ),
             )
-            record.pinned.add(request.request_id)
-            with self._accounts.hold(session.tenant, Resource.BE_REQUESTS):
-                completed = await self._run(request)
-            if completed:
-                record.llm_call(llm_call.index).prefilled_tokens = whole
+            with (
+                session.requested_prefixes.prefilling(token_ids) as computed,
+                self._accounts.hold(session.tenant, Resource.BE_REQUESTS),
+            ):
+                record.pinned.add(request.request_id)
+                if await self._run(request):
+                    computed()
+                    record.llm_call(llm_call.index).prefilled_tokens = whole
         except (BrosError, LlmCallFailedError) as error:
             logger.debug("no prefill of %s: %s", llm_call.call.id, error)
         except Exception:
@@ -274,6 +275,7 @@ class Prefiller:
     async def _run(self, request: EngineRequest) -> bool:
         """Submit the request and wait for its end. Returns whether the prefill completed."""
         outputs = aiter(await self._engine.submit(request))
+        self.count += 1
         reason = None
         try:
             while reason is None:

@@ -120,7 +120,7 @@ class ProgramRunner:
 
     @property
     def num_prefills(self) -> int:
-        """Number of prefill-only requests submitted so far."""
+        """Number of prefill-only requests that the engine has accepted so far."""
         return self._prefiller.count
 
     def close(self) -> None:
