@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -202,6 +203,21 @@ def test_a_call_before_two_sinks_is_submitted_in_the_more_urgent_group() -> None
     core.want("out2", DUE_LATER, 0.0)
     group = llm_calls(core)["a", 0].group
     assert group is not None and group.id == "out2:1"
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations("ABC")))
+def test_calls_before_several_sinks_are_submitted_in_the_largest_group(order: str) -> None:
+    """Not in the one that was deduced first. Of equal ones, in that of the first sink."""
+    core = core_of(
+        *(llm(f"m{n}", ("x", f"v{n}")) for n in range(4)),
+        llm("b", ("v0 v1", "B")),
+        llm("a", ("v0 v1 v2 v3", "A")),
+        llm("c", ("v0 v1 v2 v3", "C")),
+    )
+    for sink in order:
+        core.want(sink, LATENCY, 0.0)
+    groups = {llm_calls(core)[f"m{n}", 0].group for n in range(4)}
+    assert [group.id for group in groups if group is not None] == ["A:1"]
 
 
 def test_two_sinks_share_what_both_need() -> None:

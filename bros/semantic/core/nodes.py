@@ -316,8 +316,9 @@ class LlmCall:
 
     @property
     def group(self) -> TaskGroup | None:
-        """The most urgent one of its task groups: engines and routers know only one."""
-        return max(self.groups, key=lambda group: group.level, default=None)
+        """The most urgent one of its task groups, then the largest one, then the one whose sink is
+        oldest: engines and routers know only one, and should know members of one as that one."""
+        return max(self.groups, key=lambda group: group.precedence, default=None)
 
     @property
     def stage(self) -> int | None:
@@ -394,6 +395,14 @@ class TaskGroup:
     @property
     def id(self) -> str:
         return f"{self.sink.id}:{self.stage}"
+
+    @property
+    def precedence(self) -> tuple[int, int, int, int, str]:
+        """Of two groups with a common member, it is submitted in the one that has more of this."""
+        producer = self.sink.producer
+        assert producer is not None, "the members come before it"
+        age = (-producer.call.number, -producer.index)
+        return (self.level, self.size, *age, self.sink.id)
 
     @property
     def size(self) -> int:
