@@ -100,6 +100,59 @@ def test_the_reason_of_a_deadline_at_risk() -> None:
     assert reasons(core)["map3"] == "promoted: the deadline of all is at risk"
 
 
+def test_the_reason_of_what_was_requested_for_throughput_and_is_late() -> None:
+    core = core_of(llm("a", ("", "x")))
+    core.want("x", Criteria(perf=Perf.THROUGHPUT, deadline_s=10.0), 0.0)
+    assert reasons(core)["a"] == "its value is requested with THROUGHPUT"
+    core.tick(9.5)
+    assert reasons(core)["a"] == "promoted: the deadline of x is at risk"
+    core.want("x", LATENCY, 9.6)
+    assert reasons(core)["a"] == "its value is requested with LATENCY"
+
+
+@pytest.mark.parametrize(
+    ("perf", "first", "second"),
+    [
+        (
+            Perf.TTFT,
+            "alone before b in the same call: all after it waits for it",
+            "its value is requested with TTFT",
+        ),
+        (
+            Perf.THROUGHPUT,
+            "it is before b in the same call, which is requested with THROUGHPUT",
+            "its value is requested with THROUGHPUT",
+        ),
+    ],
+)
+def test_reasons_of_two_outputs_of_a_call(perf: Perf, first: str, second: str) -> None:
+    core = core_of(llm("talk", ("doc", "a"), ("", "b")))
+    core.want("b", Criteria(perf=perf), 0.0)
+    assert [explain(llm_call) for llm_call in llm_calls(core).values()] == [first, second]
+
+
+def test_the_deadline_that_is_at_risk_is_named_and_not_the_nearest_one() -> None:
+    core = core_of(
+        *(llm(f"map{n}", ("doc", f"m{n}")) for n in range(2)),
+        llm("near", ("m0 m1", "n")),
+        llm("between", ("m0 m1", "b")),
+        llm("far", ("b", "f")),
+    )
+    core.want("n", Criteria(deadline_s=100.0), 0.0)
+    core.want("f", Criteria(deadline_s=10.0), 0.0)
+    core.tick(9.0)
+    for n in range(2):
+        assert reasons(core)[f"map{n}"] == "promoted: the deadline of f is at risk"
+
+
+def test_a_member_that_another_value_waits_for_alone_is_real_time_for_that() -> None:
+    core = core_of(*map_reduce(3), llm("next", ("m0", "more")), llm("last", ("more", "end")))
+    core.want("all", Criteria(deadline_s=1000.0), 0.0)
+    core.want("end", LATENCY, 0.0)
+    assert reasons(core)["map0"] == "alone 2 calls before end: all after it waits for it"
+    assert reasons(core)["map1"] == "member of the task group all:1: 3 of 3 unfinished"
+
+
 def test_the_critical_path_and_the_slack_of_what_is_beside_it() -> None:
     core = core_of(
         llm("a", ("doc", "x")), llm("b", ("x", "y")), llm("c", ("doc", "z")), llm("d", ("y z", "t"))

@@ -184,6 +184,21 @@ def test_llm_calls_of_one_call_are_one_request() -> None:
     assert [(llm_call.label.level, llm_call.stage) for llm_call in both] == [(RT, 1), (RT, 1)]
 
 
+def test_objectives_of_a_reader_are_those_of_the_output_that_is_read() -> None:
+    """And not of an earlier output of the same call."""
+    core = core_of(llm("talk", ("x", "a"), ("", "b")))
+    core.want("b", Criteria(perf=Perf.TTFT, ttft_s=0.1, deadline_s=31.0), 0.0)
+    first, second = (llm_calls(core)["talk", i] for i in range(2))
+    assert first.label == Label(level=RT, objectives=frozenset({Perf.LATENCY}), deadline_s=30.0)
+    assert terms(first, 0.0, 100.0, DEFAULT).slo == Slo(
+        pytest.approx(0.2), pytest.approx(0.3), 30.0
+    )
+    assert (second.label.ttft_s, second.label.objectives) == (0.1, {Perf.TTFT})
+    assert terms(second, 0.0, 100.0, DEFAULT).slo == Slo(0.1, None, 31.0)
+    core.want("a", Criteria(perf=Perf.TPOT, tpot_s=0.5), 0.0)
+    assert terms(first, 0.0, 100.0, DEFAULT).slo == Slo(None, 0.5, 30.0)
+
+
 def test_throughput_raises_nothing_above_it() -> None:
     core = core_of(*map_reduce(3))
     core.want("out", THROUGHPUT, 0.0)
@@ -558,12 +573,13 @@ DEFAULT = Slo(ttft_s=0.4, tpot_s=0.2)
 
 
 def labeled(label: Label, stage: int) -> LlmCall:
-    core = core_of(llm("c", ("x", "out")))
+    """stage: before a value that a client waits for."""
+    core = core_of(llm("c", ("x", "v")), llm("d", ("v", "out")))
     llm_call = llm_calls(core)["c", 0]
     llm_call.label = label
-    out = core.graph.variables["out"]
-    out.want = Want().with_criteria(LATENCY, None)
-    llm_call.stages[out] = stage
+    sink = core.graph.variables["out" if stage else "v"]
+    sink.want = Want().with_criteria(LATENCY, None)
+    llm_call.stages[sink] = stage
     return llm_call
 
 

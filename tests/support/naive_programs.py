@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
@@ -168,26 +168,33 @@ class NaiveObjectives:
                 )
             return
         for stage, at_stage in by_stage.items():
-            self._label(sink, stage, at_stage, latest, criteria)
+            self._label(sink, graph.producer[sink].id, stage, at_stage, latest, criteria)
 
     def _label(
         self,
         sink: str,
+        end: TurnId,
         stage: int,
         at_stage: set[TurnId],
         latest: Mapping[TurnId, float | None],
         criteria: Criteria,
     ) -> None:
+        """end: the LLM call that produces the sink."""
         if stage == 0:
             for llm_call in at_stage:
-                asked = Label(
+                label = Label(
                     level=Level.RT,
-                    objectives=frozenset({criteria.perf}),
-                    ttft_s=criteria.ttft_s,
-                    tpot_s=criteria.tpot_s,
+                    objectives=frozenset({Perf.LATENCY}),
                     deadline_s=latest[llm_call],
                 )
-                self._raise(llm_call, asked)
+                if llm_call == end:
+                    label = replace(
+                        label,
+                        objectives=frozenset({criteria.perf}),
+                        ttft_s=criteria.ttft_s,
+                        tpot_s=criteria.tpot_s,
+                    )
+                self._raise(llm_call, label)
         elif not _several_calls(at_stage):
             for llm_call in at_stage:
                 objectives = frozenset({Perf.LATENCY})

@@ -50,41 +50,51 @@ def explain(llm_call: LlmCall, group_id: str | None = None) -> str:
         return "no requested value needs it"
     if llm_call.native:
         return "native function, which the client runs"
-    nearest = min(llm_call.stages.items(), key=lambda item: item[1], default=None)
-    if nearest is None:
+    if not llm_call.stages:
         return "its place in the program is not deduced yet"
-    sink, stage = _deciding(llm_call, nearest)
+    own = next((variable for variable in llm_call.outputs if _urgent(variable)), None)
+    if own is not None:
+        return f"its value is requested with {(strictest(own) or Perf.LATENCY).name}"
+    promoted = llm_call.promoted
+    if promoted is not None and promoted.why is Promotion.STRAGGLER:
+        return f"promoted: one of the last of its task group before {_named(promoted.sink)}"
+    if promoted is not None:
+        return f"promoted: the deadline of {_named(promoted.sink)} is at risk"
+    sink = _deciding(llm_call)
     if llm_call.label.level is Level.THROUGHPUT:
-        whose = "its value is" if not stage else f"it is {_before(stage, sink)}, which is"
+        is_own = sink in llm_call.outputs
+        whose = "its value is" if is_own else f"it is {_before(llm_call, sink)}, which is"
         return f"{whose} requested with THROUGHPUT"
-    if not stage:
-        return f"its value is requested with {(strictest(sink) or Perf.LATENCY).name}"
-    if llm_call.promoted is Promotion.STRAGGLER:
-        return f"promoted: one of the last of its task group before {_named(sink)}"
-    if llm_call.promoted is Promotion.DEADLINE:
-        return f"promoted: the deadline of {_named(sink)} is at risk"
     group = llm_call.group
-    if group is not None:
+    if group is None and group_id is not None:
+        return f"member of the task group {group_id}"
+    if group is not None and group.level == llm_call.label.level:
         unfinished = f"{len(group.members)} of {group.size} unfinished"
         awaited = f"; a client waits for {_named(group.sink)}" if group.level is Level.RT else ""
         return f"member of the task group {group.id}: {unfinished}{awaited}"
-    if group_id is not None:
-        return f"member of the task group {group_id}"
-    return f"alone {_before(stage, sink)}: all after it waits for it"
+    return f"alone {_before(llm_call, sink)}: all after it waits for it"
 
 
-def _deciding(llm_call: LlmCall, nearest: tuple[Variable, int]) -> tuple[Variable, int]:
-    """The nearest requested variable that the LLM call is not best-effort for, with its stage;
-    `nearest` if there is none."""
-    urgent = (
-        (sink, stage)
-        for sink, stage in llm_call.stages.items()
-        if sink.want is not None and sink.want.label is not None
-    )
-    return min(urgent, key=lambda item: item[1], default=nearest)
+def _urgent(variable: Variable) -> bool:
+    """Whether it is requested with other criteria than THROUGHPUT."""
+    return variable.want is not None and variable.want.label is not None
 
 
-def _before(stage: int, sink: Variable) -> str:
+def _deciding(llm_call: LlmCall) -> Variable:
+    """The requested variable that gives the LLM call its level: the nearest one that it is alone
+    for, else the nearest one that it is not best-effort for, else the nearest one."""
+    grouped = {group.sink for group in llm_call.groups}
+
+    def order(sink: Variable) -> tuple[bool, bool, int]:
+        return (not _urgent(sink), sink in grouped, llm_call.stages[sink])
+
+    return min(llm_call.stages, key=order)
+
+
+def _before(llm_call: LlmCall, sink: Variable) -> str:
+    stage = llm_call.stages[sink]
+    if not stage:
+        return f"before {_named(sink)} in the same call"
     return f"{stage} call{'' if stage == 1 else 's'} before {_named(sink)}"
 
 

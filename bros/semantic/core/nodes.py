@@ -17,6 +17,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from bros.core.request import Grammar, SamplingParams
 from bros.semantic.core.template import Text
@@ -35,14 +36,22 @@ class Level(enum.IntEnum):
 
 
 class Promotion(enum.Enum):
-    """Why a member of a task group has become real-time.
+    """Why an LLM call has become real-time.
 
-    STRAGGLER: it is one of the last ones, see `stragglers`.
-    DEADLINE: the deadline of its group is at risk.
+    STRAGGLER: it is one of the last ones of its task group, see `stragglers`.
+    DEADLINE: the deadline of its group, or of its stage before a value that is requested for
+        THROUGHPUT, is at risk.
     """
 
     STRAGGLER = enum.auto()
     DEADLINE = enum.auto()
+
+
+class Promoted(NamedTuple):
+    """Why an LLM call has become real-time, and before which requested variable."""
+
+    why: Promotion
+    sink: Variable
 
 
 def earliest(a: float | None, b: float | None) -> float | None:
@@ -288,7 +297,7 @@ class LlmCall:
     num_missing: int = 0
     depth: int = 0
     label: Label = Label()
-    promoted: Promotion | None = None
+    promoted: Promoted | None = None
     stages: dict[Variable, int] = field(default_factory=dict)
     groups: dict[TaskGroup, None] = field(default_factory=dict)
     num_known_pieces: int = 0

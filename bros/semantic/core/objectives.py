@@ -36,6 +36,7 @@ from bros.semantic.core.nodes import (
     Label,
     Level,
     LlmCall,
+    Promoted,
     Promotion,
     TaskGroup,
     Variable,
@@ -274,11 +275,12 @@ def _label_stage(
             _raise_label(llm_call, label.merged(Label(deadline_s=group.deadline_s)), deduced)
         for llm_call in stragglers(group):  # others of them may be at another stage by now
             if llm_call.label.level < Level.RT:
-                llm_call.promoted = Promotion.STRAGGLER
+                llm_call.promoted = Promoted(Promotion.STRAGGLER, sink)
             _raise_label(llm_call, RT_INTERMEDIATE, deduced)
         return
-    base = RT_INTERMEDIATE if stage else sink.want.label
     for llm_call in members:
+        # An earlier output of the call that makes the sink is at stage 0, too: no client reads it.
+        base = sink.want.label if sink in llm_call.outputs else RT_INTERMEDIATE
         _raise_label(llm_call, base.merged(Label(deadline_s=latest.get(llm_call))), deduced)
 
 
@@ -361,8 +363,8 @@ def _watched_by_client(llm_call: LlmCall) -> bool:
     """Whether a client waits for this very output with criteria other than THROUGHPUT, rather than
     for a later call that needs it."""
     return any(
-        stage == 0 and sink.want is not None and sink.want.label is not None
-        for sink, stage in llm_call.stages.items()
+        sink in llm_call.stages and sink.want is not None and sink.want.label is not None
+        for sink in llm_call.outputs
     )
 
 

@@ -13,7 +13,17 @@ from dataclasses import dataclass
 
 from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.semantic.core.graph import Graph, already_set, whole
-from bros.semantic.core.nodes import Call, Level, LlmCall, NewCall, Promotion, Variable, Want
+from bros.semantic.core.nodes import (
+    Call,
+    Level,
+    LlmCall,
+    NewCall,
+    Promoted,
+    Promotion,
+    TaskGroup,
+    Variable,
+    Want,
+)
 from bros.semantic.core.objectives import (
     RT_INTERMEDIATE,
     Estimate,
@@ -354,7 +364,7 @@ class SessionStateMachine:
         """Continue labeling, and promote groups whose deadlines are at risk."""
         self._emit_promotions(self._labeler.run(now))
         for group in self._labeler.at_risk(now):
-            self._promote(group.members, Promotion.DEADLINE)
+            self._promote(group.members, Promotion.DEADLINE, group)
 
     # ---- Queries
 
@@ -384,13 +394,13 @@ class SessionStateMachine:
         self._emit_promotions(self._labeler.add(sinks))
         self.tick(now)
 
-    def _promote(self, llm_calls: Iterable[LlmCall], why: Promotion) -> None:
+    def _promote(self, llm_calls: Iterable[LlmCall], why: Promotion, group: TaskGroup) -> None:
         raised = [
             llm_call for llm_call in llm_calls if llm_call.open and llm_call.label.level < Level.RT
         ]
         for llm_call in raised:
             llm_call.label = llm_call.label.merged(RT_INTERMEDIATE)
-            llm_call.promoted = why
+            llm_call.promoted = Promoted(why, group.sink)
         self._emit_promotions(raised)
 
     def _emit_promotions(self, changed: Iterable[LlmCall]) -> None:
@@ -464,7 +474,7 @@ class SessionStateMachine:
         llm_call.end_s = now
         for group in llm_call.groups:
             group.finished(llm_call)
-            self._promote(stragglers(group), Promotion.STRAGGLER)
+            self._promote(stragglers(group), Promotion.STRAGGLER, group)
         llm_call.groups.clear()
         if not llm_call.call.open:
             self._retention.call_ended(llm_call.call)
