@@ -110,6 +110,12 @@ class RouterClient:
         return bool(self._replica_set.candidates)
 
     @property
+    def places_groups(self) -> bool:
+        """Whether it places the members of a task group that arrive together as one now: there is
+        a choice, and its policy does so."""
+        return self._fleet.places_groups and len(self._replica_set.candidates) > 1
+
+    @property
     def continued(self) -> int:
         """How often a request continued on another replica because its engine was lost."""
         return self._dispatcher.continued

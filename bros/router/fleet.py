@@ -179,6 +179,11 @@ class Fleet:
         return self.state.replicas
 
     @property
+    def places_groups(self) -> bool:
+        """Whether the policy places the members of a task group as one."""
+        return self._balances
+
+    @property
     def forest(self) -> Forest:
         return self.state.forest
 

@@ -161,7 +161,6 @@ async def program_server(
     generator = TextGenerator(engine, tokenizer, clock, ids)
     # Programs of a simulation may wait for as long as the simulation lasts.
     settings = SessionSettings(ttl_s=86_400.0, max_wait_s=1e6)
-    placements = engine.placement if isinstance(engine, RouterClient) else None
     service = SessionService(
         generator,
         engine,
@@ -169,8 +168,7 @@ async def program_server(
         clock,
         ids,
         settings,
-        placements=placements,
-        engines=lambda: replicas,
+        router=engine if isinstance(engine, RouterClient) else None,
     )
     sweep = asyncio.create_task(service.run())
     try:

@@ -318,7 +318,7 @@ async def test_placements_of_calls_that_run_and_that_have_ended() -> None:
     for engine in (Reporting(echo), Reporting(echo)):
         router.add(engine)
     await asyncio.sleep(1.0)
-    service = make_service(router, placements=router.placement)
+    service = make_service(router, router=router)
     session = service.create(TENANT).id
     service.submit(TENANT, session, [call(f"Say {n} {{{{output:v{n}}}}}") for n in range(3)])
     for n in range(3):

@@ -47,10 +47,10 @@ class Router:
     places: request id -> decision.
     """
 
-    def __init__(self, replicas: int = 3) -> None:
+    def __init__(self, replicas: int = 3, policy: str = "e2") -> None:
         self.turns: list[list[str]] = []
         self.places: dict[str, Decision] = {}
-        fleet = make_fleet("e2", RouterSettings(), block_size=BLOCK_SIZE)
+        fleet = make_fleet(policy, RouterSettings(), block_size=BLOCK_SIZE)
         route = fleet.route
 
         def recorded(
@@ -70,7 +70,7 @@ class Router:
                     CONFIG, DEVICE, vocab_size=TOKENIZER.vocab_size, choose=lambda chunk: token
                 )
             )
-        self.desk = Desk(self.client, placements=self.client.placement)
+        self.desk = Desk(self.client, router=self.client)
 
     async def close(self) -> None:
         await self.desk.close()
@@ -246,12 +246,24 @@ async def test_a_member_waits_for_slow_ones_for_a_short_time_only() -> None:
     assert [released_s[number] for number in range(7)] == pytest.approx(expected_s, abs=0.001)
 
 
-@pytest.mark.parametrize("replicas", [0, 3], ids=["no router", "router"])
+@pytest.mark.parametrize(
+    ("replicas", "policy", "held"),
+    [
+        pytest.param(0, "", False, id="no router"),
+        (3, "e2", True),
+        (3, "rr", False),
+        (3, "least", False),
+        (1, "e2", False),
+    ],
+)
 @virtually
-async def test_a_slow_prompt_does_not_hold_up_its_group(replicas: int) -> None:
-    """One of 8 maps has an input with a transform that takes a second."""
+async def test_a_slow_prompt_does_not_hold_up_its_group(
+    replicas: int, policy: str, held: bool
+) -> None:
+    """One of 8 maps has an input with a transform that takes a second. The others are held for a
+    moment where they are placed as one."""
     engine = ProgramEngine()
-    router = Router(replicas) if replicas else None
+    router = Router(replicas, policy) if replicas else None
     desk = Desk(engine) if router is None else router.desk
     desk.service._runner._prompter._transforms = SlowTransforms()
     slow = call(
@@ -259,12 +271,12 @@ async def test_a_slow_prompt_does_not_hold_up_its_group(replicas: int) -> None:
     )
     desk.submit(slow, *maps(words(80, 0), 4, range(1, 8)), reduce())
     desk.want("all", LATENCY)
-    await asyncio.sleep(GROUP_WAIT_S + 0.01 if replicas else 0.001)
+    await asyncio.sleep(GROUP_WAIT_S + 0.01 if held else 0.001)
     submitted = len(engine.submitted) if router is None else sum(map(len, router.turns))
     assert submitted == 7
     await desk.value("all", LATENCY)
     if router is not None:
-        assert len(router.turns[0]) == 7, "in one decision"
+        assert not held or len(router.turns[0]) == 7, "in one decision"
         await router.close()
     else:
         await desk.close()

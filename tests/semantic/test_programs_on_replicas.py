@@ -117,7 +117,7 @@ class Cluster:
 
         self.router.submit = recorded  # type: ignore[method-assign]
         self.service: SessionService = make_service(
-            self.router, 0, self.router.placement, recovery_s=RECOVERY_S, patience_s=PATIENCE_S
+            self.router, 0, self.router, recovery_s=RECOVERY_S, patience_s=PATIENCE_S
         )
         others = [ServiceClass.BE] * 8 + [ServiceClass.RT] * 2
         self._others = [asyncio.create_task(self._ask(n, kind)) for n, kind in enumerate(others)]

@@ -19,7 +19,7 @@ from bros.core.request import (
     Slo,
 )
 from bros.semantic.service.live import SessionSettings
-from bros.semantic.service.runner import Placements
+from bros.semantic.service.runner import Router
 from bros.semantic.service.service import SessionService
 from bros.simulator.virtual_loop import LoopClock
 from bros.text.generation import TextGenerator
@@ -182,11 +182,11 @@ class ProgramEngine:
 
 
 def make_service(
-    engine: Any, seed: int = 0, placements: Placements | None = None, **settings: Any
+    engine: Any, seed: int = 0, router: Router | None = None, **settings: Any
 ) -> SessionService:
     """A service over an engine, in the time of the running loop."""
     ids, clock = IdGenerator(random.Random(seed)), LoopClock()
     generator = TextGenerator(engine, TOKENIZER, clock, ids)
     return SessionService(
-        generator, engine, TOKENIZER, clock, ids, SessionSettings(**settings), placements
+        generator, engine, TOKENIZER, clock, ids, SessionSettings(**settings), router
     )

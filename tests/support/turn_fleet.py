@@ -16,6 +16,7 @@ class TurnFleet(Fleet):
     """groups: what was routed together. open: id -> replica. kept: what ended and stays cached."""
 
     plan_report: PlanReport | None = None
+    places_groups = False
 
     def __init__(self) -> None:
         self.facts: dict[int, ReplicaFacts] = {}

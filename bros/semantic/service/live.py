@@ -229,7 +229,8 @@ class GroupStart:
         submitted          |- 1 2 3 4             |- 5 6
                    |- wait |               | wait |
 
-    Without a router nothing is held: an engine adds calls to a running batch in each step.
+    Where no router places groups as one, nothing is held: an engine adds calls to a running batch
+    in each step.
     """
 
     def __init__(self, llm_calls: Iterable[LlmCall]) -> None:

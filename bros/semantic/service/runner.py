@@ -18,8 +18,8 @@ import asyncio
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from bros.core.clock import Clock
 from bros.core.errors import EngineDeadError
@@ -70,8 +70,22 @@ _MIN_TIMER_S = 0.001
 _BACKGROUND_TIMEOUT_S = 5.0
 
 
-Placements = Callable[[str], Placement | None]
-"""Where the engine request with this id is, and why: `RouterClient.placement`."""
+class Router(Protocol):
+    """What sessions need to know of the router of several engines: a RouterClient."""
+
+    @property
+    def num_alive(self) -> int:
+        """Number of engines that run."""
+        ...
+
+    @property
+    def places_groups(self) -> bool:
+        """Whether it places the members of a task group that arrive together as one now."""
+        ...
+
+    def placement(self, request_id: str) -> Placement | None:
+        """Where an engine request is, and why; None if it is unknown or not placed yet."""
+        ...
 
 
 class ProgramRunner:
@@ -89,15 +103,12 @@ class ProgramRunner:
         settings: SessionSettings,
         threads: FairThreads,
         transforms: TransformRunner,
-        placements: Placements | None,
-        engines: Callable[[], int],
+        router: Router | None,
         accounts: TenantAccounts,
         chat: ChatFormat,
     ) -> None:
         self._engine = engine
-        self._placements = placements or (lambda request_id: None)
-        self._places = placements is not None
-        self._engines = engines
+        self._router = router
         self._tokenizer = tokenizer
         self._clock = clock
         self._settings = settings
@@ -133,7 +144,8 @@ class ProgramRunner:
         so that one value which thousands of calls wait for does not block it."""
         session.count_chars()
         while actions := session.machine.take_actions():
-            together = _group_starts(actions) if self._places else {}
+            places_groups = self._router is not None and self._router.places_groups
+            together = _group_starts(actions) if places_groups else {}
             first = not session.pending
             session.pending += [(action, together) for action in actions]
             if first:
@@ -166,7 +178,8 @@ class ProgramRunner:
         return self._estimates.seconds(work, self._prices, self._clock.now())
 
     def _per_engine(self, requests: float) -> float:
-        return max(0.0, requests) / max(1, self._engines())
+        engines = 1 if self._router is None else self._router.num_alive
+        return max(0.0, requests) / max(1, engines)
 
     def load(self, session: ServedSession) -> LoadMark:
         """The load of the engine at the present time."""
@@ -212,7 +225,7 @@ class ProgramRunner:
 
     def placement(self, request_id: str) -> Placement | None:
         """Where an engine request is; None without a router, or if it does not know it any more."""
-        return self._placements(request_id)
+        return None if self._router is None else self._router.placement(request_id)
 
     def terms(self, session: ServedSession, llm_call: LlmCall) -> GenerationTerms:
         """The current scheduling parameters of a started LLM call."""
@@ -379,7 +392,7 @@ class ProgramRunner:
             session.load.decoding.change(-1, self._clock.now())
             record.decoding = None
         if record.request_id is not None:  # while the router remembers it
-            record.placement = self._placements(record.request_id)
+            record.placement = self.placement(record.request_id)
         self._release_if_over(session, llm_call.call)
 
     def _release_if_over(self, session: ServedSession, call: Call) -> None:
@@ -535,7 +548,7 @@ class ProgramRunner:
         once it has its first token, before that by the router, or by what was submitted before."""
         if llm_call.first_token_s is not None:
             return record.cached_tokens
-        placed = None if record.request_id is None else self._placements(record.request_id)
+        placed = None if record.request_id is None else self.placement(record.request_id)
         return record.requested_tokens if placed is None else placed.expected_tokens
 
     def _submitted_tokens(self, session: ServedSession, pieces: Sequence[Piece]) -> int:

@@ -7,7 +7,7 @@ import contextlib
 import math
 import weakref
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bros.core.clock import Clock
@@ -57,7 +57,7 @@ from bros.semantic.service.live import (
     Subscribers,
     Subscription,
 )
-from bros.semantic.service.runner import Placements, PlainCall, ProgramRunner
+from bros.semantic.service.runner import PlainCall, ProgramRunner, Router
 from bros.semantic.service.views import (
     Viewing,
     in_slices,
@@ -329,15 +329,13 @@ class SessionService:
         clock: Clock,
         ids: IdGenerator,
         settings: SessionSettings,
-        placements: Placements | None = None,
-        engines: Callable[[], int] = lambda: 1,
+        router: Router | None = None,
         threads: FairThreads | None = None,
         transforms: TransformRunner | None = None,
         accounts: TenantAccounts | None = None,
         chat: ChatFormat | None = None,
     ) -> None:
-        """placements: tells where a router has placed an engine request; None without a router.
-        engines: number of engines that share the requests.
+        """router: shares the requests among several engines; None: there is one engine.
         threads: for work on long texts; None: threads of its own.
         transforms: runs transforms that may take long, closed at the end of `run`; None: `threads`.
         accounts: count what the service holds for each tenant; None: there are no limits.
@@ -358,8 +356,7 @@ class SessionService:
             settings,
             threads,
             transforms or TransformThreads(threads),
-            placements,
-            engines,
+            router,
             self._accounts,
             chat,
         )
