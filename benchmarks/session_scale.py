@@ -153,6 +153,18 @@ class InstantEngine:
         await asyncio.gather(self._pump, return_exceptions=True)
 
 
+class GroupRouter:
+    """Says what a router says to sessions; the engine gets the requests at once."""
+
+    num_alive = 2
+
+    def __init__(self) -> None:
+        self.places_groups = False
+
+    def placement(self, request_id: str) -> None:
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class Size:
     """calls: of a large session. chain, group: calls of these programs. sessions: with 10 calls."""
@@ -172,7 +184,10 @@ class Bench:
         clock, ids = LoopClock(), IdGenerator(random.Random(0))
         generator = TextGenerator(self.engine, TOKENIZER, clock, ids)
         settings = SessionSettings(max_sessions=2 * size.sessions, max_waiting=2 * size.calls)
-        self.service = SessionService(generator, self.engine, TOKENIZER, clock, ids, settings)
+        self.router = GroupRouter()
+        self.service = SessionService(
+            generator, self.engine, TOKENIZER, clock, ids, settings, self.router
+        )
         self._running = asyncio.create_task(self.service.run())
 
     def open(self) -> str:
@@ -204,13 +219,15 @@ class Bench:
 # ---- Programs.
 
 
-def make_call(name: str, inputs: Sequence[str], output: str) -> CallSpec:
+def make_call(
+    name: str, inputs: Sequence[str], output: str, criteria: Criteria | None = None
+) -> CallSpec:
     placeholders = " ".join(f"{{{{input:i{n}}}}}" for n in range(len(inputs)))
     parameters = [Parameter(name=f"i{n}", variable=each) for n, each in enumerate(inputs)]
     return CallSpec(
         name=name,
         template=f"Say {placeholders} again: {{{{output:o}}}}",
-        parameters=[*parameters, Parameter(name="o", variable=output)],
+        parameters=[*parameters, Parameter(name="o", variable=output, criteria=criteria)],
         sampling={"max_tokens": 4},
     )
 
@@ -253,12 +270,12 @@ async def submit_in_batches(bench: Bench) -> Callable[[], Awaitable[None]]:
 
 
 async def large_program_runs(bench: Bench) -> Callable[[], Awaitable[None]]:
-    """All calls of a large session, each value requested, as one program with criteria."""
+    """A large program whose values are all requested with it, as by `P.gather` of new calls."""
     session, count = bench.open(), bench.size.calls
-    await bench.submit(session, flat(count))
+    calls = [make_call("flat", (), f"v{n}", LATENCY) for n in range(count)]
 
     async def run() -> None:
-        await bench.want(session, *(f"v{n}" for n in range(count)))
+        await bench.submit(session, calls)
         await bench.value(session, f"v{count - 1}")
 
     return run
@@ -328,6 +345,19 @@ async def group(bench: Bench) -> Callable[[], Awaitable[None]]:
 
     async def run() -> None:
         await bench.submit(session, map_reduce(bench.size.group))
+        await bench.value(session, "all")
+
+    return run
+
+
+async def group_all(bench: Bench) -> Callable[[], Awaitable[None]]:
+    """All values are requested with the program."""
+    session, count = bench.open(), bench.size.group
+    calls = [make_call("map", (), f"v{n}", LATENCY) for n in range(count)]
+    calls.append(make_call("reduce", [f"v{n}" for n in range(count)], "all", LATENCY))
+
+    async def run() -> None:
+        await bench.submit(session, calls)
         await bench.value(session, "all")
 
     return run
@@ -424,6 +454,17 @@ def view(render: Callable[[SessionView], object]) -> Scenario:
 
 Scenario = Callable[[Bench], Awaitable[Callable[[], Awaitable[None]]]]
 
+
+def with_router(scenario: Scenario) -> Scenario:
+    """The same where the members of a group are submitted together, as to a router."""
+
+    async def prepare(bench: Bench) -> Callable[[], Awaitable[None]]:
+        bench.router.places_groups = True
+        return await scenario(bench)
+
+    return prepare
+
+
 SCENARIOS: Mapping[str, Scenario] = {
     "submit at once": submit_at_once,
     "submit in batches of 100": submit_in_batches,
@@ -434,6 +475,8 @@ SCENARIOS: Mapping[str, Scenario] = {
     "chain, cancelled in the middle": chain_cancelled,
     "chain, failing in the middle": chain_failed,
     "group with one reduce": group,
+    "group, every value requested": group_all,
+    "group, with a router": with_router(group_all),
     "group, one member cancelled": group_cancelled,
     "group, one member failing": group_failed,
     "sessions of 10 calls": many_sessions,

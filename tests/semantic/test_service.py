@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from bros.semantic.schema import CallSpec, Criteria, Parameter, Perf, Role
 from bros.semantic.service.live import STARTS_PER_TURN
 from bros.semantic.service.service import SessionService
 from support.program_engine import ProgramEngine, echo, make_service
-from support.programs import TENANT, Desk, call, native, soon, virtually
+from support.programs import LATENCY, TENANT, Desk, call, native, soon, virtually
 
 
 @contextlib.asynccontextmanager
@@ -514,3 +515,63 @@ async def test_a_plain_request_that_ends_after_its_session_releases_its_kv() -> 
     late.finished("text", prompt_tokens=1, cached_tokens=0, output_tokens=1)
     await asyncio.sleep(0.1)
     assert not engine.kept
+
+
+MANY = 95
+
+
+def many(desk: Desk, key: str | None = None) -> asyncio.Task[Any]:
+    """A program whose values are all requested with it is being added."""
+    calls = [call(f"{n} {{{{output:v{n}}}}}", criteria={f"v{n}": LATENCY}) for n in range(MANY)]
+    return asyncio.create_task(desk.service.accept(TENANT, desk.session, calls, key))
+
+
+def num_requested(desk: Desk) -> int:
+    variables = desk.service.inspect(TENANT, desk.session).variables
+    return sum(variable.perf is not None for variable in variables)
+
+
+async def until_some_are_requested(desk: Desk) -> None:
+    while not 0 < num_requested(desk) < MANY:
+        await asyncio.sleep(0)
+
+
+@virtually
+async def test_the_values_of_a_program_are_requested_in_slices() -> None:
+    desk = Desk()
+    adding, seen = many(desk), [0]
+    while not adding.done():
+        await asyncio.sleep(0)
+        seen.append(num_requested(desk))
+        assert seen[-1] == MANY or not desk.engine.submitted, "groups are not known before"
+    assert seen[-1] == MANY
+    assert max(after - before for before, after in itertools.pairwise(seen)) <= 20
+    for n in range(MANY):
+        await desk.value(f"v{n}")
+    await desk.close()
+
+
+@virtually
+async def test_a_program_whose_client_goes_while_it_is_requested_is_requested_as_a_whole() -> None:
+    desk = Desk()
+    adding = many(desk, "once")
+    await until_some_are_requested(desk)
+    adding.cancel()
+    await asyncio.gather(adding, return_exceptions=True)
+    assert num_requested(desk) == MANY
+    again = await many(desk, "once")
+    assert len(again) == len(desk.service.inspect(TENANT, desk.session).calls) == MANY
+    for n in range(MANY):
+        await desk.value(f"v{n}")
+    await desk.close()
+
+
+@virtually
+async def test_a_session_may_end_while_values_are_requested() -> None:
+    desk = Desk()
+    adding = many(desk)
+    await until_some_are_requested(desk)
+    await desk.close()
+    with pytest.raises(SessionGoneError):
+        await adding
+    assert not desk.engine.open

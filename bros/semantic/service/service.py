@@ -515,19 +515,41 @@ class SessionService:
         now = self._clock.now()
         new = [submission.call for submission in found]
         yield from session.machine.submitting(new, now)
-        # There is no pause from here on: the calls are in the graph.
+        # There is no pause before this: the calls are in the graph.
         session.records.update(records)
         session.text_chars += text_chars
-        try:
-            for submission in found:
-                for variable_id, criteria in submission.wanted.items():
-                    session.machine.want(variable_id, criteria, now)
-        finally:
-            session.forget_records()
-            self._runner.carry_out(session)
         if key is not None:
             session.remember_answer(key, calls, answer)
+        yield from self._want_outputs(session, found, now)
         return answer
+
+    def _want_outputs(
+        self, session: ServedSession, found: Sequence[Submission], now: float
+    ) -> Viewing[None]:
+        """Request the outputs of calls that have just been added, in slices.
+
+        Calls start when all of it is done, because the task groups that they are submitted in are
+        not known before. If the caller has gone, the rest is done at once: the calls are accepted.
+        """
+        wanted = iter([item for submission in found for item in submission.wanted.items()])
+
+        def want(variable_id: str, criteria: Criteria) -> None:
+            # Since they were added, the session may have ended, or have dropped an old variable.
+            if session.end_reason is None and variable_id in session.machine.graph.variables:
+                session.machine.want(variable_id, criteria, now)
+
+        try:
+            for number, item in enumerate(wanted, start=1):
+                want(*item)
+                if not number % _WANT_SLICE:
+                    yield
+        finally:
+            for item in wanted:
+                want(*item)
+            session.forget_records()
+            self._runner.carry_out(session)
+        if session.end_reason is not None:
+            raise session_gone_error(session.id, session.end_reason)
 
     def declare(
         self,

@@ -7,6 +7,7 @@ slices (`Viewing`). Each call is then shown as it is when its turn comes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Generator, Iterable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -56,14 +57,18 @@ Viewing = Generator[None, None, T]
 
 
 async def in_slices(slices: Generator[None, None, T]) -> T:
-    """The result of work in slices; other tasks of the event loop run between them."""
-    while True:
-        try:
-            next(slices)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        await asyncio.sleep(0)
+    """The result of work in slices; other tasks of the event loop run between them.
+
+    If it is cancelled, the work ends at once, in its `finally` clauses.
+    """
+    with contextlib.closing(slices):
+        while True:
+            try:
+                next(slices)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            await asyncio.sleep(0)
 
 
 def view_summary(session: ServedSession, now: float) -> SessionSummary:
