@@ -566,10 +566,13 @@ class EngineClient(Protocol):
         """Abort a request and free its KV before the next step. Unknown ids are ignored."""
         ...
 
-    async def promote(self, request_id: str, slo: Slo) -> None:
+    async def promote(self, request_id: str, slo: Slo, awaited: bool = True) -> None:
         """Serve a best-effort request as real-time from now on. Its first token, if it has none
-        yet, is due slo.ttft_s from now (None: the default). Real-time and unknown requests are
-        ignored."""
+        yet, is due slo.ttft_s from now (None: the default). Of a real-time request, the objectives
+        that are stricter count from now on, too. Unknown ids are ignored.
+
+        awaited: something waits for it alone, see RequestGroup; False: no more than before.
+        """
         ...
 
     async def release(self, request_id: str) -> None:

@@ -172,10 +172,10 @@ class MessageClient:
         if request_id in self._streams and self._alive:
             self._send(Abort(request_id))
 
-    async def promote(self, request_id: str, slo: Slo) -> None:
+    async def promote(self, request_id: str, slo: Slo, awaited: bool = True) -> None:
         """See EngineClient."""
         if request_id in self._streams and self._alive:
-            self._send(Promote(request_id, slo))
+            self._send(Promote(request_id, slo, awaited))
 
     async def release(self, request_id: str) -> None:
         """See EngineClient."""

@@ -104,9 +104,9 @@ class Engine:
         self._preparing.pop(request_id, None)
         return self._scheduler.abort(request_id, self._clock.now())
 
-    def promote(self, request_id: str, slo: Slo) -> None:
+    def promote(self, request_id: str, slo: Slo, awaited: bool = True) -> None:
         """See EngineClient."""
-        self._scheduler.promote(request_id, slo, self._clock.now())
+        self._scheduler.promote(request_id, slo, self._clock.now(), awaited)
 
     def release(self, request_id: str) -> None:
         """See EngineClient."""

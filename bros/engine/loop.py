@@ -153,8 +153,8 @@ def handle(command: Command, engine: Engine, client: Sender) -> None:
             output = engine.abort(request_id)
             if output is not None:
                 client.send(Outputs((output,)))
-        case Promote(request_id, slo):
-            engine.promote(request_id, slo)
+        case Promote(request_id, slo, awaited):
+            engine.promote(request_id, slo, awaited)
         case Release(request_id):
             engine.release(request_id)
         case GetStats(query_id):

@@ -58,10 +58,14 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """Serve a best-effort request as real-time from now on, with the objectives `slo`."""
+    """Serve a request as real-time from now on, with the objectives `slo` or stricter ones it has.
+
+    awaited: see EngineClient.promote.
+    """
 
     request_id: str
     slo: Slo
+    awaited: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,16 +158,15 @@ class RouterClient:
         elif item.task is not None:
             item.task.cancel()  # the request is between two replicas
 
-    async def promote(self, request_id: str, slo: Slo) -> None:
-        """Serve a best-effort request as real-time from now on, on any replica. Unknown ids are
-        ignored."""
+    async def promote(self, request_id: str, slo: Slo, awaited: bool = True) -> None:
+        """See EngineClient; on any replica."""
         item = self._dispatcher.open.get(request_id)
         if item is None:
             return
-        item.promote(slo, self._clock.now())
+        item.promote(slo, awaited, self._clock.now())
         self._replica_set.promote(item)
         if item.accepted and item.replica is not None:
-            await item.replica.client.promote(request_id, slo)
+            await item.replica.client.promote(request_id, slo, item.awaited)
 
     async def release(self, request_id: str) -> None:
         """Unpin the KV of an ended request (Hints.keep_s). Unknown ids are ignored."""

@@ -193,8 +193,8 @@ class Dispatcher:
             raise OverloadedError(str(error), _STUCK_WAIT_S) from error
         item.accepted, item.avoided = True, None
         # What the client asked for before this engine had accepted the request.
-        if item.promoted is not None:
-            await replica.client.promote(item.id, item.promoted)
+        if item.latest is not None:
+            await replica.client.promote(item.id, item.latest, item.awaited)
         if item.aborted or item.moving:
             await replica.client.abort(item.id)
         return inner

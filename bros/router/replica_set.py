@@ -308,7 +308,9 @@ class RoutedRequest:
     task             finds another replica, while it is between two
     has_output       the present engine has sent its first output
     aborted          its client has aborted it
-    promoted         the objectives that it was promoted to, at promoted_s
+    promoted         the objectives that it was promoted to first, at promoted_s
+    latest           those that it was promoted to last, at latest_s
+    awaited          something waits for it alone, see RequestGroup
     moving           it is to continue on another replica
     avoided          the replica that it must not go to, as it is moved away from there
     unreleased       replicas that it was withdrawn from, and that may still run it
@@ -319,8 +321,11 @@ class RoutedRequest:
 
     __slots__ = (
         *("_cached_tokens", "_num_output_before", "aborted", "accepted", "accepting", "avoided"),
-        *("can_wait", "connected", "connection", "current", "fleet_id", "has_output", "losses"),
+        *("awaited", "can_wait", "connected", "connection", "current", "fleet_id", "has_output"),
         *(
+            "latest",
+            "latest_s",
+            "losses",
             "moving",
             "num_read",
             "original",
@@ -352,6 +357,9 @@ class RoutedRequest:
         self.refusals: dict[ReplicaHandle, OverloadedError] = {}
         self.promoted: Slo | None = None
         self.promoted_s = 0.0
+        self.latest: Slo | None = None
+        self.latest_s = 0.0
+        self.awaited = False
         self.avoided: ReplicaHandle | None = None
         self.losses = 0
         self.suspect = False
@@ -396,12 +404,27 @@ class RoutedRequest:
             )
         return self.current
 
-    def promote(self, slo: Slo, now: float) -> None:
-        """Make it real-time from now on. Only the first call counts."""
+    def promote(self, slo: Slo, awaited: bool, now: float) -> None:
+        """Make it real-time from now on, or its objectives stricter. The caller tells the present
+        engine; the dispatcher tells the next ones of the latest promotion."""
         if self.promoted is None:
             self.promoted, self.promoted_s = slo, now
+        self.latest, self.latest_s = slo, now
+        self.awaited |= awaited
 
     def _promoted(self) -> EngineRequest:
+        """The request by its first promotion, with the deadline of the latest one if that is
+        earlier: the time between two engines counts."""
+        request, slo = self._promoted_first(), self.latest
+        if slo is None or slo is self.promoted or slo.deadline_s is None:
+            return request
+        left_s = max(self.latest_s + slo.deadline_s - request.arrival_s, _MIN_DEADLINE_S)
+        if request.slo.deadline_s is not None:
+            left_s = min(left_s, request.slo.deadline_s)
+        slo = dataclasses.replace(request.slo, deadline_s=left_s)
+        return dataclasses.replace(request, slo=slo)
+
+    def _promoted_first(self) -> EngineRequest:
         """The original, as if it had arrived when it was promoted. A deadline of the original holds
         unless the promotion sets one."""
         slo, original = self.promoted, self.original

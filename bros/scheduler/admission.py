@@ -17,6 +17,8 @@ from bros.scheduler.metrics import ClassCounters
 from bros.scheduler.policies import Policy
 from bros.scheduler.state import Queues, RequestState, arrival_s
 
+_ROUNDING_S = 1e-9
+
 
 def objectives(
     request: EngineRequest, service_class: ServiceClass, default: Slo, now: float
@@ -212,7 +214,30 @@ def promoted_objectives(state: RequestState, asked: Slo, default: Slo, now: floa
     """
     before_s = state.slo.deadline_s
     if asked.deadline_s is None and before_s is not None:
-        left_s = state.record.arrival_s + before_s - now
+        left_s = state.record.objectives_from_s + before_s - now
         asked = replace(asked, deadline_s=left_s)
     longest = state.request.sampling.max_tokens or 1
     return paced(asked, max(1, longest - state.num_outputs), default)
+
+
+def tightened_objectives(state: RequestState, asked: Slo, default: Slo, now: float) -> Slo:
+    """The objectives of a real-time request that has to meet those that are asked for `now`, too:
+    the stricter ones, counted from when its own began to hold."""
+    own, more = state.slo, promoted_objectives(state, asked, default, now)
+    since_s = now - state.record.objectives_from_s
+    first_s = None if state.num_outputs or more.ttft_s is None else since_s + more.ttft_s
+    whole_s = None if more.deadline_s is None else since_s + more.deadline_s
+    return replace(
+        own,
+        ttft_s=_stricter(own.ttft_s, first_s),
+        tpot_s=_stricter(own.tpot_s, more.tpot_s),
+        deadline_s=_stricter(own.deadline_s, whole_s),
+        gap_s=_stricter(own.gap_s, more.gap_s),
+    )
+
+
+def _stricter(own_s: float | None, more_s: float | None) -> float | None:
+    """The smaller time; None is no bound. Rounding errors are no difference."""
+    if own_s is None or more_s is None:
+        return more_s if own_s is None else own_s
+    return more_s if more_s < own_s - _ROUNDING_S else own_s

@@ -118,6 +118,21 @@ class RequestRecord:
         self.due_s = now + (slo.tpot_s or math.inf)
         self.pace_from_s = now - (self.num_tokens - 1) * (slo.tpot_s or 0.0)
 
+    def tighten_objectives(self, now: float, before: Slo, slo: Slo) -> None:
+        """Set objectives that are as strict as those before, or stricter from now on. What it is
+        late by, or ahead of its pace, stays."""
+        if self.num_tokens == 0:
+            if slo.ttft_s is not None:
+                self.due_s = min(self.due_s, self.objectives_from_s + slo.ttft_s)
+            return
+        if slo.tpot_s is not None and slo.tpot_s != before.tpot_s:
+            self.due_s = min(self.due_s, now + slo.tpot_s)
+            steps = self.num_tokens - 1
+            if self.pace_from_s is None or before.tpot_s is None:
+                self.pace_from_s = now - steps * slo.tpot_s
+            else:
+                self.pace_from_s += steps * (before.tpot_s - slo.tpot_s)
+
     def event(self, now: float, what: str) -> None:
         if len(self.events) < _MAX_EVENTS:
             self.events.append((now, what))

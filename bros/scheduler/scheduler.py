@@ -42,7 +42,13 @@ from bros.core.plan import (
 )
 from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
 from bros.kvcache.manager import KvCacheManager
-from bros.scheduler.admission import Admission, Limits, objectives, promoted_objectives
+from bros.scheduler.admission import (
+    Admission,
+    Limits,
+    objectives,
+    promoted_objectives,
+    tightened_objectives,
+)
 from bros.scheduler.cost_model import StepTimePredictor
 from bros.scheduler.memory import StepMemory
 from bros.scheduler.metrics import ClassCounters
@@ -301,13 +307,19 @@ class Scheduler:
         self._finish(state, FinishReason.ABORT, now)
         return RequestOutput(request_id=request_id, finish_reason=FinishReason.ABORT)
 
-    def promote(self, request_id: str, slo: Slo, now: float) -> None:
-        """Serve a best-effort request as real-time from now on; see EngineClient.promote.
+    def promote(self, request_id: str, slo: Slo, now: float, awaited: bool = True) -> None:
+        """Serve a best-effort request as real-time from now on, or a real-time one with stricter
+        objectives; see EngineClient.promote.
 
         Its KV stays where it is. This may be called while a step runs.
         """
         state = self._states.get(request_id)
-        if state is None or state.service_class is ServiceClass.RT:
+        if state is None:
+            return
+        if awaited:
+            state.patient = False
+        if state.service_class is ServiceClass.RT:
+            self._tighten(state, slo, now)
             return
         if not state.running:
             self._steps.note_promotion(state)
@@ -322,6 +334,19 @@ class Scheduler:
         self._queues.put_back(state)
         self._counters[ServiceClass.RT].promoted += 1
         state.record.event(now, "promoted")
+
+    def _tighten(self, state: RequestState, asked: Slo, now: float) -> None:
+        """Hold a real-time request to the stricter ones of its objectives and these."""
+        slo = tightened_objectives(state, asked, self._default_slo, now)
+        if slo == state.slo:
+            return
+        waits_on_time = not (state.running or state.late)
+        if waits_on_time:
+            self._queues.remove(state)
+        state.tighten(slo, now)
+        if waits_on_time:
+            self._policy.assign_rank(state, now)
+            self._queues.put_back(state)
 
     def release(self, request_id: str) -> None:
         """Unpin the blocks of an ended request, see Hints.keep_s; unknown ids are ignored."""

@@ -266,6 +266,14 @@ class RequestState:
         self.late = False
         self.deadline_s = self.record.due_s
 
+    def tighten(self, slo: Slo, now: float) -> None:
+        """Hold it to these objectives, none of which is looser than before. If it waits, the policy
+        has to place it again, unless it is late."""
+        self.record.tighten_objectives(now, self.slo, slo)
+        self.slo = slo
+        if not self.late:  # else its deadline has been renewed, and it cannot be on time any more
+            self.deadline_s = min(self.deadline_s, self.record.due_s)
+
     def trace(
         self, blocked: Mapping[str, float] | None, finish_reason: FinishReason | None
     ) -> RequestTrace:

@@ -263,7 +263,9 @@ async def test_only_what_is_open_is_promoted(wire: Wire) -> None:
     await asyncio.sleep(0)
     await wire.client.promote("r", soon)
     await wire.client.promote("other", soon)
-    assert wire.sent == [Submit(ASK), Promote("r", soon)], "in this order, accepted or not yet"
+    assert wire.sent == [Submit(ASK), Promote("r", soon, True)], (
+        "in this order, accepted or not yet"
+    )
     wire.client.on_reply(Accepted("r", ServiceClass.BE))
     stream = await submission
     await wire.client.promote("r", soon)

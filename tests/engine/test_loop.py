@@ -132,7 +132,7 @@ class BusyEngine(FullEngine):
         self.handled.append(f"abort {request_id}")
         return RequestOutput(request_id=request_id, finish_reason=FinishReason.ABORT)
 
-    def promote(self, request_id: str, slo: Slo) -> None:
+    def promote(self, request_id: str, slo: Slo, awaited: bool = True) -> None:
         self.handled.append(f"promote {request_id} {slo.ttft_s}")
 
     def step(self, arrivals: Callable[[], Iterable[EngineRequest]]) -> list[RequestOutput]:
@@ -166,7 +166,7 @@ def test_what_arrives_during_a_step_is_seen_at_once_and_handled_after_it_in_orde
     transport = Drip(
         [Submit(first)],
         [Submit(second), Abort("a")],  # during the step
-        [Submit(third), Promote("c", Slo(0.3)), GetStats(1)],
+        [Submit(third), Promote("c", Slo(0.3), True), GetStats(1)],
         [Abort("b")],
         [], [Shutdown()],  # during the second step
         [],

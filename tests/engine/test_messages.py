@@ -144,7 +144,7 @@ COMMAND_VALUES = {
     GetStats: st.builds(GetStats, count),
     GetTrace: st.builds(GetTrace, count, text),
     Shutdown: st.just(Shutdown()),
-    Promote: st.builds(Promote, text, slo),
+    Promote: st.builds(Promote, text, slo, st.booleans()),
     Release: st.builds(Release, text),
     Subscribe: st.just(Subscribe()),
 }

@@ -231,15 +231,23 @@ async def test_a_promoted_request_continues_as_a_real_time_one(group: Group) -> 
 
 
 @in_group
-async def test_a_promotion_of_what_is_real_time_changes_nothing(group: Group) -> None:
-    reading = asyncio.create_task(collect(group.client, ask(slo=Slo(ttft_s=0.7))))
+async def test_stricter_objectives_of_what_is_real_time_hold_on_the_next_engine(
+    group: Group,
+) -> None:
+    asked, stricter = Slo(ttft_s=0.7, deadline_s=50.0), Slo(ttft_s=0.2, deadline_s=20.0)
+    began_s = now()
+    reading = asyncio.create_task(collect(group.client, ask(slo=asked, arrival_s=began_s)))
     await asyncio.sleep(5 * STEP_S)
-    await group.client.promote("r", Slo(ttft_s=0.2))
+    await group.client.promote("r", Slo(ttft_s=0.4), False)
+    await group.client.promote("r", stricter)
     where = group.where("r")
+    assert group.engines[where].promoted == {"r": stricter}
     group.engines[where].die()
     await reading
     again = group.engines[1 - where].submitted["r"]
-    assert (again.slo, again.arrival_s) == (Slo(ttft_s=0.7), 0.0)
+    assert (again.slo.ttft_s, again.arrival_s) == (0.7, began_s)
+    assert again.slo.deadline_s == pytest.approx(20.0 + 5 * STEP_S)
+    assert group.engines[1 - where].promoted == {"r": stricter}
 
 
 def test_promoted_work_counts_as_real_time_work() -> None:

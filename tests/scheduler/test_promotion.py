@@ -13,7 +13,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from bros.core.clock import ManualClock
 from bros.core.config import KV_LAYOUTS, POLICIES, PREFIX_CACHE
 from bros.core.plan import StepPlan, StepResult
-from bros.core.request import EngineRequest, FinishReason, Hints, RequestGroup, RequestOutput, Slo
+from bros.core.request import (
+    EngineRequest,
+    FinishReason,
+    Hints,
+    RequestGroup,
+    RequestOutput,
+    ServiceClass,
+    Slo,
+)
 from bros.engine.engine import Engine
 from bros.scheduler.metrics import RequestRecord
 from support.late_executor import LateExecutor
@@ -280,23 +288,106 @@ def test_objectives_since_a_promotion_are_those_of_a_request_that_came_then(
 
 
 @pytest.mark.parametrize("name", ["unknown", "rt", "gone"])
-def test_real_time_requests_and_unknown_ids_are_ignored(name: str) -> None:
+def test_looser_objectives_and_unknown_ids_are_ignored(name: str) -> None:
     run = VirtualRun()
     run.submit("gone", 5, BE, max_tokens=1)
     run.drain()
-    run.submit("rt", 5, slo=Slo(0.3, 0.1))
+    run.submit("rt", 5, slo=Slo(0.3, 0.1, gap_s=0.125))
     before = run.scheduler.stats(), run.scheduler.trace(name)
     run.scheduler.promote(name, SOON, run.now)
     assert (run.scheduler.stats(), run.scheduler.trace(name)) == before
 
 
-def test_a_second_promotion_changes_nothing() -> None:
+def test_a_second_promotion_only_makes_it_stricter() -> None:
     run = queue_of(3)
-    for ttft_s in (0.4, 0.1):
+    for ttft_s in (0.4, 0.7, 0.1):
         run.scheduler.promote("be2", Slo(ttft_s, 0.1, gap_s=0.125), run.now)
+        trace = run.scheduler.trace("be2")
+        assert trace is not None and trace.slo.ttft_s == pytest.approx(min(ttft_s, 0.4))
     assert run.scheduler.stats().by_class[RT].promoted == 1
-    trace = run.scheduler.trace("be2")
-    assert trace is not None and trace.slo == SOON
+
+
+# Stricter objectives of real-time requests
+
+times = st.sampled_from([0.1, 0.3, 0.5])
+slos = st.builds(Slo, ttft_s=times, tpot_s=times, gap_s=times)
+
+
+@given(own=slos, asked=slos, later_s=st.sampled_from([0.0, 0.05, 0.25]), tokens=st.integers(0, 3))
+def test_each_objective_is_the_stricter_one(
+    own: Slo, asked: Slo, later_s: float, tokens: int
+) -> None:
+    """The first token is due by both times; for later ones, the pace counts from now on."""
+    run = VirtualRun()
+    run.submit("rt", 5, slo=own, max_tokens=10, ignore_eos=True)
+    while len(run.token_times["rt"]) < tokens:
+        run.step()
+    run.now += later_s
+    waited_s = run.now if not tokens else 0.0
+    run.scheduler.promote("rt", asked, run.now)
+    run.scheduler.check_integrity()
+    trace = run.scheduler.trace("rt")
+    assert trace is not None
+    assert own.ttft_s is not None and asked.ttft_s is not None
+    ttft_s = own.ttft_s if tokens else min(own.ttft_s, waited_s + asked.ttft_s)
+    assert trace.slo.ttft_s == pytest.approx(ttft_s)
+    assert trace.slo.tpot_s == min(own.tpot_s or 0.0, asked.tpot_s or 0.0)
+    assert trace.slo.gap_s == min(own.gap_s or 0.0, asked.gap_s or 0.0)
+    run.drain()
+    assert len(run.token_times["rt"]) == 10
+
+
+def test_a_deadline_of_a_real_time_request_counts_from_when_it_was_asked_for() -> None:
+    run = VirtualRun(max_num_seqs=1)
+    run.submit("runs", 10, max_tokens=100, ignore_eos=True)
+    run.submit("waits", 10, slo=Slo(0.4, 0.1, deadline_s=30.0), max_tokens=100, ignore_eos=True)
+    for asked_s, expected_s in ((50.0, 30.0), (6.0, 8.0)):
+        run.now += 1.0
+        run.scheduler.promote("waits", Slo(0.4, 0.1, deadline_s=asked_s), run.now)
+        trace = run.scheduler.trace("waits")
+        assert trace is not None and trace.slo.deadline_s == pytest.approx(expected_s)
+    assert trace.slo.tpot_s == pytest.approx(0.1 * 6.0 / 10.3), "100 tokens in 6 s"
+
+
+def test_who_waits_is_served_in_time_by_stricter_objectives() -> None:
+    run = VirtualRun(max_num_seqs=1, max_batch_tokens=64)
+    run.submit("first", 10, max_tokens=1)
+    run.step()
+    for name in ("second", "third"):
+        run.submit(name, 50, slo=Slo(2.0, 0.1), salt=ord(name[0]), max_tokens=20, ignore_eos=True)
+    run.scheduler.promote("third", Slo(0.2, 0.1), run.now)
+    run.scheduler.check_integrity()
+    run.drain()
+    assert list(run.first_run) == ["first", "third", "second"]
+
+
+def test_being_late_stays_so_and_an_advance_is_kept() -> None:
+    """Ten tokens of a stream came at 0.1 s each, where 0.2 s were asked for; now 0.05 s are."""
+    record = RequestRecord(0.0, Slo(0.5, 0.2))
+    for n in range(10):
+        record.token(0.4 + 0.1 * n, Slo(0.5, 0.2))
+    record.tighten_objectives(1.3, Slo(0.5, 0.2), Slo(0.5, 0.05))
+    assert record.due_s == pytest.approx(1.35)
+    assert record.pace_from_s == pytest.approx(1.3 + 0.9 - 9 * 0.05), "0.9 s ahead"
+    late = RequestRecord(0.0, Slo(0.5, 0.2))
+    late.tighten_objectives(0.6, Slo(0.5, 0.2), Slo(0.5, 0.05))
+    assert late.due_s == 0.5
+
+
+@pytest.mark.parametrize("service_class", [RT, BE])
+@pytest.mark.parametrize("awaited", [False, True])
+def test_the_first_token_of_a_member_is_waited_for_once_something_waits_for_it_alone(
+    service_class: ServiceClass, awaited: bool
+) -> None:
+    """A long prompt of a member is cut; one that is waited for is not."""
+    run = VirtualRun(max_batch_tokens=512)
+    hints = Hints(program="p", group=RequestGroup("g"))
+    run.submit("member", 400, service_class, hints=hints, slo=Slo(0.6, 9.0), max_tokens=1)
+    run.scheduler.promote("member", Slo(0.6, 9.0), run.now, awaited)
+    plan = run.scheduler.schedule(run.now)
+    assert plan is not None
+    (chunk,) = plan.chunks
+    assert (len(chunk.token_ids) == 400) is awaited
 
 
 # At any time
@@ -387,10 +478,14 @@ class AnyTime(RuleBasedStateMachine):
         return data.draw(st.sampled_from(still))
 
     @precondition(lambda self: len(self.reasons) < len(self.asked))
-    @rule(data=st.data(), slo=st.sampled_from([Slo(), Slo(0.02, 0.02), Slo(deadline_s=0.3)]))
-    def promote(self, data: st.DataObject, slo: Slo) -> None:
+    @rule(
+        data=st.data(),
+        slo=st.sampled_from([Slo(), Slo(0.02, 0.02), Slo(deadline_s=0.3)]),
+        awaited=st.booleans(),
+    )
+    def promote(self, data: st.DataObject, slo: Slo, awaited: bool) -> None:
         name = self._open(data)
-        self.engine.promote(name, slo)
+        self.engine.promote(name, slo, awaited)
         trace = self.engine.trace(name)
         assert trace is not None and trace.service_class is RT
         assert trace.requested_class is self.asked[name].service_class

@@ -370,6 +370,7 @@ async def test_the_last_of_a_group_is_promoted() -> None:
     desk.want("r", DUE_LATER)
     await asyncio.sleep(1.0)
     assert set(desk.engine.promoted) == {requests[3]}
+    assert desk.engine.awaited[requests[3]], "all that follows waits for it"
     assert desk.view(requests[3]).service_class is ServiceClass.RT
     await desk.close()
 
@@ -392,6 +393,38 @@ async def test_an_upgrade_promotes_what_runs_and_what_waits_for_room() -> None:
     served = {request.request_id: request.service_class for request in desk.engine.llm_calls()}
     assert served[running] is ServiceClass.BE
     assert served[f"{refused}~2"] is ServiceClass.RT
+
+
+@virtually
+async def test_stricter_criteria_reach_a_call_that_is_real_time_already() -> None:
+    """A member of an urgent group, which a client then reads; another one that a client awaits; and
+    one that is needed for one more value."""
+    desk = Desk(ProgramEngine(lambda prompt: "x" * 100))
+    maps = desk.submit(
+        *(call(f"Part {i} {{{{output:m{i}}}}}") for i in range(4)),
+        call("{{m0}}{{m1}}{{m2}}{{m3}}{{output:r}}"),
+        call("More of {{m2}}{{output:more}}"),
+    )[:4]
+    desk.want("r", LATENCY)
+    await asyncio.sleep(0.05)
+    submitted = {request.request_id: request for request in desk.engine.llm_calls()}
+    assert {submitted[each].service_class for each in maps} == {ServiceClass.RT}
+    assert not any(group.awaited for each in maps if (group := submitted[each].hints.group))
+    desk.want("m0", Criteria(perf=Perf.TTFT, ttft_s=0.2))
+    await asyncio.sleep(0.01)
+    assert desk.engine.promoted == {maps[0]: Slo(ttft_s=0.2)}
+    desk.want("m1", LATENCY)
+    desk.want("more", LATENCY)
+    await asyncio.sleep(0.01)
+    assert desk.engine.promoted.keys() == set(maps[:3])
+    assert desk.engine.promoted[maps[1]] == desk.engine.promoted[maps[2]] == Slo()
+    assert set(desk.engine.awaited.values()) == {True}
+    desk.want("m0", THROUGHPUT)
+    desk.want("m1", LATENCY)
+    desk.engine.promoted.clear()
+    await asyncio.sleep(0.01)
+    assert not desk.engine.promoted, "nothing has become stricter"
+    await desk.close()
 
 
 @virtually

@@ -86,7 +86,7 @@ async def predicted_s(desk: Desk, engine_is: str) -> float:
 async def test_waits_outside_the_engine_are_not_expected_of_later_calls(engine_is: str) -> None:
     usual_s = await predicted_s(Desk(), "up")
     found_s = await predicted_s(Desk(), engine_is)
-    assert found_s == pytest.approx(usual_s, rel=0.2)
+    assert found_s <= 2.0 * usual_s
 
 
 @virtually

@@ -125,7 +125,7 @@ class KillableEngine:
         if request_id in self._open:
             self._aborted.add(request_id)
 
-    async def promote(self, request_id: str, slo: Slo) -> None:
+    async def promote(self, request_id: str, slo: Slo, awaited: bool = True) -> None:
         if request_id in self._open:
             self.promoted[request_id] = slo
 

@@ -131,8 +131,8 @@ class KillableReplica:
     async def abort(self, request_id: str) -> None:
         await self._client.abort(request_id)
 
-    async def promote(self, request_id: str, slo: Slo) -> None:
-        await self._client.promote(request_id, slo)
+    async def promote(self, request_id: str, slo: Slo, awaited: bool = True) -> None:
+        await self._client.promote(request_id, slo, awaited)
 
     async def release(self, request_id: str) -> None:
         await self._client.release(request_id)

@@ -55,7 +55,8 @@ class ProgramEngine:
     `errors`: last outputs, given instead of an answer one by one; `relegates`. `die` and `revive`
     are for the whole engine. open: requests that are being worked on; most_open: at once so far.
     cached: share of each prompt that it says was cached.
-    kept: ids whose KV is kept. What was asked is in submitted, aborted, promoted, released.
+    kept: ids whose KV is kept. What was asked is in submitted, aborted, promoted, released;
+    awaited: whether those that were promoted are waited for alone.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class ProgramEngine:
         self.submitted_s: dict[str, float] = {}
         self.aborted: list[str] = []
         self.promoted: dict[str, Slo] = {}
+        self.awaited: dict[str, bool] = {}
         self.released: list[str] = []
         self.open: dict[str, asyncio.Future[None]] = {}
         self._streams: dict[str, PlayedStream] = {}
@@ -105,9 +107,10 @@ class ProgramEngine:
             del self.open[request_id]
             self._streams[request_id].stop()
 
-    async def promote(self, request_id: str, slo: Slo) -> None:
+    async def promote(self, request_id: str, slo: Slo, awaited: bool = True) -> None:
         if request_id in self.open:
             self.promoted[request_id] = slo
+            self.awaited[request_id] = awaited
 
     async def release(self, request_id: str) -> None:
         self.released.append(request_id)

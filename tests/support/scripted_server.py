@@ -172,7 +172,7 @@ class ScriptedEngine:
         if request_id in self._streams:
             self._streams[request_id].stop()
 
-    async def promote(self, request_id: str, slo: Slo) -> None:
+    async def promote(self, request_id: str, slo: Slo, awaited: bool = True) -> None:
         self.promoted.append((request_id, slo))
 
     async def release(self, request_id: str) -> None:

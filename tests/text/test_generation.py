@@ -90,7 +90,7 @@ class ScriptedEngine:
         await self.gate.wait()
         self.aborted.append(request_id)
 
-    async def promote(self, request_id: str, slo: Slo) -> None:
+    async def promote(self, request_id: str, slo: Slo, awaited: bool = True) -> None:
         pass
 
     async def stats(self) -> EngineStats:

@@ -29,6 +29,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from bros.core.request import ServiceClass, Slo
@@ -64,7 +65,7 @@ SLOWEST, FASTEST = 2.0, 0.5
 class Deduced(NamedTuple):
     """Result of `deduce`.
 
-    changed: LLM calls with a new label.
+    changed: LLM calls with a new label, and members of task groups that something waits for alone.
     watched: groups whose deadlines are to be watched.
     steps: number of LLM calls and inputs visited.
     """
@@ -114,7 +115,7 @@ def deduce(sink: Variable, estimate: Estimate) -> Deduced:
 def label_producer(sink: Variable) -> Sequence[LlmCall]:
     """Label only the producer of the variable, in constant time, as `deduce` would.
 
-    Returns the producer if its label has changed.
+    Returns the producer: a client that waits for it changes its needs, if not its label.
     """
     want, llm_call = sink.want, sink.producer
     if (
@@ -128,7 +129,7 @@ def label_producer(sink: Variable) -> Sequence[LlmCall]:
     llm_call.stages[sink] = 0
     deduced = Deduced([], [])
     _raise_label(llm_call, want.label, deduced)
-    return deduced.changed
+    return [llm_call]
 
 
 def wanted_dependents(llm_calls: Sequence[LlmCall]) -> list[Variable]:
@@ -282,6 +283,8 @@ def _label_stage(
         # An earlier output of the call that makes the sink is at stage 0, too: no client reads it.
         base = sink.want.label if sink in llm_call.outputs else RT_INTERMEDIATE
         _raise_label(llm_call, base.merged(Label(deadline_s=latest.get(llm_call))), deduced)
+        if llm_call.groups:
+            deduced.changed.append(llm_call)
 
 
 def _label_batch(
@@ -368,9 +371,31 @@ def _watched_by_client(llm_call: LlmCall) -> bool:
     )
 
 
+class Needs(NamedTuple):
+    """What decides the parameters of an LLM call's engine request, apart from the time.
+
+    label: without objectives.
+    read: whether a client waits for this very output.
+    awaited: see `awaited_alone`.
+    """
+
+    label: Label
+    read: bool
+    awaited: bool
+
+
+def needs(llm_call: LlmCall) -> Needs:
+    """The present ones. They only become stricter."""
+    label = replace(llm_call.label, objectives=frozenset())
+    return Needs(label, _watched_by_client(llm_call), awaited_alone(llm_call))
+
+
 def awaited_alone(llm_call: LlmCall) -> bool:
     """Whether a value that is requested with criteria other than THROUGHPUT is this LLM call's
-    output, or waits for it alone and not for a task group that it is a member of."""
+    output, or waits for it alone and not for a task group that it is a member of. The rest waits
+    for the last ones of a task group, too."""
+    if llm_call.promoted is not None and llm_call.promoted.why is Promotion.STRAGGLER:
+        return True
     grouped = {group.sink for group in llm_call.groups}
     return any(
         sink.pending
@@ -469,7 +494,7 @@ class Labeler:
     def add(self, sinks: Iterable[Variable]) -> list[LlmCall]:
         """Queue variables with new criteria or new ancestors, and label their producers at once.
 
-        Returns the producers with a new label; `run` labels the other ancestors.
+        Returns the producers that clients wait for; `run` labels the other ancestors.
         """
         changed: list[LlmCall] = []
         for sink in sinks:

@@ -51,7 +51,8 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class PromoteCall:
-    """Promote an LLM call that was started as best-effort to real-time."""
+    """Promote an LLM call that was started as best-effort to real-time, or tell the engine that its
+    terms may have become stricter."""
 
     llm_call: LlmCall
 

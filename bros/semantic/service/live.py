@@ -13,7 +13,7 @@ from bros.core.interfaces import Placement
 from bros.core.request import RequestGroup, ServiceClass
 from bros.core.tenants import QuotaHold
 from bros.semantic.core.nodes import Call, Level, LlmCall, Variable
-from bros.semantic.core.objectives import awaited_alone
+from bros.semantic.core.objectives import Needs, awaited_alone
 from bros.semantic.core.prompt import (
     PlannedPieces,
     Prompt,
@@ -147,6 +147,7 @@ class LlmCallRecord:
     attempts: number of submissions that were accepted.
     submitted_s: time of its latest submission, accepted or not; None before.
     promoted: whether it was submitted as best-effort and has become real-time since.
+    needs: its needs when the engine was told of them last; None before.
     placement: where the router had placed it when it ended; None before, and without a router.
     started: load of the session at its latest submission.
     decoding: load of the session when it had its first token; None before that and after its end.
@@ -164,6 +165,7 @@ class LlmCallRecord:
     attempts: int = 0
     submitted_s: float | None = None
     promoted: bool = False
+    needs: Needs | None = None
     placement: Placement | None = None
     started: LoadMark = LoadMark()
     decoding: LoadMark | None = None

@@ -245,13 +245,18 @@ class ProgramRunner:
         return GenerationTerms(service_class=found.service_class, slo=found.slo, hints=hints)
 
     def promote(self, session: ServedSession, llm_call: LlmCall) -> None:
-        """Promote an LLM call that was submitted as best-effort to real-time."""
+        """Promote an LLM call that was submitted as best-effort to real-time, or tell the engine
+        that its terms have become stricter since."""
         record = session.record(llm_call.call.id).llm_call(llm_call.index)
-        if record.request_id is not None:  # else `_Watcher.accepted` promotes it
+        needs = objectives.needs(llm_call)
+        if record.request_id is None or needs == record.needs:
+            return  # before it is accepted; `_Watcher.accepted` promotes it then
+        record.needs = needs
+        if record.service_class is ServiceClass.BE:
             record.service_class = ServiceClass.RT
             record.promoted = True
-            slo = self._terms(session, llm_call, self._clock.now()).slo
-            self._in_background(self._engine.promote(record.request_id, slo))
+        slo = self._terms(session, llm_call, self._clock.now()).slo
+        self._in_background(self._engine.promote(record.request_id, slo, needs.awaited))
 
     def plain_hints(self, session: ServedSession, call: Call) -> Hints:
         """Engine hints for a request of a plain client. In a session with private content all of
@@ -638,12 +643,14 @@ class _Watcher:
         self._record = self._call.llm_call(llm_call.index)
         self._superseded: tuple[str, ...] = ()
         self._submitted_class = ServiceClass.BE
+        self._submitted_needs: objectives.Needs | None = None
 
     def terms(self) -> GenerationTerms:
         if self._llm_call.group is not None:
             self._record.group = self._llm_call.group.id
         self._record.submitted_s = self._clock.now()
         self._record.started = self._runner.load(self._session)
+        self._submitted_needs = objectives.needs(self._llm_call)
         terms = self._runner.terms(self._session, self._llm_call)
         self._submitted_class = terms.service_class
         return terms
@@ -656,6 +663,7 @@ class _Watcher:
     def accepted(self, request_id: str, service_class: ServiceClass) -> None:
         self._record.request_id = request_id
         self._record.service_class = service_class
+        self._record.needs = self._submitted_needs
         self._record.attempts += 1
         self._record.text = ""
         self._superseded = tuple(self._call.pinned)
@@ -663,8 +671,8 @@ class _Watcher:
             self._call.pinned.add(request_id)
         if self._submitted_class is ServiceClass.RT:
             self._session.load.open.change(1, self._clock.now())
-        if self._submitted_class is ServiceClass.BE and self._llm_call.label.level is Level.RT:
-            # Its label has risen since `terms`, when the engine had no request to promote.
+        if self._llm_call.label.level is Level.RT:
+            # If its label has risen since `terms`, the engine had no request to promote.
             self._runner.promote(self._session, self._llm_call)
 
     def progress(self, text: str, cached_tokens: int, output_tokens: int) -> None:
