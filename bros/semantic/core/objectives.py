@@ -67,11 +67,13 @@ class Deduced(NamedTuple):
 
     changed: LLM calls with a new label, and members of task groups that something waits for alone.
     watched: groups whose deadlines are to be watched.
+    ancestors: LLM calls visited, consumers before producers.
     steps: number of LLM calls and inputs visited.
     """
 
     changed: list[LlmCall]
     watched: list[TaskGroup]
+    ancestors: Sequence[LlmCall] = ()
     steps: int = 1
 
 
@@ -94,7 +96,7 @@ def deduce(sink: Variable, estimate: Estimate) -> Deduced:
         if not llm_call.native:
             llm_call.stages[sink] = stage
             by_stage.setdefault(stage, []).append(llm_call)
-    deduced = Deduced([], [], sum(1 + len(llm_call.inputs) for llm_call in order))
+    deduced = Deduced([], [], order, sum(1 + len(llm_call.inputs) for llm_call in order))
     _keep_groups(sink, by_stage)
     if want.label is not None:
         groups = {stage for stage in by_stage if _is_group(sink, stage, by_stage[stage])}
@@ -109,6 +111,17 @@ def deduce(sink: Variable, estimate: Estimate) -> Deduced:
         for stage, members in by_stage.items():
             _label_batch(sink, stage, members, latest, deduced)
     deduced.changed[:] = dict.fromkeys(deduced.changed)
+    return deduced
+
+
+def hasten(sink: Variable) -> Deduced:
+    """Make all open ancestors of a variable that a client waits for real-time, as `deduce` would,
+    but in no task groups. Nothing is remembered of it but their labels."""
+    order = open_ancestors(sink)
+    deduced = Deduced([], [], order, sum(1 + len(llm_call.inputs) for llm_call in order))
+    for llm_call in order:
+        if not llm_call.native:
+            _raise_label(llm_call, RT_INTERMEDIATE, deduced)
     return deduced
 
 
@@ -440,6 +453,8 @@ class DeadlineWatch:
         return len(self._heap)
 
     def add(self, group: TaskGroup, at_risk_s: float) -> None:
+        if group.at_risk_s == at_risk_s:
+            return
         group.at_risk_s = at_risk_s
         heapq.heappush(self._heap, (at_risk_s, self._added, group))
         self._added += 1
@@ -471,13 +486,23 @@ def _counts(entry: tuple[float, int, TaskGroup]) -> bool:
 LABEL_EVERY_S = 0.1
 """Period after which the step budget of a Labeler is refilled."""
 
+PLAIN_SHARE = 0.5
+"""Share of the labels of a session beyond which values that are requested for THROUGHPUT, without a
+deadline, get none: their labels change no class, and others need theirs."""
+
 
 class Labeler:
-    """Labels the ancestors of requested variables with a bounded rate.
+    """Labels the ancestors of requested variables with a bounded rate, in this order:
+
+        urgent   a client waits for the variable, and names no deadline
+        dated    it has a deadline
+        plain    it is requested for THROUGHPUT: its labels change no class
 
     max_steps: step budget (LLM calls and inputs visited) per LABEL_EVERY_S. The variable that
         exceeds it is completed.
-    max_labels: bound on `labels`. Further variables are labeled when labeled ones are settled.
+    max_labels: bound on `labels`. Further variables are labeled when labeled ones are settled; all
+        that an urgent one needs becomes real-time at once, see `hasten`. Plain ones leave room for
+        others (PLAIN_SHARE).
     labels: sum of `num_labels` over all variables.
     """
 
@@ -487,7 +512,9 @@ class Labeler:
         self._max_labels = max_labels
         self._budget = max_steps
         self._refill_s = -math.inf
-        self._waiting: dict[Variable, None] = {}
+        self._urgent: dict[Variable, None] = {}
+        self._dated: dict[Variable, None] = {}  # and urgent ones that wait for room
+        self._plain: dict[Variable, None] = {}
         self._watch = DeadlineWatch()
         self.labels = 0
 
@@ -498,7 +525,8 @@ class Labeler:
         """
         changed: list[LlmCall] = []
         for sink in sinks:
-            self._waiting[sink] = None
+            self._remove(sink)
+            self._queue_of(sink)[sink] = None
             changed += label_producer(sink)
         return changed
 
@@ -508,16 +536,16 @@ class Labeler:
             self._budget = self._max_steps
             self._refill_s = now + LABEL_EVERY_S
         changed: list[LlmCall] = []
-        while self._can_label and self._budget > 0:
-            sink = next(iter(self._waiting))
-            del self._waiting[sink]
-            self.labels -= sink.num_labels
-            deduced = deduce(sink, self._estimate)
-            self.labels += sink.num_labels
-            self._budget -= deduced.steps
-            for group in deduced.watched:
-                self._watch.add(group, at_risk_s(group, self._estimate))
-            changed += deduced.changed
+        while self._budget > 0 and (queue := self._next_queue()) is not None:
+            sink = next(iter(queue))
+            del queue[sink]
+            if queue is self._urgent and not self._has_room(1.0):
+                deduced = hasten(sink)
+                self._budget -= deduced.steps
+                self._dated[sink] = None
+                changed += deduced.changed
+            else:
+                changed += self._label(sink)
         return changed
 
     def at_risk(self, now: float) -> Iterator[TaskGroup]:
@@ -527,15 +555,44 @@ class Labeler:
 
     def due(self) -> float | None:
         """Next time when `run` or `at_risk` has work; None without any."""
-        return earliest(self._watch.next_s(), self._refill_s if self._can_label else None)
+        labels = self._next_queue() is not None
+        return earliest(self._watch.next_s(), self._refill_s if labels else None)
 
     def settled(self, variable: Variable) -> None:
         """The variable is settled: stop labeling for it."""
-        self._waiting.pop(variable, None)
+        self._remove(variable)
         drop_groups(variable)
         self.labels -= variable.num_labels
         variable.num_labels = 0
 
-    @property
-    def _can_label(self) -> bool:
-        return bool(self._waiting) and self.labels < self._max_labels
+    def _label(self, sink: Variable) -> list[LlmCall]:
+        self.labels -= sink.num_labels
+        deduced = deduce(sink, self._estimate)
+        self.labels += sink.num_labels
+        self._budget -= deduced.steps
+        for group in deduced.watched:
+            self._watch.add(group, at_risk_s(group, self._estimate))
+        return deduced.changed
+
+    def _queue_of(self, sink: Variable) -> dict[Variable, None]:
+        want = sink.want
+        if want is not None and want.urgent:
+            return self._urgent
+        if want is not None and (want.label is not None or want.batch_deadline_s is not None):
+            return self._dated
+        return self._plain
+
+    def _next_queue(self) -> dict[Variable, None] | None:
+        """The queue whose first variable is labeled next."""
+        if self._urgent:
+            return self._urgent
+        if self._dated and self._has_room(1.0):
+            return self._dated
+        return self._plain if self._plain and self._has_room(PLAIN_SHARE) else None
+
+    def _has_room(self, share: float) -> bool:
+        return self.labels < share * self._max_labels
+
+    def _remove(self, sink: Variable) -> None:
+        for queue in (self._urgent, self._dated, self._plain):
+            queue.pop(sink, None)
