@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from bros.core.request import ServiceClass, Slo
 from bros.semantic.core.nodes import Label, Level, LlmCall, NewCall, Want
 from bros.semantic.core.objectives import (
+    CHECKED_CALLS,
     LAXITY_MARGIN_S,
     EngineTerms,
     terms,
@@ -562,6 +563,51 @@ def test_batch_work_with_a_deadline_becomes_real_time_when_it_has_to() -> None:
     assert levels(core) == {"c0": (RT, 1), "c1": (BATCH, 0)}
     tick_until(core, 200.0, "c1")
     assert levels(core) == {"c0": (RT, 1), "c1": (RT, 0)}
+
+
+@pytest.mark.parametrize("perf", [Perf.LATENCY, Perf.THROUGHPUT])
+@pytest.mark.parametrize("seconds", [2.0, 20.0, 25.0])
+def test_deadlines_follow_predictions(perf: Perf, seconds: float) -> None:
+    """Each call takes 3 s by the first prediction, and then `seconds`; 60 s from the request, all
+    must have ended."""
+    now_takes = {"m0": 3.0, "m1": 3.0, "r": 3.0}
+    core = SessionStateMachine("s", estimate=lambda llm_call: now_takes[llm_call.call.id])
+    core.submit([llm("m0", ("", "v0")), llm("m1", ("", "v1")), llm("r", ("v0 v1", "out"))], 0.0)
+    core.want("out", Criteria(perf=perf, deadline_s=60.0), 0.0)
+    core.take_actions()
+    assert tick_until(core, 5.0) is None
+    now_takes.update(m0=seconds, m1=seconds, r=seconds)
+    expected_s = 60.0 - 2 * seconds - LAXITY_MARGIN_S
+    assert tick_until(core, 200.0) == pytest.approx(expected_s)
+    assert promoted(core) == {"m0", "m1"}
+
+
+def test_a_prediction_that_was_too_long_is_noticed_when_a_deadline_seems_at_risk() -> None:
+    """Also where it changes too little to be deduced again."""
+    takes = {"c": 50.0}
+    core = SessionStateMachine("s", estimate=lambda llm_call: takes[llm_call.call.id])
+    core.submit([llm("c", ("", "out"))], 0.0)
+    core.want("out", Criteria(perf=Perf.THROUGHPUT, deadline_s=60.0), 0.0)
+    core.take_actions()
+    takes["c"] = 46.0
+    assert tick_until(core, 200.0) == pytest.approx(60.0 - 46.0 - LAXITY_MARGIN_S)
+
+
+@pytest.mark.parametrize("maps", [2, 50])
+def test_predictions_are_compared_from_time_to_time_and_with_few_calls(maps: int) -> None:
+    asked = 0
+
+    def estimate(llm_call: LlmCall) -> float:
+        nonlocal asked
+        asked += 1
+        return 1.0
+
+    core = SessionStateMachine("s", estimate=estimate)
+    core.submit(map_reduce(maps), 0.0)
+    core.want("out", Criteria(deadline_s=1000.0), 0.0)
+    asked = 0
+    assert tick_until(core, 100.0) is None
+    assert 0 < asked <= 100 * CHECKED_CALLS
 
 
 def test_urgent_values_are_labeled_before_those_for_throughput() -> None:

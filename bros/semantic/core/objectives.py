@@ -20,7 +20,8 @@ among them, so that deadlines never fall from a call to one that waits for it.
 
 `deduce` labels the ancestors of one variable. `Labeler` does that for all variables of a session,
 a bounded number of LLM calls at a time, so that a long chain whose values are all requested does
-not block the event loop. `DeadlineWatch` finds groups whose deadlines are at risk.
+not block the event loop, and again when predictions have changed. `DeadlineWatch` finds groups
+whose deadlines are at risk.
 """
 
 from __future__ import annotations
@@ -490,6 +491,18 @@ PLAIN_SHARE = 0.5
 """Share of the labels of a session beyond which values that are requested for THROUGHPUT, without a
 deadline, get none: their labels change no class, and others need theirs."""
 
+CHECK_EVERY_S = 1.0
+"""Period after which a Labeler compares predictions with those that latest finish times are made
+of; longer by CHECK_EACH_S for each variable with a deadline."""
+
+CHECK_EACH_S = 0.01
+
+CHECKED_CALLS = 8
+"""LLM calls before a variable whose predictions are compared. A prediction takes about 0.02 ms."""
+
+CHANGED = 0.1
+"""Latest finish times are deduced again if a prediction has changed by more than this share."""
+
 
 class Labeler:
     """Labels the ancestors of requested variables with a bounded rate, in this order:
@@ -497,6 +510,8 @@ class Labeler:
         urgent   a client waits for the variable, and names no deadline
         dated    it has a deadline
         plain    it is requested for THROUGHPUT: its labels change no class
+
+    and deduces latest finish times again when predictions have changed.
 
     max_steps: step budget (LLM calls and inputs visited) per LABEL_EVERY_S. The variable that
         exceeds it is completed.
@@ -516,6 +531,10 @@ class Labeler:
         self._dated: dict[Variable, None] = {}  # and urgent ones that wait for room
         self._plain: dict[Variable, None] = {}
         self._watch = DeadlineWatch()
+        # Variable before which groups are watched -> predictions for some of its ancestors.
+        self._predicted: dict[Variable, Mapping[LlmCall, float]] = {}
+        self._unchecked: dict[Variable, None] = {}
+        self._check_s = -math.inf
         self.labels = 0
 
     def add(self, sinks: Iterable[Variable]) -> list[LlmCall]:
@@ -546,21 +565,37 @@ class Labeler:
                 changed += deduced.changed
             else:
                 changed += self._label(sink)
+        if now >= self._check_s and not self._unchecked:
+            self._unchecked = dict.fromkeys(self._predicted)
+            self._check_s = now + CHECK_EVERY_S + CHECK_EACH_S * len(self._predicted)
+        while self._unchecked and self._budget > 0:
+            sink, _ = self._unchecked.popitem()
+            if self._has_changed(sink):
+                changed += self._label(sink)
         return changed
 
     def at_risk(self, now: float) -> Iterator[TaskGroup]:
-        """Groups that would miss their deadline as best-effort. Each is yielded once, unless it is
-        labeled again."""
-        return self._watch.take(now)
+        """Groups that would miss their deadline as best-effort, by the present predictions. Each is
+        yielded once, unless it is labeled again."""
+        for group in self._watch.take(now):
+            at_s = at_risk_s(group, self._estimate)
+            if at_s > now:
+                self._watch.add(group, at_s)
+            else:
+                yield group
 
     def due(self) -> float | None:
         """Next time when `run` or `at_risk` has work; None without any."""
-        labels = self._next_queue() is not None
-        return earliest(self._watch.next_s(), self._refill_s if labels else None)
+        watched_s = self._watch.next_s()
+        if self._next_queue() is not None or self._unchecked:
+            return earliest(watched_s, self._refill_s)
+        return None if watched_s is None else min(watched_s, self._check_s)
 
     def settled(self, variable: Variable) -> None:
         """The variable is settled: stop labeling for it."""
         self._remove(variable)
+        self._predicted.pop(variable, None)
+        self._unchecked.pop(variable, None)
         drop_groups(variable)
         self.labels -= variable.num_labels
         variable.num_labels = 0
@@ -570,9 +605,26 @@ class Labeler:
         deduced = deduce(sink, self._estimate)
         self.labels += sink.num_labels
         self._budget -= deduced.steps
+        self._predicted.pop(sink, None)
+        self._unchecked.pop(sink, None)
+        if deduced.watched:
+            every = -(-len(deduced.ancestors) // CHECKED_CALLS)
+            sample = deduced.ancestors[::every]
+            self._predicted[sink] = {t: self._estimate(t) for t in sample if not t.native}
         for group in deduced.watched:
-            self._watch.add(group, at_risk_s(group, self._estimate))
+            if any(llm_call.label.level < Level.RT for llm_call in group.members):
+                self._watch.add(group, at_risk_s(group, self._estimate))
         return deduced.changed
+
+    def _has_changed(self, sink: Variable) -> bool:
+        """Whether predictions for its ancestors have changed, or the ancestors whose predictions
+        are known have all ended."""
+        known = self._predicted[sink]
+        self._budget -= len(known)
+        still = [(t, before_s) for t, before_s in known.items() if t.open]
+        return not still or any(
+            abs(self._estimate(t) - before_s) > CHANGED * before_s for t, before_s in still
+        )
 
     def _queue_of(self, sink: Variable) -> dict[Variable, None]:
         want = sink.want
