@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from bros.core.request import ServiceClass, Slo
 from bros.semantic.core.nodes import Label, Level, LlmCall, NewCall, Want
 from bros.semantic.core.objectives import (
+    CHECK_EVERY_S,
     CHECKED_CALLS,
     LAXITY_MARGIN_S,
     EngineTerms,
@@ -467,6 +468,39 @@ def test_deadlines_never_fall_along_a_path_and_are_one_in_a_group(
     for group in {group for t in llm_calls(core).values() for group in t.groups}:
         if asked.perf is not Perf.THROUGHPUT:
             assert len({_deadline_s(member) for member in group.members}) == 1
+
+
+@settings(max_examples=examples(40))
+@given(programs(), st.data())
+def test_deadlines_never_fall_along_a_path_whatever_is_requested_and_predicted(
+    calls: list[NewCall], data: st.DataObject
+) -> None:
+    """Values are requested one after another, while predictions change and calls end."""
+    seconds = {call.id: 1.0 for call in calls}
+    core = SessionStateMachine("s", estimate=lambda llm_call: seconds[llm_call.call.id])
+    core.submit(calls, 0.0)
+    for name in variables(calls):
+        if core.variable(name).producer is None:
+            core.set(name, "text", 0.0)
+    now = 0.0
+    for _ in range(data.draw(st.integers(1, 6))):
+        before = {key: t.label for key, t in llm_calls(core).items()}
+        what = data.draw(st.sampled_from(["want", "want", "predict", "finish"]))
+        started = [t for t in llm_calls(core).values() if t.started and not t.native]
+        if what == "want":
+            core.want(data.draw(st.sampled_from(variables(calls))), data.draw(criteria()), now)
+        elif what == "predict":
+            seconds |= {call.id: data.draw(st.integers(1, 9).map(float)) for call in calls}
+        elif started:
+            core.finished(data.draw(st.sampled_from(started)), "text", None, now)
+        now += 2 * CHECK_EVERY_S
+        core.tick(now)
+        core.check_integrity()
+        for key, llm_call in llm_calls(core).items():
+            assert before[key].merged(llm_call.label) == llm_call.label, "labels only rise"
+        for llm_call in llm_calls(core).values():
+            for earlier in _model_calls_before(llm_call):
+                assert _deadline_s(earlier) <= _deadline_s(llm_call)
 
 
 def _deadline_s(llm_call: LlmCall) -> float:
