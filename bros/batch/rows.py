@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -279,9 +279,6 @@ def _bounded(walk: Sequence[int], max_overtaken: int) -> list[int]:
 _CHARS_PER_TOKEN = 4
 """Estimate for quotas; tokenizing would take longer than all other checks."""
 
-_LINES_PER_POLL = 64
-"""Lines between two calls of `should_continue`."""
-
 _READ_AT_ONCE = 2**20
 """A large buffer, because each read releases the GIL so briefly that a waiting thread misses it and
 waits a full switch interval again: with a read every few lines an event loop stalls for a second.
@@ -290,7 +287,7 @@ waits a full switch interval again: with a read every few lines an event loop st
 
 @dataclass(frozen=True, slots=True)
 class CheckedInput:
-    """The result of validating an input file. Without rows, validation failed or was stopped.
+    """The result of validating an input file. Without rows, validation failed.
 
     errors: at most MAX_ERRORS.
     rows: in the order of the file, with their ranks.
@@ -322,21 +319,19 @@ class _Scan:
     chars: int = 0
 
 
+Checking = Generator[None, None, CheckedInput]
+
+
 def check_input(
-    path: Path,
-    digest: str,
-    endpoint: str,
-    check: _Check,
-    *,
-    group: bool = True,
-    should_continue: Callable[[], bool] = lambda: True,
-) -> CheckedInput:
-    """Validate an input file. Blocking; for a worker thread.
+    path: Path, digest: str, endpoint: str, check: _Check, *, group: bool = True
+) -> Checking:
+    """Validate an input file. Blocking; for worker threads.
+
+    It pauses before each line, so that files of several tenants can be validated in turns.
 
     digest: the expected SHA-256 of the content.
     check: RowHandler.check for the tenant, given the endpoint and a body.
     group: order rows with a common prefix next to each other.
-    should_continue: called repeatedly; once it returns False, the result is empty.
     """
     scan = _Scan()
     try:
@@ -345,8 +340,7 @@ def check_input(
             return CheckedInput((LineError("damaged_file", message),))
         with path.open("rb", buffering=_READ_AT_ONCE) as file:
             for number, offset, line in _lines(file):
-                if number % _LINES_PER_POLL == 0 and not should_continue():
-                    return CheckedInput(())
+                yield
                 if not _check_line(scan, number, offset, line, endpoint, check):
                     break
     except FileNotFoundError:

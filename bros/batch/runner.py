@@ -25,6 +25,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakValueDictionary
 
 from bros.batch.files import BodyWriter, FileStore
 from bros.batch.objects import (
@@ -46,6 +47,8 @@ from bros.batch.objects import (
 from bros.batch.pacing import JobPace, RowCounts, Throughput, expected_end_s
 from bros.batch.rows import (
     BadRowError,
+    CheckedInput,
+    Checking,
     RowHandler,
     RowReply,
     check_input,
@@ -56,6 +59,7 @@ from bros.batch.rows import (
 from bros.batch.store import BatchStore
 from bros.core.clock import Clock
 from bros.core.errors import EngineDeadError
+from bros.core.fair import FairGate
 from bros.core.interfaces import EngineStats
 from bros.core.request import IdGenerator, ServiceClass, Slo
 from bros.core.tenants import NO_LIMITS, TenantLimits
@@ -200,6 +204,49 @@ class SuspectIsolation:
                     self._is_empty.set()
 
 
+# ---- Which input file is validated next.
+
+
+_TURN_S = 0.25
+"""How long the file of a tenant is validated before that of another one has its turn. One row may
+take longer, if it has a grammar."""
+
+
+class ValidationTurns:
+    """Validates input files on a thread, in turns of tenants: a file of 50,000 rows with slow
+    grammars takes hours.
+
+    Of each tenant one file is validated at a time, since what is known of a file takes memory.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._gate = FairGate(1, 1)
+        self._own: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def run(
+        self, tenant: str, checking: Checking, is_stopped: Callable[[], bool]
+    ) -> CheckedInput | None:
+        """The result of `checking`; None if it was stopped. is_stopped: asked before each turn."""
+        async with self._own.setdefault(tenant, asyncio.Lock()):
+            while not is_stopped():
+                checked = await self._gate.run(tenant, lambda: self._go_on(checking))
+                if checked is not None:
+                    return checked
+        return None
+
+    def _go_on(self, checking: Checking) -> CheckedInput | None:
+        """Have one turn. None: it was not the last one."""
+        ends_s = self._clock.now() + _TURN_S
+        try:
+            while self._clock.now() < ends_s:
+                next(checking)
+        except StopIteration as end:
+            checked: CheckedInput = end.value
+            return checked
+        return None
+
+
 # ---- One batch: validate its input, run its rows, write its result files.
 
 
@@ -279,7 +326,7 @@ class RunnerContext:
     """Shared by all jobs of a runner.
 
     threads: for blocking work on the disk and the database.
-    validating: held while an input file is validated, so one at a time.
+    validating: whose input file is validated when.
     limits: of a tenant.
     expected_at: when a job is expected to end (Unix seconds), None if unknown.
     """
@@ -295,7 +342,7 @@ class RunnerContext:
     throughput: Throughput
     counts: RowCounts
     isolation: SuspectIsolation
-    validating: asyncio.Lock
+    validating: ValidationTurns
     limits: Callable[[str], TenantLimits]
     expected_at: Callable[[Job], int | None]
 
@@ -406,19 +453,17 @@ class Job:
 
     async def _validate(self) -> None:
         context, batch = self._context, self.batch
-        async with context.validating:
-            checked = await context.io(
-                check_input,
-                context.files.bodies.path(batch.input_digest),
-                batch.input_digest,
-                batch.endpoint,
-                functools.partial(context.handler.check, batch.tenant),
-                group=context.settings.group_prefixes,
-                should_continue=lambda: not self._stopped.done(),
-            )
-        if checked.errors:
+        checking = check_input(
+            context.files.bodies.path(batch.input_digest),
+            batch.input_digest,
+            batch.endpoint,
+            functools.partial(context.handler.check, batch.tenant),
+            group=context.settings.group_prefixes,
+        )
+        checked = await context.validating.run(batch.tenant, checking, self._stopped.done)
+        if checked is not None and checked.errors:
             await context.persist(context.store.fail, self.lease, checked.errors, self._now())
-        elif checked.rows:
+        elif checked is not None:
             self.batch = await context.persist(
                 context.store.admit,
                 self.lease,
@@ -706,7 +751,7 @@ class BatchRunner:
             throughput=Throughput(),
             counts=RowCounts(),
             isolation=SuspectIsolation(),
-            validating=asyncio.Lock(),
+            validating=ValidationTurns(clock),
             limits=limits,
             expected_at=self._expected_at,
         )

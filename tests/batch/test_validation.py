@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from bros.batch.objects import MAX_ERRORS, MAX_LINE_BYTES, MAX_ROWS, LineError, RowRef
 from bros.batch.rows import (
     CheckedInput,
+    Checking,
     RowFacts,
     RowReply,
     check_input,
@@ -56,6 +57,16 @@ def line(custom_id: str = "row", **body: object) -> bytes:
     return json.dumps(row).encode() + b"\n"
 
 
+def result_of(checking: Checking) -> CheckedInput:
+    """The result of a validation, all in one turn."""
+    while True:
+        try:
+            next(checking)
+        except StopIteration as end:
+            checked: CheckedInput = end.value
+            return checked
+
+
 class Folder:
     """Where tests put input files."""
 
@@ -65,7 +76,7 @@ class Folder:
     def check(self, content: bytes, **options: Any) -> CheckedInput:
         self.file.write_bytes(content)
         digest = hashlib.sha256(content).hexdigest()
-        return check_input(self.file, digest, ENDPOINT, CHECK, **options)
+        return result_of(check_input(self.file, digest, ENDPOINT, CHECK, **options))
 
     def mistakes(self, content: bytes) -> list[tuple[str, str | None, int | None]]:
         """(code, param, line) of all errors of a file that is not valid."""
@@ -196,29 +207,23 @@ def test_a_damaged_file_is_not_run(folder: Folder) -> None:
     content = line("a") + line("b")
     folder.file.write_bytes(content.replace(b'"a"', b'"c"'))
     for good in (content, content + line("c"), b""):
-        checked = check_input(folder.file, hashlib.sha256(good).hexdigest(), ENDPOINT, CHECK)
+        digest = hashlib.sha256(good).hexdigest()
+        checked = result_of(check_input(folder.file, digest, ENDPOINT, CHECK))
         assert [(error.code, error.line) for error in checked.errors] == [("damaged_file", None)]
         assert checked.rows == ()
 
 
 def test_a_file_that_is_gone_is_not_run(folder: Folder) -> None:
-    checked = check_input(folder.file, hashlib.sha256().hexdigest(), ENDPOINT, CHECK)
+    checked = result_of(check_input(folder.file, hashlib.sha256().hexdigest(), ENDPOINT, CHECK))
     assert [(error.code, error.line) for error in checked.errors] == [("missing_file", None)]
     assert checked.rows == ()
 
 
-def test_reading_ends_soon_after_it_is_cancelled(folder: Folder) -> None:
-    asked = []
-
-    def should_continue() -> bool:
-        asked.append(len(asked))
-        return len(asked) < 3
-
-    content = b"".join(line(str(i)) for i in range(10_000))
-    assert folder.check(content, should_continue=should_continue) == CheckedInput(())
-    assert len(asked) == 3
-    asked.clear()
-    assert len(folder.check(line(), should_continue=should_continue).rows) == 1
+def test_it_pauses_before_each_line(folder: Folder) -> None:
+    content = line("a") + b"\n" + line("b")
+    folder.file.write_bytes(content)
+    checking = check_input(folder.file, hashlib.sha256(content).hexdigest(), ENDPOINT, CHECK)
+    assert len(list(checking)) == 3
 
 
 def lines_of(num_rows: int, prompt_chars: int) -> Iterable[bytes]:
@@ -236,7 +241,7 @@ def test_a_big_file_is_not_held_in_memory(folder: Folder) -> None:
     assert size > 60_000_000
     tracemalloc.start()
     try:
-        checked = check_input(folder.file, digest.hexdigest(), ENDPOINT, CHECK)
+        checked = result_of(check_input(folder.file, digest.hexdigest(), ENDPOINT, CHECK))
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
