@@ -259,7 +259,7 @@ _BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")  # only INTEGER autoin
 
 METADATA = sa.MetaData()
 
-NEWEST = "0005"
+NEWEST = "0006"
 """The newest migration, which leaves these tables."""
 
 # Alembic's own table, with one row.
@@ -298,6 +298,7 @@ FILES = sa.Table(
 # enqueued_tokens: what the batch counts for in its tenant's quota.
 # lease_*: see Lease; lease_until is a Unix time.
 # faults: unexpected failures of the runner since a row was last stored.
+# result_bytes: size of the results of its rows, until they are in files.
 BATCHES = sa.Table(
     "batches",
     METADATA,
@@ -340,6 +341,7 @@ BATCHES = sa.Table(
     sa.Column("faults", _BIG, nullable=False, server_default="0"),
     sa.Column("reasoning_tokens", _BIG, nullable=False, server_default="0"),
     sa.Column("rt_slowdown", sa.Float),
+    sa.Column("result_bytes", _BIG, nullable=False, server_default="0"),
 )
 
 # Only while a batch is open: finalizing replaces its rows by the result files.

@@ -215,18 +215,38 @@ class FileStore:
         together: TenantLimits,
     ) -> Beside:
         found = [0, 0]
-        of_tenant, of_all = _visible(tenant, now), (_unexpired(now),)
-        held = ((None, limits, of_tenant), (ALL_TENANTS, together, of_all))
-        for place, (holder, most, which) in enumerate(held):
+        held = ((None, limits, tenant), (ALL_TENANTS, together, None))
+        for place, (holder, most, whose) in enumerate(held):
             if most.files is None and most.file_bytes is None:
                 continue
-            size = sa.func.coalesce(sa.func.sum(FILES.c.num_bytes), 0)
-            query = sa.select(sa.func.count(), size).where(*which)
-            files, used_bytes = connection.execute(query).one()
+            files, used_bytes = _held(connection, whose, now)
             check_limit(most, Resource.FILES, files, holder=holder)
-            check_limit(most, Resource.FILE_BYTES, int(used_bytes), num_bytes, holder=holder)
-            found[place] = int(used_bytes)
+            check_limit(most, Resource.FILE_BYTES, used_bytes, num_bytes, holder=holder)
+            found[place] = used_bytes
         return Beside(*found)
+
+    def check_results(
+        self,
+        connection: sa.Connection,
+        tenant: str,
+        num_bytes: int,
+        now: float,
+        limits: TenantLimits,
+        together: TenantLimits,
+    ) -> None:
+        """Raises TenantLimitError or OverTenantLimitError if the results of a tenant's batches may
+        not have so many bytes more beside its files, and StoreFullError if the files and results of
+        all tenants may not."""
+        if limits.file_bytes is not None:
+            _, used_bytes = _held(connection, tenant, now)
+            check_limit(limits, Resource.FILE_BYTES, used_bytes, num_bytes)
+        if together.file_bytes is not None:
+            _, used_bytes = _held(connection, None, now)
+            if used_bytes + num_bytes > together.file_bytes:
+                raise StoreFullError(
+                    f"files and results of batches have {used_bytes} bytes, and the server's limit "
+                    f"is {together.file_bytes} (--max-file-bytes)"
+                )
 
     def get(self, tenant: str, file_id: str, now: float) -> StoredFile:
         with self._database.read() as connection:
@@ -314,6 +334,21 @@ def paged(
 
 def _visible(tenant: str, now: float) -> tuple[sa.ColumnElement[bool], ...]:
     return FILES.c.tenant == tenant, _unexpired(now)
+
+
+def _held(connection: sa.Connection, tenant: str | None, now: float) -> tuple[int, int]:
+    """Number of files and bytes of a tenant or, with None, of all: the bytes of files, and of the
+    results of unfinished batches, which are in files later."""
+    files: list[sa.ColumnElement[bool]] = [_unexpired(now)]
+    batches: list[sa.ColumnElement[bool]] = [BATCHES.c.status.in_(OPEN_STATUSES)]
+    if tenant is not None:
+        files.append(FILES.c.tenant == tenant)
+        batches.append(BATCHES.c.tenant == tenant)
+    size = sa.func.coalesce(sa.func.sum(FILES.c.num_bytes), 0)
+    count, of_files = connection.execute(sa.select(sa.func.count(), size).where(*files)).one()
+    size = sa.func.coalesce(sa.func.sum(BATCHES.c.result_bytes), 0)
+    of_results = connection.execute(sa.select(size).where(*batches)).scalar_one()
+    return count, int(of_files) + int(of_results)
 
 
 def _unexpired(now: float) -> sa.ColumnElement[bool]:

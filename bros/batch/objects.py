@@ -181,6 +181,13 @@ class RowOutcome:
     result: str
     usage: TokenUsage = TokenUsage()
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the line in the file, its line break included."""
+        result = self.result
+        size = len(result) if result.isascii() else len(result.encode("utf-8", "surrogatepass"))
+        return size + 1
+
 
 @dataclass(frozen=True, slots=True)
 class Lease:

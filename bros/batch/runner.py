@@ -20,7 +20,7 @@ import itertools
 import logging
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +58,7 @@ from bros.batch.rows import (
 )
 from bros.batch.store import BatchStore
 from bros.core.clock import Clock
-from bros.core.errors import EngineDeadError
+from bros.core.errors import EngineDeadError, OverTenantLimitError, TenantLimitError
 from bros.core.fair import FairGate
 from bros.core.interfaces import EngineStats
 from bros.core.request import IdGenerator, ServiceClass, Slo
@@ -261,6 +261,10 @@ _MAX_UNSTORED = 512
 """Most outcomes that wait to be stored. Further rows that end keep their place in the limiter, so
 that fewer rows start."""
 
+_MAX_UNSTORED_BYTES = 64 * 2**20
+"""Most bytes of them, over all batches. A row with log-probabilities of its prompt may have 80 MB;
+one that is larger than the bound waits until it is alone."""
+
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.2, 2.0
 """First and longest pause before a retry; it doubles in between. A job goes on this soon after the
 disk has room again: with at most 10 s it took 4.6 s after half a minute without room."""
@@ -269,11 +273,35 @@ _FLUSH_TIMEOUT_S = 3.0
 """How long a job may store outcomes when the server stops. Rows without an outcome run again."""
 
 
+class ByteBudget:
+    """Bytes that may be held at a time; who wants more waits, in the order of arrival."""
+
+    def __init__(self, most: int) -> None:
+        self.used = 0
+        self._most = most
+        self._in_line = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    async def acquire(self, num_bytes: int) -> None:
+        """Wait until there is room. More than all of it is had by nobody else at the time."""
+        async with self._in_line:
+            while self.used and self.used + num_bytes > self._most:
+                self._freed.clear()
+                await self._freed.wait()
+            self.used += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        self.used -= num_bytes
+        self._freed.set()
+
+
 class StopReason(enum.Enum):
     """Why no more rows are run."""
 
     CANCELLED = enum.auto()
     EXPIRED = enum.auto()
+    NO_ROOM = enum.auto()
+    """The tenant's files and results are as large as they may be."""
     HANDOVER = enum.auto()
     """Another process continues the batch: the lease is lost, or the server stops."""
 
@@ -328,6 +356,8 @@ class RunnerContext:
     threads: for blocking work on the disk and the database.
     validating: whose input file is validated when.
     limits: of a tenant.
+    together: of all tenants.
+    unstored: bytes of the outcomes of all jobs that wait to be stored.
     expected_at: when a job is expected to end (Unix seconds), None if unknown.
     """
 
@@ -344,6 +374,8 @@ class RunnerContext:
     isolation: SuspectIsolation
     validating: ValidationTurns
     limits: Callable[[str], TenantLimits]
+    together: TenantLimits
+    unstored: ByteBudget
     expected_at: Callable[[Job], int | None]
 
     async def io(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -403,6 +435,7 @@ class Job:
         self._context = context
         self._stopped: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
         self._unstored: asyncio.Queue[RowOutcome] = asyncio.Queue(_MAX_UNSTORED)
+        self._unstored_bytes = 0
         unix_ahead_s = context.clock.unix_time() - context.clock.now()
         remaining = batch.total - batch.completed - batch.failed
         self.pace = JobPace(remaining, batch.expires_at - unix_ahead_s)
@@ -448,6 +481,7 @@ class Job:
         outcomes = {
             StopReason.CANCELLED: BatchStatus.CANCELLED,
             StopReason.EXPIRED: BatchStatus.EXPIRED,
+            StopReason.NO_ROOM: BatchStatus.FAILED,
         }
         return outcomes[reason] if reason else BatchStatus.COMPLETED
 
@@ -507,6 +541,7 @@ class Job:
             return reason
         finally:
             await _cancel_all(working, storing)
+            self._let_go(self._unstored_bytes)
 
     async def _run_rows(self) -> None:
         context, rank = self._context, -1
@@ -545,7 +580,14 @@ class Job:
         context.throughput.note(now, tokens)
         context.counts.completed += outcome.ok
         context.counts.failed += not outcome.ok
+        await context.unstored.acquire(outcome.num_bytes)
+        self._unstored_bytes += outcome.num_bytes
         await self._unstored.put(outcome)
+
+    def _let_go(self, num_bytes: int) -> None:
+        """So many bytes of outcomes do not wait any more."""
+        self._unstored_bytes -= num_bytes
+        self._context.unstored.release(num_bytes)
 
     async def _outcome(self, rows: _Input, ref: RowRef) -> RowOutcome:
         context, batch = self._context, self.batch
@@ -589,12 +631,33 @@ class Job:
             outcomes = [await self._unstored.get()]
             while not self._unstored.empty():
                 outcomes.append(self._unstored.get_nowait())
-            expected_at = self._context.expected_at(self)
-            await self._context.persist(
-                self._context.store.commit, self.lease, outcomes, expected_at
-            )
+            await self._store(outcomes)
             for _ in outcomes:
                 self._unstored.task_done()
+            self._let_go(sum(outcome.num_bytes for outcome in outcomes))
+
+    async def _store(self, outcomes: Sequence[RowOutcome]) -> None:
+        """If the tenant may not store so much more, the batch fails with what it has."""
+        context = self._context
+        try:
+            await context.persist(
+                context.store.commit,
+                self.lease,
+                outcomes,
+                context.expected_at(self),
+                self._now(),
+                context.limits(self.batch.tenant),
+                context.together,
+            )
+        except (TenantLimitError, OverTenantLimitError) as error:
+            message = (
+                f"The results do not fit beside your files: {error} The output file has what was "
+                "answered before. Delete files that you do not need, then submit the requests that "
+                "the error file names again."
+            )
+            no_room = LineError("tenant_limit_exceeded", message)
+            await context.persist(context.store.give_up, self.lease, no_room, self._now())
+            self.stop(StopReason.NO_ROOM)
 
     async def _finalize(self, outcome: BatchStatus) -> None:
         """Write the result files, then delete the rows. After an interruption this starts over."""
@@ -731,8 +794,10 @@ class BatchRunner:
         ids: IdGenerator,
         settings: RunnerSettings,
         limits: Callable[[str], TenantLimits] = lambda tenant: NO_LIMITS,
+        together: TenantLimits = NO_LIMITS,
     ) -> None:
-        """load: the engine's statistics; may raise EngineDeadError. limits: of a tenant."""
+        """load: the engine's statistics; may raise EngineDeadError. limits: of a tenant.
+        together: of all tenants."""
         self._load = load
         self._settings = settings
         self._polling = PollLoop(settings)
@@ -753,6 +818,8 @@ class BatchRunner:
             isolation=SuspectIsolation(),
             validating=ValidationTurns(clock),
             limits=limits,
+            together=together,
+            unstored=ByteBudget(_MAX_UNSTORED_BYTES),
             expected_at=self._expected_at,
         )
 

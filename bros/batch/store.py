@@ -31,7 +31,10 @@ from bros.core.tenants import NO_LIMITS, Resource, TenantLimits, check_limit
 # ---- Conversion between table rows and records.
 
 
-_STORE_ONLY = ("seq", "enqueued_tokens", "lease_owner", "lease_epoch", "lease_until", "faults")
+_STORE_ONLY = (
+    *("seq", "enqueued_tokens", "lease_owner", "lease_epoch", "lease_until", "faults"),
+    "result_bytes",
+)
 """Columns that `Batch` does not have."""
 
 _TIME_COLUMNS = {
@@ -90,6 +93,15 @@ def _set_status(
     """Set the status, the time column of that status, and other values."""
     time = {_TIME_COLUMNS[status]: int(now)}
     _update_batch(connection, lease, **{"status": status.value, **time, **values})
+
+
+def _give_up(
+    connection: sa.Connection, lease: Lease, batch: Batch, error: LineError, now: float
+) -> None:
+    """Let a batch that is in progress be finalized as failed."""
+    if batch.status is BatchStatus.IN_PROGRESS:
+        final = {"outcome": BatchStatus.FAILED.value, "finalizing_at": int(now)}
+        _update_batch(connection, lease, errors=_errors_json([error]), **final)
 
 
 # ---- Batches and their rows: every change of state is one transaction.
@@ -177,15 +189,20 @@ class BatchStore:
         found: dict[tuple[str, Resource], int] = {}
         files = sa.select(FILES.c.tenant, sa.func.count(), sa.func.sum(FILES.c.num_bytes))
         tokens = sa.func.sum(sa.func.coalesce(BATCHES.c.enqueued_tokens, 0))
-        batches = sa.select(BATCHES.c.tenant, sa.func.count(), tokens)
+        results = sa.func.sum(BATCHES.c.result_bytes)
+        batches = sa.select(BATCHES.c.tenant, sa.func.count(), tokens, results)
         batches = batches.where(BATCHES.c.status.in_(OPEN_STATUSES))
         with self._database.read() as connection:
             for tenant, count, size in connection.execute(files.group_by(FILES.c.tenant)):
                 found[tenant, Resource.FILES] = count
                 found[tenant, Resource.FILE_BYTES] = int(size)
-            for tenant, count, size in connection.execute(batches.group_by(BATCHES.c.tenant)):
+            for tenant, count, size, result_bytes in connection.execute(
+                batches.group_by(BATCHES.c.tenant)
+            ):
                 found[tenant, Resource.BATCHES] = count
                 found[tenant, Resource.BATCH_TOKENS] = int(size)
+                of_files = found.get((tenant, Resource.FILE_BYTES), 0)
+                found[tenant, Resource.FILE_BYTES] = of_files + int(result_bytes)
         return found
 
     def count_by_status(self) -> Mapping[str, int]:
@@ -347,12 +364,19 @@ class BatchStore:
             ).scalar_one()
             if faults < most or batch.outcome is not None:
                 return
-            failed, errors = BatchStatus.FAILED, _errors_json([error])
             if batch.status is BatchStatus.VALIDATING:
-                _set_status(connection, lease, failed, now, errors=errors)
-            elif batch.status is BatchStatus.IN_PROGRESS:
-                final = {"outcome": failed.value, "finalizing_at": int(now)}
-                _update_batch(connection, lease, errors=errors, **final)
+                errors = _errors_json([error])
+                _set_status(connection, lease, BatchStatus.FAILED, now, errors=errors)
+            else:
+                _give_up(connection, lease, batch, error, now)
+
+    def give_up(self, lease: Lease, error: LineError, now: float) -> None:
+        """Finalize a batch that is in progress as failed, which keeps the results so far. Any other
+        one stays as it is."""
+        with self._database.write() as connection:
+            batch = self._locked_batch(connection, lease)
+            if batch.outcome is None:
+                _give_up(connection, lease, batch, error, now)
 
     def pending(self, batch_id: str, after_rank: int, limit: int) -> list[RowRef]:
         """Rows without an outcome, in the order of execution."""
@@ -366,13 +390,29 @@ class BatchStore:
         with self._database.read() as connection:
             return [RowRef(*row) for row in connection.execute(query)]
 
-    def commit(self, lease: Lease, outcomes: Sequence[RowOutcome], expected_at: int | None) -> None:
+    def commit(
+        self,
+        lease: Lease,
+        outcomes: Sequence[RowOutcome],
+        expected_at: int | None,
+        now: float = 0.0,
+        limits: TenantLimits = NO_LIMITS,
+        together: TenantLimits = NO_LIMITS,
+    ) -> None:
         """Store outcomes of rows. A row keeps its first outcome; once finalizing has begun,
-        nothing is stored."""
+        nothing is stored.
+
+        limits: of the tenant. together: of all tenants. now: needed with limits.
+        Raises what FileStore.check_results raises for the bytes of the results; then nothing is
+        stored.
+        """
+        num_bytes = sum(outcome.num_bytes for outcome in outcomes)
         with self._database.write() as connection:
-            if self._locked_batch(connection, lease).outcome is not None:
+            batch = self._locked_batch(connection, lease)
+            if batch.outcome is not None:
                 return
-            usage, ok, failed = TokenUsage(), 0, 0
+            self._files.check_results(connection, batch.tenant, num_bytes, now, limits, together)
+            usage, ok, failed, num_bytes = TokenUsage(), 0, 0, 0
             for outcome in outcomes:
                 stored = connection.execute(
                     sa.update(ROWS)
@@ -384,10 +424,12 @@ class BatchStore:
                     usage += outcome.usage
                     ok += outcome.ok
                     failed += not outcome.ok
+                    num_bytes += outcome.num_bytes
             connection.execute(
                 sa.update(BATCHES)
                 .where(BATCHES.c.id == lease.batch_id)
                 .values(
+                    result_bytes=BATCHES.c.result_bytes + num_bytes,
                     completed=BATCHES.c.completed + ok,
                     failed=BATCHES.c.failed + failed,
                     **{name: BATCHES.c[name] + added for name, added in asdict(usage).items()},
@@ -439,7 +481,11 @@ class BatchStore:
         errors: tuple[BodyWriter, StoredFile] | None,
         now: float,
     ) -> None:
-        """Store the result files, delete the rows and set the final status, in one transaction."""
+        """Store the result files, delete the rows and set the final status, in one transaction.
+
+        The results in the files have counted for their tenant since they were stored, so there is
+        room for them.
+        """
         with self._database.write(exclusive=True) as connection:
             batch = self._locked_batch(connection, lease)
             if batch.status.is_final:
@@ -457,6 +503,7 @@ class BatchStore:
                 error_file_id=errors[1].id if errors else None,
                 failed=batch.total - batch.completed,
                 enqueued_tokens=0,
+                result_bytes=0,
                 expected_at=None,
             )
 

@@ -34,7 +34,8 @@ class Resource(enum.StrEnum):
         count as further ones.
     WAITS: requests of clients that wait for values of sessions or for the end of background
         responses.
-    FILES, FILE_BYTES: files in the store; the bytes of uploads count while they are received.
+    FILES, FILE_BYTES: files in the store; the bytes of uploads count while they are received, and
+        those of results of batches from when a row has ended.
     BATCHES: unfinished batches.
     BATCH_TOKENS: prompt tokens of unfinished batches.
     RESPONSES, RESPONSE_BYTES: stored responses. The oldest make room for new ones.

@@ -255,6 +255,7 @@ def with_jobs(state: ServerState, store: Store) -> ServerState:
             lease_s=state.config.batch_lease,
         ),
         state.accounts.limits,
+        state.accounts.together,
     )
     if isinstance(state.engine, ElasticReplicas):
         state.engine.set_backlog(runner.backlog)

@@ -127,7 +127,7 @@ def test_a_store_of_the_first_version_is_brought_to_this_one(store: Store) -> No
     batch = store.put_batch()
     with store.database.write() as connection:
         connection.execute(sa.text("DROP TABLE responses"))
-        for column in ("faults", "reasoning_tokens", "rt_slowdown"):
+        for column in ("faults", "reasoning_tokens", "rt_slowdown", "result_bytes"):
             connection.execute(sa.text(f"ALTER TABLE batches DROP COLUMN {column}"))
         connection.execute(sa.text("UPDATE alembic_version SET version_num = '0001'"))
     with store.again() as other:

@@ -12,16 +12,18 @@ from typing import Any
 
 from bros.batch.objects import Batch, BatchStatus
 from bros.batch.rows import RowFacts, RowReply
-from bros.batch.runner import BatchRunner, RunnerSettings
+from bros.batch.runner import BatchRunner, ByteBudget, RunnerSettings
 from bros.core.clock import SystemClock
 from bros.core.interfaces import EngineStats
 from bros.core.request import IdGenerator, Slo
-from bros.core.tenants import NO_LIMITS, TenantLimits
+from bros.core.tenants import NO_LIMITS, Resource, TenantLimits
 from support.batch_store import NOW, Store
 from support.crash import input_lines
 
 _CHECK_S = 0.05
 """How long a row of ann takes to check."""
+
+_ANSWER_S = 0.01
 
 
 class _Clock(SystemClock):
@@ -52,7 +54,7 @@ class _Rows:
         self, endpoint: str, body: dict[str, Any], *, request_id: str, tenant: str, slo: Slo
     ) -> RowReply:
         self.answered.append(body["prompt"])
-        await asyncio.sleep(0)
+        await asyncio.sleep(_ANSWER_S)
         return RowReply(200, json.dumps({"text": "x" * self._reply_bytes}))
 
 
@@ -103,3 +105,64 @@ async def test_a_large_file_of_one_tenant_is_validated_in_turns_with_those_of_ot
         assert found.status is BatchStatus.COMPLETED
         assert store.batches.get("ann", slow).status is BatchStatus.VALIDATING
         assert rows.checked.count("ann") < 50
+
+
+async def test_a_batch_whose_results_do_not_fit_fails_with_what_it_has(store: Store) -> None:
+    """And its owner is told what to do."""
+    rows, num_rows = _Rows(reply_bytes=5_000), 1_000
+    batch_id = _submit(store, "bob", num_rows)
+    most = store.batches.usage()["bob", Resource.FILE_BYTES] + 60_000
+    async with _running(store, rows, TenantLimits(file_bytes=most)):
+        batch = await _until_final(store, "bob", batch_id)
+    assert batch.status is BatchStatus.FAILED
+    (error,) = batch.errors
+    assert error.code == "tenant_limit_exceeded"
+    assert "max_file_bytes" in error.message
+    assert "error file" in error.message
+    assert 0 < batch.completed < 15
+    assert (batch.total, batch.failed) == (num_rows, num_rows - batch.completed)
+    assert len(rows.answered) < num_rows, "no more rows are run"
+    assert batch.output_file_id is not None
+    output = store.files.get("bob", batch.output_file_id, NOW)
+    assert output.num_bytes > 5_000 * batch.completed
+    of_bob = store.batches.usage()["bob", Resource.FILE_BYTES]
+    assert of_bob < most + num_rows * 300  # the error file has a short line for each other row
+
+
+async def test_results_count_as_bytes_of_files_before_they_are_in_one(store: Store) -> None:
+    batch_id = _submit(store, "bob", 4)
+    before = store.batches.usage()["bob", Resource.FILE_BYTES]
+    rows = _Rows(reply_bytes=5_000)
+    held = asyncio.Event()
+
+    async def answer(*arguments: Any, **options: Any) -> RowReply:
+        if len(rows.answered) == 3:
+            await held.wait()
+        return await _Rows.answer(rows, *arguments, **options)
+
+    rows.answer = answer  # type: ignore[method-assign]
+    async with _running(store, rows):
+        async with asyncio.timeout(20.0):
+            while store.batches.get("bob", batch_id).completed < 3:
+                await asyncio.sleep(0.01)
+        while_it_runs = store.batches.usage()["bob", Resource.FILE_BYTES] - before
+        held.set()
+        await _until_final(store, "bob", batch_id)
+    results = store.batches.usage()["bob", Resource.FILE_BYTES] - before
+    assert while_it_runs == results * 3 // 4
+
+
+async def test_waiting_outcomes_are_bounded_by_their_bytes_and_wait_in_order() -> None:
+    budget = ByteBudget(100)
+    await budget.acquire(70)
+    large = asyncio.create_task(budget.acquire(500))
+    small = asyncio.create_task(budget.acquire(10))
+    await asyncio.sleep(0.01)
+    assert (budget.used, large.done(), small.done()) == (70, False, False)
+    budget.release(70)
+    await large
+    await asyncio.sleep(0.01)
+    assert (budget.used, small.done()) == (500, False)
+    budget.release(500)
+    await small
+    assert budget.used == 10
