@@ -436,6 +436,12 @@ class ServerConfig(_Checked):
         "maximum bytes of all inputs in progress; default: a 64th of the memory, at least 64MiB",
         size=True,
     )
+    max_output_bytes: str | None = option(
+        None,
+        "maximum bytes of large replies not read yet; default: a 64th of the memory, at least "
+        "64MiB",
+        size=True,
+    )
     max_files: int = option(100_000, "maximum files of all tenants", low=1)
     max_file_bytes: str | None = option(
         None, "maximum bytes of the files of all tenants; default: half of the disk", size=True
@@ -475,6 +481,12 @@ class ServerConfig(_Checked):
     tenant_max_input_bytes: str | None = option(
         None,
         "maximum bytes of a tenant's inputs in progress; default: 64MiB if there are several",
+        size=True,
+    )
+    tenant_max_output_bytes: str | None = option(
+        None,
+        "maximum bytes of a tenant's large replies not read yet; default: 64MiB if there are "
+        "several",
         size=True,
     )
     tenant_max_cpu_seconds: int | None = option(

@@ -42,6 +42,7 @@ class Resource(enum.StrEnum):
     BACKGROUND: background responses that have not ended.
     INPUT_BYTES: bytes of requests that are received, or wait for a thread or are processed there:
         bodies, prompts to render and tokenize, grammars to check.
+    OUTPUT_BYTES: bytes of large replies that their clients have not read yet.
     CPU_SECONDS: CPU time of work off the event loop, see `CpuBudget`, within some minute: what was
         used a minute ago counts a third.
     REQUESTS_PER_MINUTE, TOKENS_PER_MINUTE: requests that the engine has accepted, and tokens of
@@ -66,6 +67,7 @@ class Resource(enum.StrEnum):
     RESPONSE_BYTES = "response_bytes"
     BACKGROUND = "background"
     INPUT_BYTES = "input_bytes"
+    OUTPUT_BYTES = "output_bytes"
     CPU_SECONDS = "cpu_seconds"
     REQUESTS_PER_MINUTE = "requests_per_minute"
     TOKENS_PER_MINUTE = "tokens_per_minute"
@@ -100,6 +102,7 @@ class TenantLimits:
     response_bytes: int | None = None
     background: int | None = None
     input_bytes: int | None = None
+    output_bytes: int | None = None
     cpu_seconds: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -149,6 +152,10 @@ _NAMES: Mapping[Resource, tuple[str, str]] = MappingProxyType(
             "byte of requests that are received or wait to be processed",
             "bytes of requests that are received or wait to be processed",
         ),
+        Resource.OUTPUT_BYTES: (
+            "byte of replies that clients have not read",
+            "bytes of replies that clients have not read",
+        ),
         Resource.CPU_SECONDS: ("CPU second per minute", "CPU seconds per minute"),
         Resource.REQUESTS_PER_MINUTE: ("request per minute", "requests per minute"),
         Resource.TOKENS_PER_MINUTE: ("token per minute", "tokens per minute"),
@@ -162,7 +169,15 @@ _NAMES: Mapping[Resource, tuple[str, str]] = MappingProxyType(
 )
 """Resource -> what one of it is called, and several."""
 
-_SOON = frozenset({*REQUESTS.values(), Resource.WAITS, Resource.INPUT_BYTES, Resource.GRAMMARS})
+_SOON = frozenset(
+    {
+        *REQUESTS.values(),
+        Resource.WAITS,
+        Resource.INPUT_BYTES,
+        Resource.OUTPUT_BYTES,
+        Resource.GRAMMARS,
+    }
+)
 """What ends by itself within seconds. The rest stays until its tenant ends it or it expires."""
 
 _SOON_S, _LATER_S = 1.0, 60.0

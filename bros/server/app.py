@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -28,6 +28,7 @@ from bros.server.messages import routes as messages
 from bros.server.openai import routes as openai
 from bros.server.openai.stream import DIRECT_SEND
 from bros.server.operations import routes as operations
+from bros.server.replies import PIECE_BYTES, refusal, send_large
 from bros.server.responses import routes as responses
 from bros.server.sessions import routes as sessions
 from bros.server.state import ServerState
@@ -220,6 +221,51 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{rest}s" if minutes else f"{rest}s"
 
 
+class PacedReplies:
+    """Sends large bodies as clients read them. One for which its tenant, or all together, have no
+    room is replaced by an error of status 429, but no part of a streamed one is."""
+
+    def __init__(self, app: ASGIApp, accounts: TenantAccounts) -> None:
+        self._app = app
+        self._accounts = accounts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begin: Message | None = None  # that of a large response waits for the body
+        is_refused = False
+
+        async def paced_send(message: Message) -> None:
+            nonlocal begin, is_refused
+            if message["type"] == "http.response.start" and _num_bytes(message) > PIECE_BYTES:
+                begin = message
+                return
+            body: bytes = message.get("body", b"")
+            is_large = len(body) > PIECE_BYTES  # else it is a part of a file
+            if begin is not None:
+                error = refusal(self._accounts, scope, len(body)) if is_large else None
+                if error is None:
+                    await send(begin)
+                else:
+                    is_refused = True
+                    response = await handle_expected(Request(scope), error)
+                    await response(scope, receive, send)
+                begin = None
+            if is_refused:
+                return
+            if is_large:
+                more = message.get("more_body", False)
+                await send_large(self._accounts, scope, send, body, more=more)
+            else:
+                await send(message)
+
+        await self._app(scope, receive, paced_send)
+
+
+def _num_bytes(begin: Message) -> int:
+    """Size of the body of a response; 0 if it is not known."""
+    length = Headers(raw=begin["headers"]).get("content-length", "")
+    return int(length) if length.isdecimal() else 0
+
+
 class App(Starlette):
     """Puts the server's `send` into the scope. Streams send their body with it, past the
     middleware, which only looks at the start of a response."""
@@ -260,6 +306,7 @@ def create_app(state: ServerState, tenants: Tenants) -> Starlette:
         middleware.append(Middleware(BearerAuth, tenants=tenants, open_paths=open_paths))
     if state.accounts.have_rates:
         middleware.append(Middleware(RateHeaders, accounts=state.accounts))
+    middleware.append(Middleware(PacedReplies, accounts=state.accounts))
     app = App(
         routes=routes,
         middleware=middleware,

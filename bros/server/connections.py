@@ -9,7 +9,7 @@ descriptors quietly. So connections are accepted here, and uvicorn's protocol is
 A connection that waits has no request of its client in progress. When there are too many
 connections, a new one takes the place of the one that has waited longest. Only when all of them are
 in use is a new one refused. A response in progress is never cut, however long it takes, unless its
-client reads nothing at all.
+client reads nothing at all, or less than _MIN_READ_RATE of what waits for it.
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ _MIN_BODY_RATE = 1024
 
 _READ_STALL_S = 300.0
 """How long a client may read nothing while bytes wait for it."""
+
+_READ_WINDOW_S = 300.0
+_MIN_READ_RATE = 1024
+"""Bytes per second that a client must read on average in each such window, of the time in which it
+has not kept up. The window is long because the kernel's buffers empty in large steps."""
 
 _MAX_HEADER_BYTES = 65536
 _MAX_HEADERS = 128
@@ -434,6 +439,11 @@ class Connection(HttpToolsProtocol):
         self._received = 0
         self._unsent = 0  # at the last check
         self._stalled_s = 0.0
+        # Since the beginning of the window: for how long writing was paused, and what was read
+        # meanwhile. While it is paused nothing is written.
+        self._slow_s = 0.0
+        self._slow_bytes = 0
+        self._unsent_when_paused = 0
 
     def end(self) -> None:
         """Close it at once."""
@@ -462,7 +472,7 @@ class Connection(HttpToolsProtocol):
         unsent = self.unsent
         self._stalled_s = self._stalled_s + elapsed_s if 0 < self._unsent <= unsent else 0.0
         self._unsent = unsent
-        if self._stalled_s >= _READ_STALL_S:
+        if self._stalled_s >= _READ_STALL_S or self._reads_too_slowly(elapsed_s):
             self._connections.note(Closed.READ_TIMEOUT)
             self.transport.abort()
         elif self._stage is _Stage.HEADERS:
@@ -477,6 +487,32 @@ class Connection(HttpToolsProtocol):
             self._waited_s += elapsed_s
             if self._waited_s >= _LINGER_S:
                 self.transport.abort()
+
+    def pause_writing(self) -> None:
+        self._unsent_when_paused = self.unsent
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        if self.flow.write_paused:
+            self._count_slow_bytes()
+            self._unsent = 0  # it has read, even if as much waits again at the next check
+        super().resume_writing()
+
+    def _count_slow_bytes(self) -> None:
+        unsent = self.unsent
+        self._slow_bytes += max(0, self._unsent_when_paused - unsent)
+        self._unsent_when_paused = unsent
+
+    def _reads_too_slowly(self, elapsed_s: float) -> bool:
+        if not self.flow.write_paused:
+            return False
+        self._slow_s += elapsed_s
+        if self._slow_s < _READ_WINDOW_S:
+            return False
+        self._count_slow_bytes()
+        is_slow = self._slow_bytes < _MIN_READ_RATE * self._slow_s
+        self._slow_s, self._slow_bytes = 0.0, 0
+        return is_slow
 
     def _on_header_timeout(self) -> None:
         if not self._received:  # browsers open connections in advance

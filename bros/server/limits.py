@@ -21,6 +21,9 @@ _LEAST_INPUT_BYTES = 64 * 2**20
 """Bodies of 4 MiB, sixteen of them on a small machine. What a large one is parsed to takes a
 multiple of it, but one is parsed at a time (core/fair.py)."""
 
+_OUTPUT_SHARE = 1 / 64
+_LEAST_OUTPUT_BYTES = 64 * 2**20
+
 _FILE_SHARE = 1 / 2
 """Of the disk."""
 
@@ -44,9 +47,11 @@ def server_limits(config: ServerConfig, memory_bytes: int, disk_bytes: int) -> T
 
     usual_chars = max(1, int(memory_bytes * _SESSION_CHARS_SHARE))
     usual_input = max(_LEAST_INPUT_BYTES, memory_bytes * _INPUT_SHARE)
+    usual_output = max(_LEAST_OUTPUT_BYTES, memory_bytes * _OUTPUT_SHARE)
     return TenantLimits(
         session_chars=config.max_session_chars or usual_chars,
         input_bytes=size(config.max_input_bytes, usual_input),
+        output_bytes=size(config.max_output_bytes, usual_output),
         files=config.max_files,
         file_bytes=size(config.max_file_bytes, max(1, disk_bytes * _FILE_SHARE)),
     )

@@ -41,6 +41,7 @@ _SESSION_CHARS = 100_000_000
 _FILES = 10_000
 _FILE_BYTES = 16 * 2**30
 _INPUT_BYTES = 64 * 2**20
+_OUTPUT_BYTES = 64 * 2**20
 _CPU_SECONDS = 30
 
 
@@ -129,6 +130,9 @@ class Tenants:
             background=config.tenant_max_background,
             input_bytes=part(
                 size(config.tenant_max_input_bytes), _INPUT_BYTES, together.input_bytes
+            ),
+            output_bytes=part(
+                size(config.tenant_max_output_bytes), _OUTPUT_BYTES, together.output_bytes
             ),
             cpu_seconds=default(config.tenant_max_cpu_seconds, _CPU_SECONDS),
             requests_per_minute=config.tenant_max_requests_per_minute,

@@ -19,7 +19,7 @@ from support.batch_server import batch_server, jsonl, row
 from support.scripted_server import HeldBody, Server, assert_envelope
 from support.session_server import SessionClient, ok
 
-LIMITS = ("session_chars", "input_bytes", "files", "file_bytes")
+LIMITS = ("session_chars", "input_bytes", "output_bytes", "files", "file_bytes")
 KEYS = "".join(
     f"{name} {name}-key {' '.join(f'max_{each}=none' for each in LIMITS)}\n"
     for name in ("ann", "bob")
@@ -53,7 +53,7 @@ def refused_for_all(response: httpx.Response, option: str, retry_after: str) -> 
 def test_the_machine_sets_the_limits(memory: int) -> None:
     limits = server_limits(ServerConfig(), memory, 100 * GIB)
     assert limits.session_chars == memory // 16
-    assert limits.input_bytes == max(64 * 2**20, memory // 64)
+    assert limits.input_bytes == limits.output_bytes == max(64 * 2**20, memory // 64)
     assert (limits.files, limits.file_bytes) == (100_000, 50 * GIB)
     given = ServerConfig(
         max_session_chars=7, max_input_bytes="1MiB", max_files=3, max_file_bytes="2KiB"

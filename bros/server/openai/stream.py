@@ -34,6 +34,7 @@ from bros.server.openai.schema import (
     TopLogprob,
     Usage,
 )
+from bros.server.replies import PIECE_BYTES, send_large
 from bros.server.state import StopSignal
 from bros.text.answers import (
     AnswerPart,
@@ -577,6 +578,7 @@ class EventStream(Response, ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send, self._send_body = send, scope.get(DIRECT_SEND, send)
+        self._scope = scope
         failure: ApiError | None = None
         try:
             async with CancelOnDisconnect(receive, self._stopping):
@@ -607,7 +609,12 @@ class EventStream(Response, ABC):
                     "headers": self.raw_headers,
                 }
             )
-        await self._send_body({"type": "http.response.body", "body": events, "more_body": more})
+        if len(events) <= PIECE_BYTES:
+            message = {"type": "http.response.body", "body": events, "more_body": more}
+            await self._send_body(message)
+        else:
+            accounts = self._scope["app"].state.server.accounts
+            await send_large(accounts, self._scope, self._send_body, events, more=more)
 
 
 class _BodySink:
