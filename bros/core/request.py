@@ -141,6 +141,10 @@ class Grammar:
             )
 
 
+_BIAS_BYTES, _ITEM_BYTES = 100, 50
+"""Memory of an entry of a map of numbers, and of a number or short text in a list."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to sample tokens and when to stop. Raises InvalidRequestError naming the wrong field.
@@ -242,6 +246,13 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """About the memory of its texts and lists."""
+        entries = _BIAS_BYTES * len(self.logit_bias) + _ITEM_BYTES * len(self.stop_token_ids)
+        texts = sum(_ITEM_BYTES + len(text) for text in self.stop)
+        return entries + texts + (0 if self.grammar is None else len(self.grammar.text))
 
     @property
     def needs_history(self) -> bool:

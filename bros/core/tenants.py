@@ -41,7 +41,8 @@ class Resource(enum.StrEnum):
     RESPONSES, RESPONSE_BYTES: stored responses. The oldest make room for new ones.
     BACKGROUND: background responses that have not ended.
     INPUT_BYTES: bytes of requests that are received, or wait for a thread or are processed there:
-        bodies, prompts to render and tokenize, grammars to check.
+        bodies, prompts to render and tokenize, grammars to check. A body of a call counts as what
+        it takes when parsed, until its prompts are made; then what is kept of it, if it is large.
     OUTPUT_BYTES: bytes of large replies that their clients have not read yet.
     CPU_SECONDS: CPU time of work off the event loop, see `CpuBudget`, within some minute: what was
         used a minute ago counts a third.
@@ -415,6 +416,11 @@ class TenantAccounts:
         check_limit(self.limits(tenant), resource, used, more)
         used = self._sums[resource] + beside.of_all
         check_limit(self.together, resource, used, more, holder=ALL_TENANTS)
+
+    def most(self, tenant: str, resource: Resource) -> int | None:
+        """Most that a tenant may hold: its own limit, or that of all together; None: no limit."""
+        limits = self.limits(tenant).of(resource), self.together.of(resource)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def check_growth(self, hold: QuotaHold, amount: int, beside: Beside = NOTHING_BESIDE) -> None:
         """Raises what `check` raises if a hold may not grow to this amount."""

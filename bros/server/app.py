@@ -24,6 +24,7 @@ from bros.server.batches import routes as batches
 from bros.server.browsers import BrowserGuard, BrowserRules
 from bros.server.embeddings import routes as embeddings
 from bros.server.errors import describe, handle_expected, handle_http
+from bros.server.http import HELD
 from bros.server.messages import routes as messages
 from bros.server.openai import routes as openai
 from bros.server.openai.stream import DIRECT_SEND
@@ -268,7 +269,8 @@ def _num_bytes(begin: Message) -> int:
 
 class App(Starlette):
     """Puts the server's `send` into the scope. Streams send their body with it, past the
-    middleware, which only looks at the start of a response."""
+    middleware, which only looks at the start of a response. At the end it releases what the request
+    holds."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[DIRECT_SEND] = send
@@ -277,6 +279,8 @@ class App(Starlette):
         finally:
             # `send` belongs to an object that has the scope: a cycle for the garbage collector.
             del scope[DIRECT_SEND]
+            if (held := scope.pop(HELD, None)) is not None:
+                held.release()
 
 
 def create_app(state: ServerState, tenants: Tenants) -> Starlette:

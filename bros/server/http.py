@@ -128,16 +128,54 @@ async def read_as(request: Request, max_bytes: int, make: Callable[[dict[str, An
 
     Raises what read_object and `make` raise.
     """
+    with _input_hold(request) as held:
+        made, _ = await _read_into(held, request, max_bytes, make)
+        return made
+
+
+async def read_held(
+    request: Request, max_bytes: int, make: Callable[[dict[str, Any]], T]
+) -> tuple[T, QuotaHold]:
+    """As `read_as`, for what is kept after this call: the body counts for its tenant as what it
+    takes when parsed, until the request has ended or the hold is released or resized.
+
+    Raises also TenantLimitError if there is no room for that now.
+    """
+    held = request.scope[HELD] = _input_hold(request)
+    made, num_bytes = await _read_into(held, request, max_bytes, make)
+    accounts = ServerState.of(request).accounts
+    most = accounts.most(held.tenant, held.resource)
+    # One that takes more than the limit may be the only one.
+    num_bytes = max(held.amount, num_bytes if most is None else min(num_bytes, most))
+    accounts.check_growth(held, num_bytes)
+    held.resize(num_bytes)
+    return made, held
+
+
+HELD = "bros.held"
+"""Key in the ASGI scope of what a request holds until it has ended. App releases it."""
+
+
+def _input_hold(request: Request) -> QuotaHold:
+    accounts, tenant = ServerState.of(request).accounts, ServerState.tenant(request)
+    return accounts.count(tenant, Resource.INPUT_BYTES, 0)
+
+
+async def _read_into(
+    held: QuotaHold, request: Request, max_bytes: int, make: Callable[[dict[str, Any]], T]
+) -> tuple[T, int]:
+    """What `make` makes of the body, and about the memory of the parsed body, in bytes."""
     _check_json_type(request)
-    state, tenant = ServerState.of(request), ServerState.tenant(request)
-    with state.accounts.count(tenant, Resource.INPUT_BYTES, 0) as held:
-        body = await _read_limited(request, max_bytes, state.accounts, held)
-        if len(body) > _INLINE_SIZE:
-            state.accounts.check_cpu(tenant)
-        size = len(body) // _BYTES_PER_SIZE
-        if size <= _INLINE_SIZE:
-            return make(_parse(body))
-        return await state.threads.run(tenant, lambda: make(_parse(body)), size)
+    state, tenant = ServerState.of(request), held.tenant
+    body = await _read_limited(request, max_bytes, state.accounts, held)
+    if len(body) > _INLINE_SIZE:
+        state.accounts.check_cpu(tenant)
+    size = len(body) // _BYTES_PER_SIZE
+
+    def read() -> tuple[T, int]:
+        return make(_parse(body)), _parsed_bytes(body)
+
+    return read() if size <= _INLINE_SIZE else await state.threads.run(tenant, read, size)
 
 
 _BYTES_PER_SIZE = 8
@@ -184,10 +222,28 @@ def _check_parts(body: bytes) -> None:
         )
 
 
+_CONTAINER_BYTES, _VALUE_BYTES = 200, 40
+
+
+def _parsed_bytes(body: bytes) -> int:
+    """About the memory of a body when it is parsed. `{"a":1}` takes 184 bytes."""
+    if len(body) <= _INLINE_SIZE:
+        return len(body)
+    rough = _counts(body).num_bytes  # what looks like JSON in strings counts, too
+    if rough > len(body):
+        rough = _counts(_STRING.sub(b"", body, concurrent=True)).num_bytes
+    return len(body) + rough
+
+
 class _Counts(NamedTuple):
     containers: int
     keys: int
     values: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the objects, lists and values."""
+        return _CONTAINER_BYTES * self.containers + _VALUE_BYTES * self.values
 
     @property
     def too_many(self) -> bool:
@@ -342,6 +398,22 @@ async def offload(state: ServerState, tenant: str, work: Callable[[], T], size: 
         return work()
     with state.accounts.hold(tenant, Resource.INPUT_BYTES, size):
         return await state.threads.run(tenant, work, size)
+
+
+async def offload_held(state: ServerState, tenant: str, work: Callable[[], T], size: int) -> T:
+    """As `offload`, on an input that counts already, see `read_held`."""
+    return work() if size <= _INLINE_SIZE else await state.threads.run(tenant, work, size)
+
+
+KEPT_FREE_BYTES = 2**16
+"""So much of its body may be kept for each open request without counting: its schema, its stop
+strings, what the response repeats of it. Open requests are limited by their number."""
+
+
+def count_kept(held: QuotaHold | None, num_bytes: int) -> None:
+    """So many bytes of a body are kept until the request has ended."""
+    if held is not None:
+        held.resize(num_bytes if num_bytes > KEPT_FREE_BYTES else 0)
 
 
 async def offload_reply(state: ServerState, tenant: str, work: Callable[[], T], size: int) -> T:

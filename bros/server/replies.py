@@ -35,10 +35,9 @@ def refusal(accounts: TenantAccounts, scope: Scope, num_bytes: int) -> TenantLim
     """Why a large body may not be held until its client has read it. One that is larger than a
     limit may be the only one."""
     tenant, resource = scope.get(TENANT, ""), Resource.OUTPUT_BYTES
-    limits = accounts.limits(tenant).of(resource), accounts.together.of(resource)
-    most = min((limit for limit in limits if limit is not None), default=num_bytes)
+    most = accounts.most(tenant, resource)
     try:
-        accounts.check(tenant, resource, min(num_bytes, most))
+        accounts.check(tenant, resource, num_bytes if most is None else min(num_bytes, most))
     except TenantLimitError as error:
         return error
     return None

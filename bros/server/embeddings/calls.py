@@ -18,6 +18,7 @@ from pydantic_core import to_json
 from bros.core.errors import InvalidRequestError, PromptTooLongError
 from bros.core.interfaces import EmbeddingInfo
 from bros.core.request import FinishReason, Pooling, ServiceClass, Slo
+from bros.core.tenants import QuotaHold
 from bros.server.embeddings.schema import (
     MAX_INPUTS,
     EmbeddingRequest,
@@ -32,7 +33,7 @@ from bros.server.embeddings.schema import (
     ScoreRequest,
 )
 from bros.server.errors import GenerationFailedError
-from bros.server.http import offload, offload_reply, validate
+from bros.server.http import count_kept, offload_held, offload_reply, validate
 from bros.server.openai.calls import Tier
 from bros.server.openai.stream import Observer
 from bros.server.state import ServerState
@@ -109,7 +110,7 @@ class PoolingCall(ABC, Generic[R]):
 
         Raises InvalidRequestError, or PromptTooLongError if a text is longer than the model takes.
         """
-        inputs = await offload(self._state, tenant, self._tokenize, self.num_chars())
+        inputs = await offload_held(self._state, tenant, self._tokenize, self.num_chars())
         total = sum(len(each.token_ids) for each in inputs)
         if total > MAX_TOKENS:
             raise InvalidRequestError(
@@ -348,14 +349,17 @@ class PoolingExchange:
         slo: Slo,
         tenant: str,
         arrival_s: float,
+        held: QuotaHold | None = None,
     ) -> None:
-        """tenant: whose call it is. arrival_s: on the state's clock; deadlines count from it."""
+        """tenant: whose call it is. arrival_s: on the state's clock; deadlines count from it.
+        held: what its body counts as; None: it does not count."""
         self._state = state
         self._call = call
         self._tier = tier
         self._slo = slo
         self._tenant = tenant
         self._arrival_s = arrival_s
+        self._held = held
         self._pooler = TextPooler(state.engine, state.clock, state.ids, state.accounts)
         self._id = state.ids.new(call.id_prefix)
         self.usage = PoolingUsage(prompt_tokens=0, total_tokens=0)
@@ -366,6 +370,7 @@ class PoolingExchange:
         GenerationFailedError. If it is cancelled, the requests are aborted."""
         state, call, body = self._state, self._call, self._call.body
         inputs = await call.inputs(self._tenant)
+        count_kept(self._held, call.num_chars())
         state.recent.note(self._tenant, self._id, prompts=len(inputs), n=1)
         observer = _MetricsObserver(state, self._arrival_s)
         try:

@@ -14,7 +14,7 @@ from bros.server.embeddings.schema import (
     ScoreList,
     ScoreRequest,
 )
-from bros.server.http import CancelOnDisconnect, read_as
+from bros.server.http import CancelOnDisconnect, read_held
 from bros.server.openai.calls import slo_of, tier_of
 from bros.server.openai.routes import OBJECTIVE_HEADERS
 from bros.server.operations.openapi import ApiRoute
@@ -39,7 +39,7 @@ async def rerank(request: Request) -> Response:
 async def _answer(request: Request, endpoint: str) -> Response:
     state, make = ServerState.of(request), POOLING_CALLS[endpoint]
     arrival_s = state.clock.now()
-    call = await read_as(request, state.max_body_bytes, lambda fields: make(state, fields))
+    call, held = await read_held(request, state.max_body_bytes, lambda fields: make(state, fields))
     exchange = PoolingExchange(
         state,
         call,
@@ -47,6 +47,7 @@ async def _answer(request: Request, endpoint: str) -> Response:
         slo=slo_of(call.body, request.headers, state.engine.info.default_slo),
         tenant=state.tenant(request),
         arrival_s=arrival_s,
+        held=held,
     )
     async with CancelOnDisconnect(request.receive, state.stopping):
         reply = await exchange.complete()

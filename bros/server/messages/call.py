@@ -47,7 +47,6 @@ _TIERS: Mapping[str, str] = MappingProxyType({"flex": "flex", "priority": "prior
 class MessageCall(CallAsChat):
     """A Call of POST /v1/messages.
 
-    given: the request.
     body: the chat completion that is generated.
     """
 
@@ -56,12 +55,11 @@ class MessageCall(CallAsChat):
 
     def __init__(self, state: ServerState, fields: Mapping[str, Any]) -> None:
         """Raises InvalidRequestError or NotFoundError naming the wrong field."""
-        self._state = state
-        self.given = validate(CreateMessage, fields)
-        state.check_model(self.given.model)
+        given = validate(CreateMessage, fields)
+        state.check_model(given.model)
         refuse_unsupported(fields, _UNSUPPORTED)
         with renaming_fields(_NAMES):
-            self._chat = ChatCall(state, self._chat_fields())
+            self._chat = ChatCall(state, _chat_fields(given))
 
     def reply(
         self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer
@@ -87,36 +85,37 @@ class MessageCall(CallAsChat):
         tier = {"flex": "batch", "priority": "priority"}.get(header["service_tier"], "standard")
         return MessageWriter(header["id"], header["model"], tier, self._chat.new_call_id)
 
-    # ---- From the request to that of a chat completion.
 
-    def _chat_fields(self) -> dict[str, Any]:
-        given = self.given
-        fields: dict[str, Any] = {
-            "model": given.model,
-            "messages": _messages(given.system, given.messages),
-            "max_completion_tokens": given.max_tokens,
-            "stop": given.stop_sequences,
-            "temperature": given.temperature,
-            "top_p": given.top_p,
-            "top_k": given.top_k,
-            "stream": given.stream,
-            "user": None if given.metadata is None else given.metadata.user_id,
-            "service_tier": _TIERS.get(given.service_tier or ""),
-            "seed": given.seed,
-            "cache_salt": given.cache_salt,
-            "slo": None if given.slo is None else given.slo.model_dump(),
-            **_tools(given.tools, given.tool_choice),
-        }
-        output = given.output_config
-        if output is not None:
-            fields["reasoning_effort"] = output.effort
-            if output.format is not None:
-                schema = {"name": "output", "schema": output.format.schema_, "strict": True}
-                fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        if given.thinking is not None:
-            thinks = given.thinking.type != "disabled"
-            fields["chat_template_kwargs"] = {"enable_thinking": thinks}
-        return {name: value for name, value in fields.items() if value is not None}
+# ---- From the request to that of a chat completion.
+
+
+def _chat_fields(given: CreateMessage) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "model": given.model,
+        "messages": _messages(given.system, given.messages),
+        "max_completion_tokens": given.max_tokens,
+        "stop": given.stop_sequences,
+        "temperature": given.temperature,
+        "top_p": given.top_p,
+        "top_k": given.top_k,
+        "stream": given.stream,
+        "user": None if given.metadata is None else given.metadata.user_id,
+        "service_tier": _TIERS.get(given.service_tier or ""),
+        "seed": given.seed,
+        "cache_salt": given.cache_salt,
+        "slo": None if given.slo is None else given.slo.model_dump(),
+        **_tools(given.tools, given.tool_choice),
+    }
+    output = given.output_config
+    if output is not None:
+        fields["reasoning_effort"] = output.effort
+        if output.format is not None:
+            schema = {"name": "output", "schema": output.format.schema_, "strict": True}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if given.thinking is not None:
+        thinks = given.thinking.type != "disabled"
+        fields["chat_template_kwargs"] = {"enable_thinking": thinks}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _tools(tools: Sequence[MessageTool] | None, choice: MessageToolChoice | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bros.server.errors import MESSAGES_PATH, ApiError
-from bros.server.http import json_response, read_as, validate
+from bros.server.http import json_response, read_held, validate
 from bros.server.messages.call import MessageCall
 from bros.server.messages.events import MessageWriter
 from bros.server.messages.schema import CountTokens, CreateMessage, MessageObject, TokenCount
@@ -17,7 +17,7 @@ from bros.server.openai.exchange import Exchange, respond
 from bros.server.openai.routes import REQUEST_HEADERS
 from bros.server.openai.stream import AnswerStream, ChunkFrame
 from bros.server.operations.openapi import ApiRoute
-from bros.server.sessions.joining import deadline_ms, join
+from bros.server.sessions.joining import join, metadata_of
 from bros.server.state import ServerState
 
 
@@ -25,12 +25,13 @@ async def create_message(request: Request) -> Response:
     """Generate the next message of a conversation; with stream, as server-sent events."""
     state = ServerState.of(request)
     arrival_s = state.clock.now()
-    fields, call = await read_as(
-        request, state.max_body_bytes, lambda fields: (fields, MessageCall(state, fields))
+    (metadata, call), held = await read_held(
+        request,
+        state.max_body_bytes,
+        lambda fields: (metadata_of(fields), MessageCall(state, fields)),
     )
-    session_call = join(request, fields, call)
-    due_ms = None if session_call is None else deadline_ms(fields)
-    return await respond(request, call, arrival_s, session_call, due_ms, MessageExchange)
+    session_call, due_ms = join(request, metadata, call)
+    return await respond(request, call, arrival_s, held, session_call, due_ms, MessageExchange)
 
 
 class MessageExchange(Exchange):
@@ -63,7 +64,7 @@ class _MessageStream(AnswerStream):
 async def count_tokens(request: Request) -> Response:
     """The number of tokens of the prompt that a request to /v1/messages would have."""
     state, tenant = ServerState.of(request), ServerState.tenant(request)
-    call = await read_as(
+    call, _ = await read_held(
         request, state.max_body_bytes, lambda fields: MessageCall(state, _prompt_only(fields))
     )
     (prompt,) = await call.prompts(tenant)

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from bros.core.errors import InvalidRequestError, PromptTooLongError
 from bros.core.request import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS, SamplingParams, ServiceClass, Slo
 from bros.server.errors import renaming_fields
-from bros.server.http import offload, validate
+from bros.server.http import offload_held, validate
 from bros.server.openai.prompt_logprobs import Echo, PromptLogprobsWriter, check_size
 from bros.server.openai.schema import (
     AllowedToolsChoice,
@@ -324,7 +324,7 @@ async def encode_text(
             allow_special_tokens=allow_special_tokens,
         )
 
-    return await offload(state, tenant, encode, len(text))
+    return await offload_held(state, tenant, encode, len(text))
 
 
 def encode_prompt(
@@ -403,7 +403,7 @@ async def encode_chat(
     size = sum(_MESSAGE_CHARS + _num_chars(message) for message in messages)
     if kwargs or tools or any(message.model_extra for message in messages):
         size += _UNKNOWN_CHARS  # the template may put all of it into the prompt
-    return await offload(state, tenant, apply, size)
+    return await offload_held(state, tenant, apply, size)
 
 
 def _num_chars(message: ChatMessage) -> int:
@@ -486,6 +486,8 @@ def template_variables(
 R = TypeVar("R", bound=GenerationRequest)
 
 _CHARS_PER_ID = 4
+_ID_BYTES = 40
+"""Memory of a token id in a list."""
 
 _MAX_CHOICES = 1024
 """Most choices (prompts times n) of one request."""
@@ -530,13 +532,32 @@ class Call(Protocol):
 
     def writer(self, frame: ChunkFrame) -> DeltaWriter: ...
 
+    def let_go(self) -> int:
+        """Once the engine has the prompts: let go of what only they needed. Returns about how many
+        bytes are still kept of the body."""
+        ...
+
     def prompt_text(self) -> str:
-        """The first prompt as text, for finding common prefixes."""
+        """The first prompt as text, for finding common prefixes. Before `let_go`."""
         ...
 
     def num_chars(self) -> int:
         """Length of all prompts in characters; a token id counts for `_CHARS_PER_ID`."""
         ...
+
+
+_KEPT = (
+    *("stream", "stream_options", "user", "safety_identifier", "cache_salt"),
+    *("prompt_logprobs", "logprobs", "echo", "allow_special_tokens"),
+)
+"""Fields of a body that are read after the engine has the prompts."""
+
+
+def _kept(body: R, **others: Any) -> R:
+    """A body with these fields, and those of _KEPT that it has."""
+    names = type(body).model_fields.keys()
+    kept = {name: getattr(body, name) for name in _KEPT if name in names}
+    return type(body).model_construct(**kept, **others)
 
 
 class ChatCall:
@@ -584,6 +605,11 @@ class ChatCall:
 
     def parsing(self) -> AnswerParsing | None:
         return self._state.chat_format.parsing(self.tool_use, self._reasoning)
+
+    def let_go(self) -> int:
+        self.body = _kept(self.body, messages=[])
+        self.tool_use, self._answer_grammar, self._rules = NO_TOOLS, None, None
+        return self.sampling.num_bytes
 
     def reply(
         self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer
@@ -658,6 +684,9 @@ class CallAsChat:
     def parsing(self) -> AnswerParsing | None:
         return self._chat.parsing()
 
+    def let_go(self) -> int:
+        return self._chat.let_go()
+
     def prompt_text(self) -> str:
         return self._chat.prompt_text()
 
@@ -688,7 +717,7 @@ class CompletionCall:
     async def prompts(self, tenant: str) -> list[list[int]]:
         # All in one job: 1,000 short ones would take a second of the event loop.
         size = sum(len(prompt) for prompt in self.body.prompt if isinstance(prompt, str))
-        self._prompt_ids = await offload(
+        self._prompt_ids = await offload_held(
             self._state,
             tenant,
             lambda: [self._token_ids(prompt) for prompt in self.body.prompt],
@@ -700,6 +729,18 @@ class CompletionCall:
 
     def parsing(self) -> None:
         return None
+
+    def let_go(self) -> int:
+        kept = self.body.prompt if self.body.echo else []
+        num_bytes = sum(
+            len(prompt) if isinstance(prompt, str) else _ID_BYTES * len(prompt) for prompt in kept
+        )
+        if kept:
+            num_bytes += _ID_BYTES * sum(map(len, self._prompt_ids))
+        else:
+            self._prompt_ids = []
+        self.body = _kept(self.body, prompt=kept)
+        return num_bytes + self.sampling.num_bytes
 
     def reply(
         self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer

@@ -13,13 +13,14 @@ import bros
 from bros.core.errors import BrosError
 from bros.core.interfaces import EngineInfo
 from bros.core.request import NO_HINTS, Hints, ServiceClass, Slo
+from bros.core.tenants import QuotaHold
 from bros.semantic.service.runner import PlainCall
 from bros.server.errors import renaming_fields
-from bros.server.http import CancelOnDisconnect, offload_reply, read_as
+from bros.server.http import CancelOnDisconnect, count_kept, offload_reply, read_held
 from bros.server.openai.calls import CALLS, Call, Tier, response_tier, slo_of, tier_of
 from bros.server.openai.prompt_logprobs import NUMBER_CHARS, num_numbers
 from bros.server.openai.stream import Answer, AnswerStream, ChunkFrame, Observer
-from bros.server.sessions.joining import SESSION_HEADERS, SessionObserver, deadline_ms, join
+from bros.server.sessions.joining import SESSION_HEADERS, SessionObserver, join, metadata_of
 from bros.server.state import ServerState
 from bros.text.generation import choice_ids
 
@@ -45,6 +46,7 @@ class Exchange:
         request_id: str | None = None,
         created: int | None = None,
         hints: Hints = NO_HINTS,
+        held: QuotaHold | None = None,
     ) -> None:
         """tenant: whose call it is, see EngineRequest. The body names the user.
         arrival_s: on the state's clock; deadlines count from it.
@@ -52,6 +54,7 @@ class Exchange:
         request_id: id of the response; None: a new one. A call of a session has that of its place.
         created: Unix seconds; None: now.
         hints: of a call that belongs to no session.
+        held: what its body counts as; None: it does not count.
         """
         self._state = state
         self._call = call
@@ -59,6 +62,7 @@ class Exchange:
         self._slo = slo
         self._tenant = tenant
         self._arrival_s = arrival_s
+        self._held = held
         self._session_call = session_call
         # A call of a session has one id in the graph, in the response and in traces.
         if session_call is not None:
@@ -108,8 +112,10 @@ class Exchange:
             hints=self._hints,
             parsing=call.parsing(),
         )
-        self._answer = Answer(generation, partial(self._observer, prompts))
+        observer = partial(self._observer, len(prompts), sum(map(len, prompts)))
+        self._answer = Answer(generation, observer)
         state.recent.note(self._tenant, self._id, prompts=len(prompts), n=call.sampling.n)
+        count_kept(self._held, call.let_go())
 
     async def complete(self) -> str:
         """Wait for all choices; returns the response as JSON. Raises what Answer.collect raises."""
@@ -130,16 +136,15 @@ class Exchange:
             await self._answer.aclose()
 
     def _observer(
-        self, prompts: Sequence[Sequence[int]], classes: Sequence[ServiceClass]
+        self, num_prompts: int, prompt_tokens: int, classes: Sequence[ServiceClass]
     ) -> Observer:
         observer = self._state.metrics.observer(self._arrival_s, classes)
         session_call = self._session_call
         if session_call is None:
             return observer
-        engine_ids = choice_ids(self._id, len(prompts), self._call.sampling.n)
+        engine_ids = choice_ids(self._id, num_prompts, self._call.sampling.n)
         served_as = ServiceClass.BE if ServiceClass.BE in classes else ServiceClass.RT
         session_call.accepted(served_as, engine_ids)
-        prompt_tokens = sum(map(len, prompts))
         return SessionObserver(
             session_call, observer, num_choices=len(classes), prompt_tokens=prompt_tokens
         )
@@ -167,27 +172,28 @@ async def _generate(request: Request) -> Response:
     state = ServerState.of(request)
     arrival_s = state.clock.now()
     make = CALLS[request.scope["path"]]
-    fields, call = await read_as(
-        request, state.max_body_bytes, lambda fields: (fields, make(state, fields))
+    (metadata, call), held = await read_held(
+        request, state.max_body_bytes, lambda fields: (metadata_of(fields), make(state, fields))
     )
     session_call = due_ms = None
     # Only the metadata and these headers can name a session.
-    if fields.get("metadata") or any(name in request.headers for name in SESSION_HEADERS):
-        session_call = join(request, fields, call)
-        due_ms = None if session_call is None else deadline_ms(fields)
-    return await respond(request, call, arrival_s, session_call, due_ms)
+    if metadata or any(name in request.headers for name in SESSION_HEADERS):
+        session_call, due_ms = join(request, metadata, call)
+    return await respond(request, call, arrival_s, held, session_call, due_ms)
 
 
 async def respond(
     request: Request,
     call: Call,
     arrival_s: float,
+    held: QuotaHold,
     session_call: PlainCall | None = None,
     deadline_ms: float | None = None,
     make: Callable[..., Exchange] = Exchange,
 ) -> Response:
     """Respond to a call over HTTP.
 
+    held: what its body counts as.
     session_call: the call's place in a session, if it belongs to one.
     deadline_ms: applies if neither the body nor a header has a deadline.
     make: makes the exchange; takes the arguments of Exchange.
@@ -195,15 +201,16 @@ async def respond(
     If the client disconnects or anything fails, the requests are aborted. Raises
     InvalidRequestError for wrong headers, EngineDeadError, and what Exchange raises.
     """
-    state, body = ServerState.of(request), call.body
+    state = ServerState.of(request)
     try:
         exchange = make(
             state,
             call,
-            tier=tier_of(body),
-            slo=slo_of(body, request.headers, state.engine.info.default_slo, deadline_ms),
+            tier=tier_of(call.body),
+            slo=slo_of(call.body, request.headers, state.engine.info.default_slo, deadline_ms),
             tenant=state.tenant(request),
             arrival_s=arrival_s,
+            held=held,
             session_call=session_call,
         )
         return await _run(request, state, exchange, call)

@@ -14,7 +14,7 @@ from bros.server.http import (
     json_list,
     json_response,
     offload_reply,
-    read_as,
+    read_held,
     read_request,
     validate,
 )
@@ -141,7 +141,7 @@ _MODELS = (
 async def tokenize(request: Request) -> Response:
     """Token ids of a prompt or of a conversation."""
     state, tenant = ServerState.of(request), ServerState.tenant(request)
-    body = await read_as(request, state.max_body_bytes, _tokenize_request)
+    body, _ = await read_held(request, state.max_body_bytes, _tokenize_request)
     state.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Give either 'prompt' or 'messages'.", param="prompt")

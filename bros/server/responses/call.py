@@ -92,14 +92,18 @@ _NAMES: Mapping[str, str] = MappingProxyType(
 )
 """Field of a chat completion -> field of a response."""
 
+_KEPT = ("store", "background", "previous_response_id")
+"""Fields that are read after the engine has the prompt."""
+
 LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponseCall(CallAsChat):
     """A Call of POST /v1/responses.
 
-    given: the request.
-    items: its own input items.
+    given: the request; without what only the prompt needed, once that is made.
+    input_json: its own input items, as JSON, until the prompt is made if it is not stored later.
+    request: its fields as JSON, without `input`, if it is to run in the background.
     body: the chat completion that is generated.
     ended: the response object, once `reply` has completed it.
     """
@@ -125,10 +129,15 @@ class ResponseCall(CallAsChat):
         state.check_model(self.given.model)
         refuse_unsupported(fields, _UNSUPPORTED)
         self._check()
-        self.items = read_input(self.given.input, state.ids) if items is None else list(items)
+        items = read_input(self.given.input, state.ids) if items is None else list(items)
         with renaming_fields(_NAMES):
-            self._chat = ChatCall(state, self._chat_fields())
+            self._chat = ChatCall(state, self._chat_fields(items))
         self._echo = self._echoed()
+        self.input_json = to_json(items)
+        self.request = None
+        if self.given.background:
+            known = {name: fields[name] for name in CreateResponse.model_fields if name in fields}
+            self.request = to_json({**known, "input": []})
         self.ended: LiveResponse | None = None
 
     def continue_from(self, turns: Sequence[Turn]) -> None:
@@ -152,6 +161,18 @@ class ResponseCall(CallAsChat):
             if self.given.truncation != "auto" or len(prompts[0]) < limit:
                 return prompts  # the engine refuses one that is too long
         return await self._truncated(tenant)
+
+    @property
+    def _is_stored_later(self) -> bool:
+        """Whether it is stored when it has ended, rather than before it runs or never."""
+        return self.stored and self.given.store is not False and not self.given.background
+
+    def let_go(self) -> int:
+        kept = {name: getattr(self.given, name) for name in _KEPT}
+        self.given = CreateResponse.model_construct(**kept, input=[])
+        if not self._is_stored_later:
+            self.input_json = ""
+        return super().let_go() + len(self.input_json) + len(self._echo)
 
     def reply(
         self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer
@@ -227,10 +248,10 @@ class ResponseCall(CallAsChat):
                 "'background_options' needs 'background' to be true.", "background_options"
             )
 
-    def _chat_fields(self) -> dict[str, Any]:
+    def _chat_fields(self, items: Sequence[Item]) -> dict[str, Any]:
         given = self.given
         fields: dict[str, Any] = {name: getattr(given, name) for name in _SAME_NAME}
-        messages = to_messages(self.items)
+        messages = to_messages(items)
         if given.instructions is not None:
             messages.insert(0, {"role": "system", "content": given.instructions})
         if not messages:

@@ -23,7 +23,7 @@ from bros.server.http import (
     query_choice,
     query_flag,
     query_int,
-    read_as,
+    read_held,
     validate,
 )
 from bros.server.openai.calls import BEST_EFFORT, slo_of
@@ -47,7 +47,7 @@ from bros.server.responses.schema import (
     InputTokens,
     ResponseObject,
 )
-from bros.server.sessions.joining import deadline_ms, join
+from bros.server.sessions.joining import join, metadata_of
 from bros.server.state import Jobs, ServerState, StopSignal
 
 # ---- POST /v1/responses
@@ -64,17 +64,20 @@ async def create_response(request: Request) -> Response:
     """Generate a response; with stream, as server-sent events."""
     state = ServerState.of(request)
     arrival_s = state.clock.now()
-    fields, call = await read_as(
-        request, state.max_body_bytes, lambda fields: (fields, ResponseCall(state, fields))
+    (metadata, call), held = await read_held(
+        request,
+        state.max_body_bytes,
+        lambda fields: (metadata_of(fields), ResponseCall(state, fields)),
     )
     await _continue(request, call)
     if call.given.background:
         await _check_prompt(state, call, state.tenant(request))
-        return await _begin(request, fields, call)
-    session_call = join(request, fields, call)
-    due_ms = None if session_call is None else deadline_ms(fields)
+        response = await _begin(request, call)
+        held.release()
+        return response
+    session_call, due_ms = join(request, metadata, call)
     make = partial(ResponseExchange, jobs=Jobs.of(request))
-    return await respond(request, call, arrival_s, session_call, due_ms, make)
+    return await respond(request, call, arrival_s, held, session_call, due_ms, make)
 
 
 async def _check_prompt(state: ServerState, call: ResponseCall, tenant: str) -> None:
@@ -143,7 +146,7 @@ class ResponseExchange(Exchange):
                 background=False,
                 created_at=response.created_at,
                 expires_at=int(now + state.config.response_ttl),
-                input=json.dumps(call.items),
+                input=call.input_json,
                 body=body,
             )
             self._jobs.responses.put(stored, state.accounts.limits(self._tenant))
@@ -174,7 +177,7 @@ class _ResponseStream(AnswerStream):
         return self._response_writer.fail(failure)
 
 
-async def _begin(request: Request, fields: Mapping[str, Any], call: ResponseCall) -> Response:
+async def _begin(request: Request, call: ResponseCall) -> Response:
     """Store a background response, which a BackgroundRunner will run."""
     state, jobs, given = ServerState.of(request), Jobs.of(request), call.given
     tenant, now = state.tenant(request), state.clock.unix_time()
@@ -203,9 +206,9 @@ async def _begin(request: Request, fields: Mapping[str, Any], call: ResponseCall
             created_at=response.created_at,
             expires_at=int(deadline_at + state.config.response_ttl),
             deadline_at=deadline_at,
-            input=json.dumps(call.items),
+            input=call.input_json,
             body=body,
-            request=json.dumps({**fields, "input": []}),
+            request=call.request,
         )
         jobs.responses.put(stored, state.accounts.limits(tenant))
         return body
@@ -394,7 +397,7 @@ async def list_input_items(request: Request) -> Response:
 async def count_input_tokens(request: Request) -> Response:
     """The number of tokens of the prompt that a request to /v1/responses would have."""
     state, tenant = ServerState.of(request), ServerState.tenant(request)
-    call = await read_as(
+    call, _ = await read_held(
         request, state.max_body_bytes, lambda fields: ResponseCall(state, _prompt_only(fields))
     )
     await _continue(request, call)

@@ -32,39 +32,53 @@ _NODE_HEADERS = ("x-bros-node",)
 _INPUT_HEADERS = ("x-bros-inputs",)
 _SESSION_FIELD, _NODE_FIELD, _INPUT_FIELD = "bros_session", "bros_node", "bros_inputs"
 _DEADLINE_FIELD = "bros_deadline_ms"
+_FIELDS = (_SESSION_FIELD, _NODE_FIELD, _INPUT_FIELD, _DEADLINE_FIELD)
 _ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@~-]{0,127}")
 
 
-def join(request: Request, fields: Mapping[str, Any], call: Call) -> PlainCall | None:
-    """Add a request to the session that a header or the body's metadata names; None if neither
-    names one.
+def metadata_of(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a body's metadata say about sessions, so that nothing else of the body is kept."""
+    metadata = fields.get("metadata")
+    if not isinstance(metadata, dict):
+        return {}
+    found = {name: metadata[name] for name in _FIELDS if metadata.get(name) is not None}
+    # Of what is refused later only the type counts.
+    return {name: value if isinstance(value, str) else False for name, value in found.items()}
 
-    fields: its body, which `call` was read from.
+
+def join(
+    request: Request, metadata: Mapping[str, Any], call: Call
+) -> tuple[PlainCall | None, float | None]:
+    """Add a request to the session that a header or the body's metadata names. Returns its place
+    there and its deadline in milliseconds, each None if there is none.
+
+    metadata: see metadata_of.
     Raises InvalidRequestError for an invalid id or name, and what SessionService.join raises.
     """
     state = ServerState.of(request)
     if state.sessions is None:
-        return None
-    session_id, param = _find(request, fields, SESSION_HEADERS, _SESSION_FIELD)
+        return None, None
+    session_id, param = _find(request, metadata, SESSION_HEADERS, _SESSION_FIELD)
     if session_id is None:
-        return None
+        return None, None
     if not _ID.fullmatch(session_id):
         message = f"'{param}' must match {_ID.pattern}."
         raise InvalidRequestError(message, param=param, code="invalid_value")
-    node, param = _find(request, fields, _NODE_HEADERS, _NODE_FIELD)
+    node, param = _find(request, metadata, _NODE_HEADERS, _NODE_FIELD)
     if node is not None and len(node) > MAX_NAME_CHARS:
         message = f"'{param}' must have at most {MAX_NAME_CHARS} characters."
         raise InvalidRequestError(message, param=param, code="invalid_value")
-    prompt = _prompt(call.body, _inputs(request, fields))
-    deadline_ms(fields)  # refuse an invalid deadline before the session is created
-    return state.sessions.join(
+    prompt = _prompt(call.body, _inputs(request, metadata))
+    due_ms = _deadline_ms(metadata)  # an invalid one is refused before the session is created
+    session_call = state.sessions.join(
         state.tenant(request), session_id, node or "", id_prefix=call.id_prefix, prompt=prompt
     )
+    return session_call, due_ms
 
 
-def _inputs(request: Request, fields: Mapping[str, Any]) -> Sequence[str]:
+def _inputs(request: Request, metadata: Mapping[str, Any]) -> Sequence[str]:
     """The ids of earlier responses that the prompt contains, as the client says."""
-    listed, param = _find(request, fields, _INPUT_HEADERS, _INPUT_FIELD)
+    listed, param = _find(request, metadata, _INPUT_HEADERS, _INPUT_FIELD)
     call_ids = [call_id.strip() for call_id in (listed or "").split(",") if call_id.strip()]
     if len(call_ids) > MAX_INPUTS:
         message = f"'{param}' must have at most {MAX_INPUTS} ids, got {len(call_ids)}."
@@ -102,27 +116,25 @@ def _call_text(name: str, arguments: str) -> str:
 
 
 def _find(
-    request: Request, fields: Mapping[str, Any], headers: Sequence[str], field: str
+    request: Request, metadata: Mapping[str, Any], headers: Sequence[str], field: str
 ) -> tuple[str | None, str]:
     """(value, where it was found). Headers take precedence over metadata."""
     for header in headers:
         if header in request.headers:
             return request.headers[header], header
-    return _metadata(fields, field), f"metadata.{field}"
+    return _value(metadata, field), f"metadata.{field}"
 
 
-def _metadata(fields: Mapping[str, Any], field: str) -> str | None:
-    metadata, param = fields.get("metadata"), f"metadata.{field}"
-    value = metadata.get(field) if isinstance(metadata, dict) else None
+def _value(metadata: Mapping[str, Any], field: str) -> str | None:
+    value, param = metadata.get(field), f"metadata.{field}"
     if value is not None and not isinstance(value, str):
         message = f"'{param}' must be a string."
         raise InvalidRequestError(message, param=param, code="invalid_type")
     return value
 
 
-def deadline_ms(fields: Mapping[str, Any]) -> float | None:
-    """The deadline in the body's metadata, if any. Raises InvalidRequestError."""
-    text = _metadata(fields, _DEADLINE_FIELD)
+def _deadline_ms(metadata: Mapping[str, Any]) -> float | None:
+    text = _value(metadata, _DEADLINE_FIELD)
     param = f"metadata.{_DEADLINE_FIELD}"
     return None if text is None else to_milliseconds(text, f"'{param}'", param)
 
