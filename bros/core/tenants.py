@@ -30,8 +30,8 @@ class Resource(enum.StrEnum):
         ended, so in its queue or running. Rows of batches do not count, since batches have limits
         of their own.
     SESSIONS: open sessions.
-    SESSION_CHARS: characters of templates and values in open sessions; their calls and variables
-        count as further ones.
+    SESSION_CHARS: characters of templates and values in open sessions; their calls and variables,
+        tokens of prompts and bytes of sampling parameters count as further ones.
     WAITS: requests of clients that wait for values of sessions or for the end of background
         responses.
     FILES, FILE_BYTES: files in the store; the bytes of uploads count while they are received, and

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import tracemalloc
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -302,3 +303,17 @@ def test_calls_of_a_session_know_how_far_others_begin_like_them() -> None:
     few.add(pieces_of("ab"), {})
     few.add(pieces_of("cd"), {})
     assert few.add(pieces_of("ab"), {}).earlier == 0
+
+
+def test_a_prompt_that_waits_takes_a_few_bytes_per_token() -> None:
+    token_ids = tuple(range(100_000, 200_000))
+    tracemalloc.start()
+    try:
+        prompt = Prompt(SHARING, [1])
+        prompt.add(token_ids)
+        prompt.add(token_ids, "v")
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 6 * prompt.num_tokens
+    assert prompt.token_ids() == (1, *token_ids, *token_ids)

@@ -222,3 +222,55 @@ async def test_files_count_while_they_are_received(tmp_path: Path, keys: dict[st
         refused_for_all(await upload("bob", declared), "--max-file-bytes", "60")
         error = assert_envelope(await upload("bob", begin + b"x" * 2**21), 400)
         assert "The limit of this server" in error["message"]
+
+
+BIAS = {"logit_bias": {str(token): 1 for token in range(200)}}
+BIAS_BYTES = 20_000
+WAITS = "{{input:x}}{{output:y}}"
+
+
+def session_chars(server: Server) -> int:
+    return server.accounts.used("", Resource.SESSION_CHARS)
+
+
+async def test_sampling_parameters_of_sessions_count() -> None:
+    """Those that calls of a program have in common once: they are in memory once."""
+    server = Server(max_session_chars=150_000)
+    session = await SessionClient.open(server.http, sampling={"stop": ["x" * 100]})
+    assert session_chars(server) == 150
+    outputs = [{"name": "x"}, {"name": "y", "sampling": BIAS}]
+    for _ in range(2):
+        before = session_chars(server)
+        await session.call(WAITS, parameters=outputs)
+        assert session_chars(server) - before > BIAS_BYTES
+    before = session_chars(server)
+    calls = [{"template": WAITS, "parameters": outputs}] * 3
+    ok(await session.ask("POST", "/requests", json={"requests": calls}))
+    added = session_chars(server) - before
+    assert BIAS_BYTES < added < BIAS_BYTES + 3 * (CALL_CHARS + 2 * VARIABLE_CHARS) + 500
+    for _ in range(10):
+        refused = await session.submit(template=WAITS, parameters=outputs)
+    refused_for_all(refused, "--max-session-chars", "60")
+    too_much = {"stop": ["x" * 1_000] * 4, **BIAS}
+    refused = await server.http.post("/v1/sessions", json={"sampling": too_much})
+    refused_for_all(refused, "--max-session-chars", "60")
+    await session.ask("DELETE")
+    assert server.accounts.held == {}
+
+
+async def test_prompts_count_while_their_calls_run() -> None:
+    server = Server()
+    server.engine.hold_after = 0
+    session = await SessionClient.open(server.http)
+    text = "x" * 300  # as many tokens
+    made = await session.call(
+        "{{input:x}}{{output:y}}", parameters=[{"name": "x", "value": text}, {"name": "y"}]
+    )
+    waiting = asyncio.create_task(session.value(made["y"]))
+    await asyncio.wait_for(server.engine.holding.wait(), timeout=10.0)
+    records = CALL_CHARS + 2 * VARIABLE_CHARS
+    assert session_chars(server) == records + len(text) + 300
+    server.engine.go_on.set()
+    answer = await waiting
+    await asyncio.sleep(0.01)
+    assert session_chars(server) == records + len(text) + len(answer)

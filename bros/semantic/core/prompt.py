@@ -136,7 +136,7 @@ class Prompt:
 
     def __init__(self, sharing: PromptSharing, beginning: Sequence[int] = ()) -> None:
         """beginning: the tokens before the first piece."""
-        self._token_ids = list(beginning)
+        self._token_ids = array("i", beginning)  # 4 bytes each: thousands of calls may wait
         self._salt = sharing.private_salt
         self._hash = _digest(repr((sharing.model, sharing.tenant)).encode(), beginning)
         self._constant: int | None = None
@@ -161,6 +161,7 @@ class Prompt:
         return tuple(self._prefixes)
 
     def token_ids(self) -> tuple[int, ...]:
+        """A copy, which takes ten times as much memory; for as long as it is needed."""
         return tuple(self._token_ids)
 
     def add(self, token_ids: Sequence[int], variable: str | None = None) -> None:
@@ -169,7 +170,7 @@ class Prompt:
             self._constant = len(self._token_ids)
             if self._salt is not None:
                 self._hash = _digest(self._hash + self._salt.encode(), (), _PRIVATE)
-        self._token_ids += token_ids
+        self._token_ids.extend(token_ids)
         self._hash = _digest(self._hash, token_ids)
         prefix = PrefixView(offset=len(self._token_ids), hash=self._hash.hex(), after=variable)
         self._prefixes.append(prefix)

@@ -403,6 +403,25 @@ class SubmissionReader:
         return Submission(call, is_text, names, wanted, text_chars)
 
 
+def counted_chars(
+    submissions: Sequence[Submission],
+) -> Generator[None, None, list[int]]:
+    """What the texts and sampling parameters of each call of a program take, in characters, in
+    slices. Parameters that several calls have in common count for the first one."""
+    found: list[int] = []
+    counted: set[int] = set()
+    for submission in submissions:
+        chars = submission.text_chars
+        for piece in submission.call.pieces:
+            if isinstance(piece, OutputPiece) and id(piece.sampling) not in counted:
+                counted.add(id(piece.sampling))
+                chars += piece.sampling.num_bytes
+        found.append(chars)
+        if not len(found) % _SLICE:
+            yield
+    return found
+
+
 class _ProgramCache:
     """Caches what the calls of one program have in common: pieces, transforms and sampling."""
 
@@ -524,10 +543,11 @@ class _ParameterReader:
         raise InvalidRequestError(message, f"{self._place}.{field}")
 
 
-def check_sampling(sampling: Mapping[str, Any]) -> None:
-    """Raises InvalidRequestError (param "sampling.…") for invalid sampling parameters."""
+def check_sampling(sampling: Mapping[str, Any]) -> int:
+    """Returns their memory in bytes. Raises InvalidRequestError (param "sampling.…") for invalid
+    sampling parameters."""
     _check_names("sampling", sampling)
-    _ParameterReader(None, Parameter(name="")).sampling(_without_none(sampling))
+    return _ParameterReader(None, Parameter(name="")).sampling(_without_none(sampling)).num_bytes
 
 
 def _overridden(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

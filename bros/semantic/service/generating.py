@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +29,7 @@ from bros.core.errors import (
 from bros.core.grammars import is_json
 from bros.core.interfaces import EngineClient
 from bros.core.request import FinishReason, Grammar, Hints, SamplingParams, ServiceClass, Slo
+from bros.semantic.core.prompt import Prompt
 from bros.semantic.errors import FailedStage
 from bros.semantic.service.live import SessionSettings
 from bros.text.answers import AnswerParsing
@@ -184,13 +185,14 @@ class LlmCallFailedError(Exception):
 class LlmRequest:
     """An LLM call as a request for the engine.
 
+    prompt: which is not extended while the call runs.
     arrival_s: time when its last input was set.
     grammar: as in OutputPiece.
     parsing: as in OutputPiece.
     """
 
     request_id: str
-    token_ids: Sequence[int]
+    prompt: Prompt
     sampling: SamplingParams
     tenant: str
     arrival_s: float
@@ -335,7 +337,7 @@ class LlmCallGenerator:
         """Submit the request once."""
         terms = watcher.terms()
         generation = await self._generator.start(
-            [request.token_ids],
+            [request.prompt.token_ids()],
             request.sampling,
             request_id=request_id,
             service_class=terms.service_class,

@@ -177,7 +177,8 @@ class CallRecord:
 
     prompt: its tokens; None after its end, and for calls that the session does not run.
     prefixes: prefixes of the whole prompt, after its end.
-    text_chars: characters of its template.
+    text_chars: characters of its template, see counted_chars.
+    counted_tokens: how many tokens of its prompt count for the session.
     shared: how far its prompt begins like those of other calls of the session.
     counted: whether its end is counted in the figures.
     llm_calls: records of its LLM calls by index.
@@ -192,6 +193,7 @@ class CallRecord:
     prompt: Prompt | None = None
     prefixes: tuple[PrefixView, ...] = ()
     text_chars: int = 0
+    counted_tokens: int = 0
     shared: SharedBeginning = field(default_factory=SharedBeginning)
     counted: bool = False
     llm_calls: dict[int, LlmCallRecord] = field(default_factory=dict)
@@ -344,7 +346,9 @@ class ServedSession:
         loop, so that a burst of them does not block it.
     submitting: held by the program that is being added, because that takes several turns of the
         event loop if it is large.
-    text_chars: characters of all templates with a record.
+    text_chars: characters of all templates with a record, see counted_chars.
+    sampling_bytes: memory of `sampling`.
+    prompt_tokens: tokens of all prompts with a record.
     num_plain: running requests of plain clients.
     only_plain: whether a plain client opened it and only plain clients have used it.
     last_plain: call name -> engine requests whose KV is pinned for the plain client's next request
@@ -382,6 +386,8 @@ class ServedSession:
     starting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(STARTS_PER_TURN))
     submitting: asyncio.Lock = field(default_factory=asyncio.Lock)
     text_chars: int = 0
+    sampling_bytes: int = 0
+    prompt_tokens: int = 0
     num_plain: int = 0
     only_plain: bool = False
     last_plain: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -410,11 +416,20 @@ class ServedSession:
         return self.records.setdefault(call_id, CallRecord())
 
     def count_chars(self) -> None:
-        """Count the characters of its templates and values, and its calls and variables, to its
-        tenant, as they are now."""
+        """Count the characters of its templates and values, its sampling parameters, the tokens of
+        its prompts, and its calls and variables, to its tenant, as they are now. A token takes as
+        much memory as a character may."""
         graph = self.machine.graph
         records = CALL_CHARS * len(graph.calls) + VARIABLE_CHARS * len(graph.variables)
-        self.held_chars.resize(self.text_chars + self.machine.value_chars + records)
+        texts = self.text_chars + self.sampling_bytes + self.machine.value_chars
+        self.held_chars.resize(texts + self.prompt_tokens + records)
+
+    def count_prompt(self, record: CallRecord) -> None:
+        """The prompt of a call was extended or dropped."""
+        tokens = 0 if record.prompt is None else record.prompt.num_tokens
+        self.prompt_tokens += tokens - record.counted_tokens
+        record.counted_tokens = tokens
+        self.count_chars()
 
     def remember_answer(
         self, key: str, calls: Sequence[CallSpec], answer: Sequence[SubmittedCall]

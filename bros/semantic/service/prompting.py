@@ -68,28 +68,34 @@ class Prompter:
         async with record.lock:
             prompt = record.prompt
             assert prompt is not None, "the call is open and not native"
-            yielder, limit = _LoopYielder(), self._engine.info.max_model_len
-            for piece in llm_call.call.pieces[prompt.num_pieces : llm_call.prompt_end]:
-                first = not prompt.num_tokens
-                variable: Variable | None = None
-                if not isinstance(piece, Text):
-                    variable = session.machine.graph.variables[piece.variable_id]
-                    if not isinstance(piece, InputPiece) or variable.text is None:
-                        break
-                try:
-                    if prompt.num_tokens >= limit:
-                        raise PromptTooLongError(prompt.num_tokens, limit, exact=False)
-                    if isinstance(piece, Text):
-                        await yielder.before(len(piece.text))
-                        prompt.add(await self._constant(session.tenant, piece.text, first=first))
-                    elif variable is not None:
-                        await yielder.before(len(variable.text or ""))
-                        value = await self._value(session.tenant, piece, variable, first=first)
-                        prompt.add(value, variable.id)
-                except PromptTooLongError as error:
-                    name = None if variable is None else variable.id
-                    raise LlmCallFailedError(FailedStage.FILL, str(error), name) from error
+            try:
+                await self._extend(session, llm_call, prompt)
+            finally:
+                session.count_prompt(record)
             return prompt
+
+    async def _extend(self, session: ServedSession, llm_call: LlmCall, prompt: Prompt) -> None:
+        yielder, limit = _LoopYielder(), self._engine.info.max_model_len
+        for piece in llm_call.call.pieces[prompt.num_pieces : llm_call.prompt_end]:
+            first = not prompt.num_tokens
+            variable: Variable | None = None
+            if not isinstance(piece, Text):
+                variable = session.machine.graph.variables[piece.variable_id]
+                if not isinstance(piece, InputPiece) or variable.text is None:
+                    break
+            try:
+                if prompt.num_tokens >= limit:
+                    raise PromptTooLongError(prompt.num_tokens, limit, exact=False)
+                if isinstance(piece, Text):
+                    await yielder.before(len(piece.text))
+                    prompt.add(await self._constant(session.tenant, piece.text, first=first))
+                elif variable is not None:
+                    await yielder.before(len(variable.text or ""))
+                    value = await self._value(session.tenant, piece, variable, first=first)
+                    prompt.add(value, variable.id)
+            except PromptTooLongError as error:
+                name = None if variable is None else variable.id
+                raise LlmCallFailedError(FailedStage.FILL, str(error), name) from error
 
     async def encode(self, tenant: str, text: str) -> tuple[int, ...]:
         """The tokens of a text inside a prompt."""

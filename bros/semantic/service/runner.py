@@ -416,6 +416,7 @@ class ProgramRunner:
         record.pinned.clear()
         if record.prompt is not None:
             record.prefixes, record.prompt = record.prompt.prefixes, None
+            session.count_prompt(record)
 
     async def _prepare(self, session: ServedSession, llm_call: LlmCall) -> LlmRequest:
         """Complete the prompt of an LLM call."""
@@ -440,7 +441,7 @@ class ProgramRunner:
         assert llm_call.ready_s is not None, "the LLM call has been started"
         return LlmRequest(
             request_id=call.id if len(call.llm_calls) == 1 else f"{call.id}.{llm_call.index}",
-            token_ids=token_ids,
+            prompt=prompt,
             sampling=piece.sampling,
             grammar=piece.grammar,
             parsing=piece.parsing,
@@ -452,7 +453,8 @@ class ProgramRunner:
         self, session: ServedSession, llm_call: LlmCall, generated: LlmAnswer
     ) -> None:
         """Transform the generated text, extend the prompt by it, and finish the LLM call."""
-        piece, prompt = _output_piece(llm_call), session.record(llm_call.call.id).prompt
+        piece, record = _output_piece(llm_call), session.record(llm_call.call.id)
+        prompt = record.prompt
         assert prompt is not None
         no_stop = not piece.sampling.stop
         sequence = generated.token_ids
@@ -468,6 +470,7 @@ class ProgramRunner:
         elif no_stop and self._is_exact(generated):
             token_ids = generated.token_ids
         prompt.add(sequence, llm_call.output.id)
+        session.count_prompt(record)
         now = self._clock.now()
         self._learn(session, llm_call, generated, now)
         session.machine.finished(llm_call, text, token_ids, now)

@@ -28,7 +28,12 @@ from bros.semantic.core.nodes import (
 )
 from bros.semantic.core.prompt import Prompt, PromptSharing, RequestedPrefixes
 from bros.semantic.core.session import SessionStateMachine
-from bros.semantic.core.submission import Submission, SubmissionReader, check_sampling
+from bros.semantic.core.submission import (
+    Submission,
+    SubmissionReader,
+    check_sampling,
+    counted_chars,
+)
 from bros.semantic.errors import (
     NO_CLIENT_HAS_SET,
     ConflictError,
@@ -406,7 +411,8 @@ class SessionService:
         """
         if ttl_s is not None and not 0.0 < ttl_s < math.inf:
             raise InvalidRequestError(f"ttl_s must be more than 0, got {ttl_s!r}.", "ttl_s")
-        check_sampling(sampling or {})
+        sampling_bytes = check_sampling(sampling or {})
+        self._accounts.check(tenant, Resource.SESSION_CHARS, sampling_bytes)
         if session_id is not None:
             self._check_new_id(tenant, session_id)
         session = self._open(
@@ -418,7 +424,9 @@ class SessionService:
             shared_with=sharing,
             metadata=dict(metadata or {}),
             sampling=dict(sampling or {}),
+            sampling_bytes=sampling_bytes,
         )
+        session.count_chars()
         return view_summary(session, self._clock.now())
 
     def ensure(self, tenant: str, session_id: str) -> None:
@@ -490,11 +498,12 @@ class SessionService:
                 raise ConflictError(message, "key_reused", "key")
             return answer
         found = yield from self._reader.reading(calls, session.sampling)
-        text_chars = sum(submission.text_chars for submission in found)
+        chars = yield from counted_chars(found)
+        text_chars = sum(chars)
         if session.text_chars + text_chars > self._settings.max_chars:
             raise SessionLimitError(
-                f"The templates of the session would have more than {self._settings.max_chars} "
-                "characters."
+                "The templates and sampling parameters of the session would have more than "
+                f"{self._settings.max_chars} characters."
             )
         value_chars = sum(len(value) for each in found for value in each.call.values.values())
         names = {each for submission in found for each in submission.variables.values()}
@@ -506,7 +515,7 @@ class SessionService:
         records: dict[str, CallRecord] = {}
         answer = []
         for number, submission in enumerate(found, start=1):
-            records[submission.call.id] = self._new_record(session, submission)
+            records[submission.call.id] = self._new_record(session, submission, chars[number - 1])
             answer.append(
                 SubmittedCall(request_id=submission.call.id, variables=dict(submission.variables))
             )
@@ -807,14 +816,14 @@ class SessionService:
             self._find(tenant, session_id)
             raise ConflictError(f"There is a session {session_id!r} already.", "already_exists")
 
-    def _new_record(self, session: ServedSession, submission: Submission) -> CallRecord:
+    def _new_record(self, session: ServedSession, submission: Submission, chars: int) -> CallRecord:
         if submission.call.kind is CallKind.NATIVE:
             return CallRecord()
         beginning = self._runner.text_beginning if submission.is_text else ()
         prompt = Prompt(session.sharing, beginning)
         return CallRecord(
             prompt=prompt,
-            text_chars=submission.text_chars,
+            text_chars=chars,
             shared=session.planned.add(submission.call.pieces, submission.call.values),
         )
 
