@@ -268,6 +268,7 @@ def with_jobs(state: ServerState, store: Store) -> ServerState:
         runner=runner,
         background=BackgroundRunner(runner.context, store.responses, handler),
         running=running,
+        accounts=state.accounts,
     )
     return dataclasses.replace(state, jobs=jobs)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from bros.batch.store import open_store
 from bros.core.config import RT_SLOWDOWN, WEIGHT, EngineConfig, ServerConfig
 from bros.core.errors import ConfigError
 from bros.core.interfaces import ClassStats, EngineStats, RequestTrace
@@ -460,6 +463,51 @@ async def test_large_inputs_use_cpu_time_of_their_tenant(working: Server) -> Non
             answer = await working.http.post("/tokenize", json=body, headers=of("cid"))
             statuses.append(answer.status_code)
     assert statuses[0] == 200 and working.accounts.cpu_wait_s("ann") == 0
+
+
+async def test_short_texts_of_sessions_use_cpu_time_and_wait_without_any(working: Server) -> None:
+    """A body of 4 MB has 1,000 of them, which take seconds."""
+
+    async def ask(name: str) -> None:
+        url, headers = "/v1/sessions", of(name)
+        opened = (await working.http.post(url, json={}, headers=headers)).json()["id"]
+        body: dict[str, Any] = {
+            "template": "Say {{input:x}}: {{output:y}}",
+            "parameters": [{"name": "x", "value": "a" * 300}, {"name": "y", "criteria": {}}],
+        }
+        url = f"{url}/{opened}/requests"
+        assert (await working.http.post(url, json=body, headers=headers)).status_code == 200
+
+    spent: Counter[str] = Counter()
+    spend = working.accounts.spend
+
+    def noted(tenant: str, cpu_s: float) -> None:
+        spent[tenant] += 1
+        spend(tenant, cpu_s)
+
+    working.accounts.spend = noted  # type: ignore[method-assign]
+    spend("ann", 4.0)
+    await ask("ann")
+    await ask("bob")
+    await until(lambda: "bob" in {each.tenant for each in working.engine.submitted})
+    assert spent["bob"] > 0
+    await asyncio.sleep(0.2)
+    assert {each.tenant for each in working.engine.submitted} == {"bob"}
+
+
+async def test_stored_responses_use_cpu_time(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    server = Server(jobs_in=store)
+    spent: list[float] = []
+    server.accounts.spend = lambda tenant, cpu_s: spent.append(cpu_s)  # type: ignore[method-assign]
+    made = (await server.http.post("/v1/responses", json={"input": "Hi"})).json()
+    spent.clear()
+    for path in ("", "/input_items"):
+        answer = await server.http.get(f"/v1/responses/{made['id']}{path}")
+        assert answer.status_code == 200
+        assert sum(spent) > 0
+        spent.clear()
+    store.close()
 
 
 async def test_bodies_that_are_received_are_limited_by_tenant(working: Server) -> None:

@@ -115,7 +115,7 @@ class ProgramRunner:
         self._estimates = Estimates()
         self._submitted = SubmittedPieces()
         self._encoder = PieceEncoder(tokenizer, chat.escape)
-        self._prompter = Prompter(self._encoder, threads, transforms, engine)
+        self._prompter = Prompter(self._encoder, threads, transforms, engine, accounts)
         self._llm_calls = LlmCallGenerator(generator, engine, clock, settings)
         self._open = generator.open
         self._prefiller = Prefiller(

@@ -59,7 +59,7 @@ async def create_batch(request: Request) -> Response:
     window_s = parse_window(wanted.completion_window)
     now, tenant = state.clock.unix_time(), state.tenant(request)
     try:
-        file = await jobs.io(jobs.files.get, tenant, wanted.input_file_id, now)
+        file = await jobs.io(tenant, jobs.files.get, tenant, wanted.input_file_id, now)
     except NotFoundError as error:
         raise NotFoundError(str(error), "input_file_id", error.code) from None
     if file.purpose != "batch":
@@ -85,7 +85,7 @@ async def create_batch(request: Request) -> Response:
         output_life_s=None if expires is None else expires.seconds,
         rt_slowdown=wanted.rt_slowdown,
     )
-    await jobs.io(jobs.batches.create, batch, state.accounts.limits(tenant))
+    await jobs.io(tenant, jobs.batches.create, batch, state.accounts.limits(tenant))
     jobs.runner.wake()
     return json_response(BatchObject.of(batch))
 
@@ -97,7 +97,7 @@ async def list_batches(request: Request) -> Response:
     limit = query_int(query, "limit", _BATCH_PAGE, low=1, high=_MAX_BATCH_PAGE)
     page = Page(limit=limit, after=query.get("after"))
     tenant = ServerState.of(request).tenant(request)
-    batches, has_more = await jobs.io(jobs.batches.page, tenant, page)
+    batches, has_more = await jobs.io(tenant, jobs.batches.page, tenant, page)
     return json_response(
         BatchList(
             data=[BatchObject.of(batch) for batch in batches],
@@ -112,7 +112,7 @@ async def retrieve_batch(request: Request) -> Response:
     """The state and progress of a batch."""
     jobs = Jobs.of(request)
     tenant = ServerState.of(request).tenant(request)
-    batch = await jobs.io(jobs.batches.get, tenant, request.path_params["id"])
+    batch = await jobs.io(tenant, jobs.batches.get, tenant, request.path_params["id"])
     return json_response(BatchObject.of(batch))
 
 
@@ -121,7 +121,7 @@ async def cancel_batch(request: Request) -> Response:
     jobs = Jobs.of(request)
     state = ServerState.of(request)
     tenant, now = state.tenant(request), state.clock.unix_time()
-    batch = await jobs.io(jobs.batches.cancel, tenant, request.path_params["id"], now)
+    batch = await jobs.io(tenant, jobs.batches.cancel, tenant, request.path_params["id"], now)
     jobs.runner.wake()
     return json_response(BatchObject.of(batch))
 
@@ -323,7 +323,7 @@ async def create_file(request: Request) -> Response:
     tenant = state.tenant(request)
     limits, together = state.accounts.limits(tenant), state.accounts.together
     now, stored = state.clock.unix_time(), jobs.stored_bytes
-    stored.read(tenant, await jobs.io(jobs.files.check_room, tenant, now, limits, together))
+    stored.read(tenant, await jobs.io(tenant, jobs.files.check_room, tenant, now, limits, together))
     with (
         state.accounts.count(tenant, Resource.FILE_BYTES, 0) as held,
         jobs.files.bodies.new() as body,
@@ -347,7 +347,7 @@ async def create_file(request: Request) -> Response:
                 param="file",
                 code="file_too_large",
             )
-        await jobs.io(body.finish)
+        await jobs.io(tenant, body.finish)
         created_at = int(state.clock.unix_time())
         life_s = FILE_LIFE_S if fields.purpose == "batch" else None
         if fields.expires_after is not None:
@@ -362,7 +362,7 @@ async def create_file(request: Request) -> Response:
             created_at=created_at,
             expires_at=None if life_s is None else created_at + life_s,
         )
-        file = await jobs.io(jobs.files.add, body, file, limits, together)
+        file = await jobs.io(tenant, jobs.files.add, body, file, limits, together)
         stored.add(tenant, file.num_bytes)
         return json_response(FileObject.of(file))
 
@@ -384,9 +384,11 @@ async def list_files(request: Request) -> Response:
         after=query.get("after"),
         newest_first=query_choice(query, "order", _ORDERS) == "desc",
     )
+    tenant = state.tenant(request)
     files, has_more = await jobs.io(
+        tenant,
         jobs.files.page,
-        state.tenant(request),
+        tenant,
         page,
         state.clock.unix_time(),
         query.get("purpose"),
@@ -410,7 +412,7 @@ async def file_content(request: Request) -> Response:
     """The content of a file."""
     jobs = Jobs.of(request)
     file = await _file(request)
-    path = await jobs.io(jobs.files.body, file)
+    path = await jobs.io(file.tenant, jobs.files.body, file)
     return FileResponse(path, filename=file.filename, media_type="application/octet-stream")
 
 
@@ -418,15 +420,15 @@ async def delete_file(request: Request) -> Response:
     """Delete a file. A batch that uses it continues."""
     jobs = Jobs.of(request)
     state, file_id = ServerState.of(request), request.path_params["id"]
-    now = state.clock.unix_time()
-    await jobs.io(jobs.files.delete, state.tenant(request), file_id, now)
+    tenant, now = state.tenant(request), state.clock.unix_time()
+    await jobs.io(tenant, jobs.files.delete, tenant, file_id, now)
     return json_response(DeletedFile(id=file_id))
 
 
 async def _file(request: Request) -> StoredFile:
     state, jobs = ServerState.of(request), Jobs.of(request)
     tenant, now = state.tenant(request), state.clock.unix_time()
-    return await jobs.io(jobs.files.get, tenant, request.path_params["id"], now)
+    return await jobs.io(tenant, jobs.files.get, tenant, request.path_params["id"], now)
 
 
 def _fields(upload: Upload) -> dict[str, object]:

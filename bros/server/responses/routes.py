@@ -20,6 +20,7 @@ from bros.server.http import (
     check_query_names,
     json_response,
     offload,
+    offload_reply,
     query_choice,
     query_flag,
     query_int,
@@ -101,7 +102,7 @@ async def _continue(request: Request, call: ResponseCall) -> None:
     def load() -> None:
         call.continue_from(jobs.responses.conversation(tenant, previous_id, now))
 
-    await jobs.io(load)
+    await jobs.io(tenant, load)
 
 
 class ResponseExchange(Exchange):
@@ -151,7 +152,7 @@ class ResponseExchange(Exchange):
             )
             self._jobs.responses.put(stored, state.accounts.limits(self._tenant))
 
-        await self._jobs.io(put)
+        await self._jobs.io(self._tenant, put)
 
 
 class _ResponseStream(AnswerStream):
@@ -213,7 +214,7 @@ async def _begin(request: Request, call: ResponseCall) -> Response:
         jobs.responses.put(stored, state.accounts.limits(tenant))
         return body
 
-    body = await jobs.io(put)
+    body = await jobs.io(tenant, put)
     jobs.background.wake()
     if given.stream:
         return BackgroundStream(request, response.id, after=-1)
@@ -279,7 +280,7 @@ class BackgroundStream(EventStream):
             stored = self._jobs.responses.get(self._tenant, self._id, now)
             return stored.status.is_final, LiveResponse.of(stored.to_object())
 
-        return await self._jobs.io(load)
+        return await self._jobs.io(self._tenant, load)
 
     async def _send_those(self, response: LiveResponse, *, runs: bool) -> None:
         """Send the events of a response that have not been sent."""
@@ -329,7 +330,7 @@ async def cancel_response(request: Request) -> Response:
     state, jobs = ServerState.of(request), Jobs.of(request)
     now, tenant = state.clock.unix_time(), state.tenant(request)
     response_id = request.path_params["id"]
-    stored = await jobs.io(jobs.responses.cancel, tenant, response_id, now)
+    stored = await jobs.io(tenant, jobs.responses.cancel, tenant, response_id, now)
     jobs.background.wake()
     return await _reply(request, stored)
 
@@ -339,7 +340,7 @@ async def delete_response(request: Request) -> Response:
     state, jobs = ServerState.of(request), Jobs.of(request)
     now, tenant = state.clock.unix_time(), state.tenant(request)
     response_id = request.path_params["id"]
-    await jobs.io(jobs.responses.delete, tenant, response_id, now)
+    await jobs.io(tenant, jobs.responses.delete, tenant, response_id, now)
     jobs.background.wake()
     return json_response(DeletedResponse(id=response_id))
 
@@ -347,11 +348,16 @@ async def delete_response(request: Request) -> Response:
 async def _find(request: Request) -> StoredResponse:
     state, jobs = ServerState.of(request), Jobs.of(request)
     now, tenant = state.clock.unix_time(), state.tenant(request)
-    return await jobs.io(jobs.responses.get, tenant, request.path_params["id"], now)
+    return await jobs.io(tenant, jobs.responses.get, tenant, request.path_params["id"], now)
 
 
 async def _reply(request: Request, stored: StoredResponse) -> Response:
-    body = await Jobs.of(request).io(lambda: json.dumps(stored.to_object()))
+    state = ServerState.of(request)
+
+    def write() -> str:
+        return json.dumps(stored.to_object())
+
+    body = await offload_reply(state, state.tenant(request), write, len(stored.body))
     return Response(body, media_type="application/json")
 
 
@@ -391,7 +397,7 @@ async def list_input_items(request: Request) -> Response:
             has_more=begin + limit < len(items),
         ).model_dump_json()
 
-    return Response(await jobs.io(load), media_type="application/json")
+    return Response(await jobs.io(tenant, load), media_type="application/json")
 
 
 async def count_input_tokens(request: Request) -> Response:
