@@ -224,16 +224,13 @@ class ValidationTurns:
         self._gate = FairGate(1, 1)
         self._own: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def run(
-        self, tenant: str, checking: Checking, is_stopped: Callable[[], bool]
-    ) -> CheckedInput | None:
-        """The result of `checking`; None if it was stopped. is_stopped: asked before each turn."""
+    async def run(self, tenant: str, checking: Checking) -> CheckedInput:
+        """The result of `checking`. If the call is cancelled, the current turn is the last one."""
         async with self._own.setdefault(tenant, asyncio.Lock()):
-            while not is_stopped():
+            while True:
                 checked = await self._gate.run(tenant, lambda: self._go_on(checking))
                 if checked is not None:
                     return checked
-        return None
 
     def _go_on(self, checking: Checking) -> CheckedInput | None:
         """Have one turn. None: it was not the last one."""
@@ -494,7 +491,13 @@ class Job:
             functools.partial(context.handler.check, batch.tenant),
             group=context.settings.group_prefixes,
         )
-        checked = await context.validating.run(batch.tenant, checking, self._stopped.done)
+        validating = asyncio.ensure_future(context.validating.run(batch.tenant, checking))
+        try:
+            ends: tuple[asyncio.Future[Any], ...] = (validating, self._stopped)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            checked = validating.result() if validating.done() else None
+        finally:
+            await _cancel_all(validating)
         if checked is not None and checked.errors:
             await context.persist(context.store.fail, self.lease, checked.errors, self._now())
         elif checked is not None:

@@ -80,10 +80,11 @@ async def _running(
         await asyncio.gather(running, return_exceptions=True)
 
 
-def _submit(store: Store, tenant: str, num_rows: int) -> str:
-    content = input_lines([f"{tenant}.{number}" for number in range(1, num_rows + 1)])
-    store.put_file(content, file_id=f"file-{tenant}", tenant=tenant)
-    return store.put_batch(f"batch_{tenant}", tenant=tenant, content=content).id
+def _submit(store: Store, tenant: str, num_rows: int, name: str = "") -> str:
+    name = name or tenant
+    content = input_lines([f"{name}.{number}" for number in range(1, num_rows + 1)])
+    store.put_file(content, file_id=f"file-{name}", tenant=tenant)
+    return store.put_batch(f"batch_{name}", tenant=tenant, content=content).id
 
 
 async def _until_final(store: Store, tenant: str, batch_id: str) -> Batch:
@@ -105,6 +106,18 @@ async def test_a_large_file_of_one_tenant_is_validated_in_turns_with_those_of_ot
         assert found.status is BatchStatus.COMPLETED
         assert store.batches.get("ann", slow).status is BatchStatus.VALIDATING
         assert rows.checked.count("ann") < 50
+
+
+async def test_a_batch_that_waits_for_another_of_its_tenant_can_be_cancelled(store: Store) -> None:
+    slow, waiting = _submit(store, "ann", 400), _submit(store, "ann", 400, "more")
+    rows = _Rows()
+    async with _running(store, rows):
+        await asyncio.sleep(0.3)
+        for batch_id in (waiting, slow):
+            store.batches.cancel("ann", batch_id, NOW)
+            found = await _until_final(store, "ann", batch_id)
+            assert found.status is BatchStatus.CANCELLED
+        assert 0 < len(rows.checked) < 200
 
 
 async def test_a_batch_whose_results_do_not_fit_fails_with_what_it_has(store: Store) -> None:
