@@ -50,31 +50,37 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _CLIENT_CLOSED_REQUEST = 499  # as nginx logs it
 
 _SHOWN_PATH = 200
-_REFUSALS = frozenset({401, 403, 429})
-"""Statuses that cost a client nothing: some go to those without a key."""
-_REFUSAL_LINES, _REFUSAL_WINDOW_S = 30, 60.0
+_CHEAP_LINES, _CHEAP_WINDOW_S = 30, 60.0
 
 
-class _RefusalLog:
-    """Bounds the lines about refused requests: with one for each, clients could fill a disk."""
+class _CheapRequestLog:
+    """Bounds the lines about requests that cost a client nothing, not even a key: those to open
+    paths, and refused ones. With a line for each, clients could fill a disk.
+
+    Probes do not use up the lines of refusals: each kind has its own.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._window_ends_s = float("-inf")
-        self._lines = 0
+        self._lines: Counter[bool] = Counter()
         self._silent: Counter[int] = Counter()
 
-    def note(self, status: int) -> bool:
-        """Whether to log this refusal. Logs how many of the minute before were not."""
+    def note(self, path: str, status: int) -> bool:
+        """Whether to log this request. Logs how many of the minute before were not."""
+        is_open = path in OPEN_PATHS
+        if not is_open and not 400 <= status < 500:
+            return True
         now = self._clock.now()
         if now >= self._window_ends_s:
-            self._window_ends_s, self._lines = now + _REFUSAL_WINDOW_S, 0
+            self._window_ends_s = now + _CHEAP_WINDOW_S
+            self._lines.clear()
             if self._silent:
                 counts = (f"{count} with {code}" for code, count in sorted(self._silent.items()))
-                access_logger.warning("refused requests without a line: %s", ", ".join(counts))
+                access_logger.warning("requests without a line: %s", ", ".join(counts))
                 self._silent.clear()
-        self._lines += 1
-        if self._lines > _REFUSAL_LINES:
+        self._lines[is_open] += 1
+        if self._lines[is_open] > _CHEAP_LINES:
             self._silent[status] += 1
             return False
         return True
@@ -88,7 +94,7 @@ def _shown_path(scope: Scope) -> str:
 
 class RequestLog:
     """Sets x-request-id on every response, counts the response and logs one line; of refused
-    requests at most 30 in a minute.
+    requests and of those to open paths at most 30 each in a minute.
 
     A client's own x-request-id is kept if it is printable ASCII of at most 128 characters.
     """
@@ -99,7 +105,7 @@ class RequestLog:
         self._state = state
         self._paths = frozenset(route.path for route in routes)
         self._templates = [route for route in routes if route.param_convertors]
-        self._refusals = _RefusalLog(state.clock)
+        self._cheap = _CheapRequestLog(state.clock)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -123,7 +129,7 @@ class RequestLog:
             status = _CLIENT_CLOSED_REQUEST
         finally:
             self._state.metrics.http_request(self._label(scope["path"]), status)
-            if status not in _REFUSALS or self._refusals.note(status):
+            if self._cheap.note(scope["path"], status):
                 access_logger.info(
                     "%s %s %d %.1f ms %s",
                     scope["method"],

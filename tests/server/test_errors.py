@@ -269,18 +269,46 @@ async def test_the_log_shows_the_beginning_of_a_path(
     assert caplog.messages == [f"GET /{'x' * 199}... 404 0.0 ms id-1"]
 
 
-async def test_refused_requests_cannot_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("GET", "/v1/models", b"", 401),
+        ("GET", "/health", b"", 200),
+        ("GET", "/nothing", b"", 404),
+        ("DELETE", "/v1/models", b"", 405),
+        ("POST", "/tokenize", b"{", 400),
+        ("POST", "/tokenize", b"{}", 415),
+    ],
+)
+async def test_requests_that_cost_nothing_cannot_flood_the_log(
+    caplog: pytest.LogCaptureFixture, method: str, path: str, body: bytes, status: int
+) -> None:
     """Others have their line, and what had none is counted a minute later."""
     server = Server(api_key="secret")
     key = {"authorization": "Bearer secret"}
+    headers = {"content-type": "text/plain" if status == 415 else "application/json"}
+    headers |= {} if status in (200, 401) else key
+
+    async def send() -> None:
+        answer = await server.http.request(method, path, content=body, headers=headers)
+        assert answer.status_code == status
+
     with caplog.at_level(logging.INFO, logger="bros.access"):
-        for _ in range(1000):
-            assert (await server.http.get("/v1/models")).status_code == 401
+        for _ in range(100):
+            await send()
         assert len(caplog.messages) == 30
         assert (await server.http.get("/v1/models", headers=key)).status_code == 200
         assert len(caplog.messages) == 31
         server.clock.advance(60.0)
-        await server.http.get("/v1/models")
-    assert caplog.messages[31] == "refused requests without a line: 970 with 401"
-    assert " 401 " in caplog.messages[32] and len(caplog.messages) == 33
-    await server.http.aclose()
+        await send()
+    assert caplog.messages[31] == f"requests without a line: 70 with {status}"
+
+
+async def test_probes_do_not_hide_refusals_in_the_log(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="bros.access"):
+        for _ in range(40):
+            await server.http.get("/health")
+        await server.http.get("/nothing")
+    assert caplog.messages[-1].startswith("GET /nothing 404")
