@@ -7,6 +7,7 @@ import contextlib
 import logging
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -80,6 +81,34 @@ async def test_time_is_that_of_the_clock(caplog: pytest.LogCaptureFixture) -> No
             clock.advance(0.55)
     assert max(observed) == pytest.approx(0.5)
     assert "the event loop was 0.50 s late" in caplog.text
+
+
+async def test_a_loop_that_does_not_come_back_is_logged_meanwhile(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock, observed = ManualClock(), list[float]()
+
+    def lines() -> list[str]:
+        return [line for line in caplog.messages if "has not come back" in line]
+
+    def a_function_that_hangs() -> None:
+        """It returns only when the watch has logged it twice, however slow the machine is."""
+        clock.advance(4.0)
+        while len(lines()) < 1:
+            pass
+        clock.advance(2.0)  # not twice as long yet
+        time.sleep(0.2)
+        assert len(lines()) == 1
+        clock.advance(4.0)
+        while len(lines()) < 2:
+            pass
+
+    with caplog.at_level(logging.WARNING, "bros.server.operations.loop_lag"):
+        async with watching(clock, observed):
+            await asyncio.sleep(0)
+            a_function_that_hangs()
+    assert len(lines()) == 2 and all("a_function_that_hangs" in line for line in lines())
+    assert "the event loop was" in caplog.text, "when it has ended"
 
 
 def test_busy_threads_are_named_and_waiting_ones_are_not() -> None:

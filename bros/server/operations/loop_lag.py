@@ -3,6 +3,9 @@
 loop    |beat|        |beat| a turn that takes 0.4 s .............. |beat: 0.38 s late, logged
 thread       look         look       look: no beat for 0.1 s,
                                      so it notes what the loop runs
+
+A turn that takes long enough has no beat after it for a while, or for ever: the thread then logs
+by itself what runs.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ logger = logging.getLogger(__name__)
 _EVERY_S = 0.05
 LAG_LIMIT_S = 0.1
 """A lag that is logged: users see a stream that pauses for longer than this."""
+STUCK_S = 3.0
+"""A lag that is logged while it lasts, and again whenever it has doubled."""
 _LOG_EVERY_S = 10.0
 _SHOWN_FRAMES = 3
 
@@ -70,6 +75,7 @@ class LagWatch:
         self._beat_s = clock.now()
         self.seen: str | None = None
         self._stopped = threading.Event()
+        self._stuck = _StuckLog()
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -95,11 +101,38 @@ class LagWatch:
         self._beat_s, self.seen = now, None
 
     def _look(self, watched: int) -> None:
-        """The thread: note once per beat what runs when the beat is late."""
+        """The thread: note once per beat what runs when the beat is late, and log what runs when
+        none comes."""
         while not self._stopped.wait(_EVERY_S):
-            late = self._clock.now() - self._beat_s > _EVERY_S + LAG_LIMIT_S
-            if late and self.seen is None:
+            beat_s = self._beat_s
+            late_s = self._clock.now() - beat_s - _EVERY_S
+            if late_s <= LAG_LIMIT_S:
+                continue
+            if self.seen is None:
                 self.seen = what_runs(sys._current_frames(), watched)
+            if self._stuck.is_due(beat_s, late_s):
+                what = what_runs(sys._current_frames(), watched)
+                logger.error(
+                    "the event loop has not come back for %.1f s; it runs %s", late_s, what
+                )
+
+
+class _StuckLog:
+    """Decides when to log that the loop has not come back: after STUCK_S, and each time that the
+    lag has doubled since."""
+
+    def __init__(self) -> None:
+        self._beat_s = float("-inf")
+        self._next_s = STUCK_S
+
+    def is_due(self, beat_s: float, late_s: float) -> bool:
+        """beat_s: when the last beat was, which tells one lag from the next."""
+        if beat_s != self._beat_s:
+            self._beat_s, self._next_s = beat_s, STUCK_S
+        if late_s < self._next_s:
+            return False
+        self._next_s = 2 * late_s
+        return True
 
 
 def what_runs(frames: dict[int, FrameType], watched: int) -> str:
