@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -135,7 +136,10 @@ class CpuUse:
 
 
 class FairGate:
-    """Runs blocking work on threads, as a FairQueue decides. For one event loop.
+    """Runs blocking work on its own threads, as a FairQueue decides. For one event loop.
+
+    The threads are its own so that what it has admitted never waits for the work of other gates:
+    the loop's default executor has few threads where there are few cores.
 
     Work of a tenant that has used up its CPU time waits until it has some again.
     """
@@ -147,10 +151,13 @@ class FairGate:
         budget: CpuBudget | None = None,
         *,
         limited: bool = True,
+        name: str = "work",
     ) -> None:
         """slots: most jobs that run at once. per_tenant: most of one tenant.
         budget: None: CPU time is not counted. limited: whether work waits for CPU time.
+        name: of the threads.
         """
+        self._threads = ThreadPoolExecutor(slots, thread_name_prefix=name)
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue(slots, per_tenant)
         self._budget = budget
         self._limited = limited
@@ -184,7 +191,7 @@ class FairGate:
             self._end(tenant, loop.time() - begun_s)
 
         try:
-            job = loop.run_in_executor(None, measured)
+            job = loop.run_in_executor(self._threads, measured)
         except BaseException:
             self._end(tenant, 0.0)
             raise
@@ -257,9 +264,9 @@ class FairThreads:
 
     def __init__(self, budget: CpuBudget | None = None) -> None:
         """budget: None: CPU time is not limited."""
-        self._short = FairGate(1, 1, budget)
-        self._long = FairGate(1, 1, budget)
-        self._replies = FairGate(1, 1, budget, limited=False)
+        self._short = FairGate(1, 1, budget, name="short inputs")
+        self._long = FairGate(1, 1, budget, name="long inputs")
+        self._replies = FairGate(1, 1, budget, limited=False, name="replies")
 
     async def run(self, tenant: str, work: Callable[[], T], size: int) -> T:
         """Do blocking work on an input. size: characters or tokens that it processes."""

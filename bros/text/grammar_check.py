@@ -82,7 +82,7 @@ class GrammarChecker:
         self._all = [WorkerProcess(__name__, arguments) for _ in range(3)]
         self._free, self._blocking = self._all[:2], self._all[2]
         self._accounts = accounts or TenantAccounts()
-        self._gate = FairGate(slots=2, per_tenant=1, budget=self._accounts)
+        self._gate = FairGate(slots=2, per_tenant=1, budget=self._accounts, name="grammars")
         self._lock = threading.Lock()  # of _good
         self._one_blocks = threading.Lock()  # uses _blocking
         self._good: FairMemory[tuple[str, str], bool] = FairMemory(

@@ -7,6 +7,7 @@ import gc
 import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -193,6 +194,25 @@ async def test_short_work_does_not_wait_for_long_work() -> None:
     assert not slow.done()
     long.let_go()
     await slow
+
+
+async def test_work_does_not_wait_for_that_of_other_gates_nor_of_the_loop() -> None:
+    """Each gate has the threads for all of its slots."""
+    executor = ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(executor)
+    held = [Held() for _ in range(5)]
+    gates = [FairGate(2, 2), FairGate(2, 2)]
+    slow = [asyncio.to_thread(held[0])]
+    slow += [gates[number // 2].run("a", work) for number, work in enumerate(held[1:])]
+    tasks = [asyncio.create_task(each) for each in slow]
+    try:
+        for work in held:
+            await asyncio.wait_for(work.begun.wait(), 10)
+        await asyncio.wait_for(FairThreads().run("b", threading.get_ident, 1), 10)
+    finally:
+        for work in held:
+            work.let_go()
+    await asyncio.gather(*tasks)
 
 
 class Budget:

@@ -67,7 +67,7 @@ class TransformProcesses:
     def __init__(self, budget: CpuBudget | None = None, count: int = 2) -> None:
         """budget: None: CPU time is not limited. count: most processes, at least 2."""
         assert count >= 2
-        self._gate = FairGate(count, count - 1, budget)
+        self._gate = FairGate(count, count - 1, budget, name="transforms")
         self._all = [TransformProcess() for _ in range(count)]
         self._free = list(self._all)
 
