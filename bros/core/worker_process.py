@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -21,8 +23,22 @@ _CPU_S = struct.Struct("=d")
 """Before each answer: the CPU time that it took."""
 
 
+ANSWER_S = 30.0
+"""For so long a process may neither answer nor read what is sent to it. Its jobs have bounds of
+their own, so it was stopped or hangs; a busy machine may make those of seconds take several times
+as long."""
+
+_TIMEVAL = struct.Struct("@ll")
+
+logger = logging.getLogger(__name__)
+
+
 class WorkerEndedError(Exception):
     """The process ended without an answer, for example because the kernel ended it."""
+
+
+class WorkerHungError(WorkerEndedError):
+    """The process gave no sign for ANSWER_S, and was ended. Its job may be no reason for that."""
 
 
 class WorkerClosedError(Exception):
@@ -32,15 +48,25 @@ class WorkerClosedError(Exception):
 class WorkerProcess:
     """Runs `python -m MODULE FD ARGUMENTS...`, which answers on the connection of descriptor FD.
 
-    It is started when it is needed, and again after it has ended. `ask` may be called from any
-    thread, by one at a time.
+    It is started when it is needed, and again after it has ended or was ended because it hung.
+    `ask` may be called from any thread, by one at a time.
 
     cpu_s: CPU time that the last `ask` took, that of children of the process included; if the
-        process ended without an answer, the time until then.
+        process ended without an answer, the time until then, or 0 if it hung.
     """
 
-    def __init__(self, module: str, arguments: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str] = (),
+        *,
+        on_hung: Callable[[], None] = lambda: None,
+        answer_s: float = ANSWER_S,
+    ) -> None:
+        """on_hung: called on the thread of `ask` when the process hung. answer_s: see ANSWER_S."""
         self._module = module
+        self._on_hung = on_hung
+        self._answer_s = answer_s
         self._arguments = arguments
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -49,8 +75,8 @@ class WorkerProcess:
         self.cpu_s = 0.0
 
     def ask(self, *parts: bytes) -> bytes:
-        """Send the parts of a job, one message each; returns the answer. Raises WorkerEndedError
-        or WorkerClosedError."""
+        """Send the parts of a job, one message each; returns the answer. Raises WorkerEndedError,
+        WorkerHungError or WorkerClosedError."""
         self.cpu_s = 0.0
         connection = self._connect()
         begun_s = self._clock.now()
@@ -58,6 +84,11 @@ class WorkerProcess:
             for part in parts:
                 connection.send_bytes(part)
             answer = connection.recv_bytes()
+        except BlockingIOError as error:
+            logger.error("%s gave no sign for %g s; it is ended", self._module, self._answer_s)
+            self._end()
+            self._on_hung()
+            raise WorkerHungError(f"the process gave no sign for {self._answer_s:g} s") from error
         except (EOFError, OSError) as error:
             self.cpu_s = self._clock.now() - begun_s
             self._end()
@@ -80,6 +111,7 @@ class WorkerProcess:
             self._end()
         if self._connection is None:
             ours, theirs = multiprocessing.Pipe()
+            _set_timeout(ours, self._answer_s)
             with theirs:
                 number = theirs.fileno()
                 command = [sys.executable, "-m", self._module, str(number), *self._arguments]
@@ -95,6 +127,14 @@ class WorkerProcess:
         self._process.kill()
         self._process.wait()
         self._process = self._connection = None
+
+
+def _set_timeout(connection: Connection, seconds: float) -> None:
+    """Let reads and writes that make no progress for so long fail with BlockingIOError."""
+    value = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            same.setsockopt(socket.SOL_SOCKET, option, value)
 
 
 # ---- In the process.

@@ -13,6 +13,7 @@ import socket
 import ssl
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,7 @@ def _state(
     accounts: TenantAccounts,
 ) -> ServerState:
     clock = SystemClock()
+    metrics = ServerMetrics(clock)
     state = ServerState(
         engine=engine,
         tokenizer=tokenizer,
@@ -199,20 +201,23 @@ def _state(
         config=config,
         clock=clock,
         ids=ids,
-        metrics=ServerMetrics(clock),
+        metrics=metrics,
         replicas=engine if isinstance(engine, RouterClient) else None,
         accounts=accounts,
         threads=FairThreads(accounts),
-        grammars=grammar_checker(files, engine.info, accounts) if os.name == "posix" else None,
+        grammars=grammar_checker(files, engine.info, accounts, metrics)
+        if os.name == "posix"
+        else None,
     )
     return with_sessions(with_jobs(state, store))
 
 
 def grammar_checker(
-    files: ModelFiles, info: EngineInfo, accounts: TenantAccounts
+    files: ModelFiles, info: EngineInfo, accounts: TenantAccounts, metrics: ServerMetrics
 ) -> GrammarChecker:
     """For the grammars of requests to an engine that has loaded `files`."""
-    return GrammarChecker(files.folder, info.vocab_size, info.eos_token_ids, accounts)
+    on_hung = partial(metrics.worker_hung, "grammars")
+    return GrammarChecker(files.folder, info.vocab_size, info.eos_token_ids, accounts, on_hung)
 
 
 def with_sessions(state: ServerState) -> ServerState:
@@ -231,11 +236,16 @@ def with_sessions(state: ServerState) -> ServerState:
         ),
         router=state.replicas,
         threads=state.threads,
-        transforms=TransformProcesses(state.accounts) if os.name == "posix" else None,
+        transforms=_transforms(state) if os.name == "posix" else None,
         accounts=state.accounts,
         chat=state.chat_format,
     )
     return dataclasses.replace(state, sessions=service)
+
+
+def _transforms(state: ServerState) -> TransformProcesses:
+    on_hung = partial(state.metrics.worker_hung, "transforms")
+    return TransformProcesses(state.accounts, on_hung=on_hung)
 
 
 def with_jobs(state: ServerState, store: Store) -> ServerState:

@@ -21,7 +21,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bros.core.errors import InvalidRequestError, OverloadedError
@@ -31,6 +31,7 @@ from bros.core.tenants import TenantAccounts
 from bros.core.worker_process import (
     WorkerClosedError,
     WorkerEndedError,
+    WorkerHungError,
     WorkerProcess,
     answer_jobs,
     settle,
@@ -75,11 +76,12 @@ class GrammarChecker:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         accounts: TenantAccounts | None = None,
+        on_hung: Callable[[], None] = lambda: None,
     ) -> None:
         """folder: of the model; the others as in EngineInfo. accounts: limits of tenants; None:
-        there are none."""
+        there are none. on_hung: called on a thread when a process hung."""
         arguments = [str(folder), str(vocab_size), json.dumps(list(eos_token_ids))]
-        self._all = [WorkerProcess(__name__, arguments) for _ in range(3)]
+        self._all = [WorkerProcess(__name__, arguments, on_hung=on_hung) for _ in range(3)]
         self._free, self._blocking = self._all[:2], self._all[2]
         self._accounts = accounts or TenantAccounts()
         self._gate = FairGate(slots=2, per_tenant=1, budget=self._accounts, name="grammars")
@@ -143,6 +145,8 @@ class GrammarChecker:
             reply = process.ask(text.encode("utf-8", "surrogatepass"))
         except WorkerClosedError as error:
             raise _refusal(grammar, "the server stops") from error
+        except WorkerHungError:
+            reply = _BUSY
         except WorkerEndedError as error:
             raise _refusal(grammar, _TOO_LONG) from error
         if reply == _BUSY:

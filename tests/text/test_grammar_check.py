@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bros.core import grammars
+from bros.core import grammars, worker_process
 from bros.core.clock import ManualClock
 from bros.core.errors import InvalidRequestError, OverloadedError
 from bros.core.request import Grammar
@@ -210,6 +210,29 @@ def test_a_process_that_was_killed_is_started_again(tmp_path: Path) -> None:
         made.close()
     with pytest.raises(InvalidRequestError, match="the server stops"):
         check(made, grammars.regex("c"))
+
+
+def test_stopped_processes_keep_no_grammar_waiting_for_ever(tmp_path: Path) -> None:
+    """Both are stopped: the clients may try again, and then all goes on."""
+    hung: list[bool] = []
+    made = GrammarChecker(save_tokenizer(tmp_path), 440, [1], on_hung=lambda: hung.append(True))
+
+    async def both(name: str) -> list[BaseException | None]:
+        first = grammars.regex(f"{name}1"), grammars.regex(f"{name}2")
+        asked = (made.check(grammar.text, grammar) for grammar in first)
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    try:
+        assert asyncio.run(both("good")) == [None, None]
+        for each in made._free:
+            assert each._process is not None and each._connection is not None
+            worker_process._set_timeout(each._connection, 0.2)
+            os.kill(each._process.pid, signal.SIGSTOP)
+        assert [type(error) for error in asyncio.run(both("slow"))] == [OverloadedError] * 2
+        assert len(hung) == 2
+        assert asyncio.run(both("slow")) == [None, None]
+    finally:
+        made.close()
 
 
 def test_a_model_without_tokenizer_says_so(tmp_path: Path) -> None:

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Protocol
 
 from bros.core.fair import CpuBudget, CpuUse, FairGate, FairThreads
 from bros.core.worker_process import (
     WorkerClosedError,
     WorkerEndedError,
+    WorkerHungError,
     WorkerProcess,
     answer_jobs,
     cpu_used_s,
@@ -64,11 +66,17 @@ class TransformProcesses:
     One tenant never has all of them, so its slow transforms do not keep others waiting.
     """
 
-    def __init__(self, budget: CpuBudget | None = None, count: int = 2) -> None:
-        """budget: None: CPU time is not limited. count: most processes, at least 2."""
+    def __init__(
+        self,
+        budget: CpuBudget | None = None,
+        count: int = 2,
+        on_hung: Callable[[], None] = lambda: None,
+    ) -> None:
+        """budget: None: CPU time is not limited. count: most processes, at least 2.
+        on_hung: called on a thread when a process hung."""
         assert count >= 2
         self._gate = FairGate(count, count - 1, budget, name="transforms")
-        self._all = [TransformProcess() for _ in range(count)]
+        self._all = [TransformProcess(on_hung) for _ in range(count)]
         self._free = list(self._all)
 
     async def apply(self, tenant: str, transforms: Transforms, text: str) -> str:
@@ -92,8 +100,8 @@ class TransformProcesses:
 class TransformProcess:
     """One process. `apply` may be called from any thread, by one at a time."""
 
-    def __init__(self) -> None:
-        self._worker = WorkerProcess("bros.semantic.transforms.process")
+    def __init__(self, on_hung: Callable[[], None] = lambda: None) -> None:
+        self._worker = WorkerProcess("bros.semantic.transforms.process", on_hung=on_hung)
 
     def apply(self, source: str, text: str) -> str:
         """The text transformed by the pipeline `source`. Raises TransformError."""
@@ -101,6 +109,8 @@ class TransformProcess:
             reply = self._worker.ask(_encoded(source), _encoded(text))
         except WorkerClosedError as error:
             raise TransformError(str(error)) from error
+        except WorkerHungError as error:
+            raise TransformError(f"{source}: {error}") from error
         except WorkerEndedError as error:
             raise TransformError(f"{source}: took too long or too much memory") from error
         result = _decoded(reply[1:])

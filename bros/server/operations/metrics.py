@@ -688,6 +688,13 @@ class ServerMetrics:
             registry=self._registry,
             buckets=_LAG_BUCKETS_S,
         )
+        self._hung = Counter(
+            "bros_workers_hung",
+            "Processes that check grammars or apply transforms which gave no sign for 30 s, and "
+            "were replaced. The log has the module; if it rises, find out what stops them",
+            ("work",),
+            registry=self._registry,
+        )
         self._loop_tasks = Gauge(
             "bros_event_loop_tasks",
             "Tasks of the server's event loop. A steady rise without load is a leak",
@@ -711,6 +718,10 @@ class ServerMetrics:
     def count_connections(self, count: Callable[[], int]) -> None:
         """count: the number of open connections."""
         self._connections.set_function(count)
+
+    def worker_hung(self, work: str) -> None:
+        """Count a worker process that was replaced because it hung; on any thread."""
+        self._hung.labels(work).inc()
 
     def loop_lag(self, lag_s: float) -> None:
         """Count a lag of the event loop."""
