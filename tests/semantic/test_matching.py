@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -20,6 +21,7 @@ from bros.semantic.core.nodes import InputPiece, NewCall, OutputPiece
 from bros.semantic.core.session import SessionStateMachine
 from bros.semantic.core.template import Text
 from bros.semantic.schema import CallKind, Criteria
+from support.machine_speed import slowdown
 from support.tier import examples
 
 SEALS = "Two seals live beside the harbour."
@@ -69,6 +71,20 @@ def test_short_answers_are_inputs_only_as_messages_of_the_assistant() -> None:
     asked = Asked("Yes.", "Two")
     assert asked.found("Yes.", "Two") == []
     assert asked.found("Why?", replies=[" Yes."]) == ["v0"]
+
+
+def test_named_answers_are_cut_from_no_more_than_the_searched_characters() -> None:
+    """These take 14 ms each to be cut: 14 s for the outputs of one native call."""
+    asked = Asked(*["a" * 500 + "b" + "a" * 500 + str(number) for number in range(3)])
+    variables = [f"o{number}" for number in range(1000)]
+    outputs = tuple(OutputPiece(name, name) for name in variables)
+    asked.machine.submit([NewCall(id="native", kind=CallKind.NATIVE, pieces=outputs)], 0.0)
+    for number, name in enumerate(variables):
+        asked.machine.set(name, "a" * 500 + "b" + "a" * (500 + number), 0.0)
+    begun_s = time.thread_time()
+    found = asked.found("a" * 4_000_000, inputs=["native"])
+    assert time.thread_time() - begun_s < 1.0 * slowdown()
+    assert len(found) == MAX_INPUTS
 
 
 def test_calls_that_the_client_names_are_inputs() -> None:
