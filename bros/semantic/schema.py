@@ -26,6 +26,9 @@ T = TypeVar("T")
 
 MAX_WAIT_S = 600.0
 MAX_NAME_CHARS = 128
+MAX_PARAMETERS = 5_000
+MAX_MESSAGES = 10_000
+"""Of one call."""
 _MAX_S = 1e9
 """Longest time that a client can request."""
 
@@ -314,7 +317,7 @@ class CallSpec:
     ] = ""
     template: Annotated[str | None, "Text with placeholders {{input:x}} and {{output:y}}"] = None
     messages: Annotated[
-        Annotated[Sequence[Message], ValueBounds(min_length=1)] | None,
+        Annotated[Sequence[Message], ValueBounds(min_length=1, max_length=MAX_MESSAGES)] | None,
         "A conversation whose contents are templates; without an output, its answer is an output "
         "named output",
     ] = None
@@ -324,7 +327,7 @@ class CallSpec:
     native: Annotated[
         bool, "The client runs the call; only parameters declare its inputs and outputs"
     ] = False
-    parameters: Sequence[Parameter] = ()
+    parameters: Annotated[Sequence[Parameter], ValueBounds(max_length=MAX_PARAMETERS)] = ()
     sampling: Annotated[Sampling, "Sampling parameters of all outputs"] = field(
         default_factory=dict
     )
@@ -395,7 +398,7 @@ class PaperSubmit:
     """POST /v1/submit, the body of the Parrot paper"""
 
     prompt: str
-    placeholders: Sequence[PaperPlaceholder]
+    placeholders: Annotated[Sequence[PaperPlaceholder], ValueBounds(max_length=MAX_PARAMETERS)]
     session_id: Id
 
     def to_call(self) -> CallSpec:

@@ -6,12 +6,25 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bros.core.errors import InvalidRequestError
-from bros.semantic.core.submission import SubmissionReader
-from bros.semantic.schema import CallSpec, Message, Parameter, Role
+from bros.semantic.core.submission import (
+    MAX_CALL_OUTPUTS,
+    MAX_RENDERED_CHARS,
+    SubmissionReader,
+)
+from bros.semantic.core.template import MAX_OPENINGS
+from bros.semantic.schema import (
+    MAX_MESSAGES,
+    MAX_PARAMETERS,
+    CallSpec,
+    Message,
+    Parameter,
+    Role,
+)
 from bros.text.chat_format import ChatFormat
 from support.program_engine import TOKENIZER
 
@@ -112,3 +125,50 @@ def test_what_calls_have_in_common_is_worked_out_once() -> None:
     submitter(one).read(specs[:1], {})
     submitter(all_of_them).read(specs, {})
     assert all_of_them.renders == one.renders
+
+
+def user(content: str) -> Message:
+    return Message(role="user", content=content)
+
+
+@pytest.mark.parametrize(
+    ("spec", "place", "says"),
+    [
+        (CallSpec(template="{{x}}" * (MAX_OPENINGS + 1)), "template", "placeholders"),
+        (CallSpec(template="\\{{" * (MAX_OPENINGS + 1)), "template", "placeholders"),
+        (CallSpec(messages=[user("{{x}}" * (MAX_OPENINGS // 2 + 1))] * 2), "messages", "holders"),
+        (CallSpec(messages=[user("x")] * (MAX_MESSAGES + 1)), "messages", "messages"),
+        (
+            CallSpec(native=True, parameters=[Parameter(name="x")] * (MAX_PARAMETERS + 1)),
+            "parameters",
+            "parameters",
+        ),
+        (
+            CallSpec(
+                template="".join(f"x{{{{output:o{i}}}}}" for i in range(MAX_CALL_OUTPUTS + 1))
+            ),
+            "template",
+            "outputs",
+        ),
+        (
+            CallSpec(
+                template="x" * (MAX_RENDERED_CHARS // 10)
+                + "".join(f"x{{{{output:o{i}}}}}" for i in range(10)),
+                chat=True,
+            ),
+            "template",
+            "too long for 10 outputs",
+        ),
+    ],
+)
+def test_a_call_is_bounded(spec: CallSpec, place: str, says: str) -> None:
+    chat = CountingChat()
+    with pytest.raises(InvalidRequestError, match=says) as raised:
+        submitter(chat).read([spec], {})
+    assert raised.value.param == f"requests[0].{place}" and not chat.renders
+
+
+def test_calls_with_many_pieces_are_read_in_more_slices() -> None:
+    for pieces, pauses in ((1, 0), (30, 1), (300, 10)):
+        specs = [CallSpec(template="{{x}}" * (pieces - 1) + "{{output:y}}")] * 10
+        assert len(list(submitter(CountingChat()).reading(specs, {}))) == pauses

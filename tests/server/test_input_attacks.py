@@ -155,6 +155,56 @@ async def empty_calls(server: Server) -> None:
     await send(server, f"/v1/sessions/{session.id}/requests", {"requests": calls})
 
 
+async def many_placeholders(server: Server) -> None:
+    """One call with as many placeholders as are allowed, and more; also without any text."""
+    for count in (4_999, by_tier(fast=20_000, long=40_000)):
+        session = await SessionClient.open(server.http)
+        names = [f"a{i}" for i in range(count)]
+        call = {
+            "template": "".join(f"{{{{{name}}}}}" for name in names) + "{{output:o}}",
+            "parameters": [{"name": name, "role": "input", "value": ""} for name in names],
+        }
+        path = f"/v1/sessions/{session.id}/requests"
+        await send(server, path, call | {"wait": True, "timeout_s": 20})
+        await send(server, path, {"requests": [call, call]})
+        await session.ask("DELETE")
+    session = await SessionClient.open(server.http)
+    for count in (4_999, by_tier(fast=100_000, long=550_000)):
+        call = {"template": "{{x}}" * count + "{{output:o}}"}
+        call["parameters"] = [{"name": "x", "value": ""}]  # type: ignore[assignment]
+        await send(server, f"/v1/sessions/{session.id}/requests", call | {"wait": True})
+        paper = {"prompt": call["template"], "placeholders": [], "session_id": "mine"}
+        await send(server, "/v1/submit", paper)
+
+
+async def many_outputs(server: Server) -> None:
+    session = await SessionClient.open(server.http)
+    path = f"/v1/sessions/{session.id}/requests"
+    calls = [
+        {"template": "".join(f"x{{{{output:o{i}}}}}" for i in range(1000))}
+        for _ in range(by_tier(fast=5, long=40))
+    ]
+    await send(server, path, {"requests": calls})
+    names = [{"name": f"o{i}", "role": "output"} for i in range(5000)]
+    await send(server, path, {"native": True, "parameters": names})
+    await session.ask("DELETE")
+
+
+async def long_conversations(server: Server) -> None:
+    """The chat template is rendered once for each output."""
+    session = await SessionClient.open(server.http)
+    path = f"/v1/sessions/{session.id}/requests"
+    for count, text in ((99, "x" * by_tier(fast=500, long=3000)), (5000, ""), (1_500, "x" * 2000)):
+        turns = [
+            [{"role": "user", "content": text}, {"role": "assistant", "content": f"{{{{a{i}}}}}"}]
+            for i in range(count)
+        ]
+        roles = [{"name": f"a{i}", "role": "output"} for i in range(min(count, 99))]
+        messages = [message for turn in turns for message in turn]
+        await send(server, path, {"messages": messages, "parameters": roles})
+    await send(server, path, {"messages": [{"role": "user", "content": ""}] * 60_000})
+
+
 async def waiting_program(server: Server) -> None:
     session = await SessionClient.open(server.http)
     calls = [{"template": "Say {{output:o}}"}] * by_tier(fast=500, long=2000)
@@ -190,6 +240,9 @@ ATTACKS: list[Attack] = [
     empty_lists,
     wrong_parts,
     empty_calls,
+    many_placeholders,
+    many_outputs,
+    long_conversations,
     waiting_program,
     large_values,
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -61,9 +62,10 @@ class Graph:
     ) -> Generator[None, None, Draft]:
         """Check these calls like `add`, in slices, without adding them.
 
-        It pauses after every slice_calls calls. Only `commit` changes the graph. Raises as `add`.
-        If the graph is changed between two slices, the calls are checked again, in one slice: what
-        has been checked refers to calls and variables that may not be there any more.
+        It pauses after every slice_calls calls, or fewer with many pieces. Only `commit` changes
+        the graph. Raises as `add`. If the graph is changed between two slices, the calls are
+        checked again, in one slice: what has been checked refers to calls and variables that may
+        not be there any more.
         """
         draft = Draft(self, new, now)
         for _ in draft.check(slice_calls):
@@ -74,7 +76,7 @@ class Graph:
 
     def _checked(self, new: Sequence[NewCall], now: float) -> Draft:
         draft = Draft(self, new, now)
-        for _ in draft.check(len(new) + 1):
+        for _ in draft.check(sys.maxsize):
             pass
         return draft
 
@@ -199,10 +201,13 @@ class Draft:
         self._produces_known = False  # whether an output is a variable of the graph
 
     def check(self, slice_calls: int) -> Iterator[None]:
-        """Check the calls, and pause after every slice_calls of them."""
-        for number, new in enumerate(self.new, start=1):
+        """Check the calls, and pause after every slice_calls of them, by their weight."""
+        since_pause = 0
+        for new in self.new:
             self.calls.append(self._call(new))
-            if not number % slice_calls:
+            since_pause += new.weight
+            if since_pause >= slice_calls:
+                since_pause = 0
                 yield
         llm_calls = [llm_call for call in self.calls for llm_call in call.llm_calls]
         order = yield from self.producers_first(llm_calls, slice_calls)

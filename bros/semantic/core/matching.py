@@ -24,8 +24,8 @@ one subject (those in docs/), a beginning of a word and what follows it occurs i
 chance in 11 % of all cases with 8 characters, in 0.5 % with 16 and in 0.08 % with 24."""
 
 MAX_SCANNED_CHARS = 1_000_000
-"""Most characters that are searched, or from which answers are cut, for one request. That takes 0.4 ms with texts and at most 17 ms
-with texts made to be slow; the event loop waits for it."""
+"""Most characters that are searched, or from which answers are cut, for one request. That takes
+0.4 ms with texts and at most 17 ms with texts made to be slow; the event loop waits for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -177,6 +177,14 @@ class NewCall:
     pieces: Sequence[Piece] = ()
     values: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def weight(self) -> int:
+        """As how many usual calls it counts, where work on calls is done in slices."""
+        return max(1, len(self.pieces) // _USUAL_PIECES)
+
+
+_USUAL_PIECES = 3
+
 
 @dataclass(eq=False, slots=True, repr=False)
 class Variable:

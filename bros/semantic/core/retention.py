@@ -162,11 +162,14 @@ class Retention:
 
     def dismantling(self, count: int) -> Iterator[None]:
         """Forget all calls, which have ended, and drop all variables; it pauses after each `count`
-        of them."""
+        LLM calls and variables."""
         variables = self._graph.variables
         while self._ended or variables:
-            for _ in range(min(count, len(self._ended))):
-                self._forget(self._ended.popleft())
+            forgotten = 0
+            while self._ended and forgotten < count:
+                call = self._ended.popleft()
+                forgotten += len(call.llm_calls)
+                self._forget(call)
             if not self._ended:
                 for _ in range(min(count, len(variables))):
                     variable = next(reversed(variables.values()))

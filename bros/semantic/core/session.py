@@ -152,9 +152,8 @@ class SessionStateMachine:
         demand = Demand.of(calls)
         self._retention.check_calls(demand)
         draft = yield from self.graph.drafting(calls, now, self._slice)
-        if len(calls) >= self._slice:  # it has paused
-            self._check_alive()
-            self._retention.check_calls(demand)
+        self._check_alive()  # again: it may have paused
+        self._retention.check_calls(demand)
         added, touching = self.graph.commit(draft)
         self._retention.calls_added(demand, touching)
         for llm_call in touching:
@@ -256,11 +255,14 @@ class SessionStateMachine:
         The session is closed from the first slice on, so that no call starts any more.
         """
         self.closed = True
-        for number, call in enumerate(list(self.graph.calls.values()), start=1):
+        since_pause = 0
+        for call in list(self.graph.calls.values()):
             cause = Cause(call.id, FailedStage.CANCELLED, reason, name=call.name)
+            since_pause += len(call.llm_calls)
             # Without its dependents: their turn comes, and thousands may depend on one call.
             self._end_unfinished(call.llm_calls, cause, now, with_dependents=False)
-            if not number % self._slice:
+            if since_pause >= self._slice:
+                since_pause = 0
                 yield
         for number, variable in enumerate(list(self.graph.variables.values()), start=1):
             if variable.pending:

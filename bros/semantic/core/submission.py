@@ -33,15 +33,25 @@ from bros.semantic.core.graph import whole
 from bros.semantic.core.nodes import InputPiece, NewCall, OutputPiece
 from bros.semantic.core.nodes import Piece as GraphPiece
 from bros.semantic.core.template import (
+    MAX_OPENINGS,
     Piece,
     Placeholder,
     Text,
     is_output,
     join_texts,
     parse_template,
+    too_many_openings,
     with_roles,
 )
-from bros.semantic.schema import CallKind, CallSpec, Criteria, Parameter, Role
+from bros.semantic.schema import (
+    MAX_MESSAGES,
+    MAX_PARAMETERS,
+    CallKind,
+    CallSpec,
+    Criteria,
+    Parameter,
+    Role,
+)
 from bros.semantic.transforms import Transforms, parse_transforms
 from bros.text.chat_format import SAY_NO_MARKERS, ChatFormat, ReasoningStart
 from bros.text.tools import NO_TOOLS
@@ -51,6 +61,13 @@ ANSWER = Placeholder("output", Role.OUTPUT)
 
 MAX_OUTPUTS = 100
 """Outputs of a conversation: for each, the chat template is rendered for all earlier messages."""
+
+MAX_CALL_OUTPUTS = 1_000
+"""Outputs of any call: each is an LLM call of the graph, which takes 0.02 ms of the event loop."""
+
+MAX_RENDERED_CHARS = 20_000_000
+"""Characters and messages (100 each) that the chat template is rendered with for one call, those of
+all outputs together: about 0.2 s on a thread."""
 
 _USER = "user"
 _ASSISTANT = "assistant"
@@ -94,14 +111,15 @@ def _given_roles(spec: CallSpec) -> dict[str, Role | None]:
 
 def _check_parameters(spec: CallSpec, pieces: Sequence[Piece]) -> None:
     """Check that each parameter has its own placeholder."""
-    names = {piece.name for piece in pieces if isinstance(piece, Placeholder)}
+    named = {piece.name for piece in pieces if isinstance(piece, Placeholder)}
+    names = set(named)
     if (spec.chat or spec.messages is not None) and not any(map(is_output, pieces)):
         names.add(ANSWER.name)
     for index, parameter in enumerate(spec.parameters):
         if parameter.name not in names:
             message = f"There is no placeholder {parameter.name!r}, or it is a parameter twice."
             raise InvalidRequestError(message, param=f"parameters[{index}].name")
-        if parameter.role is Role.INPUT and not _is_named(parameter.name, pieces):
+        if parameter.role is Role.INPUT and parameter.name not in named:
             message = f"{parameter.name!r} is the model's answer, not an input."
             raise InvalidRequestError(message, param=f"parameters[{index}].role")
         names.remove(parameter.name)
@@ -153,6 +171,11 @@ def _with_contents(spec: CallSpec) -> list[_Message]:
     assert spec.messages is not None
     if not spec.messages:
         raise InvalidRequestError("There must be at least one message.", param="messages")
+    if len(spec.messages) > MAX_MESSAGES:
+        reason = f"A call has at most {MAX_MESSAGES} messages."
+        raise InvalidRequestError(reason, param="messages")
+    if sum(message.content.count("{{") for message in spec.messages) > MAX_OPENINGS:
+        raise too_many_openings("messages")
     contents = [
         parse_template(message.content, param=f"messages[{index}].content")
         for index, message in enumerate(spec.messages)
@@ -187,6 +210,12 @@ def _render(messages: Sequence[_Message], chat: ChatFormat, param: str) -> tuple
     if (num_outputs := sum(map(is_output, every))) > MAX_OUTPUTS:
         reason = f"The conversation has {num_outputs} outputs, more than {MAX_OUTPUTS}."
         raise InvalidRequestError(reason, param=param)
+    if _rendered_chars(messages) > MAX_RENDERED_CHARS:
+        reason = (
+            f"The conversation is too long for {num_outputs} outputs: the chat template would be "
+            f"rendered with more than {MAX_RENDERED_CHARS} characters."
+        )
+        raise InvalidRequestError(reason, param=param)
     sentinels = _Sentinels(every, param)
     laid_out: list[Piece] = []
     history: list[dict[str, str]] = []
@@ -217,6 +246,18 @@ def _render(messages: Sequence[_Message], chat: ChatFormat, param: str) -> tuple
         reason = "The model's chat template writes nothing between two of the outputs."
         raise InvalidRequestError(reason, param=param)
     return joined
+
+
+def _rendered_chars(messages: Sequence[_Message]) -> int:
+    """With how many characters the chat template is rendered: for each output with what is before
+    it, or once."""
+    rendered = so_far = 0
+    for message in messages:
+        if any(map(is_output, message.pieces)):
+            rendered += so_far
+        texts = (len(piece.text) for piece in message.pieces if isinstance(piece, Text))
+        so_far += _PER_MESSAGE + sum(texts)
+    return max(rendered, so_far)
 
 
 def _beginning_answer(piece: Piece) -> Placeholder:
@@ -300,8 +341,12 @@ _UNSUPPORTED = ("n", "logprobs")
 _INTEGERS = ("max_tokens", "min_tokens", "seed", "top_k")
 
 
+_PER_MESSAGE = 100
+"""What a message costs besides its text, in characters."""
+
 _SLICE = 100
-"""Calls that are read between two pauses; they take 1 to 2 ms."""
+"""Calls that are read between two pauses; they take 1 to 2 ms. One with many pieces counts as
+several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +364,23 @@ class Submission:
     variables: Mapping[str, str]
     wanted: Mapping[str, Criteria]
     text_chars: int
+
+
+LONG_CHARS = 10_000
+"""A call that is longer, see `size_of`, takes longer than some milliseconds to read."""
+
+_CHARS_PER_PARAMETER = 20
+
+
+def size_of(spec: CallSpec) -> int:
+    """How long it takes to read a call, in characters of a template with nothing but
+    placeholders."""
+    messages = spec.messages or ()
+    return (
+        len(spec.template or "")
+        + sum(len(message.content) + _PER_MESSAGE for message in messages)
+        + _CHARS_PER_PARAMETER * len(spec.parameters)
+    )
 
 
 class SubmissionReader:
@@ -343,12 +405,15 @@ class SubmissionReader:
         """`read` in slices: it pauses where the caller may let other work run."""
         cache = _ProgramCache(self._chat)
         found: list[Submission] = []
+        since_pause = 0
         for index, spec in enumerate(specs):
             try:
                 found.append(self._one(spec, sampling, cache))
             except InvalidRequestError as error:
                 raise _with_place(f"requests[{index}]", error) from None
-            if not len(found) % _SLICE:
+            since_pause += found[-1].call.weight
+            if since_pause >= _SLICE:
+                since_pause = 0
                 yield
         return found
 
@@ -358,6 +423,9 @@ class SubmissionReader:
             for i, parameter in enumerate(spec.parameters)
         }
         pieces = _native_pieces(spec) if spec.native else cache.pieces(spec)
+        if sum(map(is_output, pieces)) > MAX_CALL_OUTPUTS:
+            message = f"A call has at most {MAX_CALL_OUTPUTS} outputs."
+            raise InvalidRequestError(message, "parameters" if spec.native else "template")
         defaults = {"max_tokens": self._max_tokens, **_without_none(sampling)}
         _check_names("sampling", spec.sampling)
         defaults = _overridden(defaults, spec.sampling)
@@ -583,6 +651,9 @@ def _native_pieces(spec: CallSpec) -> Sequence[Piece]:
     """A placeholder for each parameter of a native call."""
     if spec.template is not None or spec.messages is not None:
         raise InvalidRequestError("A native call has parameters only.", "native")
+    if len(spec.parameters) > MAX_PARAMETERS:
+        message = f"A call has at most {MAX_PARAMETERS} parameters."
+        raise InvalidRequestError(message, "parameters")
     pieces: list[Piece] = []
     names: set[str] = set()
     for index, parameter in enumerate(spec.parameters):

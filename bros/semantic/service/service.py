@@ -8,6 +8,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from bros.core.clock import Clock
@@ -29,10 +30,12 @@ from bros.semantic.core.nodes import (
 from bros.semantic.core.prompt import Prompt, PromptSharing, RequestedPrefixes
 from bros.semantic.core.session import SessionStateMachine
 from bros.semantic.core.submission import (
+    LONG_CHARS,
     Submission,
     SubmissionReader,
     check_sampling,
     counted_chars,
+    size_of,
 )
 from bros.semantic.errors import (
     NO_CLIENT_HAS_SET,
@@ -346,7 +349,7 @@ class SessionService:
         accounts: count what the service holds for each tenant; None: there are no limits.
         chat: how the model writes conversations and reasoning; None: as its chat template does.
         """
-        threads = threads or FairThreads()
+        self._threads = threads = threads or FairThreads()
         chat = chat or ChatFormat(tokenizer)
         self._accounts = accounts or TenantAccounts()
         self._engine = engine
@@ -474,7 +477,12 @@ class SessionService:
         Raises InvalidRequestError (param such as "requests[2].parameters[0].name"), ConflictError
         (already_produced, already_set, cyclic, key_reused), SessionLimitError.
         """
-        return whole(self._submitting(self._used(tenant, session_id), calls, key))
+        session = self._used(tenant, session_id)
+        answer = self._answered(session, calls, key)
+        if answer is None:
+            found = self._reader.read(calls, session.sampling)
+            answer = whole(self._submitting(session, calls, key, found))
+        return answer
 
     async def accept(
         self, tenant: str, session_id: str, calls: Sequence[CallSpec], key: str | None = None
@@ -486,18 +494,40 @@ class SessionService:
         """
         session = self._used(tenant, session_id)
         async with session.submitting:
-            return await in_slices(self._submitting(session, calls, key))
+            answer = self._answered(session, calls, key)
+            if answer is None:
+                found = await self._read(session, calls)
+                answer = await in_slices(self._submitting(session, calls, key, found))
+            return answer
+
+    def _answered(
+        self, session: ServedSession, calls: Sequence[CallSpec], key: str | None
+    ) -> Sequence[SubmittedCall] | None:
+        """The answer to the same calls, if they were sent with this key before."""
+        if key is None or key not in session.answers:
+            return None
+        known, answer = session.answers[key]
+        if list(known) != list(calls):
+            raise ConflictError(f"The key {key!r} was used with other calls.", "key_reused", "key")
+        return answer
+
+    async def _read(
+        self, session: ServedSession, calls: Sequence[CallSpec]
+    ) -> Sequence[Submission]:
+        """Read calls in slices; on a thread if a single one takes long."""
+        sizes = list(map(size_of, calls))
+        if max(sizes, default=0) <= LONG_CHARS:
+            return await in_slices(self._reader.reading(calls, session.sampling))
+        read = partial(self._reader.read, calls, session.sampling)
+        return await self._threads.run(session.tenant, read, sum(sizes))
 
     def _submitting(
-        self, session: ServedSession, calls: Sequence[CallSpec], key: str | None
+        self,
+        session: ServedSession,
+        calls: Sequence[CallSpec],
+        key: str | None,
+        found: Sequence[Submission],
     ) -> Viewing[Sequence[SubmittedCall]]:
-        if key is not None and key in session.answers:
-            known, answer = session.answers[key]
-            if list(known) != list(calls):
-                message = f"The key {key!r} was used with other calls."
-                raise ConflictError(message, "key_reused", "key")
-            return answer
-        found = yield from self._reader.reading(calls, session.sampling)
         chars = yield from counted_chars(found)
         text_chars = sum(chars)
         if session.text_chars + text_chars > self._settings.max_chars:
@@ -513,13 +543,15 @@ class SessionService:
             text_chars + value_chars + CALL_CHARS * len(found) + VARIABLE_CHARS * variables,
         )
         records: dict[str, CallRecord] = {}
-        answer = []
-        for number, submission in enumerate(found, start=1):
-            records[submission.call.id] = self._new_record(session, submission, chars[number - 1])
+        answer, since_pause = [], 0
+        for submission, num_chars in zip(found, chars, strict=True):
+            records[submission.call.id] = self._new_record(session, submission, num_chars)
             answer.append(
                 SubmittedCall(request_id=submission.call.id, variables=dict(submission.variables))
             )
-            if not number % _SLICE:
+            since_pause += submission.call.weight
+            if since_pause >= _SLICE:
+                since_pause = 0
                 yield
         now = self._clock.now()
         new = [submission.call for submission in found]

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from starlette.datastructures import QueryParams
@@ -51,10 +52,10 @@ from bros.server.http import (
     check_query_names,
     in_turns,
     large_response,
-    offload,
     offload_reply,
     query_flag,
     query_number,
+    read_as,
     read_object,
 )
 from bros.server.openai.stream import EventStream
@@ -110,8 +111,7 @@ _GRAPH_HEADERS = {
 async def create_session(request: Request) -> Response:
     """Open a session, which holds a program of many calls."""
     state = ServerState.of(request)
-    wanted = read(CreateSession, await read_object(request, state.max_body_bytes))
-    check_sampling(wanted.sampling or {}, "sampling")
+    wanted = await read_as(request, state.max_body_bytes, _session)
     await check_grammar(state, state.tenant(request), wanted.sampling or {}, "")
     view = _sessions_of(request).create(
         state.tenant(request),
@@ -124,6 +124,12 @@ async def create_session(request: Request) -> Response:
         sampling=wanted.sampling,
     )
     return reply(view)
+
+
+def _session(fields: Mapping[str, Any]) -> CreateSession:
+    wanted = read(CreateSession, fields)
+    check_sampling(wanted.sampling or {}, "sampling")
+    return wanted
 
 
 async def list_sessions(request: Request) -> Response:
@@ -216,6 +222,10 @@ _SLICE = 20
 """Calls or outputs that are looked at in one turn of the event loop: wanting one takes 0.1 ms."""
 
 
+_VIEWED = 100
+"""Variables that are looked at in one turn."""
+
+
 class _Output(NamedTuple):
     """One output of a submitted call.
 
@@ -269,17 +279,25 @@ async def _outputs(
 ) -> list[_Output]:
     ids = {call.request_id for call in submitted}
     found = []
-    pairs = enumerate(zip(calls, submitted, strict=True))
-    async for index, (spec, call) in in_turns(pairs, _SLICE):
-        criteria = {parameter.name: parameter.criteria for parameter in spec.parameters}
-        for placeholder, variable_id in call.variables.items():
-            view = scope.service.variable(scope.tenant, scope.session_id, variable_id)
-            wanted = criteria.get(placeholder)
-            if view.producer != call.request_id or (spec.native and wanted is None):
-                continue
-            is_final = ids.isdisjoint(view.consumers)
-            found.append(_Output(index, placeholder, variable_id, wanted, is_final))
+    async for index, placeholder, wanted in in_turns(_placeholders(calls, submitted), _VIEWED):
+        spec, call = calls[index], submitted[index]
+        variable_id = call.variables[placeholder]
+        view = scope.service.variable(scope.tenant, scope.session_id, variable_id)
+        if view.producer != call.request_id or (spec.native and wanted is None):
+            continue
+        is_final = ids.isdisjoint(view.consumers)
+        found.append(_Output(index, placeholder, variable_id, wanted, is_final))
     return found
+
+
+def _placeholders(
+    calls: Sequence[CallSpec], submitted: Sequence[SubmittedCall]
+) -> Iterator[tuple[int, str, Criteria | None]]:
+    """(index of the call, name, criteria) of all placeholders."""
+    for index, (spec, call) in enumerate(zip(calls, submitted, strict=True)):
+        criteria = {parameter.name: parameter.criteria for parameter in spec.parameters}
+        for placeholder in call.variables:
+            yield index, placeholder, criteria.get(placeholder)
 
 
 # ---- /v1/sessions/{sid}/requests: submit, cancel and fail calls.
@@ -289,33 +307,29 @@ _SINGLE_CALL_PREFIX = "requests[0]."
 
 
 class _Program(NamedTuple):
+    """The body of a submission. is_one: it is a single call, which has no place in a list."""
+
     calls: Sequence[CallSpec]
     wait: bool
     timeout_s: float
     key: str | None = None
+    is_one: bool = False
 
 
 async def submit(request: Request) -> Response:
     """Add a request, or a whole program of requests; with wait, reply when their values are ready.
     A request runs when a client wants a value that depends on it."""
     state, scope = ServerState.of(request), SessionScope.of(request)
-    fields = await read_object(request, state.max_body_bytes)
-    is_program = "requests" in fields
-    program = await offload(  # the models check a program of 10,000 calls in 0.2 s
-        state,
-        scope.tenant,
-        lambda: _program(fields) if is_program else _one_call(fields),
-        _size_of(fields),
-    )
+    program = await read_as(request, state.max_body_bytes, _program)
     async for place, sampling in in_turns(_samplings(program.calls), _SLICE):
-        place = place if is_program else place.removeprefix(_SINGLE_CALL_PREFIX)
+        place = place.removeprefix(_SINGLE_CALL_PREFIX) if program.is_one else place
         await check_grammar(state, scope.tenant, sampling, place)
     try:
         submitted = await scope.service.accept(
             scope.tenant, scope.session_id, program.calls, program.key
         )
     except (InvalidRequestError, ConflictError, NotFoundError) as error:
-        if not is_program and error.param is not None:
+        if program.is_one and error.param is not None:
             error.param = error.param.removeprefix(_SINGLE_CALL_PREFIX)
         raise
     values: Sequence[Mapping[str, str] | None] = [None] * len(submitted)
@@ -360,11 +374,6 @@ async def check_grammar(
         ) from None
 
 
-def _size_of(fields: Mapping[str, Any]) -> int:
-    calls = fields.get("requests")
-    return _CHARS_PER_CALL * len(calls) if isinstance(calls, list) else 0
-
-
 def _program_of(
     submitted: Sequence[SubmittedCall], values: Sequence[Mapping[str, str] | None]
 ) -> SubmittedProgram:
@@ -397,10 +406,12 @@ async def fail(request: Request) -> Response:
 def _one_call(fields: Mapping[str, Any]) -> _Program:
     body = read(SubmitCall, fields)
     check_call(body, "")
-    return _Program([body], body.wait, body.timeout_s or _DEFAULT_WAIT_S)
+    return _Program([body], body.wait, body.timeout_s or _DEFAULT_WAIT_S, is_one=True)
 
 
 def _program(fields: Mapping[str, Any]) -> _Program:
+    if "requests" not in fields:
+        return _one_call(fields)
     body = read(SubmitProgram, fields)
     for i, call in enumerate(body.requests):
         check_call(call, f"requests[{i}].")
@@ -674,11 +685,11 @@ async def paper_submit(request: Request) -> Response:
     Its session and its variables are created if they do not exist.
     """
     state, service = ServerState.of(request), _sessions_of(request)
-    body = read(PaperSubmit, await read_object(request, state.max_body_bytes))
+    body = await read_as(request, state.max_body_bytes, partial(read, PaperSubmit))
     tenant = state.tenant(request)
     service.ensure(tenant, body.session_id)
     try:
-        (call,) = service.submit(tenant, body.session_id, [body.to_call()])
+        (call,) = await service.accept(tenant, body.session_id, [body.to_call()])
     except (InvalidRequestError, ConflictError, NotFoundError) as error:
         if error.param is not None:
             for ours, theirs in _PAPER_NAMES:
