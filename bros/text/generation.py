@@ -120,6 +120,11 @@ class DeltaSink(Protocol):
         ...
 
 
+_FORWARDED = 2_000
+_RICH_FORWARDED = 100
+"""Outputs that are forwarded in one turn of the event loop: of text, and with more than that."""
+
+
 class _OutputForwarder:
     """Choices whose slots were filled in the current turn of the event loop.
 
@@ -135,9 +140,17 @@ class _OutputForwarder:
         self._filled.append(choice)
 
     def _end(self) -> None:
+        """Forward the outputs; if they are many with log-probabilities or parts, in several turns,
+        since each of these takes up to 0.1 ms."""
         filled, self._filled = self._filled, []
-        for choice in filled:
+        left = _FORWARDED
+        for number, choice in enumerate(filled, start=1):
+            left -= 1 if choice.is_cheap else _FORWARDED // _RICH_FORWARDED
             choice.forward()
+            if left <= 0 and number < len(filled):
+                self._filled = filled[number:] + self._filled
+                asyncio.get_running_loop().call_soon(self._end)
+                return
 
 
 @dataclass(slots=True)
@@ -237,6 +250,8 @@ class TextGenerator:
         base_id = request_id or self._ids.new("req")
         each = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
         max_traces = self._accounts.limits(tenant).traces
+        public = self.public
+        shared = [0 if public is None else public.count(prompt, cache_salt) for prompt in prompts]
         requests = [
             EngineRequest(
                 request_id=choice_id,
@@ -248,12 +263,12 @@ class TextGenerator:
                 tenant=tenant,
                 user=user,
                 max_traces=max_traces,
-                public_tokens=0 if self.public is None else self.public.count(prompt, cache_salt),
+                public_tokens=shared[index // sampling.n],
                 cache_salt=cache_salt,
                 hints=hints,
             )
-            for (prompt, i), choice_id in zip(
-                each, choice_ids(base_id, len(prompts), sampling.n), strict=True
+            for index, ((prompt, i), choice_id) in enumerate(
+                zip(each, choice_ids(base_id, len(prompts), sampling.n), strict=True)
             )
         ]
         counted = [REQUESTS[service_class]]
@@ -309,9 +324,17 @@ class TextGenerator:
     async def _submit_all(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
         if len(requests) == 1:
             return [await self._engine.submit(requests[0])]
-        # Concurrently: the engine accepts between two steps, so one by one would take n steps.
-        tasks = [asyncio.ensure_future(self._engine.submit(request)) for request in requests]
+        # Concurrently: the engine accepts between two steps, so one by one would take n steps. But
+        # not all in one turn of the event loop, which encodes each copy of a prompt.
+        tasks: list[asyncio.Future[RequestStream]] = []
         try:
+            in_turn = 0
+            for request in requests:
+                in_turn += len(request.prompt_token_ids) + _TOKENS_PER_REQUEST
+                if in_turn > MAX_SUBMITTED_TOKENS and tasks:
+                    await asyncio.sleep(0)
+                    in_turn = len(request.prompt_token_ids) + _TOKENS_PER_REQUEST
+                tasks.append(asyncio.ensure_future(self._engine.submit(request)))
             return await asyncio.gather(*tasks)
         except BaseException:
             await _finish_even_if_cancelled(self._abort_all(requests, tasks))
@@ -323,9 +346,17 @@ class TextGenerator:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for request, task in zip(requests, tasks, strict=True):
+        for request, task in zip(requests, tasks, strict=False):  # the last ones were not submitted
             if not task.cancelled() and task.exception() is None:
                 await self._engine.abort(request.request_id)
+
+
+MAX_SUBMITTED_TOKENS = 300_000
+"""Prompt tokens of a call that are submitted in one turn of the event loop, unless a single prompt
+has more: 2 ms."""
+
+_TOKENS_PER_REQUEST = 3_000
+"""As how many tokens a request counts besides its prompt."""
 
 
 class Generation:
@@ -659,6 +690,11 @@ class _Choice:
             generation.on_filled(self)
         else:
             self._forwarder.add(self)
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether the slot has nothing but text."""
+        return not (self._logprobs or self._parts)
 
     def end(self) -> None:
         """Ignore further outputs. It forgets the generation, so that both are freed without the

@@ -17,8 +17,10 @@ from pydantic_core import from_json, to_json
 from bros.core.errors import InvalidRequestError
 from bros.server import http
 from bros.server.http import _parse, json_list, json_pieces
+from bros.server.openai import calls
 from bros.server.openai.calls import MAX_ENCODED_BYTES, MAX_MESSAGES
 from bros.server.openai.schema import TokenizeReply
+from bros.server.openai.stream import CompletionChunkWriter
 from support.scripted_server import Server, assert_envelope
 from support.session_server import SessionClient, keeping, ok, stream_events
 
@@ -113,6 +115,45 @@ async def test_a_program_that_waits_leaves_turns_to_others(
     assert [each["values"] for each in ok(reply)["requests"]] == [{"o": "H"}] * 100
     assert wanted.total() == viewed.total() == 100
     assert max(wanted.values()) <= 20 and max(viewed.values()) <= 20
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prompts_are_echoed_on_a_thread(
+    server: Server, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """They are decoded there, too, and each choice of a response is written by itself."""
+    threads = set[int]()
+
+    def watch(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def watched(*given: Any, **more: Any) -> Any:
+            threads.add(threading.get_ident())
+            return function(*given, **more)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(server.tokenizer, "decode")
+    watch(calls, "choices_json")
+    watch(CompletionChunkWriter, "_events")
+    prompt = server.tokenizer.encode("x" * 400)
+    body = {"prompt": [prompt] * 10, "n": 2, "echo": True, "max_tokens": 1, "stream": stream}
+    reply = await server.http.post("/v1/completions", json=body)
+    if stream:
+        events = stream_events(reply.text)[:-1]
+        choices = [each for event in events for each in event["choices"]]
+        shown = {i: "".join(c["text"] for c in choices if c["index"] == i) for i in range(20)}
+    else:
+        shown = {choice["index"]: choice["text"] for choice in ok(reply)["choices"]}
+    assert shown == dict.fromkeys(range(20), "x" * 400 + "H")
+    others = threads - {threading.get_ident()}
+    assert others and (stream or threads == others), "the last chunks are small"
+
+
+async def test_what_a_response_repeats_is_bounded(server: Server) -> None:
+    body = {"prompt": "x" * 100_000, "n": 128, "echo": True}
+    reply = await server.http.post("/v1/completions", json=body)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "echo"
 
 
 @pytest.mark.parametrize("names", [False, True])

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import random
 import weakref
+from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -39,6 +40,7 @@ from bros.core.request import (
 from bros.core.tenants import Resource, TenantAccounts, TenantLimits
 from bros.engine.client import OutputStream
 from bros.text.generation import (
+    MAX_SUBMITTED_TOKENS,
     ChoiceResult,
     Generation,
     TextDelta,
@@ -810,6 +812,80 @@ async def test_outputs_that_arrive_in_one_turn_are_forwarded_as_one_delta() -> N
     ]
     await generation.aclose()
     assert await reading is sink.deltas
+
+
+class Turns:
+    """Counts the turns of the event loop while it is entered."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    async def __aenter__(self) -> Turns:
+        self._task = asyncio.create_task(self._count())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _count(self) -> None:
+        while True:
+            self.now += 1
+            await asyncio.sleep(0)
+
+
+async def test_many_rich_outputs_of_one_turn_are_forwarded_in_several() -> None:
+    forwarded: Counter[int] = Counter()
+    async with Turns() as turns:
+
+        class Sink(CollectingSink):
+            def put(self, delta: TextDelta) -> None:
+                forwarded[turns.now] += 1
+                super().put(delta)
+
+        engine, sink = ScriptedEngine(), Sink()
+        generation = await start(engine, n=120, logprobs=0)
+        reading = asyncio.ensure_future(read(generation, sink))
+        await settled()
+        for text in "ab":
+            for index in range(120):
+                engine.say(text, to=f"r-{index}", logprobs=True)
+            await settled()
+    assert forwarded.total() >= 120 and max(forwarded.values()) <= 100
+    assert Counter(delta.text for delta in sink.deltas) == {"a": 120, "b": 120}
+    await generation.aclose()
+    await reading
+
+
+async def test_copies_of_a_long_prompt_are_submitted_in_several_turns() -> None:
+    submitted: Counter[int] = Counter()
+    async with Turns() as turns:
+
+        class Engine(ScriptedEngine):
+            async def submit(self, request: EngineRequest) -> OutputStream:
+                submitted[turns.now] += len(request.prompt_token_ids)
+                return await super().submit(request)
+
+        engine, prompt = Engine(max_model_len=200_000), [5] * 100_000
+        sampling = SamplingParams(n=20)
+        generation = await generator(engine).start([prompt], sampling, request_id="r")
+    assert submitted.total() == 20 * len(prompt)
+    assert max(submitted.values()) <= MAX_SUBMITTED_TOKENS
+    await generation.aclose()
+
+
+async def test_a_call_that_is_cancelled_while_it_is_submitted_leaves_nothing() -> None:
+    engine = ScriptedEngine(max_model_len=200_000)
+    submitting = generator(engine).start([[5] * 100_000], SamplingParams(n=20), request_id="r")
+    task = asyncio.ensure_future(submitting)
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert 0 < len(engine.submitted) < 20
+    task.cancel()
+    await asyncio.wait([task])
+    await settled()
+    begun = {request.request_id for request in engine.submitted}
+    assert task.cancelled() and set(engine.aborted) == begun
 
 
 async def test_an_engine_that_dies_ends_the_forwarding_after_all_deltas() -> None:

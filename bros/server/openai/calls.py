@@ -45,6 +45,7 @@ from bros.server.openai.stream import (
     DeltaWriter,
     FinishedChoice,
     chat_logprobs,
+    choices_json,
     finish_reason,
 )
 from bros.server.state import ServerState
@@ -492,6 +493,9 @@ _ID_BYTES = 40
 _MAX_CHOICES = 1024
 """Most choices (prompts times n) of one request."""
 
+MAX_ECHOED_CHARS = 10_000_000
+"""Most characters of prompts that one response repeats; a token id counts for `_CHARS_PER_ID`."""
+
 
 class Call(Protocol):
     """A validated request of one endpoint.
@@ -535,6 +539,10 @@ class Call(Protocol):
     def let_go(self) -> int:
         """Once the engine has the prompts: let go of what only they needed. Returns about how many
         bytes are still kept of the body."""
+        ...
+
+    def echo_chars(self) -> int:
+        """Most characters of the request that a choice of its response repeats."""
         ...
 
     def prompt_text(self) -> str:
@@ -614,17 +622,21 @@ class ChatCall:
     def reply(
         self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer
     ) -> str:
-        return ChatCompletion(
+        reply = ChatCompletion(
             **header,
-            choices=[self._choice(choice) for choice in choices],
+            choices=[],
             usage=answer.usage(),
             prompt_logprobs=prompt_logprobs(self._state.tokenizer, self.body, choices[0]),
-        ).model_dump_json()
+        )
+        return choices_json(reply, map(self._choice, choices))
 
     def writer(self, frame: ChunkFrame) -> ChatChunkWriter:
         return ChatChunkWriter(
             frame, self._state.tokenizer, self.new_call_id, self.body.prompt_logprobs
         )
+
+    def echo_chars(self) -> int:
+        return 0
 
     def new_call_id(self) -> str:
         length = self._state.chat_format.call_id_chars
@@ -687,6 +699,9 @@ class CallAsChat:
     def let_go(self) -> int:
         return self._chat.let_go()
 
+    def echo_chars(self) -> int:
+        return 0
+
     def prompt_text(self) -> str:
         return self._chat.prompt_text()
 
@@ -706,6 +721,7 @@ class CompletionCall:
         self.body = _validated(state, CompletionRequest, fields, _COMPLETION_UNSUPPORTED)
         self.sampling = _completion_sampling(self.body)
         self._prompt_ids: list[list[int]] = []
+        self._echo_texts: list[str] = []
         most, prompts = min(_MAX_CHOICES, state.engine.info.max_queue), len(self.body.prompt)
         if prompts * self.sampling.n > most:
             raise InvalidRequestError(
@@ -713,16 +729,25 @@ class CompletionCall:
                 "send several requests.",
                 param="prompt",
             )
+        if self.body.echo and self.num_chars() * self.sampling.n > MAX_ECHOED_CHARS:
+            raise InvalidRequestError(
+                f"With 'echo' and n = {self.sampling.n} the response would repeat more than "
+                f"{MAX_ECHOED_CHARS} characters; send several requests.",
+                param="echo",
+            )
 
     async def prompts(self, tenant: str) -> list[list[int]]:
         # All in one job: 1,000 short ones would take a second of the event loop.
-        size = sum(len(prompt) for prompt in self.body.prompt if isinstance(prompt, str))
-        self._prompt_ids = await offload_held(
-            self._state,
-            tenant,
-            lambda: [self._token_ids(prompt) for prompt in self.body.prompt],
-            size,
-        )
+        echo, prompts = self.body.echo, self.body.prompt
+        size = self.num_chars() if echo else sum(len(p) for p in prompts if isinstance(p, str))
+
+        def work() -> tuple[list[list[int]], list[str]]:
+            return (
+                [self._token_ids(prompt) for prompt in prompts],
+                [self._echo_text(prompt) for prompt in prompts] if echo else [],
+            )
+
+        self._prompt_ids, self._echo_texts = await offload_held(self._state, tenant, work, size)
         if self.sampling.prompt_logprobs is not None:
             check_size(self._prompt_ids, self.sampling.prompt_logprobs, self.sampling.n)
         return self._prompt_ids
@@ -737,6 +762,7 @@ class CompletionCall:
         )
         if kept:
             num_bytes += _ID_BYTES * sum(map(len, self._prompt_ids))
+            num_bytes += sum(map(len, self._echo_texts))
         else:
             self._prompt_ids = []
         self.body = _kept(self.body, prompt=kept)
@@ -746,17 +772,17 @@ class CompletionCall:
         self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer
     ) -> str:
         echoes = self._echoes()
-        return Completion(
-            **header,
-            choices=[self._choice(choice, echoes.get(choice.index)) for choice in choices],
-            usage=answer.usage(),
-        ).model_dump_json()
+        written = (self._choice(choice, echoes.get(choice.index)) for choice in choices)
+        return choices_json(Completion(**header, choices=[], usage=answer.usage()), written)
 
     def writer(self, frame: ChunkFrame) -> CompletionChunkWriter:
         body = self.body
         return CompletionChunkWriter(
             frame, self._state.tokenizer, body.logprobs, self._echoes(), body.prompt_logprobs
         )
+
+    def echo_chars(self) -> int:
+        return max(map(len, self._echo_texts), default=0)
 
     def prompt_text(self) -> str:
         first = self.body.prompt[0]
@@ -777,16 +803,22 @@ class CompletionCall:
             allow_special_tokens=self.body.allow_special_tokens,
         )
 
+    def _echo_text(self, prompt: str | list[int]) -> str:
+        """The prompt as text; empty if the engine will refuse it."""
+        if isinstance(prompt, str):
+            return prompt
+        info = self._state.engine.info
+        known = len(prompt) <= info.max_model_len and all(0 <= i < info.vocab_size for i in prompt)
+        return self._state.tokenizer.decode(prompt) if known else ""
+
     def _echoes(self) -> dict[int, Echo]:
-        """Index of a choice -> its prompt, which comes before its text. Call it after the engine
-        has accepted the prompts, so that none is longer than the context."""
-        if not self.body.echo:
-            return {}
+        """Index of a choice -> its prompt, which comes before its text. After `prompts`."""
+        special = self.body.allow_special_tokens
         echoes = [
-            Echo(prompt, ids, shows_special=self.body.allow_special_tokens)
-            if isinstance(prompt, str)
-            else Echo(self._state.tokenizer.decode(prompt), ids, shows_special=False)
-            for prompt, ids in zip(self.body.prompt, self._prompt_ids, strict=True)
+            Echo(text, ids, shows_special=special and isinstance(prompt, str))
+            for prompt, text, ids in zip(
+                self.body.prompt, self._echo_texts, self._prompt_ids, strict=False
+            )
         ]
         n = self.sampling.n
         return {i: echoes[i // n] for i in range(len(echoes) * n)}

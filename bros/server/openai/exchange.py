@@ -19,7 +19,13 @@ from bros.server.errors import renaming_fields
 from bros.server.http import CancelOnDisconnect, count_kept, offload_reply, read_held
 from bros.server.openai.calls import CALLS, Call, Tier, response_tier, slo_of, tier_of
 from bros.server.openai.prompt_logprobs import NUMBER_CHARS, num_numbers
-from bros.server.openai.stream import Answer, AnswerStream, ChunkFrame, Observer
+from bros.server.openai.stream import (
+    Answer,
+    AnswerStream,
+    ChunkFrame,
+    Observer,
+    logprob_numbers,
+)
 from bros.server.sessions.joining import SESSION_HEADERS, SessionObserver, join, metadata_of
 from bros.server.state import ServerState
 from bros.text.generation import choice_ids
@@ -125,8 +131,12 @@ class Exchange:
         def render() -> str:
             return self._call.reply(self.header, choices, self.answer)
 
-        size = NUMBER_CHARS * sum(
-            len(choice.logprobs) + num_numbers(choice.prompt_logprobs) for choice in choices
+        size = sum(
+            self._call.echo_chars()
+            + len(choice.text)
+            + NUMBER_CHARS
+            * (logprob_numbers(choice.logprobs) + num_numbers(choice.prompt_logprobs))
+            for choice in choices
         )
         return await offload_reply(self._state, self._tenant, render, size)
 
@@ -155,7 +165,7 @@ class Exchange:
         include_usage = bool(options and options.include_usage)
         frame = ChunkFrame(call.chunk_kind, self.header, include_usage=include_usage)
         writer, offloaded = call.writer(frame), partial(offload_reply, self._state, self._tenant)
-        return AnswerStream(self.answer, writer, self._state.stopping, offloaded)
+        return AnswerStream(self.answer, writer, self._state.stopping, offloaded, call.echo_chars())
 
 
 async def create_chat_completion(request: Request) -> Response:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -641,6 +642,30 @@ Offload = Callable[[Callable[[], bytes], int], Awaitable[bytes]]
 """Does work of so many characters, on a thread if it is much."""
 
 
+_DELTA_CHARS = 10
+
+
+def _size_of(delta: TextDelta) -> int:
+    """How long writing a delta takes, in characters."""
+    numbers = logprob_numbers(delta.logprobs)
+    if delta.prompt_logprobs:
+        numbers += num_numbers(delta.prompt_logprobs)
+    return _DELTA_CHARS + len(delta.text) + NUMBER_CHARS * numbers
+
+
+def logprob_numbers(entries: Sequence[TokenLogprobs]) -> int:
+    """How many log-probabilities the tokens have; each has as many as the first one."""
+    return len(entries) * (1 + len(entries[0].top)) if entries else 0
+
+
+def choices_json(reply: BaseModel, choices: Iterable[BaseModel]) -> str:
+    """A reply that has no choices as JSON with these ones. Each is written by itself: between them
+    other threads can run."""
+    written = ",".join(choice.model_dump_json() for choice in choices)
+    before, _, after = reply.model_dump_json().partition('"choices":[]')  # no text has such quotes
+    return f'{before}"choices":[{written}]{after}'
+
+
 class AnswerStream(EventStream):
     """The deltas of an answer.
 
@@ -654,12 +679,18 @@ class AnswerStream(EventStream):
         writer: DeltaWriter,
         stopping: StopSignal,
         offload: Offload | None = None,
+        echo_chars: int = 0,
     ) -> None:
-        """offload: None does everything on the event loop."""
+        """offload: None does everything on the event loop.
+        echo_chars: most characters that come before the text of a choice.
+        """
         super().__init__(stopping)
         self._answer = answer
         self._writer = writer
         self._offload = offload
+        self._echo_chars = echo_chars
+        self._seen: set[int] = set()
+        """Choices with an event."""
 
     async def send_all(self) -> None:
         answer, writer, body = self._answer, self._writer, ChunkedBody.behind(self._send_body)
@@ -671,15 +702,17 @@ class AnswerStream(EventStream):
                 await answer.forward(sink)
 
     async def _written(self, deltas: Sequence[TextDelta]) -> bytes:
-        """Their events; log-probabilities of long prompts are written on a thread."""
-        numbers = sum(num_numbers(each.prompt_logprobs) for each in deltas if each.prompt_logprobs)
+        """Their events; those with much text or many log-probabilities are written on a thread."""
+        size = sum(map(_size_of, deltas))
+        if self._echo_chars:
+            new = {each.index for each in deltas} - self._seen
+            self._seen |= new
+            size += self._echo_chars * len(new)
 
         def write() -> bytes:
             return b"".join(map(self._writer.write, deltas))
 
-        if self._offload is None or not numbers:
-            return write()
-        return await self._offload(write, NUMBER_CHARS * numbers)
+        return write() if self._offload is None else await self._offload(write, size)
 
     def ending(self) -> bytes:
         return self._writer.end(self._answer.usage())

@@ -193,6 +193,9 @@ class ResponseCall(CallAsChat):
         self.ended = writer.response
         return self.ended.to_json()
 
+    def echo_chars(self) -> int:
+        return len(self._echo)
+
     def writer(self, frame: ChunkFrame) -> ResponseWriter:
         return self._writer(frame.header)
 

@@ -222,10 +222,6 @@ _SLICE = 20
 """Calls or outputs that are looked at in one turn of the event loop: wanting one takes 0.1 ms."""
 
 
-_VIEWED = 100
-"""Variables that are looked at in one turn."""
-
-
 class _Output(NamedTuple):
     """One output of a submitted call.
 
@@ -279,7 +275,7 @@ async def _outputs(
 ) -> list[_Output]:
     ids = {call.request_id for call in submitted}
     found = []
-    async for index, placeholder, wanted in in_turns(_placeholders(calls, submitted), _VIEWED):
+    async for index, placeholder, wanted in in_turns(_placeholders(calls, submitted), _SLICE):
         spec, call = calls[index], submitted[index]
         variable_id = call.variables[placeholder]
         view = scope.service.variable(scope.tenant, scope.session_id, variable_id)
