@@ -27,6 +27,7 @@ from bros.core.request import MAX_GRAMMAR_BYTES, Grammar
 
 MAX_CHOICES = 10_000
 MAX_SCHEMA_DEPTH = 60
+MAX_SCHEMA_PARTS = 50_000
 """Deepest nesting of objects and lists in a schema: the compiler takes about twice as many."""
 
 _FORMATS = frozenset(
@@ -251,9 +252,18 @@ def json_rule(schema: Schema, *, param: str = "grammar", whitespace: str | None 
 
 
 def _check_size(schema: Schema, param: str) -> None:
-    """Raises InvalidRequestError for a schema that is too deep, without recursion."""
+    """Raises InvalidRequestError for a schema that is too deep or has too many parts, without
+    recursion."""
     level: list[object] = [schema]
+    parts = 0
     for _ in range(MAX_SCHEMA_DEPTH):
+        parts += len(level)
+        if parts > MAX_SCHEMA_PARTS:
+            raise InvalidRequestError(
+                f"The schema in '{param}' has more than {MAX_SCHEMA_PARTS} values.",
+                param,
+                "invalid_json_schema",
+            )
         level = [
             inner
             for value in level

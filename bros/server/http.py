@@ -6,9 +6,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import regex
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json, to_json
 from starlette.datastructures import QueryParams
@@ -22,6 +21,7 @@ from bros.core.tenants import QuotaHold, Resource, TenantAccounts
 from bros.server.errors import BodyTooLargeError, MediaTypeError, ServerStoppingError
 from bros.server.openai.schema import ModelRequest
 from bros.server.state import ServerState, StopSignal
+from bros.text.json_text import JsonParts, excess_of, parsed_bytes
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -173,7 +173,8 @@ async def _read_into(
     size = len(body) // _BYTES_PER_SIZE
 
     def read() -> tuple[T, int]:
-        return make(_parse(body)), _parsed_bytes(body)
+        num_bytes = len(body) if len(body) <= _INLINE_SIZE else parsed_bytes(body)
+        return make(_parse(body)), num_bytes
 
     return read() if size <= _INLINE_SIZE else await state.threads.run(tenant, read, size)
 
@@ -181,16 +182,12 @@ async def _read_into(
 _BYTES_PER_SIZE = 8
 """Bytes of JSON that are parsed and validated in the time in which one character is tokenized."""
 
-_MAX_CONTAINERS = 150_000
-_MAX_KEYS = 200_000
-_MAX_VALUES = 500_000
+_MAX_PARTS = JsonParts(containers=150_000, keys=200_000, values=500_000)
 """The parser and the validation of a list hold the interpreter: 0.3 s for a body of 4 MB that
 consists of empty lists, and 0.02 to 0.04 s each for half a million token ids. The largest program
 of 10,000 calls that is of use has half of these containers and keys."""
 
 _SMALL_BODY = 100_000
-_STRING = regex.compile(rb'"(?:[^"\\]+|\\.)*+(?:"|\\?\Z)', regex.DOTALL)
-"""A JSON string; to the end of the text if it is not closed, so that each byte is read once."""
 
 
 def _parse(body: bytes) -> dict[str, Any]:
@@ -210,52 +207,11 @@ def _parse(body: bytes) -> dict[str, Any]:
 def _check_parts(body: bytes) -> None:
     """Raises InvalidRequestError for more objects, lists, keys and values than can be parsed at
     once."""
-    if not _counts(body).too_many:  # those in strings count, too, but it takes 5 ms
-        return
-    found = _counts(_STRING.sub(b"", body, concurrent=True))
-    if found.too_many:
+    found = excess_of(body, _MAX_PARTS)
+    if found is not None:
         raise InvalidRequestError(
-            f"The body has {found.containers} objects and lists, {found.keys} keys and "
-            f"{found.values} values; at most {_MAX_CONTAINERS}, {_MAX_KEYS} and {_MAX_VALUES} are "
-            "allowed.",
-            code="invalid_value",
+            f"The body has {found}; at most {_MAX_PARTS.limits} are allowed.", code="invalid_value"
         )
-
-
-_CONTAINER_BYTES, _VALUE_BYTES = 200, 40
-
-
-def _parsed_bytes(body: bytes) -> int:
-    """About the memory of a body when it is parsed. `{"a":1}` takes 184 bytes."""
-    if len(body) <= _INLINE_SIZE:
-        return len(body)
-    rough = _counts(body).num_bytes  # what looks like JSON in strings counts, too
-    if rough > len(body):
-        rough = _counts(_STRING.sub(b"", body, concurrent=True)).num_bytes
-    return len(body) + rough
-
-
-class _Counts(NamedTuple):
-    containers: int
-    keys: int
-    values: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the objects, lists and values."""
-        return _CONTAINER_BYTES * self.containers + _VALUE_BYTES * self.values
-
-    @property
-    def too_many(self) -> bool:
-        return (
-            self.containers > _MAX_CONTAINERS or self.keys > _MAX_KEYS or self.values > _MAX_VALUES
-        )
-
-
-def _counts(body: bytes) -> _Counts:
-    """Of JSON without strings."""
-    containers = body.count(b"{") + body.count(b"[")
-    return _Counts(containers, body.count(b":"), body.count(b",") + 1)
 
 
 def has_body(request: Request) -> bool:

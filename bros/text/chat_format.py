@@ -32,6 +32,7 @@ from bros.text.answers import (
     PythonicCalls,
     ReasoningReader,
 )
+from bros.text.json_text import MAX_TOOL_PARTS, JsonParts, excess_of, write_json
 from bros.text.tokenizer import CONTROL, IncrementalDetokenizer, Tokenizer
 from bros.text.tools import (
     HERMES_SYNTAX,
@@ -400,10 +401,20 @@ def _names_of_results(messages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     }
 
 
+_MOST_PARTS = JsonParts(MAX_TOOL_PARTS, MAX_TOOL_PARTS, MAX_TOOL_PARTS)
+
+
 def _decoded_arguments(arguments: str) -> Any:
-    """The arguments as an object, as templates expect them; the text itself if it is none."""
+    """The arguments as an object, as templates expect them; the text itself if it is none. Raises
+    InvalidRequestError if they have more than MAX_TOOL_PARTS."""
     if not arguments.strip():
         return {}
+    found = excess_of(arguments.encode("utf-8", "surrogatepass"), _MOST_PARTS)
+    if found is not None:
+        message = (
+            f"The arguments of a tool call have {found}; {MAX_TOOL_PARTS} of each are allowed."
+        )
+        raise InvalidRequestError(message, param="messages")
     try:
         decoded = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -450,7 +461,7 @@ def _described(
         message.pop("is_result", None)
     if not definitions:
         return plain
-    lines = "\n".join(json.dumps(each, ensure_ascii=False) for each in definitions)
+    lines = "\n".join(write_json(each, ensure_ascii=False) for each in definitions)
     introduction = _INTRODUCTION.format(tools=lines)
     if plain and plain[0]["role"] == "system":
         first = plain[0]["content"] or ""
@@ -460,7 +471,7 @@ def _described(
 
 def _described_call(call: Mapping[str, Any]) -> str:
     function = call["function"]
-    shown = json.dumps(
+    shown = write_json(
         {"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False
     )
     return f"<tool_call>\n{shown}\n</tool_call>"

@@ -155,6 +155,31 @@ async def empty_calls(server: Server) -> None:
     await send(server, f"/v1/sessions/{session.id}/requests", {"requests": calls})
 
 
+async def json_of_clients(server: Server) -> None:
+    """What is parsed or written besides the body: arguments, tools, schemas, template variables."""
+    count = by_tier(fast=300_000, long=1_300_000)
+    user = {"role": "user", "content": "x"}
+    for arguments in ("[" + "[]," * count + "[]]", '{"a":"' + "[]," * count + '"}'):
+        function = {"name": "f", "arguments": arguments}
+        call = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function"}]}
+        call["tool_calls"][0]["function"] = function  # type: ignore[index]
+        await send(server, "/v1/chat/completions", {"messages": [user, call], "max_tokens": 1})
+    numbers = {"enum": [0.5] * by_tier(fast=100_000, long=490_000)}
+    function = {"name": "f", "parameters": numbers}  # type: ignore[dict-item]
+    chat = {"messages": [user], "max_tokens": 1}
+    tools = [{"type": "function", "function": function}]
+    await send(server, "/v1/chat/completions", chat | {"tools": tools})
+    await send(server, "/v1/chat/completions", chat | {"chat_template_kwargs": {"a": numbers}})
+    schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": numbers}}
+    await send(server, "/v1/chat/completions", chat | {"response_format": schema})
+    tool = {"name": "f", "input_schema": numbers}
+    await send(server, "/v1/messages", chat | {"tools": [tool]})
+    used = {"type": "tool_use", "id": "c", "name": "f", "input": numbers}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c"}]}
+    messages = [user, {"role": "assistant", "content": [used]}, result]
+    await send(server, "/v1/messages", {"messages": messages, "max_tokens": 1})
+
+
 async def many_placeholders(server: Server) -> None:
     """One call with as many placeholders as are allowed, and more; also without any text."""
     for count in (4_999, by_tier(fast=20_000, long=40_000)):
@@ -240,6 +265,7 @@ ATTACKS: list[Attack] = [
     empty_lists,
     wrong_parts,
     empty_calls,
+    json_of_clients,
     many_placeholders,
     many_outputs,
     long_conversations,

@@ -117,6 +117,45 @@ async def test_a_program_that_waits_leaves_turns_to_others(
     assert max(wanted.values()) <= 20 and max(viewed.values()) <= 20
 
 
+def chat_with(**more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, **more}
+
+
+def tool_call(arguments: str) -> list[dict[str, Any]]:
+    """A chat with a call of a tool."""
+    function = {"name": "f", "arguments": arguments}
+    called = {"id": "c", "type": "function", "function": function}
+    return [{"role": "assistant", "tool_calls": [called]}, {"role": "user", "content": "x"}]
+
+
+VALUES = {"enum": list(range(60_000))}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (chat_with(tools=[{"type": "function", "function": {"parameters": VALUES}}]), "tools"),
+        (chat_with(chat_template_kwargs={"documents": VALUES}), "chat_template_kwargs"),
+        (chat_with(messages=tool_call(json.dumps(VALUES))), "messages"),
+        (chat_with(messages=tool_call("[" * 30_000)), "messages"),
+        (
+            chat_with(
+                response_format={
+                    "type": "json_schema", "json_schema": {"name": "s", "schema": VALUES},
+                }
+            ),
+            "response_format",
+        ),
+    ],
+    ids=["tools", "variables", "arguments", "lists", "schema"],
+)  # fmt: skip
+async def test_what_templates_and_grammars_write_as_json_is_bounded(
+    server: Server, body: dict[str, Any], param: str
+) -> None:
+    reply = await server.http.post("/v1/chat/completions", json=body)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == param, reply.text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_prompts_are_echoed_on_a_thread(
     server: Server, monkeypatch: pytest.MonkeyPatch, stream: bool

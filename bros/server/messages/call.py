@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +20,7 @@ from bros.server.openai.calls import CallAsChat, ChatCall, refuse_unsupported
 from bros.server.openai.stream import Answer, ChunkFrame, FinishedChoice
 from bros.server.state import ServerState
 from bros.text.generation import TextDelta
+from bros.text.json_text import write_json
 
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -218,7 +218,7 @@ def _assistant(content: object, param: str) -> dict[str, Any]:
                     raise _wrong("must be an object", f"{where}.input")
                 function = {
                     "name": _string(block, "name", where),
-                    "arguments": json.dumps(arguments),
+                    "arguments": write_json(arguments),
                 }
                 call_id = _string(block, "id", where)
                 calls.append({"id": call_id, "type": "function", "function": function})

@@ -51,6 +51,7 @@ from bros.server.openai.stream import (
 from bros.server.state import ServerState
 from bros.text.answers import AnswerParsing
 from bros.text.chat_format import ReasoningStart
+from bros.text.json_text import MAX_TOOL_PARTS, has_more_parts
 from bros.text.tokenizer import Tokenizer
 from bros.text.tools import NO_TOOLS, Tool, ToolUse
 
@@ -287,7 +288,11 @@ took more than a second for 60,000 empty messages."""
 
 
 def check_counts(fields: Mapping[str, Any]) -> None:
-    """Raises InvalidRequestError for too many messages or content parts in a body."""
+    """Raises InvalidRequestError for too many messages or content parts in a body, and for tools,
+    arguments of calls and variables of the chat template with too many parts."""
+    for name in ("tools", "chat_template_kwargs"):
+        if has_more_parts(fields.get(name), MAX_TOOL_PARTS):
+            raise _too_many_parts(name)
     messages = fields.get("messages")
     if not isinstance(messages, list):
         return
@@ -295,6 +300,11 @@ def check_counts(fields: Mapping[str, Any]) -> None:
     contents = (message.get("content") for message in messages if isinstance(message, dict))
     parts = sum(len(content) for content in contents if isinstance(content, list))
     check_count(parts, "content parts")
+
+
+def _too_many_parts(param: str) -> InvalidRequestError:
+    message = f"'{param}' has more than {MAX_TOOL_PARTS} objects, lists, keys and values."
+    return InvalidRequestError(message, param, "invalid_value")
 
 
 def check_count(count: int, what: str) -> None:
@@ -431,7 +441,8 @@ def tool_use(definitions: Sequence[ToolDefinition] | None, choice: ToolChoice | 
         return NO_TOOLS
     functions = [definition.function for definition in definitions or ()]
     names = [function.name for function in functions]
-    repeated = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    known: set[str] = set()
+    repeated = next((name for name in names if name in known or known.add(name)), None)  # type: ignore[func-returns-value]
     if repeated is not None:
         raise InvalidRequestError(f"'tools' has two functions {repeated!r}.", param="tools")
     if choice in (None, "auto"):

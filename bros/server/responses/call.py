@@ -29,7 +29,7 @@ from bros.server.openai.calls import (
 )
 from bros.server.openai.schema import ChatMessage
 from bros.server.openai.stream import Answer, ChunkFrame, FinishedChoice
-from bros.server.responses.events import LiveResponse, ResponseWriter, to_json
+from bros.server.responses.events import LiveResponse, ResponseWriter
 from bros.server.responses.items import Item, read_input, to_messages
 from bros.server.responses.schema import (
     CreateResponse,
@@ -39,6 +39,7 @@ from bros.server.responses.schema import (
 )
 from bros.server.state import ServerState
 from bros.text.generation import TextDelta
+from bros.text.json_text import write_json
 
 NO_EFFECT: tuple[Any, ...] = (None, False, [], {}, "")
 
@@ -133,11 +134,11 @@ class ResponseCall(CallAsChat):
         with renaming_fields(_NAMES):
             self._chat = ChatCall(state, self._chat_fields(items))
         self._echo = self._echoed()
-        self.input_json = to_json(items)
+        self.input_json = write_json(items)
         self.request = None
         if self.given.background:
             known = {name: fields[name] for name in CreateResponse.model_fields if name in fields}
-            self.request = to_json({**known, "input": []})
+            self.request = write_json({**known, "input": []})
         self.ended: LiveResponse | None = None
 
     def continue_from(self, turns: Sequence[Turn]) -> None:
@@ -298,7 +299,7 @@ class ResponseCall(CallAsChat):
             "truncation": given.truncation or "disabled",
             "user": given.user,
         }
-        return to_json(echo)
+        return write_json(echo, separators=(",", ":"), allow_nan=False)
 
     # ---- truncation: auto
 

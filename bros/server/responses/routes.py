@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -50,6 +49,7 @@ from bros.server.responses.schema import (
 )
 from bros.server.sessions.joining import join, metadata_of
 from bros.server.state import Jobs, ServerState, StopSignal
+from bros.text.json_text import write_json
 
 # ---- POST /v1/responses
 
@@ -355,7 +355,7 @@ async def _reply(request: Request, stored: StoredResponse) -> Response:
     state = ServerState.of(request)
 
     def write() -> str:
-        return json.dumps(stored.to_object())
+        return write_json(stored.to_object())
 
     body = await offload_reply(state, state.tenant(request), write, len(stored.body))
     return Response(body, media_type="application/json")
