@@ -164,7 +164,7 @@ async def json_of_clients(server: Server) -> None:
         call = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function"}]}
         call["tool_calls"][0]["function"] = function  # type: ignore[index]
         await send(server, "/v1/chat/completions", {"messages": [user, call], "max_tokens": 1})
-    numbers = {"enum": [0.5] * by_tier(fast=100_000, long=490_000)}
+    numbers = {"enum": [0.5] * by_tier(fast=100_000, long=250_000)}
     function = {"name": "f", "parameters": numbers}  # type: ignore[dict-item]
     chat = {"messages": [user], "max_tokens": 1}
     tools = [{"type": "function", "function": function}]

@@ -20,7 +20,7 @@ from bros.server.openai.calls import CallAsChat, ChatCall, refuse_unsupported
 from bros.server.openai.stream import Answer, ChunkFrame, FinishedChoice
 from bros.server.state import ServerState
 from bros.text.generation import TextDelta
-from bros.text.json_text import write_json
+from bros.text.json_text import MAX_TOOL_PARTS, has_more_parts, write_json
 
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -216,6 +216,9 @@ def _assistant(content: object, param: str) -> dict[str, Any]:
                 arguments = block.get("input")
                 if not isinstance(arguments, dict):
                     raise _wrong("must be an object", f"{where}.input")
+                if has_more_parts(arguments, MAX_TOOL_PARTS):
+                    reason = f"must have at most {MAX_TOOL_PARTS} keys and values"
+                    raise _wrong(reason, f"{where}.input")
                 function = {
                     "name": _string(block, "name", where),
                     "arguments": write_json(arguments),
