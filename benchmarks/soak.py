@@ -16,8 +16,10 @@ The exit status is 1, with the reasons, unless all of this holds:
 - every request is answered completely, or fails with an error of FAILURES;
 - every row of every batch has exactly one outcome;
 - after the last request, what is held for clients is what it was before the first one;
-- memory does not grow: Theil-Sen slope over the second half of each process's life, see
-  GROWTH_MIB_PER_H;
+- memory does not grow while a process lives: Theil-Sen slope over the second half of each long
+  life, and of all short lives together, see GROWTH_MIB_PER_H;
+- an engine holds no more than its predecessors did at the same age, and the server no more than at
+  the start when it is idle: memory, descriptors, threads, KV blocks, tasks, see RISE;
 - a lost engine is noticed and replaced in time, and the server logs no traceback.
 """
 
@@ -83,12 +85,27 @@ DRAINED_S = 120.0
 """Until everything is released after the last request."""
 
 GROWTH_MIB_PER_H = {"server": 24.0, "engine": 48.0}
-"""Steepest slope of resident memory; judged if a process was sampled for LONG_S after its first
-half."""
+"""Steepest slope of resident memory while a process lives."""
 LONG_S = 600.0
+"""A slope is judged if it was sampled for so long. Shorter lives of engines are judged together."""
+
+SETTLED_S = 90.0
+"""Age from which engines are compared: the KV cache of most is full, and its memory resident."""
+SAME_AGE_S = 35.0
+"""Engines are compared for so long: those that begin after a stop are killed 130 s later, with the
+usual options."""
+PARTS = 10
+"""The run has so many parts of the same length, compared by the least that the server holds."""
+ENOUGH = 6
+"""A trend is judged if it has so many values."""
 
 SLACK = {"descriptors": 8, "threads": 8}
 """What may be left of pools that start their members when needed. All else is exact."""
+
+RISE: Mapping[str, float] = {"rss_mib": 24.0, **SLACK}
+"""How much more a figure may be at the end of its trend. RISE_EXACT for all that is not named."""
+RISE_EXACT = 0.5
+"""Less than the one thing that is left over and over."""
 
 Json = dict[str, Any]
 
@@ -596,64 +613,224 @@ def differences(before: Json, after: Json) -> list[str]:
     return found
 
 
-# ---- Memory.
+# ---- Growth.
 
 
-@dataclass(frozen=True)
-class Growth:
-    """Resident memory of one process in the second half of its life.
+@dataclass
+class Life:
+    """A process from its first sample to its last.
 
-    minutes: of that half. mib_per_h: None if there are too few samples.
+    process: `server`, or `engine` and the number of its replica.
+    points: (time of the run in seconds, figures of the process, the whole sample).
     """
 
     process: str
     pid: int
+    points: list[tuple[float, Json, Json]] = field(default_factory=list)
+
+    @property
+    def begun_s(self) -> float:
+        return self.points[0][0]
+
+    @property
+    def seconds(self) -> float:
+        return self.points[-1][0] - self.begun_s
+
+    def memory(self, from_age_s: float) -> list[tuple[float, float]]:
+        """(hour, MiB)."""
+        return [
+            (at_s / 3600.0, figures["rss_mib"])
+            for at_s, figures, _ in self.points
+            if at_s - self.begun_s >= from_age_s
+        ]
+
+
+def lives(samples: Sequence[Json]) -> list[Life]:
+    """Of every process, in the order in which they begin."""
+    found: dict[tuple[str, int], Life] = {}
+    for sample in samples:
+        named = {"server": sample["server"]}
+        named |= {f"engine {number}": each for number, each in sample["engines"].items()}
+        for name, figures in named.items():
+            if figures is not None:
+                life = found.setdefault((name, figures["pid"]), Life(name, figures["pid"]))
+                life.points.append((sample["at_s"], figures, sample))
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Resident memory of a process in the second half of a long life, or of all engines with short
+    lives, each from the age of SETTLED_S on.
+
+    lives: how many processes these are.
+    minutes: how long they were sampled, all together.
+    first_mib, last_mib: medians over the lives.
+    mib_per_h: None if there are too few samples.
+    at_most: limit of mib_per_h; None if the time is too short for a judgement.
+    """
+
+    process: str
+    lives: int
     minutes: float
     first_mib: float
     last_mib: float
     mib_per_h: float | None
-    judged: bool
+    at_most: float | None
+
+    @property
+    def too_steep(self) -> bool:
+        limited = self.at_most is not None and self.mib_per_h is not None
+        return limited and self.mib_per_h > self.at_most
 
 
-def theil_sen(points: Sequence[tuple[float, float]]) -> float | None:
-    """The median slope of all pairs of points. points: (x, y); None without a pair."""
+def theil_sen(*series: Sequence[tuple[float, float]]) -> float | None:
+    """The median slope of all pairs of points of the same series. Points: (x, y); None without a
+    pair."""
     slopes = [
         (y2 - y1) / (x2 - x1)
+        for points in series
         for (x1, y1), (x2, y2) in itertools.combinations(points, 2)
         if x2 != x1
     ]
     return statistics.median(slopes) if slopes else None
 
 
-def growths(samples: Sequence[Json]) -> Iterator[Growth]:
-    """Of every process, those that were replaced included."""
-    series: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
-    for sample in samples:
-        named = {"server": sample["server"]}
-        named |= {f"engine {number}": each for number, each in sample["engines"].items()}
-        for name, figures in named.items():
-            if figures is not None:
-                point = (sample["at_s"] / 3600.0, figures["rss_mib"])
-                series[name, figures["pid"]].append(point)
-    for (name, pid), points in series.items():
-        middle = (points[0][0] + points[-1][0]) / 2
-        half = [point for point in points if point[0] >= middle]
-        slope = theil_sen(half)
-        hours = half[-1][0] - half[0][0]
-        yield Growth(
-            process=name,
-            pid=pid,
-            minutes=60.0 * hours,
-            first_mib=half[0][1],
-            last_mib=half[-1][1],
-            mib_per_h=slope,
-            judged=3600.0 * hours >= LONG_S,
+def growths(found: Sequence[Life]) -> list[Growth]:
+    short: list[list[tuple[float, float]]] = []
+    growth = []
+    for life in found:
+        half = life.memory(life.seconds / 2)
+        if life.process == "server" or _hours(half) * 3600.0 >= LONG_S:
+            growth.append(_growth(life.process, [half]))
+        elif points := life.memory(SETTLED_S):
+            short.append(points)
+    if short:
+        growth.append(_growth("engine, short lives", short))
+    return growth
+
+
+def _growth(process: str, series: Sequence[Sequence[tuple[float, float]]]) -> Growth:
+    hours = sum(_hours(points) for points in series)
+    judged = hours * 3600.0 >= LONG_S
+    bound = GROWTH_MIB_PER_H["server" if process == "server" else "engine"]
+    return Growth(
+        process=process,
+        lives=len(series),
+        minutes=hours * 60.0,
+        first_mib=statistics.median(points[0][1] for points in series),
+        last_mib=statistics.median(points[-1][1] for points in series),
+        mib_per_h=theil_sen(*series),
+        at_most=bound if judged else None,
+    )
+
+
+def _hours(points: Sequence[tuple[float, float]]) -> float:
+    return points[-1][0] - points[0][0] if points else 0.0
+
+
+@dataclass(frozen=True)
+class Trend:
+    """A figure of one engine after the other at the same age, or of the server part by part.
+
+    points: (time of the run in seconds, value).
+    rise: how much it grows from the first to the last, by the Theil-Sen slope; None if there are
+        fewer than ENOUGH points.
+    at_most: limit of rise.
+    """
+
+    figure: str
+    points: list[tuple[float, float]]
+    rise: float | None
+    at_most: float
+
+    @property
+    def rises(self) -> bool:
+        return self.rise is not None and self.rise > self.at_most
+
+
+def _trend(name: str, figure: str, points: Sequence[tuple[float, float | None]]) -> Trend:
+    """name: in the page. figure: in a sample. Points without a value are left out."""
+    known = [(at_s, value) for at_s, value in points if value is not None]
+    slope = theil_sen(known) if len(known) >= ENOUGH else None
+    rise = None if slope is None else slope * (known[-1][0] - known[0][0])
+    return Trend(name, known, rise, RISE.get(figure, RISE_EXACT))
+
+
+def at_the_same_age(found: Sequence[Life]) -> list[Trend]:
+    """What engines that began in the run hold between SETTLED_S and SAME_AGE_S later, in the order
+    in which they began; those that did not live so long are left out."""
+    first_s = min((life.begun_s for life in found), default=0.0)
+    replacements = [
+        life
+        for life in found
+        if life.process != "server"
+        and life.begun_s > first_s
+        and life.seconds >= SETTLED_S + SAME_AGE_S
+    ]
+    windows = [
+        (
+            life.begun_s,
+            [
+                (figures, sample)
+                for at_s, figures, sample in life.points
+                if SETTLED_S <= at_s - life.begun_s <= SETTLED_S + SAME_AGE_S
+            ],
         )
+        for life in replacements
+    ]
+
+    def own(name: str, figure: str, of: Callable[[list[float]], float]) -> Trend:
+        values = [(at_s, [figures[figure] for figures, _ in window]) for at_s, window in windows]
+        points = [(at_s, of(each) if each else None) for at_s, each in values]
+        return _trend(f"{name} of an engine", figure, points)
+
+    def whole(name: str, figure: str) -> Trend:
+        points = [
+            (at_s, _least_idle([sample for _, sample in window], figure))
+            for at_s, window in windows
+        ]
+        return _trend(f"{name} of the server", figure, points)
+
+    return [
+        own("MiB", "rss_mib", statistics.median),
+        *(own(figure, figure, min) for figure in SLACK),
+        whole("kv blocks", "kv_blocks"),
+        whole("tasks", "tasks"),
+    ]
 
 
-def too_steep(growth: Growth) -> bool:
-    bound = GROWTH_MIB_PER_H[growth.process.split()[0]]
-    return growth.judged and growth.mib_per_h is not None and growth.mib_per_h > bound
+def part_by_part(samples: Sequence[Json]) -> list[Trend]:
+    """The least that the server holds while it is idle, in each of PARTS of the run."""
+    if not samples:
+        return []
+    first_s, last_s = samples[0]["at_s"], samples[-1]["at_s"]
+    part_s = max(last_s - first_s, 1e-9) / PARTS
+    parts: list[list[Json]] = [[] for _ in range(PARTS)]
+    for sample in samples:
+        parts[min(int((sample["at_s"] - first_s) / part_s), PARTS - 1)].append(sample)
+
+    def trend(figure: str, name: str) -> Trend:
+        values = [
+            (first_s + number * part_s, _least_idle(part, figure))
+            for number, part in enumerate(parts)
+        ]
+        return _trend(name, figure, values)
+
+    held = [name for name in HELD if name != "open_requests"]  # none, where the server is idle
+    return [
+        *(trend(figure, f"{figure.replace('_', ' ')} of the server") for figure in (*held, *SLACK)),
+    ]
+
+
+def _least_idle(samples: Sequence[Json], figure: str) -> float | None:
+    """None if the server was never idle, with all engines up."""
+    values = [
+        sample["server"][figure] if figure in SLACK else sample[figure]
+        for sample in samples
+        if not sample["open_requests"] and sample["up"] == 2 and sample["server"] is not None
+    ]
+    return min(values, default=None)
 
 
 # ---- What is done to engines.
@@ -851,13 +1028,20 @@ def results(
     output: str,
 ) -> Json:
     """Everything that the page shows, and `reasons`: why the run has failed."""
-    growth = list(growths(samples))
+    found = lives(samples)
+    growth, same_age, parts = growths(found), at_the_same_age(found), part_by_part(samples)
     reasons = [*ledger.broken]
     reasons += [f"left after the run: {each}" for each in differences(before, after)]
     reasons += [
-        f"{each.process} (pid {each.pid}) grows by {each.mib_per_h:.1f} MiB per hour"
+        f"{each.process}: memory grows by {each.mib_per_h:.1f} MiB per hour"
         for each in growth
-        if too_steep(each)
+        if each.too_steep
+    ]
+    reasons += [
+        f"{each.figure} grow {way} by {each.rise:.1f} in the run"
+        for way, trends in (("life by life", same_age), ("part by part", parts))
+        for each in trends
+        if each.rises
     ]
     for sign in ("Traceback (most recent call last)", "was never retrieved", "Unclosed"):
         if count := output.count(sign):
@@ -893,6 +1077,8 @@ def results(
         "after": after,
         "loop_lag_at_most_s": lags,
         "growth": [asdict(each) for each in growth],
+        "same_age": [asdict(each) for each in same_age],
+        "parts": [asdict(each) for each in parts],
         "samples": list(samples[::every]),
         "reasons": reasons,
     }
@@ -934,7 +1120,9 @@ def page(found: Json) -> str:
     parts += ["## Requests\n\n", _requests_table(found), _rows_line(found)]
     parts += ["## Lost engines\n\n", _troubles_table(found)]
     parts += ["## What is held\n\n", _held_table(found)]
-    parts += ["## Memory\n\n", _growth_table(found)]
+    parts += ["## Memory while a process lives\n\n", _growth_table(found)]
+    parts += ["## From life to life\n\n", _same_age_table(found)]
+    parts += ["## From part to part\n\n", _parts_table(found)]
     return "".join(parts).rstrip("\n") + "\n"
 
 
@@ -1015,23 +1203,61 @@ def _of(sample: Json, process: str, key: str) -> int | None:
 def _growth_table(found: Json) -> str:
     rows = [
         [
-            f"{each['process']} ({each['pid']})",
+            each["process"],
+            str(each["lives"]),
             f"{each['minutes']:.1f}",
-            f"{each['first_mib']:.0f}",
-            f"{each['last_mib']:.0f}",
+            *(f"{each[key]:.0f}" for key in ("first_mib", "last_mib")),
             "" if each["mib_per_h"] is None else f"{each['mib_per_h']:+.1f}",
-            f"{GROWTH_MIB_PER_H[each['process'].split()[0]]:.0f}"
-            if each["judged"]
-            else "too short",
+            "too short" if each["at_most"] is None else f"{each['at_most']:.0f}",
         ]
         for each in found["growth"]
     ]
     note = (
-        "Resident memory in the second half of the life of each process (process id), and its "
-        "Theil-Sen slope.\n\n"
+        "Theil-Sen slope of resident memory: in the second half of each life whose half is "
+        f"{LONG_S / 60:.0f} minutes or longer, and over all pairs of samples of the same shorter "
+        f"life, from {SETTLED_S:.0f} s after its start on.\n\n"
     )
-    head = ("process", "minutes", "first, MiB", "last, MiB", "MiB per hour", "at most")
+    head = ("process", "lives", "minutes", "first, MiB", "last, MiB", "MiB per hour", "at most")
     return note + table(head, rows)
+
+
+def _same_age_table(found: Json) -> str:
+    note = (
+        f"What there is between {SETTLED_S:.0f} and {SETTLED_S + SAME_AGE_S:.0f} s after the start "
+        "of each engine that began in the run, in the order in which they began: the median of its "
+        "memory, the least of its descriptors and threads, and the least that the server holds "
+        f"while it is idle. {RISE_NOTE}"
+    )
+    return note + _trend_table(found["same_age"], "lives")
+
+
+def _parts_table(found: Json) -> str:
+    note = (
+        f"The least that the server holds while it is idle, in each of {PARTS} parts of the run. "
+        f"{RISE_NOTE}"
+    )
+    return note + _trend_table(found["parts"], "parts")
+
+
+RISE_NOTE = "The rise is the Theil-Sen slope times the time from the first value to the last.\n\n"
+
+
+def _trend_table(trends: Sequence[Json], count: str) -> str:
+    rows = []
+    for each in trends:
+        values = [value for _, value in each["points"]]
+        ends = [f"{value:.0f}" for value in (values[0], values[-1])] if values else ["", ""]
+        rows.append(
+            [
+                each["figure"],
+                str(len(values)),
+                *ends,
+                f"{min(values):.0f} to {max(values):.0f}" if values else "",
+                "too few" if each["rise"] is None else f"{each['rise']:+.1f}",
+                f"{each['at_most']:g}",
+            ]
+        )
+    return table(("", count, "first", "last", "range", "rise", "at most"), rows)
 
 
 def write_page(folder: Path) -> None:

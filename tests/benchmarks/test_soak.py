@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -129,11 +130,89 @@ def test_a_process_that_grows_is_found(soak: ModuleType) -> None:
         engine = process(2 if second < 1200 else 3, rss_mib=1000 + noise + 0.1 * second / 3.6)
         server = process(1, rss_mib=100 + start + noise)
         samples.append(sample(soak, at_s=float(second), server=server, engines={"0": engine}))
-    found = {growth.pid: growth for growth in soak.growths(samples)}
-    assert found.keys() == {1, 2, 3}
-    assert [pid for pid, growth in found.items() if soak.too_steep(growth)] == [3]
-    assert found[3].mib_per_h == pytest.approx(100, rel=0.1)
-    assert not found[2].judged, "its second half took less than 10 minutes"
+    server, long, short = soak.growths(soak.lives(samples))
+    assert not server.too_steep and server.at_most == soak.GROWTH_MIB_PER_H["server"]
+    assert (long.process, long.lives) == ("engine 0", 1) and long.too_steep
+    assert long.mib_per_h == pytest.approx(100, rel=0.1)
+    assert (short.lives, short.at_most) == (1, soak.GROWTH_MIB_PER_H["engine"])
+
+
+def lives_of_engines(
+    soak: ModuleType, *, mib_per_h: float = 0.0, **figures: Callable[[int, int], float]
+) -> list[dict[str, Any]]:
+    """Samples of an hour, in which an engine is replaced every 150 s. `figures` are functions of
+    the number of a life and its age in seconds; mib_per_h: growth in each life."""
+    rng = random.Random(1)
+    samples = []
+    for second in range(0, 3600, 5):
+        life, age_s = divmod(second, 150)
+        values = {name: value(life, age_s) for name, value in figures.items()}
+        rss_mib = values.pop("rss_mib", 740.0) + min(age_s, 80) + rng.uniform(-4, 4)
+        rss_mib += mib_per_h * age_s / 3600
+        own = {name: values.pop(name) for name in soak.SLACK if name in values}
+        held = {"at_s": float(second), "up": 2, "open_requests": second % 3 and 5, **values}
+        engine = process(100 + life, rss_mib=rss_mib, **own)
+        samples.append(sample(soak, **held, engines={"0": engine}))
+    return samples
+
+
+def test_short_lives_are_judged_together(soak: ModuleType) -> None:
+    """None of them is long enough alone, and all fill their cache at the start."""
+    for mib_per_h, steep in ((0.0, False), (100.0, True)):
+        samples = lives_of_engines(soak, mib_per_h=mib_per_h)
+        _, engines = soak.growths(soak.lives(samples))
+        assert engines.lives == 24 and engines.at_most is not None
+        assert engines.too_steep == steep
+    few = [each for each in samples if each["at_s"] < 600]
+    assert soak.growths(soak.lives(few))[1].at_most is None
+
+
+@pytest.mark.parametrize(
+    ("grows", "figures"),
+    [
+        ([], {}),
+        (["MiB of an engine"], {"rss_mib": lambda life, age_s: 700 + 3 * life}),
+        (["descriptors of an engine"], {"descriptors": lambda life, age_s: 24 + life}),
+        (["threads of an engine"], {"threads": lambda life, age_s: 9 + life}),
+        (["kv blocks of the server"], {"kv_blocks": lambda life, age_s: life // 8}),
+        (["tasks of the server"], {"tasks": lambda life, age_s: 17 + life // 2}),
+        # What is large only while there is work, in one life, or before the cache is full.
+        ([], {"kv_blocks": lambda life, age_s: 50 * (age_s % 15 > 0)}),
+        ([], {"descriptors": lambda life, age_s: 24 + 20 * (life == 12)}),
+        ([], {"rss_mib": lambda life, age_s: 740 + 20 * life * (age_s < 60)}),
+    ],
+)
+def test_an_engine_that_has_more_than_those_before_it_is_found(
+    soak: ModuleType, grows: list[str], figures: dict[str, Callable[[int, int], float]]
+) -> None:
+    samples = lives_of_engines(soak, **figures)
+    trends = soak.at_the_same_age(soak.lives(samples))
+    assert [trend.figure for trend in trends if trend.rises] == grows
+    assert all(len(trend.points) == 23 for trend in trends), "the first began before the run"
+
+
+def test_few_lives_are_not_compared(soak: ModuleType) -> None:
+    samples = lives_of_engines(soak, descriptors=lambda life, age_s: 24 + 50 * life)
+    few = [each for each in samples if each["at_s"] < 900]
+    assert all(trend.rise is None for trend in soak.at_the_same_age(soak.lives(few)))
+    assert soak.at_the_same_age(soak.lives([])) and soak.part_by_part([]) == []
+
+
+@pytest.mark.parametrize("name", ["kv_blocks", "pinned_blocks", "sessions", "tasks", "processes"])
+def test_what_an_idle_server_has_more_of_is_found(soak: ModuleType, name: str) -> None:
+    """One thing that is left after a while, and stays."""
+    idle = lives_of_engines(soak)
+    assert not any(trend.rises for trend in soak.part_by_part(idle))
+    left = [each | {name: each[name] + (each["at_s"] > 1800)} for each in idle]
+    found = [trend for trend in soak.part_by_part(left) if trend.rises]
+    assert [trend.figure for trend in found] == [f"{name.replace('_', ' ')} of the server"]
+    busy = [each | {name: each[name] + 40 * (each["open_requests"] > 0)} for each in idle]
+    assert not any(trend.rises for trend in soak.part_by_part(busy))
+
+
+def test_a_server_that_is_never_idle_is_not_compared(soak: ModuleType) -> None:
+    busy = [each | {"open_requests": 1} for each in lives_of_engines(soak)]
+    assert all(trend.rise is None for trend in soak.part_by_part(busy))
 
 
 # Troubles and the page
