@@ -82,61 +82,108 @@ class EngineRecovery:
         self._schedule_check()
 
 
+Refusal = QueueFullError | OverloadedError | TenantLimitError
+
 _LEAST_WAIT_S = 0.01
 
 RETRIES_TOGETHER = 32
-"""Refused LLM calls that are submitted again at a time, which takes about 5 ms."""
+"""Refused LLM calls that are submitted again together without knowing of a place, which takes about
+5 ms of the server and 2 ms of the engine, between two of its steps."""
 
 RETRIES_EVERY_S = 0.025
-"""Pause between these: 1,280 per second, as long as none is refused again."""
+"""Pause between these, as long as none is refused again."""
 
 _LOOK_EVERY_S = 1.0
 """How often a line looks for LLM calls that have been promoted; among 10,000 that takes 5 ms."""
 
 
 class RefusedCalls:
-    """A line of LLM calls of one tenant and class that were refused. They try again in their order,
-    a few at a time:
+    """A line of LLM calls of one tenant and class that were refused. They try again in their order:
 
-        refused      9,000 calls
-        tries again             |- 32   |- 32   |- 32: one is refused               |- 32 ...
-                     |- its retry-after |       |- its retry-after -----------------|
+        an accepted call of this tenant and class has ended    one, in its place
+        the retry-after time of a refusal has passed           RETRIES_TOGETHER; when all have their
+                                                               answers and none was refused, as many
+                                                               again, and so on
 
-    If each tried again by itself, those of a program of 10,000 calls would be refused thousands of
-    times per second, and the event loop would do little else.
+    While there is a line, new calls ask the engine, too, but at most RETRIES_TOGETHER are without
+    an answer; others join the line. Each call that `may_ask` or `wait` has allowed to try must call
+    `answered`.
+
+    The engine answers between two steps, while all streams wait. If all calls of a program of
+    10,000 asked whenever there might be a place, it would refuse a thousand of them at a time, and
+    the event loop would do little else, too.
     """
 
-    def __init__(self) -> None:
-        # Turn -> whether its call was promoted. Calls that have tried again come first.
+    def __init__(self, on_over: Callable[[], None]) -> None:
+        """on_over: called when no call waits, and none has been allowed to ask."""
+        self._on_over = on_over
+        # Place -> whether its call was promoted. Calls that have tried again come first.
         self._again: OrderedDict[asyncio.Future[None], Callable[[], bool]] = OrderedDict()
         self._first: OrderedDict[asyncio.Future[None], Callable[[], bool]] = OrderedDict()
         self._timer: asyncio.TimerHandle | None = None
         self._is_open = False  # none has been refused since some have tried again
+        self._asking = 0  # attempts without an answer
         self._look_s = 0.0
+        self.refusal: Refusal | None = None
+        """The last one."""
 
     def __len__(self) -> int:
         return len(self._again) + len(self._first)
 
-    async def wait(self, wait_s: float, promoted: Callable[[], bool], *, again: bool) -> None:
-        """An LLM call was refused: wait until it should try again.
+    def may_ask(self) -> bool:
+        """Whether a new LLM call may try now. If not, it has to wait."""
+        if self._asking >= RETRIES_TOGETHER:
+            return False
+        self._asking += 1
+        return True
 
-        wait_s: its retry-after time.
+    async def wait(self, promoted: Callable[[], bool], *, again: bool) -> None:
+        """Wait until an LLM call may try.
+
         promoted: whether it is of another class by now, and so must not wait in this line.
-        again: whether it was refused before.
+        again: whether it has waited before, and was refused.
         """
-        loop = asyncio.get_running_loop()
-        turn, line = loop.create_future(), self._again if again else self._first
-        line[turn] = promoted
-        if self._timer is None or self._is_open or loop.time() + wait_s < self._timer.when():
-            self._set_timer(wait_s)
-            self._is_open = False
+        place = asyncio.get_running_loop().create_future()
+        line = self._again if again else self._first
+        line[place] = promoted
         try:
-            await turn
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():  # another one may try instead
+                self._allow(1)
+                self.answered()
+            raise
         finally:
-            line.pop(turn, None)
+            line.pop(place, None)
             if not self and self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
+            self._check_over()
+
+    def refused(self, refusal: Refusal) -> None:
+        """An LLM call was refused."""
+        self.refusal = refusal
+        wait_s = max(refusal.retry_after_s, _LEAST_WAIT_S)
+        sooner = self._timer is not None and _now_s() + wait_s < self._timer.when()
+        if self._timer is None or self._is_open or sooner:
+            self._set_timer(wait_s)
+            self._is_open = False
+
+    def ended(self) -> None:
+        """A call of this tenant and class that the engine had accepted has ended."""
+        self._allow(1)
+
+    def answered(self) -> None:
+        """The engine has accepted or refused an LLM call that was allowed to try."""
+        self._asking -= 1
+        if self and not self._asking and self._timer is None:
+            self._is_open = True
+            self._set_timer(RETRIES_EVERY_S)
+        self._check_over()
+
+    def _check_over(self) -> None:
+        if not self and not self._asking:
+            self._on_over()
 
     def _set_timer(self, wait_s: float) -> None:
         if self._timer is not None:
@@ -145,30 +192,42 @@ class RefusedCalls:
 
     def _try_again(self) -> None:
         self._timer = None
-        turns = self._promoted()
+        for place in self._promoted():
+            self._call(place)
+        self._allow(RETRIES_TOGETHER - self._asking)
+
+    def _allow(self, most: int) -> None:
+        """Let so many calls try."""
         for line in (self._again, self._first):
-            while line and len(turns) < RETRIES_TOGETHER:
-                turns.append(line.popitem(last=False)[0])
-        for turn in turns:
-            if not turn.done():
-                turn.set_result(None)
-        self._is_open = bool(self)
-        if self:
-            self._set_timer(RETRIES_EVERY_S)
+            while line and most > 0:
+                place, _ = line.popitem(last=False)
+                most -= self._call(place)
+
+    def _call(self, place: asyncio.Future[None]) -> bool:
+        """Whether the call of this place has not been cancelled, and may try now."""
+        if place.done():
+            return False
+        self._asking += 1
+        place.set_result(None)
+        return True
 
     def _promoted(self) -> list[asyncio.Future[None]]:
         """Remove the LLM calls that have been promoted, from time to time."""
-        now = asyncio.get_running_loop().time()
+        now = _now_s()
         if now < self._look_s:
             return []
         self._look_s = now + _LOOK_EVERY_S
         found = []
         for line in (self._again, self._first):
-            leaving = [turn for turn, promoted in line.items() if promoted()]
+            leaving = [place for place, promoted in line.items() if promoted()]
             found += leaving
-            for turn in leaving:
-                del line[turn]
+            for place in leaving:
+                del line[place]
         return found
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class LlmCallFailedError(Exception):
@@ -277,8 +336,8 @@ class LlmCallGenerator:
         Raises LlmCallFailedError.
         """
         deaths, attempt = 0, 0
-        refused_s: float | None = None
-        any_output = False
+        first_refused_s: float | None = None
+        has_waited = any_output = False
 
         def progress(text: str, cached_tokens: int, output_tokens: int) -> None:
             nonlocal any_output
@@ -288,8 +347,12 @@ class LlmCallGenerator:
         while True:
             attempt += 1
             request_id = request.request_id if attempt == 1 else f"{request.request_id}~{attempt}"
+            line = self._refused.get((request.tenant, watcher.service_class))
+            if line is not None and (first_refused_s is not None or not line.may_ask()):
+                await self._wait(line, watcher, first_refused_s, again=has_waited)
+                has_waited = True
             try:
-                return await self._once(request_id, request, watcher, progress)
+                return await self._once(request_id, request, watcher, progress, line)
             except EngineDeadError as error:
                 deaths += 1
                 may_restart = not any_output or _is_reproducible(request.sampling)
@@ -299,61 +362,86 @@ class LlmCallGenerator:
                     raise LlmCallFailedError(FailedStage.ENGINE, str(error)) from error
             except (QueueFullError, OverloadedError, TenantLimitError) as error:
                 now = self._clock.now()
-                again = refused_s is not None
-                refused_s = now if refused_s is None else refused_s
-                wait_s = max(error.retry_after_s, _LEAST_WAIT_S)
-                left_s = refused_s + self._settings.patience_s - now
-                if wait_s > left_s or not await self._waited(
-                    request.tenant, watcher, wait_s, left_s, again
-                ):
+                first_refused_s = now if first_refused_s is None else first_refused_s
+                if error.retry_after_s > first_refused_s + self._settings.patience_s - now:
                     raise LlmCallFailedError(FailedStage.ENGINE, str(error)) from error
+                self._line(request.tenant, watcher.service_class).refused(error)
             except PromptTooLongError as error:
                 raise LlmCallFailedError(FailedStage.FILL, str(error)) from error
             except InvalidRequestError as error:
                 raise LlmCallFailedError(FailedStage.GENERATE, str(error)) from error
 
-    async def _waited(
-        self, tenant: str, watcher: LlmCallWatcher, wait_s: float, most_s: float, again: bool
-    ) -> bool:
-        """Wait as RefusedCalls.wait does; returns False if it takes more than most_s."""
-        service_class = watcher.service_class
-        key = tenant, service_class
-        line = self._refused.setdefault(key, RefusedCalls())
+    async def _wait(
+        self,
+        line: RefusedCalls,
+        watcher: LlmCallWatcher,
+        first_refused_s: float | None,
+        *,
+        again: bool,
+    ) -> None:
+        """Wait in a line until an LLM call may try.
+
+        first_refused_s: when it was refused for the first time; None: it was not.
+        again: whether it has waited before.
+
+        Raises LlmCallFailedError if it would wait for longer than the settings allow.
+        """
+        service_class, left_s = watcher.service_class, self._settings.patience_s
+        if first_refused_s is not None:
+            left_s -= self._clock.now() - first_refused_s
         try:
-            async with asyncio.timeout(most_s):
-                await line.wait(
-                    wait_s, lambda: watcher.service_class is not service_class, again=again
-                )
+            async with asyncio.timeout(left_s):
+                await line.wait(lambda: watcher.service_class is not service_class, again=again)
         except TimeoutError:
-            return False
-        finally:
-            if not line and self._refused.get(key) is line:
-                del self._refused[key]
-        return True
+            raise LlmCallFailedError(FailedStage.ENGINE, str(line.refusal)) from line.refusal
+
+    def _line(self, tenant: str, service_class: ServiceClass) -> RefusedCalls:
+        key = tenant, service_class
+        found = self._refused.get(key)
+        if found is None:
+            found = self._refused[key] = RefusedCalls(lambda: self._end_line(key))
+        return found
+
+    def _end_line(self, key: tuple[str, ServiceClass]) -> None:
+        self._refused.pop(key, None)
 
     async def _once(
-        self, request_id: str, request: LlmRequest, watcher: LlmCallWatcher, progress: Progress
+        self,
+        request_id: str,
+        request: LlmRequest,
+        watcher: LlmCallWatcher,
+        progress: Progress,
+        line: RefusedCalls | None,
     ) -> LlmAnswer:
-        """Submit the request once."""
-        terms = watcher.terms()
-        generation = await self._generator.start(
-            [request.prompt.token_ids()],
-            request.sampling,
-            request_id=request_id,
-            service_class=terms.service_class,
-            slo=terms.slo,
-            tenant=request.tenant,
-            arrival_s=request.arrival_s,
-            hints=terms.hints,
-            param="template",
-            parsing=request.parsing,
-        )
-        async with generation:
-            watcher.accepted(request_id, generation.service_classes[0])
-            try:
-                answer, last = await self._collect(generation, progress)
-            finally:
-                watcher.ended()
+        """Submit the request once. line: it has allowed that; None: there is none."""
+        try:
+            terms = watcher.terms()
+            generation = await self._generator.start(
+                [request.prompt.token_ids()],
+                request.sampling,
+                request_id=request_id,
+                service_class=terms.service_class,
+                slo=terms.slo,
+                tenant=request.tenant,
+                arrival_s=request.arrival_s,
+                hints=terms.hints,
+                param="template",
+                parsing=request.parsing,
+            )
+        finally:
+            if line is not None:
+                line.answered()
+        try:
+            async with generation:
+                watcher.accepted(request_id, generation.service_classes[0])
+                try:
+                    answer, last = await self._collect(generation, progress)
+                finally:
+                    watcher.ended()
+        finally:
+            waiting = self._refused.get((request.tenant, terms.service_class))
+            if waiting is not None:
+                waiting.ended()
         if answer.reasoning_tokens and not answer.text:
             message = f"The model has reasoned for {answer.output_tokens} tokens without an answer"
             more = "; give more max_tokens" if last.finish_reason is FinishReason.LENGTH else ""
