@@ -100,7 +100,8 @@ _LOOK_EVERY_S = 1.0
 class RefusedCalls:
     """A line of LLM calls of one tenant and class that were refused. They try again in their order:
 
-        an accepted call of this tenant and class has ended    one, in its place
+        an accepted call of this tenant and class has ended    one, in its place, unless it was
+                                                               cancelled
         the retry-after time of a refusal has passed           RETRIES_TOGETHER; when all have their
                                                                answers and none was refused, as many
                                                                again, and so on
@@ -402,6 +403,12 @@ class LlmCallGenerator:
             found = self._refused[key] = RefusedCalls(lambda: self._end_line(key))
         return found
 
+    def _give_place(self, tenant: str, service_class: ServiceClass) -> None:
+        """An accepted LLM call has ended."""
+        line = self._refused.get((tenant, service_class))
+        if line is not None:
+            line.ended()
+
     def _end_line(self, key: tuple[str, ServiceClass]) -> None:
         self._refused.pop(key, None)
 
@@ -438,10 +445,12 @@ class LlmCallGenerator:
                     answer, last = await self._collect(generation, progress)
                 finally:
                     watcher.ended()
-        finally:
-            waiting = self._refused.get((request.tenant, terms.service_class))
-            if waiting is not None:
-                waiting.ended()
+        except asyncio.CancelledError:
+            raise  # nearly always with its whole session, so that those in the line end, too
+        except BaseException:
+            self._give_place(request.tenant, terms.service_class)
+            raise
+        self._give_place(request.tenant, terms.service_class)
         if answer.reasoning_tokens and not answer.text:
             message = f"The model has reasoned for {answer.output_tokens} tokens without an answer"
             more = "; give more max_tokens" if last.finish_reason is FinishReason.LENGTH else ""
