@@ -195,7 +195,7 @@ class LoadWatch:
     @classmethod
     def of_process(cls, pid: int, timeout_s: float) -> LoadWatch:
         """Of a process on this machine, and those that it starts."""
-        starved_s = StarvationClock(pid, timeout_s / CHECKS_PER_TIMEOUT)
+        starved_s = StarvationClock(pid, timeout_s / CHECKS_PER_TIMEOUT, family=True)
         return cls(lambda: Activity.of(pid), timeout_s, starved_s)
 
     def check(self) -> str | None:
@@ -249,12 +249,15 @@ class StarvationClock:
     """For how long a process could not make progress, as far as the kernel tells. Linux only;
     elsewhere 0."""
 
-    def __init__(self, pid: int, every_s: float) -> None:
+    def __init__(self, pid: int, every_s: float, *, family: bool = False) -> None:
         """pid: of a process on this machine.
         every_s: interval of the calls.
+        family: it may wait for processes that it has started, as a launcher does for its ranks, so
+            that these count, too.
         """
         self._pid = pid
         self._every_s = every_s
+        self._family = family
         self._threads: dict[str, _Thread] = {}
 
     def __call__(self) -> float:
@@ -263,9 +266,12 @@ class StarvationClock:
 
         The longest of all threads: the others may wait for it.
         """
-        if is_traced(self._pid):
+        pids = _family(self._pid) if self._family else [self._pid]
+        if any(map(is_traced, pids)):
             return float("inf")
-        before, self._threads = self._threads, _threads(self._pid)
+        before, self._threads = self._threads, {}
+        for pid in pids:
+            self._threads |= _threads(pid)
         both = ((before[thread], now) for thread, now in self._threads.items() if thread in before)
         return max((now.waited_s(then, self._every_s) for then, now in both), default=0.0)
 

@@ -39,6 +39,9 @@ _SLOW_START_S = 600.0
 reason to kill it: reading a large model from a network takes as long, and so do kernels that are
 compiled."""
 
+_KILLED_S = 30.0
+"""How long `close` waits for an engine that it has killed: the kernel may free much memory."""
+
 _DRAIN_S = 0.1
 """Interval without messages after which the client stops reading from an ended process."""
 
@@ -133,6 +136,10 @@ class SupervisedClient(MessageClient, ABC):
     def _kill(self) -> None:
         """Kill the engine if it is running."""
 
+    def _why_alive(self) -> str:
+        """What is known of an engine that a kill did not end, for the log."""
+        return "the machine on which it runs does not answer"
+
     async def start(self) -> None:
         """Start the engine and wait until the model is loaded.
 
@@ -160,7 +167,11 @@ class SupervisedClient(MessageClient, ABC):
         await self.wait_ready()
 
     async def close(self) -> None:
-        """Shut the engine down, kill it if it does not end within grace_s, and clean up."""
+        """Shut the engine down, kill it if it does not end within grace_s, and clean up.
+
+        A killed process that waits in the kernel, for instance for a file server that is gone, ends
+        only when that does. This does not wait for it for longer than _KILLED_S.
+        """
         self._closing = True
         if self._supervisor is not None:
             if self._alive and not self._supervisor.done():
@@ -168,7 +179,17 @@ class SupervisedClient(MessageClient, ABC):
                 await asyncio.wait([self._supervisor], timeout=self._grace_s)
             if not self._supervisor.done():
                 self._kill()
-                await self._supervisor
+                await asyncio.wait([self._supervisor], timeout=_KILLED_S)
+                if self._supervisor.done():
+                    self._supervisor.result()
+                else:
+                    logger.error(
+                        "the engine has not ended %g s after it was killed: %s",
+                        _KILLED_S,
+                        self._why_alive(),
+                    )
+                    self._supervisor.cancel()
+                    await asyncio.wait([self._supervisor])
         self.on_death("The server is shutting down.")
         self._context.destroy(linger=0)
 
@@ -186,6 +207,7 @@ class SupervisedClient(MessageClient, ABC):
                 slow.cancel()
             if not self._failure:
                 self._hung = False  # it exited without reporting why
+            self._num_hung += self._hung
             self.on_death(reason)
             has_been_up = has_been_up or self._was_ready
             if self._restarting is not None:
@@ -197,7 +219,6 @@ class SupervisedClient(MessageClient, ABC):
                 return
             logger.error("%s", reason)
             self._num_lost += 1
-            self._num_hung += self._hung
             failures = 0 if self._was_ready or self._host_unavailable else failures + 1
             if not (self._restart and has_been_up) or failures >= _MAX_FAILURES:
                 self._is_final = True
@@ -441,6 +462,14 @@ class ProcessEngineClient(SupervisedClient):
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
+    def _why_alive(self) -> str:
+        pid = self.pid
+        where = "" if pid is None else _kernel_function(pid)
+        return (
+            f"process {pid} waits in the kernel{where}. It keeps its memory and its devices until "
+            "that ends."
+        )
+
     async def _run_once(self) -> str:
         async with contextlib.AsyncExitStack() as stack:
             # Readable by this user only.
@@ -466,7 +495,8 @@ class ProcessEngineClient(SupervisedClient):
             await asyncio.sleep(watch.every_s)
             if self._was_ready:
                 return
-            reason = watch.check()
+            # It reads files of each thread of each rank, while other replicas have streams.
+            reason = await asyncio.to_thread(watch.check)
         # First, as the signal ends a process that has not got as far as to handle it.
         self._note_failure(reason, hung=True)
         if not self._launch.starts_ranks and self._process is not None:
@@ -490,3 +520,12 @@ class ProcessEngineClient(SupervisedClient):
             *(sys.executable, "-m", self._launch.module, str(folder)),
             stdin=asyncio.subprocess.PIPE,
         )
+
+
+def _kernel_function(pid: int) -> str:
+    """ " in NAME", if the kernel tells in which of its functions the process waits."""
+    try:
+        name = Path(f"/proc/{pid}/wchan").read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return ""
+    return f" in {name}" if name.strip("0") else ""

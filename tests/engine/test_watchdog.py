@@ -9,6 +9,7 @@ import itertools
 import math
 import operator
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -251,6 +252,41 @@ def test_a_wait_for_a_core_counts_while_it_lasts() -> None:
             time.sleep(every_s)
             total_s += starved_s()
     assert total_s > checks * every_s / 2
+
+
+_LAUNCHER = """
+import subprocess, sys
+rank = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]])
+sys.stdin.read()
+rank.kill()
+rank.wait()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_load_whose_ranks_wait_for_a_core_does_not_hang() -> None:
+    """The launcher waits for its rank, which gets a core only if no other process wants it."""
+    core = str(min(os.sched_getaffinity(0)))
+    idle, other = str(os.SCHED_IDLE), str(os.SCHED_OTHER)
+    timeout_s, checks = 0.8, 30
+    with contextlib.ExitStack() as stack:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        started: list[int] = []
+        for command in (["-c", _LAUNCHER, _BURN, core, idle], ["-c", _BURN, core, other]):
+            process = subprocess.Popen([sys.executable, *command], **pipes)
+            stack.enter_context(process)
+            if started:
+                stack.callback(process.kill)
+            assert process.stdout is not None and process.stdout.readline() == b"begins\n"
+            started.append(process.pid)
+        alone_s = StarvationClock(started[0], timeout_s / 8)
+        watch = LoadWatch.of_process(started[0], timeout_s)
+        alone_s()
+        for _ in range(checks):
+            time.sleep(watch.every_s)
+            assert watch.check() is None
+        assert alone_s() < timeout_s, "the launcher itself does not wait for a core"
+        os.kill(started[1], signal.SIGKILL)
 
 
 _PTRACE_SEIZE, _PTRACE_DETACH = 0x4206, 17

@@ -21,6 +21,7 @@ import pytest_asyncio
 from bros.core.errors import EngineDeadError
 from bros.core.request import EngineRequest
 from bros.executor.model_store import ModelFiles
+from bros.transport import process_client
 from bros.transport.process_client import ProcessEngineClient
 from support.hanging_engine import (
     HANG,
@@ -32,6 +33,7 @@ from support.hanging_engine import (
 )
 from support.machine_speed import slowdown
 from support.process_engine import TINY_ENGINE, ask, tokens_of
+from support.processes import exists
 
 SOON = dataclasses.replace(TINY_ENGINE, hang_timeout=2.0, prefix_cache="off")
 NOTICED_S, ANSWERED_S = 10.0, 1.0
@@ -210,6 +212,38 @@ async def test_an_engine_that_hangs_before_it_can_show_its_stacks_is_ended_with_
     assert client.num_hung == 1
 
 
+class UnkillableEngineClient(HangingEngineClient):
+    """Of a process that waits in the kernel, so that a kill has no effect yet."""
+
+    loading: Loading = "sleeps"
+
+    def _kill(self) -> None:
+        pass
+
+
+async def test_a_load_that_cannot_be_killed_does_not_hold_up_the_end(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process_client, "_KILLED_S", 0.5)
+    client = UnkillableEngineClient(LOADING_SOON, files, log_level="error")
+    starting = asyncio.create_task(client.start())
+    async with asyncio.timeout(LONG_S):
+        while client.pid is None:
+            await asyncio.sleep(0.01)
+        pid = client.pid
+        try:
+            await client.close()
+            with pytest.raises(EngineDeadError):
+                await starting
+            assert exists(pid)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            while exists(pid):
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # asyncio hears of its end, too
+    assert f"0.5 s after it was killed: process {pid} waits in the kernel" in caplog.text
+
+
 @pytest.mark.long
 async def test_an_engine_that_is_stopped_while_it_loads_is_ended(files: ModelFiles) -> None:
     client = loading_client(files, "computes")
@@ -376,7 +410,9 @@ import asyncio, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from bros.executor.model_store import ModelFiles
+from bros.transport import process_client
 from bros.transport.process_client import ProcessEngineClient
+from support.processes import exists
 from support.process_engine import TINY_ENGINE, ask, tokens_of
 
 async def main():

@@ -101,6 +101,37 @@ async def test_an_engine_that_does_not_become_ready_is_logged_and_not_killed(
     await client.close()
 
 
+class UnkillableClient(SlowClient):
+    """Of an engine that does not end when it is killed."""
+
+    def _kill(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("loads", [True, False])
+async def test_an_engine_that_cannot_be_killed_does_not_hold_up_the_end(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    loads: bool,
+) -> None:
+    monkeypatch.setattr(process_client, "_KILLED_S", 0.1)
+    client = UnkillableClient(tmp_path)
+    starting = asyncio.create_task(client.start())
+    if not loads:
+        client.loaded.set()
+        await starting
+    await asyncio.sleep(0.05)  # it loads
+    async with asyncio.timeout(10):
+        await client.close()
+        if loads:
+            with pytest.raises(EngineDeadError, match="shutting down"):
+                await starting
+    (message,) = caplog.messages
+    assert message.startswith("the engine has not ended 0.1 s after it was killed: ")
+    assert not [each for each in asyncio.all_tasks() if each.get_name().startswith("engine-")]
+
+
 class HomelessClient(EndlessClient):
     """Of an engine that dies, and then finds no room for so many times."""
 
