@@ -291,7 +291,7 @@ def check_counts(fields: Mapping[str, Any]) -> None:
     """Raises InvalidRequestError for too many messages or content parts in a body, and for tools,
     arguments of calls and variables of the chat template with too many parts."""
     for name in ("tools", "chat_template_kwargs"):
-        if has_more_parts(fields.get(name), MAX_TOOL_PARTS):
+        if fields.get(name) and has_more_parts(fields[name], MAX_TOOL_PARTS):
             raise _too_many_parts(name)
     messages = fields.get("messages")
     if not isinstance(messages, list):
