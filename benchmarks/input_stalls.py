@@ -35,23 +35,32 @@ from bros.core.clock import SystemClock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+from support.hostile_grammars import HOSTILE
 from support.server_process import rss_mib, running_server
 
-Attack = Callable[[httpx.AsyncClient], Awaitable[object]]
+Attack = Callable[[httpx.AsyncClient, float], Awaitable[object]]
+"""The second argument is the share of its whole size."""
 
 NO_LIMITS = httpx.Limits(max_connections=None)
 
 SLOW_REGEX = 'regex("(a|aa)+$")'
 
 
-async def idle(http: httpx.AsyncClient) -> None:
-    await asyncio.sleep(2)
+def some(count: int, share: float) -> int:
+    """A share of a number, at least 1."""
+    return max(1, round(count * share))
 
 
-async def best_effort(http: httpx.AsyncClient) -> None:
+async def idle(http: httpx.AsyncClient, share: float) -> None:
+    await asyncio.sleep(2 * share)
+
+
+async def best_effort(http: httpx.AsyncClient, share: float) -> None:
     """Ordinary work in the time that streams leave, to compare the gaps beside attacks with."""
     body = {"prompt": "Say", "max_tokens": 8, "ignore_eos": True, "service_tier": "flex"}
-    await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(400)))
+    await asyncio.gather(
+        *(http.post("/v1/completions", json=body) for _ in range(some(400, share)))
+    )
 
 
 async def _session(http: httpx.AsyncClient) -> str:
@@ -72,34 +81,34 @@ async def _call_with(http: httpx.AsyncClient, transforms: str, text: str, calls:
     await http.delete(session)
 
 
-async def slow_regexes(http: httpx.AsyncClient) -> None:
+async def slow_regexes(http: httpx.AsyncClient, share: float) -> None:
     """20 sessions of 4 calls each."""
-    text = "a" * 1500 + "b"
-    await asyncio.gather(*(_call_with(http, SLOW_REGEX, text, 4) for _ in range(20)))
+    text, sessions = "a" * 1500 + "b", some(20, share)
+    await asyncio.gather(*(_call_with(http, SLOW_REGEX, text, 4) for _ in range(sessions)))
 
 
-async def large_join(http: httpx.AsyncClient) -> None:
+async def large_join(http: httpx.AsyncClient, share: float) -> None:
     text = "[" + ",".join("1" * 500_000) + "]"
     await _call_with(http, f'join("{"x" * 4000}")', text, 1)
 
 
-async def large_inputs(http: httpx.AsyncClient) -> None:
-    text = "word and " * 430_000
+async def large_inputs(http: httpx.AsyncClient, share: float) -> None:
+    text = "word and " * some(430_000, share)
     await asyncio.gather(*(_call_with(http, "", text, 1) for _ in range(4)))
 
 
-async def tokenize(http: httpx.AsyncClient) -> None:
-    await http.post("/tokenize", json={"prompt": "word and " * 440_000})
+async def tokenize(http: httpx.AsyncClient, share: float) -> None:
+    await http.post("/tokenize", json={"prompt": "word and " * some(440_000, share)})
 
 
-async def tokenize_allowed(http: httpx.AsyncClient) -> None:
+async def tokenize_allowed(http: httpx.AsyncClient, share: float) -> None:
     """Eight texts that are just short enough."""
-    body = {"prompt": ("word and " * 120_000)[: 2**20]}
+    body = {"prompt": ("word and " * 120_000)[: some(2**20, share)]}
     await asyncio.gather(*(http.post("/tokenize", json=body) for _ in range(8)))
 
 
-async def tokenize_8(http: httpx.AsyncClient) -> None:
-    await asyncio.gather(*(tokenize(http) for _ in range(8)))
+async def tokenize_8(http: httpx.AsyncClient, share: float) -> None:
+    await asyncio.gather(*(tokenize(http, share) for _ in range(8)))
 
 
 async def _chats(http: httpx.AsyncClient, messages: list[object]) -> None:
@@ -110,51 +119,52 @@ async def _chats(http: httpx.AsyncClient, messages: list[object]) -> None:
     )
 
 
-async def empty_messages(http: httpx.AsyncClient) -> None:
-    await _chats(http, [{"role": "user", "content": ""}] * 60_000)
+async def empty_messages(http: httpx.AsyncClient, share: float) -> None:
+    await _chats(http, [{"role": "user", "content": ""}] * some(60_000, share))
 
 
-async def empty_parts(http: httpx.AsyncClient) -> None:
-    parts = [{"type": "text", "text": ""}] * 100_000
+async def empty_parts(http: httpx.AsyncClient, share: float) -> None:
+    parts = [{"type": "text", "text": ""}] * some(100_000, share)
     await _chats(http, [{"role": "user", "content": parts}])
 
 
-async def allowed_messages(http: httpx.AsyncClient) -> None:
+async def allowed_messages(http: httpx.AsyncClient, share: float) -> None:
     """As many as are allowed."""
-    await _chats(http, [{"role": "user", "content": ""}] * 10_000)
+    await _chats(http, [{"role": "user", "content": ""}] * some(10_000, share))
 
 
-async def allowed_parts(http: httpx.AsyncClient) -> None:
-    parts = [{"type": "text", "text": ""}] * 10_000
+async def allowed_parts(http: httpx.AsyncClient, share: float) -> None:
+    parts = [{"type": "text", "text": ""}] * some(10_000, share)
     await _chats(http, [{"role": "user", "content": parts}])
 
 
-async def largest_bodies(http: httpx.AsyncClient) -> None:
+async def largest_bodies(http: httpx.AsyncClient, share: float) -> None:
     """Prompts in bodies of nearly 4 MiB."""
-    body = {"prompt": "word and " * 466_000, "max_tokens": 1}
+    body = {"prompt": "word and " * some(466_000, share), "max_tokens": 1}
     await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(10)))
 
 
-async def waiting_program(http: httpx.AsyncClient) -> None:
+async def waiting_program(http: httpx.AsyncClient, share: float) -> None:
     """10,000 calls and a request that waits for all of them, until its time is over."""
     session = await _session(http)
-    calls = [{"template": "Say {{output:o}}", "sampling": {"max_tokens": 1}}] * 10_000
-    await http.post(f"{session}/requests", json={"requests": calls, "wait": True, "timeout_s": 10})
+    call = {"template": "Say {{output:o}}", "sampling": {"max_tokens": 1}}
+    body = {"requests": [call] * some(10_000, share), "wait": True, "timeout_s": 10 * share}
+    await http.post(f"{session}/requests", json=body)
     await http.delete(session)
 
 
-async def large_values(http: httpx.AsyncClient) -> None:
+async def large_values(http: httpx.AsyncClient, share: float) -> None:
     """40 million characters that are written with escapes, in replies."""
     session = await _session(http)
-    for _ in range(20):
+    for _ in range(some(20, share)):
         await http.post(f"{session}/variables", json={"name": "v", "value": '"' * 2_000_000})
     await asyncio.gather(*(http.get(f"{session}/variables") for _ in range(2)), http.get(session))
     await http.delete(session)
 
 
-async def wrong_parts(http: httpx.AsyncClient) -> None:
+async def wrong_parts(http: httpx.AsyncClient, share: float) -> None:
     """Programs of a million calls that are none, and tool lists of as many."""
-    session, wrong = await _session(http), [1] * 990_000
+    session, wrong = await _session(http), [1] * some(990_000, share)
     await asyncio.gather(
         http.post(f"{session}/requests", json={"requests": wrong}),
         http.post("/v1/messages", json={"messages": [], "max_tokens": 1, "tools": wrong}),
@@ -162,24 +172,16 @@ async def wrong_parts(http: httpx.AsyncClient) -> None:
     await http.delete(session)
 
 
-async def hostile_grammars(http: httpx.AsyncClient) -> None:
-    """Schemas and grammars that take long to compile, or are refused for their size."""
-    fields = {f"p{number}": {"type": "string"} for number in range(4000)}
-    options = [{"anyOf": [{"properties": {f"a{n}_{i}": {}}} for i in range(4)]} for n in range(8)]
-    words = " | ".join(f'"w{number}"' for number in range(25_000))
-    asked: list[dict[str, object]] = [
-        {"json": {"type": "object", "properties": fields}},
-        {"json": {"type": "object", "allOf": options}},
-        {"regex": "(" * 50_000 + "a" + ")" * 50_000},
-        {"regex": "(a{1,1000}){1,1000}"},
-        {"grammar": f"start: {words}"},
-        {"grammar": "start: " + "x" * 1_000_000},
-        {"grammar": "start: " + " | ".join(f'"{number:05}"' for number in range(23_000))},
-    ]
+async def hostile_grammars(http: httpx.AsyncClient, share: float) -> None:
+    """Schemas and grammars that take long to compile, or are refused for what they are made of."""
     messages = [{"role": "user", "content": "Hi"}]
-    bodies = [{"messages": messages, "max_tokens": 8, "structured_outputs": each} for each in asked]
+    bodies = [{"messages": messages, "max_tokens": 8, **fields} for fields in HOSTILE.values()]
     await asyncio.gather(
-        *(http.post("/v1/chat/completions", json=body) for body in bodies for _ in range(5))
+        *(
+            http.post("/v1/chat/completions", json=body)
+            for body in bodies
+            for _ in range(some(5, share))
+        )
     )
 
 
@@ -193,8 +195,10 @@ ATTACKS: dict[str, Attack] = {
 }  # fmt: skip
 
 
-def send(url: str, name: str) -> dict[str, int]:
+def send(url: str, name: str, share: float = 1.0) -> dict[str, int]:
     """The attack, in a process of its own: what it computes must not delay who measures.
+
+    share: of its whole size.
 
     Returns status -> number of answers, without those about sessions that it opens and deletes.
     """
@@ -210,7 +214,7 @@ def send(url: str, name: str) -> dict[str, int]:
         async with httpx.AsyncClient(
             base_url=url, timeout=300, event_hooks=hooks, limits=NO_LIMITS
         ) as http:
-            await ATTACKS[name](http)
+            await ATTACKS[name](http, share)
 
     asyncio.run(run())
     return dict(sorted(statuses.items()))

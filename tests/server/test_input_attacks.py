@@ -10,15 +10,18 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
 
 import pytest
 
+from bros.text.grammar_check import GrammarChecker
+from support.hostile_grammars import HOSTILE
 from support.loops import LONGEST_TURN_S, MeasuredLoop
 from support.scripted_server import Server
 from support.session_server import SessionClient, keeping
 from support.tier import by_tier
+from support.tiny_tokenizer import save_tokenizer
 
 Attack = Callable[[Server], Awaitable[object]]
 
@@ -252,6 +255,22 @@ async def large_values(server: Server) -> None:
     await read(server, f"{path}/variables/v1", b"stream=true")
 
 
+async def hostile_grammars(server: Server) -> None:
+    """Schemas, patterns and grammars, in every field that takes one."""
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    session = await SessionClient.open(server.http)
+    call = {"template": "Say {{output:o}}", "wait": True}
+    bodies = [
+        *(("/v1/chat/completions", chat | dict(fields)) for fields in HOSTILE.values()),
+        *(
+            (f"/v1/sessions/{session.id}/requests", call | {"sampling": dict(fields)})
+            for fields in by_tier(fast=[*HOSTILE.values()][:3], long=[*HOSTILE.values()])
+        ),
+    ]
+    for _ in range(by_tier(fast=1, long=3)):
+        await asyncio.gather(*(send(server, path, body) for path, body in bodies))
+
+
 ATTACKS: list[Attack] = [
     slow_regexes,
     large_join,
@@ -271,6 +290,7 @@ ATTACKS: list[Attack] = [
     long_conversations,
     waiting_program,
     large_values,
+    hostile_grammars,
 ]
 
 
@@ -278,13 +298,20 @@ TRIES = 3
 """A stall that the server causes comes each time; one that its host causes does not."""
 
 
+@pytest.fixture(scope="module")
+def checker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarChecker]:
+    made = GrammarChecker(save_tokenizer(tmp_path_factory.mktemp("tokenizer")), 440, [1])
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-def test_no_turn_of_the_loop_is_long(attack: Attack) -> None:
+def test_no_turn_of_the_loop_is_long(attack: Attack, checker: GrammarChecker) -> None:
     for _ in range(TRIES):
         loop = MeasuredLoop()
 
         async def main(loop: MeasuredLoop = loop) -> None:
-            server = Server()
+            server = Server(grammars=checker)
             async with server.http, keeping(server):
                 await server.chat()
                 with loop.measuring():

@@ -1,0 +1,157 @@
+"""What large, slow and hostile inputs of one client do to the streams of others: a server and an
+engine as users run them, with a small model, whose steps take a few milliseconds.
+
+tests/server/test_input_attacks.py asks more of the event loop alone, and benchmarks/input_stalls.py
+measures the same with a model that is used.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+from input_stalls import ATTACKS, send
+
+from support.server_process import ServerProcess, running_server
+from support.tier import by_tier
+from support.tiny_models import save_tiny_llama
+from support.tiny_tokenizer import TEMPLATE, save_tokenizer
+from support.token_gaps import OtherLoad, TokenGaps, reading_streams
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(600)]
+
+LONGER_S = 0.05
+"""How much longer than usual a gap may be during an attack, on a machine that does nothing else."""
+ALONE = 0.1
+"""The machine does something else if others have more than this share of it; then an attack may be
+tried a second time."""
+SHARE = by_tier(fast=0.1, long=1.0)
+USUAL_S = 1.0
+MAX_TOKENS = 450
+"""Of each stream: nearly the context of the model."""
+
+FAST = {
+    *("slow_regexes", "large_join", "large_inputs", "tokenize_8", "allowed_messages"),
+    *("waiting_program", "large_values", "wrong_parts", "hostile_grammars"),
+}
+"""What the fast tier tries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """gaps_s: between tokens. others: what other processes had of the machine meanwhile."""
+
+    gaps_s: list[float]
+    others: float
+
+    @property
+    def longest_s(self) -> float:
+        return max(self.gaps_s)
+
+
+class Desk:
+    """A server that is attacked, and the streams of another client."""
+
+    def __init__(
+        self, server: ServerProcess, gaps: TokenGaps, attacker: ProcessPoolExecutor
+    ) -> None:
+        self.server = server
+        self._gaps = gaps
+        self._attacker = attacker
+
+    def usual(self) -> Seen:
+        return self.see(lambda: time.sleep(USUAL_S))
+
+    def compare(self, name: str) -> tuple[Seen, Seen]:
+        """What is seen before and after an attack, and during it."""
+        before, during, after = self.usual(), self.attack(name), self.usual()
+        gaps_s, others = before.gaps_s + after.gaps_s, max(before.others, after.others)
+        return Seen(gaps_s, others), during
+
+    def attack(self, name: str) -> Seen:
+        return self.see(lambda: self._attacker.submit(send, self.server.url, name, SHARE).result())
+
+    def see(self, what: Callable[[], object]) -> Seen:
+        """What happens while something is done, and until all streams have gone on after that."""
+        self._gaps.take()
+        others = OtherLoad()
+        what()
+        time.sleep(0.1)
+        gaps_s, end_s = self._gaps.take(), time.monotonic() + 60.0
+        while sum(gaps_s) < 0.1 and time.monotonic() < end_s:
+            time.sleep(0.1)
+            gaps_s += self._gaps.take()
+        return Seen(gaps_s, others.share())
+
+
+def longest_allowed_s(usual: Seen, seen: Seen) -> float:
+    """Where others have a part of the machine, gaps are long without an attack, too, and everything
+    takes longer."""
+    if seen.others <= ALONE:
+        return statistics.median(usual.gaps_s) + LONGER_S
+    return (usual.longest_s + LONGER_S) / (1.0 - min(seen.others, 0.9))
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_llama(folder, vocab_size=1000)
+    save_tokenizer(folder, chat_template=TEMPLATE)
+    # Steps of this model are too small for several threads.
+    options = ("--threads", "1", "--kv-blocks", "512")
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        running_server(str(folder), *options) as server,
+        reading_streams(server.url, MAX_TOKENS) as gaps,
+        # An attacker is not on this machine: it takes no time from the server.
+        ProcessPoolExecutor(1, spawn, initializer=os.nice, initargs=(19,)) as attacker,
+    ):
+        desk = Desk(server, gaps, attacker)
+        desk.attack("idle")
+        yield desk
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in FAST else pytest.mark.long)
+        for name in ATTACKS
+        if name != "idle"
+    ],
+)
+def test_no_attack_stalls_the_streams_of_others(desk: Desk, name: str) -> None:
+    usual, seen = desk.compare(name)
+    if seen.longest_s > longest_allowed_s(usual, seen) and seen.others > ALONE:
+        usual, seen = desk.compare(name)
+    allowed_s = longest_allowed_s(usual, seen)
+    print(
+        f"{len(seen.gaps_s)} gaps, the longest {1000 * seen.longest_s:.0f} ms, allowed "
+        f"{1000 * allowed_s:.0f} ms, usually {1000 * statistics.median(usual.gaps_s):.1f} and up "
+        f"to {1000 * usual.longest_s:.0f} ms; others had {seen.others:.2f} of the machine"
+    )
+    assert seen.longest_s <= allowed_s
+
+
+@pytest.mark.parametrize("what", ["server", "engine"])
+def test_a_stall_is_seen(desk: Desk, what: str) -> None:
+    """So the test above could fail."""
+    pid = desk.server.pid if what == "server" else desk.server.engine_pid
+    usual = desk.usual()
+    stall_s = 4 * longest_allowed_s(usual, usual)
+
+    def stall() -> None:
+        for _ in range(3):  # so that no stream is without a token before and after all of them
+            time.sleep(0.2)
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(stall_s)
+            os.kill(pid, signal.SIGCONT)
+
+    seen = desk.see(stall)
+    assert seen.longest_s > longest_allowed_s(usual, seen)
