@@ -428,6 +428,25 @@ async def test_stricter_criteria_reach_a_call_that_is_real_time_already() -> Non
 
 
 @virtually
+async def test_an_earlier_deadline_is_no_reason_to_promote_what_an_overloaded_engine_refused() -> (
+    None
+):
+    desk = Desk(ProgramEngine(lambda prompt: "x" * 100))
+    desk.engine.relegates = True
+    (request,) = desk.submit(call("Say {{output:a}}"))
+    desk.want("a", Criteria(perf=Perf.TTFT, deadline_s=50.0))
+    await asyncio.sleep(0.05)
+    desk.want("a", Criteria(perf=Perf.TTFT, deadline_s=40.0))
+    await asyncio.sleep(0.05)
+    assert not desk.engine.promoted
+    assert desk.view(request).service_class is ServiceClass.BE
+    desk.want("a", Criteria(perf=Perf.TTFT, ttft_s=0.2))
+    await asyncio.sleep(0.05)
+    assert set(desk.engine.promoted) == {request}
+    await desk.close()
+
+
+@virtually
 async def test_an_upgrade_while_the_engine_is_being_asked_is_not_lost() -> None:
     engine = ProgramEngine()
     door, submit = asyncio.Event(), engine.submit

@@ -397,6 +397,11 @@ class Needs(NamedTuple):
     read: bool
     awaited: bool
 
+    @property
+    def undated(self) -> Needs:
+        """The same without the deadline, which follows predictions."""
+        return self._replace(label=replace(self.label, deadline_s=None))
+
 
 def needs(llm_call: LlmCall) -> Needs:
     """The present ones. They only become stricter."""
@@ -608,9 +613,9 @@ class Labeler:
         self._predicted.pop(sink, None)
         self._unchecked.pop(sink, None)
         if deduced.watched:
-            every = -(-len(deduced.ancestors) // CHECKED_CALLS)
-            sample = deduced.ancestors[::every]
-            self._predicted[sink] = {t: self._estimate(t) for t in sample if not t.native}
+            calls = [llm_call for llm_call in deduced.ancestors if not llm_call.native]
+            every = -(-len(calls) // CHECKED_CALLS)
+            self._predicted[sink] = {t: self._estimate(t) for t in calls[::every]}
         for group in deduced.watched:
             if any(llm_call.label.level < Level.RT for llm_call in group.members):
                 self._watch.add(group, at_risk_s(group, self._estimate))

@@ -248,11 +248,16 @@ class ProgramRunner:
         """Promote an LLM call that was submitted as best-effort to real-time, or tell the engine
         that its terms have become stricter since."""
         record = session.record(llm_call.call.id).llm_call(llm_call.index)
-        needs = objectives.needs(llm_call)
-        if record.request_id is None or needs == record.needs:
-            return  # before it is accepted; `_Watcher.accepted` promotes it then
+        needs, told = objectives.needs(llm_call), record.needs
+        if record.request_id is None or told is None:
+            return  # `_Watcher.accepted` promotes it
+        best_effort = record.service_class is ServiceClass.BE
+        relegated = best_effort and told.label.level is Level.RT
+        # The engine is overloaded then, which an earlier deadline is no reason to ignore.
+        if needs == told or (relegated and needs.undated == told.undated):
+            return
         record.needs = needs
-        if record.service_class is ServiceClass.BE:
+        if best_effort:
             record.service_class = ServiceClass.RT
             record.promoted = True
         slo = self._terms(session, llm_call, self._clock.now()).slo
