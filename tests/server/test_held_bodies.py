@@ -18,16 +18,19 @@ from support.scripted_server import Server, assert_envelope
 PARTS = [{"a": []}] * 30_000
 """Of a body: 270 KB, and over 6 MB when it is parsed."""
 
+FEW_PARTS = PARTS[:5_000]
+"""As many as tools and variables of a chat template may have."""
+
 MESSAGE = {"role": "user", "content": "Hi"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-SCHEMA = {"type": "object", "properties": {}, "x": PARTS}
+SCHEMA = {"type": "object", "properties": {}, "x": FEW_PARTS, "description": "y" * 100_000}
 
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "an unknown field": (CHAT, {"messages": [MESSAGE], "ignored": PARTS}),
     "an unknown field, streamed": (CHAT, {"messages": [MESSAGE], "x": PARTS, "stream": True}),
     "metadata": (CHAT, {"messages": [MESSAGE], "metadata": {"bros_node": PARTS, "x": PARTS}}),
     "a field of a message": (CHAT, {"messages": [{**MESSAGE, "x": PARTS}]}),
-    "variables": (CHAT, {"messages": [MESSAGE], "chat_template_kwargs": {"x": PARTS}}),
+    "variables": (CHAT, {"messages": [MESSAGE], "chat_template_kwargs": {"x": FEW_PARTS}}),
     "a tool": (
         CHAT,
         {
@@ -90,7 +93,7 @@ async def test_nothing_of_a_body_stays_parsed_while_its_request_is_open(
     asked = asyncio.create_task(server.http.post(path, json=body))
     await asyncio.wait_for(server.engine.holding.wait(), timeout=10.0)
     await until(lambda: num_parts() - before < 10)  # the thread that read it may let go later
-    echoed = 9 * len(PARTS) if name == "a tool of a response" else 0
+    echoed = 100_000 + 9 * len(FEW_PARTS) if name == "a tool of a response" else 0
     assert held(server) in range(echoed, echoed + 1_000)
     server.engine.go_on.set()
     assert (await asked).status_code == 200

@@ -163,7 +163,7 @@ class RefusedCalls:
 
     def refused(self, refusal: Refusal) -> None:
         """An LLM call was refused."""
-        self.refusal = refusal
+        self.refusal = refusal.with_traceback(None)  # its frames refer to this line
         wait_s = max(refusal.retry_after_s, _LEAST_WAIT_S)
         sooner = self._timer is not None and _now_s() + wait_s < self._timer.when()
         if self._timer is None or self._is_open or sooner:
