@@ -472,12 +472,13 @@ class CancelOnDisconnect:
     in the caller's task.
     """
 
-    __slots__ = ("_cancelling", "_reason", "_receive", "_stopping", "_task", "_watcher")
+    __slots__ = ("_cancelling", "_is_over", "_reason", "_receive", "_stopping", "_task", "_watcher")
 
     def __init__(self, receive: Receive, stopping: StopSignal) -> None:
         self._receive = receive
         self._stopping = stopping
         self._reason: Exception | None = None
+        self._is_over = False
 
     async def __aenter__(self) -> None:
         task = asyncio.current_task()
@@ -492,6 +493,7 @@ class CancelOnDisconnect:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
+        self._is_over = True  # if the watcher has just ended, its callback is still to come
         self._stopping.unsubscribe(self._on_stopping)
         self._watcher.remove_done_callback(self._on_watched)
         self._watcher.cancel()
@@ -510,7 +512,7 @@ class CancelOnDisconnect:
         self._end(_stopping())
 
     def _end(self, reason: Exception) -> None:
-        if self._reason is None:
+        if self._reason is None and not self._is_over:
             self._reason = reason
             self._task.cancel()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import ClientDisconnect
 
 from bros.server.errors import ServerStoppingError
 from bros.server.http import CancelOnDisconnect
@@ -156,3 +157,27 @@ async def test_a_stop_after_the_block_cancels_nothing() -> None:
     stopping.set()
     left.set()
     assert await working == "done"
+
+
+async def test_a_disconnect_in_the_turn_in_which_the_block_ends_cancels_nothing_after_it() -> None:
+    """The next block of the request hears of it, by its own receive."""
+    loop = asyncio.get_running_loop()
+    gone, done = loop.create_future(), loop.create_future()
+
+    async def receive() -> dict[str, Any]:
+        await gone
+        return {"type": "http.disconnect"}
+
+    def both() -> None:
+        gone.set_result(None)
+        done.set_result(None)
+
+    async with CancelOnDisconnect(receive, StopSignal()):
+        await asyncio.sleep(0)  # the watcher has begun to wait
+        loop.call_soon(both)
+        await done
+    for _ in range(3):
+        await asyncio.sleep(0)
+    with pytest.raises(ClientDisconnect):
+        async with CancelOnDisconnect(receive, StopSignal()):
+            await loop.create_future()
