@@ -87,7 +87,8 @@ def test_the_python_examples_of_the_manual_run_in_its_order(
     values = [line for line in printed if line.startswith("<")]
     assert len(values) == 7 and len(set(values)) == 7
     (view,) = [line for line in printed if line.startswith("review ")]
-    assert view.endswith(" rt its value is requested with LATENCY")
+    reason = "alone before reason in the same call: all after it waits for it"
+    assert view.endswith(f" rt {reason}")
 
 
 @pytest.mark.long
