@@ -125,8 +125,8 @@ class RefusedCalls:
         self._is_open = False  # none has been refused since some have tried again
         self._asking = 0  # attempts without an answer
         self._look_s = 0.0
-        self.refusal: Refusal | None = None
-        """The last one."""
+        self.reason = ""
+        """Of the last refusal. The error itself would keep the frames alive that it has passed."""
 
     def __len__(self) -> int:
         return len(self._again) + len(self._first)
@@ -163,7 +163,7 @@ class RefusedCalls:
 
     def refused(self, refusal: Refusal) -> None:
         """An LLM call was refused."""
-        self.refusal = refusal.with_traceback(None)  # its frames refer to this line
+        self.reason = str(refusal)
         wait_s = max(refusal.retry_after_s, _LEAST_WAIT_S)
         sooner = self._timer is not None and _now_s() + wait_s < self._timer.when()
         if self._timer is None or self._is_open or sooner:
@@ -394,7 +394,7 @@ class LlmCallGenerator:
             async with asyncio.timeout(left_s):
                 await line.wait(lambda: watcher.service_class is not service_class, again=again)
         except TimeoutError:
-            raise LlmCallFailedError(FailedStage.ENGINE, str(line.refusal)) from line.refusal
+            raise LlmCallFailedError(FailedStage.ENGINE, line.reason) from None
 
     def _line(self, tenant: str, service_class: ServiceClass) -> RefusedCalls:
         key = tenant, service_class
