@@ -128,8 +128,11 @@ def _elementwise(kernels: Kernels, inputs: _Inputs) -> Iterator[Check]:
 
 
 def _products(products: Products, inputs: _Inputs) -> Iterator[Check]:
-    """Weights and activations are multiples of a power of two, so that no format rounds them."""
-    outputs, size, width = 70, 3 * GROUP, products.panel_width
+    """Weights and activations are multiples of a power of two, so that no format rounds them.
+
+    The last group of activations stands out, so that int4 has codes of 16 bits for it.
+    """
+    outputs, size, width = 70, 5 * GROUP, products.panel_width
     codes = torch.randint(0, 16, (outputs, size), generator=inputs.generator)
     codes[:, ::GROUP] = 0  # every group has the whole range, so that int8 has these steps
     codes[:, 1::GROUP] = 15
@@ -140,6 +143,7 @@ def _products(products: Products, inputs: _Inputs) -> Iterator[Check]:
     for rows in (1, 9):
         steps = torch.randint(-127, 128, (rows, size), generator=inputs.generator)
         steps[:, ::GROUP] = 127
+        steps[:, -GROUP:] *= 2
         x = (steps / 16.0).to(inputs.device, inputs.dtype)
         for name, panels, values in (
             ("fp32", Panels.fp32(weight, width), weight),

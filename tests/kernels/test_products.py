@@ -24,13 +24,21 @@ each_format = pytest.mark.parametrize("form", ["fp32", "bf16", "int8", "int4"])
 
 
 BLOCK = 4 * GROUP
-"""Activations that share a scale where codes are multiplied, see csrc/linear_formats.h."""
+"""Activations that share a scale where codes of int8 are multiplied, see csrc/linear_formats.h."""
 
-MOST_CODE = torch.tensor(32766.0)  # torch divides a number by a tensor with two roundings
+WIDE = 1.0
+"""Groups of int4 with so many times the mean largest magnitude have codes of 16 bits."""
 
 
 def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def activations(seed: int, rows: int, inputs: int) -> Tensor:
+    """Some groups of each row stand out."""
+    x = normal(seed, rows, inputs)
+    factors = normal(seed + 1, rows, inputs // GROUP).abs().clamp(min=0.5)
+    return x * factors.repeat_interleave(GROUP, dim=1)
 
 
 def packed(form: str, weight: Tensor, width: int) -> tuple[Panels, Tensor]:
@@ -54,13 +62,28 @@ def rounded(x: Tensor, level: str, form: str) -> Tensor:
     """The activations that are multiplied, in fp64."""
     if form == "bf16" and level == "avx512-bf16":
         return x.bfloat16().double()
-    if form in ("int8", "int4") and level in ("avx512-bf16", "avx512-vnni"):
+    if level not in ("avx512-bf16", "avx512-vnni"):
+        return x.double()
+    if form == "int8":
         inputs = x.shape[1]
         blocks = F.pad(x, (0, -inputs % BLOCK)).unflatten(1, (-1, BLOCK))
-        most = blocks.abs().amax(2, keepdim=True)
-        codes = (blocks * (MOST_CODE / most)).nan_to_num().round()
-        return (codes.double() * (most / MOST_CODE)).flatten(1)[:, :inputs]
+        largest = blocks.abs().amax(2, keepdim=True)
+        return in_codes(blocks, largest, torch.tensor(32766.0))[:, :inputs]
+    if form == "int4":
+        groups = x.unflatten(1, (-1, GROUP))
+        largest = groups.abs().amax(2, keepdim=True)
+        wide = largest > WIDE * largest.mean(1, keepdim=True)
+        return in_codes(groups, largest, torch.where(wide, 32639.0, 127.0))
     return x.double()
+
+
+def in_codes(parts: Tensor, largest: Tensor, most: Tensor) -> Tensor:
+    """[rows, parts, n] in steps of the largest magnitude / most, flat.
+
+    most: a tensor, since torch divides a number by a tensor with two roundings.
+    """
+    codes = (parts * (most / largest)).nan_to_num().round()
+    return (codes.double() * (largest / most)).flatten(1)
 
 
 @each_level
@@ -77,7 +100,7 @@ def test_products_are_those_of_the_packed_values(
     level: str, form: str, rows: int, outputs: int, groups: int, biased: bool, seed: int
 ) -> None:
     kernels, inputs = cpu_kernels(level), groups * GROUP
-    weight, x = normal(seed, outputs, inputs), normal(seed + 1, rows, inputs)
+    weight, x = normal(seed, outputs, inputs), activations(seed + 1, rows, inputs)
     x[:, :GROUP] *= 0 if biased else 1  # a group of zeros
     bias = normal(seed + 2, outputs) if biased else None
     panels, values = packed(form, weight, kernels.panel_width)
@@ -104,7 +127,7 @@ def test_a_row_has_the_same_bits_in_any_batch(
     """Whatever the other rows are, and on any number of threads."""
     kernels, inputs = cpu_kernels(level), groups * GROUP
     panels, _ = packed(form, normal(seed, outputs, inputs), kernels.panel_width)
-    x = normal(seed + 1, rows, inputs)
+    x = activations(seed + 1, rows, inputs)
     with torch_threads(data.draw(st.integers(1, 3))):
         whole = kernels.linear(x, panels, None)
     some = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=rows, unique=True))
@@ -151,7 +174,7 @@ def test_many_rows_in_blocks(level: str, form: str, rows: int) -> None:
     """Rows of several blocks, and inputs of two: the first rows and the last have their bits."""
     kernels, inputs = cpu_kernels(level), 1056
     panels, values = packed(form, normal(0, 40, inputs), kernels.panel_width)
-    x = normal(1, rows, inputs)
+    x = activations(1, rows, inputs)
     out = kernels.linear(x, panels, None)
     exact = rounded(x, level, form) @ values.double().T
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-6 * inputs)
@@ -165,7 +188,7 @@ def test_activations_of_any_size(level: str, form: str) -> None:
     """Groups as large and as small as fp32 allows without overflow of a sum."""
     kernels = cpu_kernels(level)
     panels, _ = packed(form, normal(0, 40, 96), kernels.panel_width)
-    x = normal(1, 6, 96)
+    x = activations(1, 6, 96)
     plain = kernels.linear(x, panels, None)
     for exponent in (-60, 60):
         scaled = kernels.linear(x * 2.0**exponent, panels, None)
