@@ -365,7 +365,7 @@ struct Int8Panel {
 //
 //     sum over a group = scale_a * scale_w * (sum of w * a) + minimum_w * (scale_a * sum of a)
 
-constexpr float kWide = 1.0f;  // times the mean largest magnitude of the groups of a row
+constexpr float kWide = 1.1f;  // times the mean largest magnitude of the groups of a row
 constexpr float kMostByte = 127.0f, kMostWideCode = 32639.0f;  // 127 * 256 + 127
 
 struct ActivationGroup {
