@@ -165,37 +165,37 @@ BROS_INLINE void widen_block(const char* weights, int64_t first, int64_t count, 
   }
 }
 
-// The rows of a block that have second bytes: those of group g are rows[start[g]] to
-// rows[start[g + 1] - 1].
-struct WideRows {
+// The rows of a block in which group g is an outlier are rows[start[g]] to rows[start[g + 1] - 1].
+struct OutlierRows {
   int32_t* start;
   int32_t* rows;
 };
 
 template <class Panel>
-WideRows wide_rows(const Rows& rows, int64_t groups) {
+OutlierRows outlier_rows(const Rows& rows, int64_t groups) {
   static thread_local Scratch scratch;
   const int64_t most = groups + 1 + groups * rows.count;
   int32_t* start = static_cast<int32_t*>(scratch.reserve(most * sizeof(int32_t)));
   if (!start) __builtin_trap();  // less than the rounded activations have
-  const WideRows found = {start, start + groups + 1};
+  const OutlierRows found = {start, start + groups + 1};
   int32_t count = 0;
   for (int64_t g = 0; g < groups; ++g) {
     start[g] = count;
     for (int64_t r = 0; r < rows.count; ++r) {
       found.rows[count] = static_cast<int32_t>(r);
-      count += Panel::activations(rows.x + r * rows.x_stride, g).wide;
+      count += Panel::activations(rows.x + r * rows.x_stride, g).is_outlier;
     }
   }
   start[groups] = count;
   return found;
 }
 
-// Second bytes of inputs [k, k + count), for the panel at `weights` with outputs from `at` on. Rows of
-// any place in the block share a tile, so that only wide groups take time.
+// Second bytes of inputs [k, k + count), for the panel at `weights` with outputs from `at` on. Rows
+// from anywhere in the block share a tile, so that only outliers take time. A row gets its sums
+// group by group, whatever rows it shares tiles with.
 template <class Panel>
-void add_wide(const LinearArgs& a, const Rows& rows, const WideRows& wide, const char* weights,
-              int64_t k, int64_t count, int64_t at) {
+void add_outliers(const LinearArgs& a, const Rows& rows, const OutlierRows& outliers,
+                  const char* weights, int64_t k, int64_t count, int64_t at) {
   constexpr int kMost = 6;
   float* out = rows.out + at;
   const int64_t width = a.outputs - at;
@@ -203,8 +203,8 @@ void add_wide(const LinearArgs& a, const Rows& rows, const WideRows& wide, const
     Panel panel;
     panel.seek(weights, g * kGroup);
     const char* x = rows.x + g * Panel::kStepBytes;
-    const int32_t* end = wide.rows + wide.start[g + 1];
-    for (const int32_t* some = wide.rows + wide.start[g]; some < end; some += kMost) {
+    const int32_t* end = outliers.rows + outliers.start[g + 1];
+    for (const int32_t* some = outliers.rows + outliers.start[g]; some < end; some += kMost) {
       const auto add = [&](auto r) {
         panel.template add_low<r.value>(x, rows.x_stride, some, out, a.outputs, width);
       };
@@ -255,8 +255,8 @@ void many_rows(const LinearArgs& a, const Rows& all, int64_t begin, int64_t end)
                        min_of(most, all.count - row)};
     const int64_t tiles = ceil_div(rows.count, Wide::kTileRows);
     const BlockRows block = block_rows_for<Wide>(ceil_div(rows.count, tiles));
-    WideRows wide_groups = {};
-    if constexpr (Panel::kHasWide) wide_groups = wide_rows<Panel>(rows, a.inputs / kGroup);
+    OutlierRows outliers = {};
+    if constexpr (Panel::kHasOutliers) outliers = outlier_rows<Panel>(rows, a.inputs / kGroup);
     for (int64_t p = begin; p < end; ++p) {
       const char* weights = static_cast<const char*>(a.weights) + p * bytes;
       for (int64_t k = 0; k < a.inputs; k += kInputBlock) {
@@ -275,8 +275,8 @@ void many_rows(const LinearArgs& a, const Rows& all, int64_t begin, int64_t end)
           in.first = 0;
         }
         block(a, in, rows, p * kPanelOutputs, tiles);
-        if constexpr (Panel::kHasWide) {
-          add_wide<Panel>(a, rows, wide_groups, weights, k, in.count, p * kPanelOutputs);
+        if constexpr (Panel::kHasOutliers) {
+          add_outliers<Panel>(a, rows, outliers, weights, k, in.count, p * kPanelOutputs);
         }
       }
     }
@@ -285,7 +285,7 @@ void many_rows(const LinearArgs& a, const Rows& all, int64_t begin, int64_t end)
 
 template <class Panel>
 void panels_of(const LinearArgs& a, const Rows& rows, int64_t begin, int64_t end) {
-  if constexpr (Panel::kHasWide) return many_rows<Panel>(a, rows, begin, end);
+  if constexpr (Panel::kHasOutliers) return many_rows<Panel>(a, rows, begin, end);
   constexpr int kOne = Panel::kPanels, kTwo = min_of(kOne, 2);
   constexpr int kMore = min_of(kOne, kLanes == 16 ? 2 : 1);
   switch (rows.count) {

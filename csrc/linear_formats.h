@@ -20,7 +20,7 @@
 //     kPrefetches             whether the last of several tiles prefetches the weights after its own:
 //                             int4 by VNNI takes 12 % less time for 8 rows; fp32, whose loop is
 //                             short, would take 10 % more for 16, and bf16 as long as before
-//     kHasWide                whether some groups of a row have second bytes, for add_low
+//     kHasOutliers            whether some groups of a row have second bytes, for add_low
 //     bytes(inputs)           of a panel
 //     seek(weights, k)        goes to input k, a multiple of kStep, of the panel at `weights`
 //     multiply(panels, x, x_stride, count, sum)
@@ -87,7 +87,7 @@ struct Fp32Panel : ExactProducts<Fp32Panel> {
 #endif
   static constexpr int kPanels = 4;
   static constexpr bool kPrefetches = false;
-  static constexpr bool kHasWide = false;
+  static constexpr bool kHasOutliers = false;
   static constexpr int kStep = 1, kStepBytes = 4;
   static int64_t bytes(int64_t inputs) { return inputs * kPanelOutputs * 4; }
 
@@ -105,7 +105,7 @@ struct Bf16Panel : ExactProducts<Bf16Panel> {
   using Wide = Fp32Panel;
   static constexpr int kPanels = 4;
   static constexpr bool kPrefetches = false;
-  static constexpr bool kHasWide = false;
+  static constexpr bool kHasOutliers = false;
   static constexpr int kStep = 2, kStepBytes = 8;
   static int64_t bytes(int64_t inputs) { return inputs * kPanelOutputs * 2; }
 
@@ -131,7 +131,7 @@ struct Int8Panel : ExactProducts<Int8Panel> {
   using Wide = Fp32Panel;
   static constexpr int kPanels = 1;
   static constexpr bool kPrefetches = false;
-  static constexpr bool kHasWide = false;
+  static constexpr bool kHasOutliers = false;
   static constexpr int kStep = kGroup, kStepBytes = 4 * kGroup;
   static constexpr int64_t kGroupBytes = kPanelOutputs * (4 + kGroup);
   static int64_t bytes(int64_t inputs) { return inputs / kGroup * kGroupBytes; }
@@ -160,7 +160,7 @@ struct Int4Panel : ExactProducts<Int4Panel> {
   using Wide = Fp32Panel;
   static constexpr int kPanels = 1;
   static constexpr bool kPrefetches = false;
-  static constexpr bool kHasWide = false;
+  static constexpr bool kHasOutliers = false;
   static constexpr int kStep = kGroup, kStepBytes = 4 * kGroup;
   static constexpr int64_t kGroupBytes = kPanelOutputs * (4 + kGroup / 2);
   static int64_t bytes(int64_t inputs) { return inputs / kGroup * kGroupBytes; }
@@ -198,7 +198,7 @@ struct Bf16Panel {
   static constexpr int kTileRows = 12;  // sums: 24 of 32 registers
   static constexpr int kPanels = 4;
   static constexpr bool kPrefetches = false;
-  static constexpr bool kHasWide = false;
+  static constexpr bool kHasOutliers = false;
   static constexpr int kStep = 2, kStepBytes = 4;
   static int64_t bytes(int64_t inputs) { return inputs * kPanelOutputs * 2; }
 
@@ -240,8 +240,9 @@ struct Bf16Panel {
 };
 #endif
 
-// ---- AVX-512 VNNI, int8: activations are rounded to codes of 16 bits, in blocks of four groups that
-// ---- share a scale. Products of codes are summed exactly within a group of weights. With codes w, a:
+// ---- AVX-512 VNNI, int8: activations are rounded to codes of 16 bits, in blocks of four groups
+// ---- that share a scale. Products of codes are summed exactly within a group of weights. With
+// ---- codes w and a:
 //
 //     sum over a block = scale_a * sum over its groups of scale_w * (sum of w * a)
 
@@ -286,7 +287,7 @@ struct Int8Panel {
   static constexpr int kTileRows = 4;  // sums of a group, of a block and of the row: 24 of 32
   static constexpr int kPanels = 1;
   static constexpr bool kPrefetches = true;
-  static constexpr bool kHasWide = false;
+  static constexpr bool kHasOutliers = false;
   static constexpr int kStep = kBlockGroups * kGroup, kStepBytes = sizeof(ActivationBlock);
   static constexpr int64_t kGroupBytes = kPanelOutputs * (4 + kGroup);
   static int64_t bytes(int64_t inputs) { return inputs / kGroup * kGroupBytes; }
@@ -358,23 +359,23 @@ struct Int8Panel {
   const char* group_;
 };
 
-// ---- The same for int4, by bytes: activations are rounded to codes of 8 bits, in the groups of the
-// ---- weights. Groups that stand out in their row, whose rounding would matter most, are wide: their
-// ---- codes have 16 bits, in two bytes. The second ones are multiplied after all first ones of a
-// ---- block of inputs (add_wide in linear.h).
+// ---- AVX-512 VNNI, int4: activations are rounded to codes of 8 bits, in the groups of weights.
+// ---- Outliers, groups that are large in their row, have codes of 16 bits, in two bytes: they would
+// ---- make most of the rounding error. Their second bytes are multiplied after the first bytes of
+// ---- all groups of a block of inputs (add_outliers in linear.h).
 //
 //     sum over a group = scale_a * scale_w * (sum of w * a) + minimum_w * (scale_a * sum of a)
 
-constexpr float kWide = 1.1f;  // times the mean largest magnitude of the groups of a row
-constexpr float kMostByte = 127.0f, kMostWideCode = 32639.0f;  // 127 * 256 + 127
+constexpr float kOutlier = 1.1f;  // times the mean largest magnitude of the groups of a row
+constexpr float kMostByte = 127.0f, kMostPair = 32639.0f;  // 127 * 256 + 127
 
 struct ActivationGroup {
   int8_t high[kGroup];
   float high_scale;  // of the first bytes; NaN if a value is not finite
   float total;       // the sum of the activations as they are rounded
-  int8_t low[kGroup];  // of a wide group: code = 256 * high + low
+  int8_t low[kGroup];  // of an outlier: code = 256 * high + low
   float low_scale;
-  int32_t wide;
+  int32_t is_outlier;
 };
 
 // The sum of each of four vectors.
@@ -419,14 +420,14 @@ BROS_INLINE __m128 largest_magnitudes(const float* x, int groups) {
 }
 
 // Up to four groups of x. largest: their largest magnitudes. Groups with a larger one than `limit`
-// become wide.
+// are outliers.
 BROS_INLINE void round_groups(const float* x, int groups, __m128 largest, float limit,
                               ActivationGroup* out) {
-  const __mmask8 wide = _mm_cmp_ps_mask(largest, _mm_set1_ps(limit), _CMP_GT_OQ);
+  const __mmask8 outliers = _mm_cmp_ps_mask(largest, _mm_set1_ps(limit), _CMP_GT_OQ);
   const __mmask8 finite = _mm_cmp_ps_mask(largest, _mm_set1_ps(kInfinity), _CMP_LT_OQ);
   const __mmask8 usable = finite & _mm_cmp_ps_mask(largest, _mm_set1_ps(1e-30f), _CMP_GT_OQ);
   const __m128 most =
-      _mm_mask_blend_ps(wide, _mm_set1_ps(kMostByte), _mm_set1_ps(kMostWideCode));
+      _mm_mask_blend_ps(outliers, _mm_set1_ps(kMostByte), _mm_set1_ps(kMostPair));
   const __m128 step =
       _mm_mask_div_ps(_mm_set1_ps(__builtin_nanf("")), finite, largest, most);
   float to_code[4], steps[4], totals[4];
@@ -434,7 +435,7 @@ BROS_INLINE void round_groups(const float* x, int groups, __m128 largest, float 
   _mm_storeu_ps(steps, step);
   __m512i sum[4] = {};
   for (int g = 0; g < groups; ++g) {
-    const bool both = wide >> g & 1;
+    const bool both = outliers >> g & 1;
     for (int j = 0; j < 2; ++j) {
       const __m512i code =
           _mm512_cvtps_epi32(load(x + g * kGroup + j * kLanes) * splat(to_code[g]));
@@ -447,7 +448,7 @@ BROS_INLINE void round_groups(const float* x, int groups, __m128 largest, float 
       }
       _mm_storeu_si128(reinterpret_cast<__m128i*>(out[g].high) + j, _mm512_cvtsepi32_epi8(high));
     }
-    out[g].wide = both;
+    out[g].is_outlier = both;
     out[g].low_scale = steps[g];
     out[g].high_scale = both ? steps[g] * 256.0f : steps[g];
   }
@@ -461,7 +462,7 @@ struct Int4Panel {
   static constexpr int kTileRows = 6;  // sums of a group and of the row: 24 of 32 registers
   static constexpr int kPanels = 1;
   static constexpr bool kPrefetches = true;
-  static constexpr bool kHasWide = true;
+  static constexpr bool kHasOutliers = true;
   static constexpr int kStep = kGroup, kStepBytes = sizeof(ActivationGroup);
   static constexpr int64_t kGroupBytes = kPanelOutputs * (4 + kGroup / 2);
   static int64_t bytes(int64_t inputs) { return inputs / kGroup * kGroupBytes; }
@@ -527,7 +528,7 @@ struct Int4Panel {
     for (int64_t g = 0; g < count; g += 4) {
       sum += largest_magnitudes(x + g * kGroup, static_cast<int>(min_of<int64_t>(4, count - g)));
     }
-    const float limit = (sum[0] + sum[1] + (sum[2] + sum[3])) * (kWide / static_cast<float>(count));
+    const float limit = (sum[0] + sum[1] + (sum[2] + sum[3])) * (kOutlier / static_cast<float>(count));
     for (int64_t g = 0; g < count; g += 4) {
       const int some = static_cast<int>(min_of<int64_t>(4, count - g));
       const float* at = x + g * kGroup;

@@ -128,7 +128,8 @@ class Products(Protocol):
 
     Activations are multiplied in fp32, unless the CPU has instructions for less: with AVX-512 BF16
     they are rounded to bf16 for bf16 weights, with AVX-512 VNNI to 16 bits in blocks of 128 inputs
-    for int8 and int4. Rounding depends on the row alone, too.
+    for int8, and for int4 to 8 bits in groups of 32, of which the largest have 16 bits. Rounding
+    depends on the row alone, too.
     """
 
     @property

@@ -130,7 +130,7 @@ def _elementwise(kernels: Kernels, inputs: _Inputs) -> Iterator[Check]:
 def _products(products: Products, inputs: _Inputs) -> Iterator[Check]:
     """Weights and activations are multiples of a power of two, so that no format rounds them.
 
-    The last group of activations stands out, so that int4 has codes of 16 bits for it.
+    The last group of activations is an outlier, for which int4 has codes of 16 bits.
     """
     outputs, size, width = 70, 5 * GROUP, products.panel_width
     codes = torch.randint(0, 16, (outputs, size), generator=inputs.generator)

@@ -26,8 +26,8 @@ each_format = pytest.mark.parametrize("form", ["fp32", "bf16", "int8", "int4"])
 BLOCK = 4 * GROUP
 """Activations that share a scale where codes of int8 are multiplied, see csrc/linear_formats.h."""
 
-WIDE = 1.1
-"""Groups of int4 with so many times the mean largest magnitude have codes of 16 bits."""
+OUTLIER = 1.1
+"""Groups of int4 with so many times the mean largest magnitude of the row have codes of 16 bits."""
 
 
 def normal(seed: int, *shape: int) -> Tensor:
@@ -35,7 +35,7 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 
 def activations(seed: int, rows: int, inputs: int) -> Tensor:
-    """Some groups of each row stand out."""
+    """Some groups of each row are outliers."""
     x = normal(seed, rows, inputs)
     factors = normal(seed + 1, rows, inputs // GROUP).abs().clamp(min=0.5)
     return x * factors.repeat_interleave(GROUP, dim=1)
@@ -72,8 +72,8 @@ def rounded(x: Tensor, level: str, form: str) -> Tensor:
     if form == "int4":
         groups = x.unflatten(1, (-1, GROUP))
         largest = groups.abs().amax(2, keepdim=True)
-        wide = largest > WIDE * largest.mean(1, keepdim=True)
-        return in_codes(groups, largest, torch.where(wide, 32639.0, 127.0))
+        outlier = largest > OUTLIER * largest.mean(1, keepdim=True)
+        return in_codes(groups, largest, torch.where(outlier, 32639.0, 127.0))
     return x.double()
 
 
