@@ -2,7 +2,8 @@
 //
 // Every output of a row is summed in fp32 in one order, from the first input to the last. It depends
 // on nothing but this row: not on other rows, on their number or on threads. A row of a product has
-// the same bits in any batch.
+// the same bits in any batch. (int4 by VNNI: after every 1,024 inputs come the second bytes of those
+// groups of inputs that have some.)
 //
 //     tile of R rows x C panels:   R * C * 2 accumulators; per input R broadcasts, 2 C vectors
 //

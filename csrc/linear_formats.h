@@ -528,7 +528,8 @@ struct Int4Panel {
     for (int64_t g = 0; g < count; g += 4) {
       sum += largest_magnitudes(x + g * kGroup, static_cast<int>(min_of<int64_t>(4, count - g)));
     }
-    const float limit = (sum[0] + sum[1] + (sum[2] + sum[3])) * (kOutlier / static_cast<float>(count));
+    const float mean = (sum[0] + sum[1] + (sum[2] + sum[3])) / static_cast<float>(count);
+    const float limit = kOutlier * mean;
     for (int64_t g = 0; g < count; g += 4) {
       const int some = static_cast<int>(min_of<int64_t>(4, count - g));
       const float* at = x + g * kGroup;

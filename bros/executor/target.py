@@ -157,7 +157,7 @@ def kv_dtype_for(config: EngineConfig, target: Target, kernels: str) -> str:
     of bf16 it is bf16 with all weights but fp32: attention in a prefill of 1,024 tokens then takes
     235 instead of 391 ms (SmolLM2-135M, one thread of a Zen 4). The mean difference of
     log-probabilities from fp32 is then 0.026 instead of 0.025 with bf16 weights, and 0.009 instead
-    of 0.001 with int4 weights.
+    of 0.001 with int4 weights whose activations have 16 bits.
     """
     if config.kv_dtype != "auto":
         return config.kv_dtype

@@ -123,7 +123,7 @@ class GraphBuffers(Protocol):
 class Products(Protocol):
     """Products with packed weights.
 
-    Every number of a product is summed in fp32, in one order from the first input to the last, so
+    Every number of a product is summed in fp32, in one order that depends on nothing but its row, so
     that a row of it has the same bits whatever the other rows, their number and the threads are.
 
     Activations are multiplied in fp32, unless the CPU has instructions for less: with AVX-512 BF16

@@ -160,7 +160,7 @@ def has_products(kernels: str, weights: str) -> bool:
         fp32         17.6   22.2   67.3    502
         oneDNN bf16  18.4   20.3   43.6    277
         bf16          9.3   11.7   36.0    259
-        int4          3.6   10.7   37.6    290
+        int4          3.6    9.4   30.5    247
 
     oneDNN multiplies bf16 by AMX, which ours do not. Without AVX2, ours were not measured.
     """
