@@ -123,8 +123,8 @@ class GraphBuffers(Protocol):
 class Products(Protocol):
     """Products with packed weights.
 
-    Every number of a product is summed in fp32, in one order that depends on nothing but its row, so
-    that a row of it has the same bits whatever the other rows, their number and the threads are.
+    Every number of a product is summed in fp32, in one order that depends on its row alone, so that
+    a row of it has the same bits whatever the other rows, their number and the threads are.
 
     Activations are multiplied in fp32, unless the CPU has instructions for less: with AVX-512 BF16
     they are rounded to bf16 for bf16 weights, with AVX-512 VNNI to 16 bits in blocks of 128 inputs
