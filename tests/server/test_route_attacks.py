@@ -85,6 +85,7 @@ NAMED: Mapping[str, tuple[Any, ...]] = {
     "model": ("scripted",),
     "text_1": ("a river",),
     "text_2": ("the loire", ["the loire", "a cat"]),
+    "documents": (["the loire", "a cat"], [{"text": "a cat"}]),
     "session_id": ("@sid",),
     "semantic_var_id": ("@ready", "@vid", "new"),
     "variable": ("@ready", "@vid", "new"),

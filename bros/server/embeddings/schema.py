@@ -33,7 +33,7 @@ def _check_documents(value: object) -> list[str]:
     )
 
 
-_STRINGS = {"type": "array", "items": {"type": "string"}}
+_STRINGS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
 _DOCUMENT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
 
 Texts = Annotated[
@@ -42,7 +42,9 @@ Texts = Annotated[
 Documents = Annotated[
     Any,
     PlainValidator(_check_documents),
-    WithJsonSchema({"type": "array", "items": {"anyOf": [{"type": "string"}, _DOCUMENT]}}),
+    WithJsonSchema(
+        {"type": "array", "items": {"anyOf": [{"type": "string"}, _DOCUMENT]}, "minItems": 1}
+    ),
 ]
 
 
