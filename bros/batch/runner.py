@@ -280,7 +280,7 @@ class ByteBudget:
         self._freed = asyncio.Event()
 
     async def acquire(self, num_bytes: int) -> None:
-        """Wait until there is room. More than all of it is had by nobody else at the time."""
+        """Wait until there is room; for more than `most`, until no other bytes are held."""
         async with self._in_line:
             while self.used and self.used + num_bytes > self._most:
                 self._freed.clear()

@@ -129,8 +129,7 @@ async def read_as(request: Request, max_bytes: int, make: Callable[[dict[str, An
     Raises what read_object and `make` raise.
     """
     with _input_hold(request) as held:
-        made, _ = await _read_into(held, request, max_bytes, make)
-        return made
+        return await _read_into(held, request, max_bytes, lambda body: make(_parse(body)))
 
 
 async def read_held(
@@ -141,8 +140,13 @@ async def read_held(
 
     Raises also TenantLimitError if there is no room for that now.
     """
+
+    def work(body: bytes) -> tuple[T, int]:
+        num_bytes = len(body) if len(body) <= _INLINE_SIZE else parsed_bytes(body)
+        return make(_parse(body)), num_bytes
+
     held = request.scope[HELD] = _input_hold(request)
-    made, num_bytes = await _read_into(held, request, max_bytes, make)
+    made, num_bytes = await _read_into(held, request, max_bytes, work)
     accounts = ServerState.of(request).accounts
     most = accounts.most(held.tenant, held.resource)
     # One that takes more than the limit may be the only one.
@@ -162,21 +166,18 @@ def _input_hold(request: Request) -> QuotaHold:
 
 
 async def _read_into(
-    held: QuotaHold, request: Request, max_bytes: int, make: Callable[[dict[str, Any]], T]
-) -> tuple[T, int]:
-    """What `make` makes of the body, and about the memory of the parsed body, in bytes."""
+    held: QuotaHold, request: Request, max_bytes: int, work: Callable[[bytes], T]
+) -> T:
+    """What `work` makes of the body, on a thread if that is large. held: counts it until then."""
     _check_json_type(request)
     state, tenant = ServerState.of(request), held.tenant
     body = await _read_limited(request, max_bytes, state.accounts, held)
     if len(body) > _INLINE_SIZE:
         state.accounts.check_cpu(tenant)
     size = len(body) // _BYTES_PER_SIZE
-
-    def read() -> tuple[T, int]:
-        num_bytes = len(body) if len(body) <= _INLINE_SIZE else parsed_bytes(body)
-        return make(_parse(body)), num_bytes
-
-    return read() if size <= _INLINE_SIZE else await state.threads.run(tenant, read, size)
+    if size <= _INLINE_SIZE:
+        return work(body)
+    return await state.threads.run(tenant, partial(work, body), size)
 
 
 _BYTES_PER_SIZE = 8
