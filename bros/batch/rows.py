@@ -49,7 +49,7 @@ _NO_LINE_BREAKS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u202
 """JSON allows these unescaped, but many line readers, OpenAI's client for one, split there."""
 
 
-MAX_ROW_PARTS = JsonParts(containers=50_000, keys=100_000, values=500_000)
+MAX_ROW_PARTS = JsonParts(containers=50_000, keys=100_000, values=300_000)
 """Parts of a line. The parser holds the interpreter for 0.01 to 0.03 s then, each time that the row
 is read."""
 

@@ -183,10 +183,11 @@ async def _read_into(
 _BYTES_PER_SIZE = 8
 """Bytes of JSON that are parsed and validated in the time in which one character is tokenized."""
 
-_MAX_PARTS = JsonParts(containers=150_000, keys=200_000, values=500_000)
+_MAX_PARTS = JsonParts(containers=150_000, keys=200_000, values=300_000)
 """The parser and the validation of a list hold the interpreter: 0.3 s for a body of 4 MB that
 consists of empty lists, and 0.02 to 0.04 s each for half a million token ids. The largest program
-of 10,000 calls that is of use has half of these containers and keys."""
+of 10,000 calls that is of use has half of these containers and keys, and OpenAI's embeddings take
+300,000 tokens at a time."""
 
 _SMALL_BODY = 100_000
 

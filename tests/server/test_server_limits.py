@@ -12,7 +12,7 @@ import pytest
 
 from bros.core.config import ServerConfig
 from bros.core.tenants import ALL_TENANTS, Resource
-from bros.semantic.service.live import CALL_CHARS, VARIABLE_CHARS
+from bros.semantic.service.live import ANSWER_CHARS, CALL_CHARS, VARIABLE_CHARS
 from bros.server.limits import disk_bytes, memory_bytes, server_limits
 from bros.server.tenants import Tenants
 from support.batch_server import batch_server, jsonl, row
@@ -144,6 +144,26 @@ async def test_calls_count_as_long_as_they_are_kept() -> None:
     refused = await session.ask("POST", "/requests", json={"requests": calls * 2})
     refused_for_all(refused, "--max-session-chars", "60")
     assert server.accounts.used("", Resource.SESSION_CHARS) == used
+    await session.ask("DELETE")
+    assert server.accounts.held == {}
+
+
+async def test_answers_that_are_remembered_count() -> None:
+    per_call = CALL_CHARS + 2 * VARIABLE_CHARS
+    server = Server(max_session_chars=23 * per_call + 16 * ANSWER_CHARS)
+    session = await SessionClient.open(server.http)
+    calls = [{"template": "{{input:x}}{{output:y}}"}] * 2
+    for number in range(10):
+        ok(await session.ask("POST", "/requests", json={"requests": calls, "key": f"k{number}"}))
+        remembered = 2 * min(number + 1, 8)  # those of the last eight keys
+        used = 2 * (number + 1) * per_call + remembered * ANSWER_CHARS
+        assert server.accounts.used("", Resource.SESSION_CHARS) == used
+    calls *= 2
+    calls.pop()  # they fit, but no answer to them
+    refused = await session.ask("POST", "/requests", json={"requests": calls, "key": "last"})
+    refused_for_all(refused, "--max-session-chars", "60")
+    ok(await session.ask("POST", "/requests", json={"requests": calls}))
+    assert server.accounts.used("", Resource.SESSION_CHARS) == 23 * per_call + 16 * ANSWER_CHARS
     await session.ask("DELETE")
     assert server.accounts.held == {}
 

@@ -24,7 +24,6 @@ from bros.semantic.core.prompt import (
 from bros.semantic.core.retention import SessionLimits
 from bros.semantic.core.session import Action, SessionStateMachine
 from bros.semantic.schema import (
-    CallSpec,
     Criteria,
     PrefixView,
     SharingMode,
@@ -90,6 +89,9 @@ class SessionSettings:
 CALL_CHARS, VARIABLE_CHARS = 2_000, 500
 """What a call and a variable count for among the characters of a tenant, besides their texts: their
 records take 2.8 KB and 0.5 KB. A session may have 50,000 variables without a character."""
+
+ANSWER_CHARS = 500
+"""What a call counts for in the answer to a program with a key, which is remembered: 0.4 KB."""
 
 _FORGET_FROM = 100
 _FREED_TOGETHER = 500
@@ -353,7 +355,7 @@ class ServedSession:
     only_plain: whether a plain client opened it and only plain clients have used it.
     last_plain: call name -> engine requests whose KV is pinned for the plain client's next request
         of that name.
-    answers: key -> calls and answer of the latest programs with a key.
+    answers: key -> fingerprint of the calls and answer of the latest programs with a key.
     end_reason: why it has ended; None while it is open.
     """
 
@@ -391,9 +393,7 @@ class ServedSession:
     num_plain: int = 0
     only_plain: bool = False
     last_plain: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    answers: dict[str, tuple[Sequence[CallSpec], Sequence[SubmittedCall]]] = field(
-        default_factory=dict
-    )
+    answers: dict[str, tuple[bytes, Sequence[SubmittedCall]]] = field(default_factory=dict)
     end_reason: str | None = None
 
     @property
@@ -417,10 +417,11 @@ class ServedSession:
 
     def count_chars(self) -> None:
         """Count the characters of its templates and values, its sampling parameters, the tokens of
-        its prompts, and its calls and variables, to its tenant, as they are now. A token takes as
-        much memory as a character may."""
+        its prompts, its calls and variables, and the answers that it remembers, to its tenant, as
+        they are now. A token takes as much memory as a character may."""
         graph = self.machine.graph
         records = CALL_CHARS * len(graph.calls) + VARIABLE_CHARS * len(graph.variables)
+        records += ANSWER_CHARS * sum(len(answer) for _, answer in self.answers.values())
         texts = self.text_chars + self.sampling_bytes + self.machine.value_chars
         self.held_chars.resize(texts + self.prompt_tokens + records)
 
@@ -432,12 +433,13 @@ class ServedSession:
         self.count_chars()
 
     def remember_answer(
-        self, key: str, calls: Sequence[CallSpec], answer: Sequence[SubmittedCall]
+        self, key: str, fingerprint: bytes, answer: Sequence[SubmittedCall]
     ) -> None:
         """Remember an answer, because a client that did not receive it may send the key again."""
-        self.answers[key] = calls, answer
+        self.answers[key] = fingerprint, answer
         if len(self.answers) > _KEPT_ANSWERS:
             del self.answers[next(iter(self.answers))]
+        self.count_chars()
 
     def dismantling(self) -> Iterator[None]:
         """Let go of the calls, variables, records and answers of a session that has ended, in

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import math
 import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from bros.core.clock import Clock
 from bros.core.errors import InvalidRequestError, NotFoundError
@@ -57,6 +58,7 @@ from bros.semantic.schema import (
     VariableView,
 )
 from bros.semantic.service.live import (
+    ANSWER_CHARS,
     CALL_CHARS,
     VARIABLE_CHARS,
     CallRecord,
@@ -308,6 +310,38 @@ def _private_salt(uid: str, scope: str, shared_with: SharingMode) -> str | None:
     return f"scope:{scope}" if scope else None
 
 
+class _Keyed(NamedTuple):
+    """A program with an idempotency key.
+
+    fingerprint: equal for equal calls only. The calls themselves would take 3 KB each.
+    """
+
+    key: str
+    fingerprint: bytes
+
+
+def _fingerprinting(calls: Sequence[CallSpec]) -> Viewing[bytes]:
+    """The fingerprint of the calls of a program, in slices."""
+    found = hashlib.sha256()
+    for number, spec in enumerate(calls, start=1):
+        found.update(repr(spec).encode("utf-8", "surrogatepass"))
+        if not number % _SLICE:
+            yield
+    return found.digest()
+
+
+def _answered(session: ServedSession, keyed: _Keyed | None) -> Sequence[SubmittedCall] | None:
+    """The answer to the same calls, if they were sent with this key before. Raises ConflictError
+    if other calls were."""
+    if keyed is None or keyed.key not in session.answers:
+        return None
+    fingerprint, answer = session.answers[keyed.key]
+    if fingerprint != keyed.fingerprint:
+        message = f"The key {keyed.key!r} was used with other calls."
+        raise ConflictError(message, "key_reused", "key")
+    return answer
+
+
 _SLICE = 100
 """Calls whose records are made between two pauses."""
 
@@ -478,10 +512,11 @@ class SessionService:
         (already_produced, already_set, cyclic, key_reused), SessionLimitError.
         """
         session = self._used(tenant, session_id)
-        answer = self._answered(session, calls, key)
+        keyed = None if key is None else _Keyed(key, whole(_fingerprinting(calls)))
+        answer = _answered(session, keyed)
         if answer is None:
             found = self._reader.read(calls, session.sampling)
-            answer = whole(self._submitting(session, calls, key, found))
+            answer = whole(self._submitting(session, keyed, found))
         return answer
 
     async def accept(
@@ -494,22 +529,12 @@ class SessionService:
         """
         session = self._used(tenant, session_id)
         async with session.submitting:
-            answer = self._answered(session, calls, key)
+            keyed = None if key is None else _Keyed(key, await in_slices(_fingerprinting(calls)))
+            answer = _answered(session, keyed)
             if answer is None:
                 found = await self._read(session, calls)
-                answer = await in_slices(self._submitting(session, calls, key, found))
+                answer = await in_slices(self._submitting(session, keyed, found))
             return answer
-
-    def _answered(
-        self, session: ServedSession, calls: Sequence[CallSpec], key: str | None
-    ) -> Sequence[SubmittedCall] | None:
-        """The answer to the same calls, if they were sent with this key before."""
-        if key is None or key not in session.answers:
-            return None
-        known, answer = session.answers[key]
-        if list(known) != list(calls):
-            raise ConflictError(f"The key {key!r} was used with other calls.", "key_reused", "key")
-        return answer
 
     async def _read(
         self, session: ServedSession, calls: Sequence[CallSpec]
@@ -524,8 +549,7 @@ class SessionService:
     def _submitting(
         self,
         session: ServedSession,
-        calls: Sequence[CallSpec],
-        key: str | None,
+        keyed: _Keyed | None,
         found: Sequence[Submission],
     ) -> Viewing[Sequence[SubmittedCall]]:
         chars = yield from counted_chars(found)
@@ -540,7 +564,10 @@ class SessionService:
         variables = len(names - session.machine.graph.variables.keys())
         self._check_chars(
             session,
-            text_chars + value_chars + CALL_CHARS * len(found) + VARIABLE_CHARS * variables,
+            text_chars
+            + value_chars
+            + (CALL_CHARS if keyed is None else CALL_CHARS + ANSWER_CHARS) * len(found)
+            + VARIABLE_CHARS * variables,
         )
         records: dict[str, CallRecord] = {}
         answer, since_pause = [], 0
@@ -559,8 +586,8 @@ class SessionService:
         # There is no pause before this: the calls are in the graph.
         session.records.update(records)
         session.text_chars += text_chars
-        if key is not None:
-            session.remember_answer(key, calls, answer)
+        if keyed is not None:
+            session.remember_answer(*keyed, answer)
         yield from self._want_outputs(session, found, now)
         return answer
 
