@@ -153,6 +153,9 @@ class ThreadEngineClient(MessageClient):
             yield
         finally:
             done.set()
+            # Else it may be the last one that refers to the engine, and free its tensors while the
+            # program ends: torch then calls std::terminate.
+            thread.join()
 
     def _on_hang(self, reason: str) -> None:
         self._hung = True

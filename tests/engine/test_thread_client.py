@@ -22,6 +22,7 @@ from bros.core.plan import StepPlan, StepResult
 from bros.core.request import EngineRequest, FinishReason, SamplingParams, ServiceClass
 from bros.engine.engine import Engine
 from bros.engine.thread_client import ThreadEngineClient
+from bros.engine.watchdog import Watchdog
 from bros.scheduler.build import build_scheduler
 from support.toy_model import VOCAB, ToyModel
 
@@ -272,7 +273,6 @@ async def test_steps_may_take_any_time_unless_they_are_watched_and_not_the_first
     model.gate.set()
     assert len(await answer) == 6
     await client.close()
-    await asyncio.sleep(0.1)  # no watch is left
     assert "bros-engine-watch" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -300,6 +300,29 @@ async def test_close_ends_the_thread_and_releases_the_executor(model: GatedModel
         async for _ in stream:
             pass
     await client.close()
+
+
+async def test_close_waits_for_the_thread_that_watches(
+    model: GatedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refers to the engine. When it freed the tensors of the engine while the program ended,
+    torch aborted the program."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def check(watchdog: Watchdog) -> None:
+        begun.set()
+        go_on.wait(timeout=30)
+
+    monkeypatch.setattr(Watchdog, "check", check)
+    client = ThreadEngineClient(lambda: make_engine(model), hang_timeout_s=0.01)
+    await client.wait_ready()
+    assert await asyncio.to_thread(begun.wait, 30)
+    closing = asyncio.create_task(client.close())
+    await asyncio.wait([closing], timeout=0.2)
+    assert not closing.done()
+    go_on.set()
+    await closing
+    assert "bros-engine-watch" not in {thread.name for thread in threading.enumerate()}
 
 
 async def test_one_thread_builds_steps_and_closes() -> None:
