@@ -20,6 +20,9 @@ MIN_OBJECTIVE_MS = 0.001
 MAX_GRAMMAR_BYTES = 2**18
 """Longest text of a grammar in UTF-8."""
 
+TOO_LONG = "string_above_max_length"
+"""Code of the error of a text that is too long."""
+
 MAX_AFTER_CHARS = 256
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -99,6 +102,12 @@ class Slo:
         return GAP_IN_INTERVALS * self.tpot_s
 
 
+def grammar_too_large(param: str) -> InvalidRequestError:
+    """The error of a text with more than MAX_GRAMMAR_BYTES. param: the field that it comes from."""
+    message = f"The grammar has more than {MAX_GRAMMAR_BYTES} bytes."
+    return InvalidRequestError(message, param=param, code=TOO_LONG)
+
+
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """What an output must match. Raises InvalidRequestError naming `param`.
@@ -128,11 +137,7 @@ class Grammar:
                 code="invalid_value",
             ) from None
         if size > MAX_GRAMMAR_BYTES:
-            raise InvalidRequestError(
-                f"The grammar has more than {MAX_GRAMMAR_BYTES} bytes.",
-                param=self.param,
-                code="string_above_max_length",
-            )
+            raise grammar_too_large(self.param)
         if len(self.after) > MAX_AFTER_CHARS:
             raise InvalidRequestError(
                 f"The text before a grammar must have at most {MAX_AFTER_CHARS} characters.",

@@ -17,6 +17,7 @@ from typing import Any
 
 from bros.core.errors import InvalidRequestError
 from bros.core.grammars import json_rule
+from bros.core.request import MAX_GRAMMAR_BYTES, TOO_LONG, grammar_too_large
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +207,8 @@ def _arguments(tool: Tool, rule: str, python: bool) -> list[str]:
     try:
         schema = _closed(tool)
         return _keywords(tool, schema, rule) if python else [f"{rule}: {_value(tool, schema)}"]
-    except InvalidRequestError:
-        if tool.strict:
+    except InvalidRequestError as error:
+        if tool.strict or error.code == TOO_LONG:
             raise
     if python:
         return [f"{rule}: "]
@@ -243,6 +244,11 @@ _KEYWORD = re.compile(r"[^\W\d]\w*")
 def _keywords(tool: Tool, schema: Mapping[str, Any], rule: str) -> list[str]:
     """Rules of the arguments as keywords: those that are required, then some of the others.
 
+        rule: a ", " b after_2                  required: a and b
+        rule: | c after_1 | d after_2 | ...     none
+        after_1: (", " d)? after_2              and so on, so that the rules do not grow with the
+                                                square of the properties
+
     Values are written as JSON, which is nearly Python; the parser reads both.
     """
     _value(tool, schema)
@@ -252,24 +258,27 @@ def _keywords(tool: Tool, schema: Mapping[str, Any], rule: str) -> list[str]:
         raise _not_keywords(tool, "schemas with named properties")
     if not all(_KEYWORD.fullmatch(name) for name in properties):
         raise _not_keywords(tool, "properties whose names are words")
-    needed = [name for name in properties if name in required]
-    others = [name for name in properties if name not in needed]
+    required = {name for name in required if isinstance(name, str)}
+    needed = [f"{rule}_{n}" for n, name in enumerate(properties) if name in required]
+    others = [f"{rule}_{n}" for n, name in enumerate(properties) if name not in required]
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    numbers = {name: number for number, name in enumerate(properties)}
-    rules = [
-        f"{rule}_{number}: {literal(name + '=')} "
-        + _value(tool, {**_sub_schema(properties[name]), **shared})
-        for name, number in numbers.items()
+    rules, size = [], 0
+    for number, (name, value) in enumerate(properties.items()):
+        value_rule = _value(tool, {**_sub_schema(value), **shared})
+        rules.append(f"{rule}_{number}: {literal(name + '=')} {value_rule}")
+        size += len(rules[-1])
+        if size > MAX_GRAMMAR_BYTES:  # each has all definitions
+            raise grammar_too_large(tool.param)
+    after = [f"{rule}_after_{place}" for place in range(len(others))]
+    following = [*after[1:], ""][: len(others)]
+    rules += [
+        f'{name}: (", " {other})? {later}'
+        for name, other, later in zip(after, others, following, strict=True)
     ]
-    optional = [f'(", " {rule}_{numbers[name]})?' for name in others]
     if needed:
-        first = ' ", " '.join(f"{rule}_{numbers[name]}" for name in needed)
-        options = [" ".join([first, *optional])]
+        options = [" ".join(['", " '.join(f"{name} " for name in needed), *after[:1]])]
     else:
-        options = ['""'] + [
-            " ".join([f"{rule}_{numbers[name]}", *optional[place + 1 :]])
-            for place, name in enumerate(others)
-        ]
+        options = ['""', *map(" ".join, zip(others, following, strict=True))]
     return [f"{rule}: {' | '.join(options)}", *rules]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -243,6 +245,58 @@ def test_arguments_are_an_object(template: str) -> None:
             strict = replace(use, tools=(replace(tool, strict=True),))
             model.grammar(strict, None, ReasoningStart.NONE)
         assert raised.value.param == "p"
+
+
+@pytest.mark.parametrize("required", [[], ["b"], ["a", "c"], ["a", "b", "c"]])
+def test_keywords_are_the_required_ones_and_some_of_the_others(required: list[str]) -> None:
+    """In the order of the schema, the required ones first."""
+    names = ("a", "b", "c")
+    schema = {"properties": {name: {"const": 1} for name in names}, "required": required}
+    tool = Tool("f", "", schema, strict=True)
+    model = Model.of(chat_templates.PYTHONIC, {})
+    use = ToolUse(tools=(tool,), allowed=frozenset({"f"}), required=True)
+    grammar = model.grammar(use, None, ReasoningStart.NONE)
+    assert grammar is not None
+    for count in range(len(names) + 1):
+        for some in itertools.permutations(names, count):
+            matcher = llguidance.LLMatcher(model.vocabulary, grammar.text, log_level=0)
+            text = f"[f({', '.join(f'{name}=1' for name in some)})]"
+            taken = matcher.try_consume_tokens(model.tokenizer.encode(text))
+            accepted = taken == len(model.tokenizer.encode(text)) and matcher.is_accepting()
+            in_order = sorted(some, key=lambda name: (name not in required, name))
+            assert accepted == (set(required) <= set(some) and list(some) == in_order), text
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("defs", [0, 100])
+def test_a_grammar_of_very_many_keywords_is_refused_before_it_is_made(
+    strict: bool, defs: int
+) -> None:
+    """10,000 made 900 million characters; so did definitions, which each of them repeats."""
+    schema = {
+        "properties": {f"p{number}": {"type": "string"} for number in range(20_000)},
+        "$defs": {f"d{number}": {"type": "string"} for number in range(defs)},
+    }
+    tool = Tool("f", "", schema, strict=strict, param="p")
+    use = ToolUse(tools=(tool,), allowed=frozenset({"f"}), required=True)
+    model = Model.of(chat_templates.PYTHONIC, {})
+    tracemalloc.start()
+    with pytest.raises(InvalidRequestError, match="more than 262144 bytes"):
+        model.grammar(use, None, ReasoningStart.NONE)
+    assert tracemalloc.get_traced_memory()[1] < 20e6
+    tracemalloc.stop()
+
+
+def test_the_grammar_of_keywords_grows_with_their_number() -> None:
+    sizes = []
+    for count in (100, 200):
+        schema = {"properties": {f"p{number}": {} for number in range(100, 100 + count)}}
+        tool = Tool("f", "", schema, strict=True)
+        use = ToolUse(tools=(tool,), allowed=frozenset({"f"}), required=True)
+        grammar = Model.of(chat_templates.PYTHONIC, {}).grammar(use, None, ReasoningStart.NONE)
+        assert grammar is not None
+        sizes.append(len(grammar.text))
+    assert sizes[1] < 2.1 * sizes[0]
 
 
 def test_keywords_need_named_properties() -> None:

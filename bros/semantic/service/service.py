@@ -9,6 +9,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -322,12 +323,42 @@ class _Keyed(NamedTuple):
 
 def _fingerprinting(calls: Sequence[CallSpec]) -> Viewing[bytes]:
     """The fingerprint of the calls of a program, in slices."""
-    found = hashlib.sha256()
-    for number, spec in enumerate(calls, start=1):
-        found.update(repr(spec).encode("utf-8", "surrogatepass"))
-        if not number % _SLICE:
-            yield
+    found, since_pause = hashlib.sha256(), 0
+    for spec in calls:
+        texts = [spec.template, *(each.content for each in spec.messages or ())]
+        texts += [each.value for each in spec.parameters]
+        is_short = sum(len(text or "") for text in texts) <= _PIECE
+        for piece in [repr(spec)] if is_short else _pieces(spec):
+            found.update(piece.encode("utf-8", "surrogatepass"))
+            since_pause += _PIECE_COST + len(piece)
+            if since_pause >= _HASHED_TOGETHER:
+                since_pause = 0
+                yield
     return found.digest()
+
+
+def _pieces(value: object) -> Iterator[str]:
+    """The text of a call or of a part of it, other texts for other ones, in pieces that are not
+    much longer than _PIECE."""
+    if isinstance(value, str):
+        yield f"{len(value)}:"
+        for begin in range(0, len(value), _PIECE):
+            yield value[begin : begin + _PIECE]
+    elif is_dataclass(value):
+        yield type(value).__name__
+        for part in fields(value):
+            yield from _pieces(getattr(value, part.name))
+    elif isinstance(value, list | tuple):
+        yield f"{len(value)}["
+        for part in value:
+            yield from _pieces(part)
+    else:
+        yield repr(value) + ","
+
+
+_PIECE = 50_000
+_PIECE_COST, _HASHED_TOGETHER = 2_000, 500_000
+"""About 1 ms: what pieces and characters of calls count for, and are hashed between two pauses."""
 
 
 def _answered(session: ServedSession, keyed: _Keyed | None) -> Sequence[SubmittedCall] | None:
