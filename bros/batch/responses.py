@@ -258,14 +258,23 @@ class ResponseStore:
     def claim(
         self, owner: str, now: float, lease_s: float, most: int, model: str
     ) -> Sequence[Claim]:
-        """Claim open responses without a valid lease, those with the earliest deadline first."""
-        free = (
-            RESPONSES.c.status.in_(_OPEN),
-            RESPONSES.c.lease_until <= now,
-            RESPONSES.c.served_model == model,
+        """Claim open responses without a valid lease: of the tenants with the fewest claims first,
+        and of each those with the earliest deadline. Else one that sends hundreds, all with an
+        early deadline, would have every place."""
+        is_open = RESPONSES.c.status.in_(_OPEN), RESPONSES.c.served_model == model
+        free = (*is_open, RESPONSES.c.lease_until <= now)
+        tenant, urgency = RESPONSES.c.tenant, (RESPONSES.c.deadline_at, RESPONSES.c.seq)
+        count = sa.func.count().label("count")
+        claimed = sa.select(tenant, count).where(*is_open, RESPONSES.c.lease_until > now)
+        has = claimed.group_by(tenant).subquery()
+        place = sa.func.row_number().over(partition_by=tenant, order_by=urgency)
+        wanted = (
+            sa.select(RESPONSES.c.id)
+            .outerjoin(has, has.c.tenant == tenant)
+            .where(*free)
+            .order_by(place + sa.func.coalesce(has.c.count, 0), *urgency)
+            .limit(most)
         )
-        order = (RESPONSES.c.deadline_at, RESPONSES.c.seq)
-        wanted = sa.select(RESPONSES.c.id).where(*free).order_by(*order).limit(most)
         with self._database.read() as connection:
             if connection.execute(wanted.limit(1)).first() is None:
                 return []

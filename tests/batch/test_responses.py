@@ -130,6 +130,24 @@ def test_the_earliest_deadline_is_claimed_first(responses: ResponseStore) -> Non
     assert claim(responses) == []
 
 
+def test_tenants_take_turns_in_what_is_claimed(responses: ResponseStore) -> None:
+    """One sends many, all of them with earlier deadlines than the other has."""
+    for number in range(8):
+        deadline = NOW + 10 + number
+        responses.put(made(f"ann{number}", status=ResponseStatus.QUEUED, deadline_at=deadline))
+    for number in range(3):
+        deadline, name = NOW + 90 + number, f"bob{number}"
+        responses.put(made(name, tenant="bob", status=ResponseStatus.QUEUED, deadline_at=deadline))
+
+    def claimed(most: int, owner: str = "me") -> set[str]:
+        return {found.response_id for found in claim(responses, owner, most=most)}
+
+    assert claimed(3) == {"ann0", "bob0", "ann1"}
+    assert claimed(1, "you") == {"bob1"}  # of whom fewer are claimed
+    assert claimed(3) == {"ann2", "bob2", "ann3"}
+    assert claimed(9) == {"ann4", "ann5", "ann6", "ann7"}
+
+
 def test_only_the_last_owner_can_end_it(responses: ResponseStore) -> None:
     responses.put(made("a", status=ResponseStatus.QUEUED))
     (first,) = claim(responses)
