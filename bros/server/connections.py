@@ -69,6 +69,14 @@ has not kept up. The window is long because the kernel's buffers empty in large 
 _MAX_HEADER_BYTES = 65536
 _MAX_HEADERS = 128
 
+_MAX_PIPELINED = 8
+"""Most requests that may wait for the response to the one before them. A read of 256 KiB can hold
+7,000, each of which would take memory and time of the event loop before any is answered."""
+
+_FREE_CHUNKS, _BYTES_PER_CHUNK = 4096, 16
+"""A body may arrive in so many chunks, and in one more for each so many bytes: a chunk costs the
+event loop as much as some hundred bytes."""
+
 _LOG_EVERY_S = 60.0
 
 
@@ -147,6 +155,7 @@ class Closed(Enum):
     HEADER_TIMEOUT = "header_timeout"
     BODY_TIMEOUT = "body_timeout"
     READ_TIMEOUT = "read_timeout"
+    PIPELINE = "pipeline"
     INVALID = "invalid"
 
 
@@ -419,6 +428,10 @@ class _HeadersTooLarge(Exception):
     """The headers of a request have more than _MAX_HEADER_BYTES."""
 
 
+class _PipelineFull(Exception):
+    """_MAX_PIPELINED requests wait already."""
+
+
 class Connection(HttpToolsProtocol):
     """One connection: uvicorn's protocol with limits.
 
@@ -437,6 +450,10 @@ class Connection(HttpToolsProtocol):
         self._stage = _Stage.HEADERS
         self._waited_s = 0.0  # since the stage began; a body waits only while the server reads
         self._received = 0
+        self._undigested = 0  # bytes since headers, a part of a body or the end of a request
+        self._parts: list[bytes] = []  # of a body, in one read
+        self._chunk_allowance = 0
+        self._is_last = False  # whether what else arrives is dropped
         self._unsent = 0  # at the last check
         self._stalled_s = 0.0
         # Since the beginning of the window: for how long writing was paused, and what was read
@@ -540,11 +557,12 @@ class Connection(HttpToolsProtocol):
     # ---- What arrives.
 
     def data_received(self, data: bytes) -> None:
-        if self._stage is _Stage.CLOSING:
+        if self._stage is _Stage.CLOSING or self._is_last:
             return
         if self._stage is _Stage.IDLE:
             self._unset_keepalive_if_required()
             self._enter(_Stage.HEADERS)
+        self._undigested += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -553,16 +571,27 @@ class Connection(HttpToolsProtocol):
             if isinstance(error.__context__, _HeadersTooLarge):
                 self._fail_too_large()
                 return
+            if isinstance(error.__context__, _PipelineFull):
+                self._end_after_pipeline()
+                return
             reason = error.__context__ if isinstance(error.__context__, _InvalidRequest) else error
             message = f"Invalid HTTP request: {reason}."
             self._fail(
                 Closed.INVALID, _invalid("400 Bad Request", message[:300], "invalid_http_request")
             )
             return
+        self._hand_over()
         if self._stage is _Stage.HEADERS:
             self._received += len(data)
-            if self._received > _MAX_HEADER_BYTES:
-                self._fail_too_large()
+        if self._undigested > _MAX_HEADER_BYTES:
+            self._fail_too_large()
+
+    def _end_after_pipeline(self) -> None:
+        """Close the connection after the responses to the requests that wait; the last one says so.
+        The client has to send the others again."""
+        self._connections.note(Closed.PIPELINE)
+        self._is_last = True
+        self.cycle.keep_alive = False
 
     def _fail_too_large(self) -> None:
         message = f"The headers are longer than {_MAX_HEADER_BYTES} bytes."
@@ -596,6 +625,8 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= _MAX_PIPELINED:
+            raise _PipelineFull
         # What arrives in one read, with a body behind it, is measured here.
         if len(self.url) + sum(map(_line_bytes, self.headers)) > _MAX_HEADER_BYTES:
             raise _HeadersTooLarge
@@ -603,12 +634,29 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         self._connections.waits(self, waits=False)
         self._enter(_Stage.BODY)
+        self._undigested = 0
+        self._chunk_allowance = _FREE_CHUNKS * _BYTES_PER_CHUNK
 
     def on_body(self, body: bytes) -> None:
         self._received += len(body)
-        super().on_body(body)
+        self._undigested = 0
+        self._chunk_allowance += len(body) - _BYTES_PER_CHUNK
+        if self._chunk_allowance < 0:
+            raise _InvalidRequest(
+                f"its body has more than {_FREE_CHUNKS} chunks, and more than one in "
+                f"{_BYTES_PER_CHUNK} bytes"
+            )
+        self._parts.append(body)
+
+    def _hand_over(self) -> None:
+        """Give the application what has arrived of a body: once per read, not per chunk."""
+        if self._parts:
+            super().on_body(b"".join(self._parts))
+            self._parts.clear()
 
     def on_message_complete(self) -> None:
+        self._undigested = 0
+        self._hand_over()
         super().on_message_complete()
         if self._stage is _Stage.BODY:
             self._enter(_Stage.RESPONSE)
@@ -618,6 +666,8 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         last = not self.pipeline
         super().on_response_complete()
+        if self.pipeline:
+            self.flow.pause_reading()  # until the last of them has begun
         if last and self._stage is _Stage.RESPONSE:
             self._wait()
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from support.loops import hasty
 from support.scripted_server import LiveServer, chunks, live_server
@@ -46,6 +47,14 @@ class Client:
 
     async def head(self) -> bytes:
         return await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), timeout=5)
+
+    async def response(self) -> bytes:
+        """The head of a response whose body is read as well."""
+        head = await self.head()
+        length = re.search(rb"content-length: (\d+)", head)
+        assert length is not None
+        await self.reader.readexactly(int(length[1]))
+        return head
 
 
 @contextlib.asynccontextmanager
@@ -105,10 +114,7 @@ async def test_headers_that_trickle_are_a_408() -> None:
 async def test_a_slow_second_request_is_a_408_too() -> None:
     async with live_server(**SLOW) as live, connected(live) as client:
         await client.send(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        head = await client.head()
-        length = re.search(rb"content-length: (\d+)", head)
-        assert length and head.startswith(b"HTTP/1.1 200")
-        await client.reader.readexactly(int(length[1]))
+        assert (await client.response()).startswith(b"HTTP/1.1 200")
         await client.send(b"GET /version HTT")
         assert error_of(await client.rest()) == (408, "request_timeout")
 
@@ -374,6 +380,102 @@ async def test_two_requests_in_one_packet_are_answered_in_order(live: LiveServer
         await client.send(post(body, f"Content-Length: {len(body)}") + second)
         text = await client.rest()
         assert text.count(b"HTTP/1.1 200") == 2 and text.rindex(b'"version"') > text.index(b"chat")
+
+
+async def test_requests_that_are_pipelined_without_end_do_not_pile_up(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that wait are answered, the last one with the end of the connection."""
+    begun = 0
+    on_headers_complete = HttpToolsProtocol.on_headers_complete
+
+    def counted(self: HttpToolsProtocol) -> None:
+        nonlocal begun
+        begun += 1
+        on_headers_complete(self)
+
+    monkeypatch.setattr(HttpToolsProtocol, "on_headers_complete", counted)
+    async with connected(live) as client:
+        request = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n"
+        client.writer.write(request * 3000)
+        answers = [await client.response() for _ in range(9)]
+        assert await client.rest() == b""
+    assert begun == 9
+    assert all(head.startswith(b"HTTP/1.1 200") for head in answers)
+    assert [b"connection: close" in head for head in answers] == [False] * 8 + [True]
+
+
+async def test_as_many_requests_as_may_wait_are_answered_again_and_again(live: LiveServer) -> None:
+    async with connected(live) as client:
+        for _ in range(3):
+            request = post(b"{}", "Content-Length: 2", path="/tokenize")
+            await client.send(request * 9)
+            answers = [await client.response() for _ in range(9)]
+            assert all(b"connection: close" not in head for head in answers)
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        pytest.param(b"GET /version HTTP/1.1\r\nHost: a\r\nX: ", id="header"),
+        pytest.param(post(b"1;x=", "Transfer-Encoding: chunked"), id="chunk"),
+        pytest.param(post(b"1\r\n \r\n0\r\nX: ", "Transfer-Encoding: chunked"), id="trailer"),
+    ],
+)
+async def test_what_never_ends_behind_a_request_in_progress_is_not_kept(
+    live: LiveServer, begin: bytes
+) -> None:
+    async with connected(live) as client:
+        engine = live.server.engine
+        engine.hold_after = 2
+        body = chat_body(stream=True)
+        await client.send(post(body, f"Content-Length: {len(body)}") + begin)
+        await engine.holding.wait()
+        with contextlib.suppress(ConnectionError):
+            for _ in range(400):
+                await client.send(b"a" * 10_000)
+        assert b"[DONE]" not in await client.rest()
+        engine.go_on.set()
+
+
+def chunked(body: bytes, size: int) -> bytes:
+    parts = (body[i : i + size] for i in range(0, len(body), size))
+    return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("spaces", "size", "status"), [(2_000, 1, 200), (100_000, 16, 200), (100_000, 8, 400)]
+)
+async def test_a_body_may_not_have_many_tiny_chunks(
+    live: LiveServer, spaces: int, size: int, status: int
+) -> None:
+    body = chat_body() + b" " * spaces
+    async with connected(live) as client:
+        head = post(b"", "Transfer-Encoding: chunked", "Connection: close")
+        client.writer.write(head + chunked(body, size))
+        answer = await client.rest()
+    if status == 200:
+        assert answer.startswith(b"HTTP/1.1 200")
+    else:
+        assert not answer or error_of(answer) == (400, "invalid_http_request")
+
+
+async def test_chunks_of_one_read_reach_the_application_at_once(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+    on_body = HttpToolsProtocol.on_body
+
+    def noted(self: HttpToolsProtocol, body: bytes) -> None:
+        given.append(len(body))
+        on_body(self, body)
+
+    monkeypatch.setattr(HttpToolsProtocol, "on_body", noted)
+    async with connected(live) as client:
+        head = post(b"", "Transfer-Encoding: chunked", "Connection: close")
+        client.writer.write(head + chunked(chat_body() + b" " * 1000, 1))
+        assert (await client.rest()).startswith(b"HTTP/1.1 200")
+    assert sum(given) == len(chat_body()) + 1000 and len(given) < 5
 
 
 async def test_an_upgrade_is_ignored(live: LiveServer) -> None:
