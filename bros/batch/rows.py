@@ -21,7 +21,8 @@ from bros.batch.objects import (
 )
 from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.core.request import Slo
-from bros.text.json_text import JsonParts, excess_of
+from bros.text.json_numbers import wrong_number
+from bros.text.json_text import JsonParts, excess_of, is_text
 
 ENDPOINTS = (
     "/v1/chat/completions",
@@ -145,7 +146,7 @@ def parse_row(line: bytes, endpoint: str) -> Row:
         raise BadRowError(
             "unsupported_parameter", "'stream' cannot be used in a batch.", "body.stream"
         )
-    if b"\\u" in line and not _is_text(body):
+    if b"\\u" in line and not is_text(body):
         raise BadRowError("invalid_value", "'body' must not contain lone surrogates.", "body")
     return Row(custom_id, body)
 
@@ -155,6 +156,9 @@ def _parse_line(line: bytes) -> dict[str, Any]:
     if found is not None:
         message = f"This line has {found}; at most {MAX_ROW_PARTS.limits} are allowed."
         raise BadRowError("invalid_value", message)
+    wrong = wrong_number(line)
+    if wrong is not None:
+        raise BadRowError("invalid_value", f"This line has {wrong}.")
     try:
         # Decoded here, because json.loads also accepts other encodings and lone surrogates.
         value = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
@@ -178,24 +182,6 @@ def error_line(row_id: str, custom_id: str, code: str, message: str) -> str:
     error: Mapping[str, Any] = {"code": code, "message": message}
     line = {"id": row_id, "custom_id": custom_id, "response": None, "error": error}
     return json.dumps(line)
-
-
-def _is_text(value: dict[str, Any]) -> bool:
-    """Whether no string in it has a lone surrogate."""
-    inner: list[Any] = [value]
-    while inner:
-        each = inner.pop()
-        if isinstance(each, dict):
-            inner += each
-            inner += each.values()
-        elif isinstance(each, list):
-            inner += each
-        elif isinstance(each, str):
-            try:
-                each.encode()
-            except UnicodeEncodeError:
-                return False
-    return True
 
 
 def _refuse_constant(name: str) -> None:

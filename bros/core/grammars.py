@@ -222,12 +222,24 @@ def _parsed(schema: Any, param: str) -> Any:
             "string_above_max_length",
         )
     try:
-        return json.loads(schema)
+        return json.loads(schema, parse_int=short_int)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise InvalidRequestError(
             f"The schema in '{param}' is not valid JSON: {reason}.", param, "invalid_json"
         ) from None
+
+
+MAX_DIGITS = 40
+"""Most digits in a row of a number in JSON. Python takes 0.1 to 0.6 ms to read or write one of
+4,300 digits, and holds the interpreter meanwhile."""
+
+
+def short_int(text: str) -> int:
+    """As `parse_int` of json.loads. Raises ValueError for more than MAX_DIGITS."""
+    if len(text.removeprefix("-")) > MAX_DIGITS:
+        raise ValueError(f"it has a number of more than {MAX_DIGITS} digits")
+    return int(text)
 
 
 def json_rule(schema: Schema, *, param: str = "grammar", whitespace: str | None = None) -> str:

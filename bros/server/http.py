@@ -21,6 +21,7 @@ from bros.core.tenants import QuotaHold, Resource, TenantAccounts
 from bros.server.errors import BodyTooLargeError, MediaTypeError, ServerStoppingError
 from bros.server.openai.schema import ModelRequest
 from bros.server.state import ServerState, StopSignal
+from bros.text.json_numbers import SHORT_TEXT, SUSPECT, wrong_number
 from bros.text.json_text import JsonParts, excess_of, parsed_bytes
 
 T = TypeVar("T")
@@ -195,6 +196,8 @@ _SMALL_BODY = 100_000
 def _parse(body: bytes) -> dict[str, Any]:
     if len(body) > _SMALL_BODY:
         _check_parts(body)
+    if len(body) > SHORT_TEXT or SUSPECT.search(body):
+        _check_numbers(body)
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -214,6 +217,13 @@ def _check_parts(body: bytes) -> None:
         raise InvalidRequestError(
             f"The body has {found}; at most {_MAX_PARTS.limits} are allowed.", code="invalid_value"
         )
+
+
+def _check_numbers(body: bytes) -> None:
+    """Raises InvalidRequestError for numbers that are too long or too large."""
+    wrong = wrong_number(body)
+    if wrong is not None:
+        raise InvalidRequestError(f"The body has {wrong}.", code="invalid_value")
 
 
 def has_body(request: Request) -> bool:

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from bros.core.errors import InvalidRequestError
-from bros.core.grammars import is_gbnf
+from bros.core.grammars import is_gbnf, short_int
 from bros.core.request import Grammar, SamplingParams
 from bros.text.answers import (
     AnswerParser,
@@ -32,7 +32,7 @@ from bros.text.answers import (
     PythonicCalls,
     ReasoningReader,
 )
-from bros.text.json_text import MAX_TOOL_PARTS, JsonParts, excess_of, write_json
+from bros.text.json_text import MAX_TOOL_PARTS, JsonParts, excess_of, is_text, write_json
 from bros.text.tokenizer import CONTROL, IncrementalDetokenizer, Tokenizer
 from bros.text.tools import (
     HERMES_SYNTAX,
@@ -405,7 +405,8 @@ _MOST_PARTS = JsonParts(MAX_TOOL_PARTS, MAX_TOOL_PARTS, MAX_TOOL_PARTS)
 
 
 def _decoded_arguments(arguments: str) -> Any:
-    """The arguments as an object, as templates expect them; the text itself if it is none. Raises
+    """The arguments as an object, as templates expect them. The text itself if it is none, or one
+    with very long numbers or lone surrogates, which could not be written. Raises
     InvalidRequestError if they have more than MAX_TOOL_PARTS."""
     if not arguments.strip():
         return {}
@@ -416,10 +417,12 @@ def _decoded_arguments(arguments: str) -> Any:
         )
         raise InvalidRequestError(message, param="messages")
     try:
-        decoded = json.loads(arguments)
+        decoded = json.loads(arguments, parse_int=short_int)
     except (ValueError, RecursionError):
         return arguments
-    return decoded if isinstance(decoded, dict) else arguments
+    if not isinstance(decoded, dict) or ("\\u" in arguments and not is_text(decoded)):
+        return arguments
+    return decoded
 
 
 # ---- Tools in messages, for templates that do not know any.

@@ -21,7 +21,7 @@ _SMALL_PARTS = 5_000
 
 _CONTAINER_BYTES, _VALUE_BYTES = 200, 40
 
-_STRING = regex.compile(rb'"(?:[^"\\]+|\\.)*+(?:"|\\?\Z)', regex.DOTALL)
+STRING = regex.compile(rb'"(?:[^"\\]+|\\.)*+(?:"|\\?\Z)', regex.DOTALL)
 """A JSON string; to the end of the text if it is not closed, so that each byte is read once."""
 
 
@@ -59,7 +59,7 @@ def excess_of(text: bytes, most: JsonParts) -> JsonParts | None:
     """The parts of a JSON text, if they exceed `most`; it need not be valid."""
     if not _counts(text).exceeds(most):  # those in strings count, too, but it takes 5 ms
         return None
-    found = _counts(_STRING.sub(b"", text, concurrent=True))
+    found = _counts(STRING.sub(b"", text, concurrent=True))
     return found if found.exceeds(most) else None
 
 
@@ -67,7 +67,7 @@ def parsed_bytes(text: bytes) -> int:
     """About the memory of a JSON text and of what it is when it is parsed."""
     rough = _counts(text).num_bytes  # what looks like JSON in strings counts, too
     if rough > len(text):
-        rough = _counts(_STRING.sub(b"", text, concurrent=True)).num_bytes
+        rough = _counts(STRING.sub(b"", text, concurrent=True)).num_bytes
     return len(text) + rough
 
 
@@ -91,6 +91,24 @@ def has_more_parts(value: Any, most: int) -> bool:
         if count + len(inner) > most:
             return True
     return False
+
+
+def is_text(value: Any) -> bool:
+    """Whether no string in parsed JSON has a lone surrogate."""
+    inner: list[Any] = [value]
+    while inner:
+        each = inner.pop()
+        if isinstance(each, dict):
+            inner += each
+            inner += each.values()
+        elif isinstance(each, list):
+            inner += each
+        elif isinstance(each, str):
+            try:
+                each.encode()
+            except UnicodeEncodeError:
+                return False
+    return True
 
 
 def write_json(value: Any, **options: Any) -> str:

@@ -279,6 +279,41 @@ async def test_the_largest_token_id_is_looked_for_on_the_thread_that_decodes(
     assert error["param"] == "tokens" and len(threads) == 1
 
 
+LONG = "9" * 41
+TOOL_FIELDS = '"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": @}}}]'
+UNWRITABLE = [r'{"a": "\ud800"}', r'{"\uDFFF": 1}', f'{{"a": [{LONG}]}}']
+
+
+@pytest.mark.parametrize("number", [LONG, "1e400"])
+@pytest.mark.parametrize("padding", [0, 100_000])
+async def test_numbers_that_are_too_long_or_infinite_are_refused(
+    server: Server, padding: int, number: str
+) -> None:
+    """One of 4,300 digits holds the interpreter for a millisecond."""
+    fields = '"messages": [{"role": "user", "content": "x"}], ' + TOOL_FIELDS.replace("@", number)
+    response = await server.http.post(
+        "/v1/chat/completions",
+        content="{" + fields + " " * padding + "}",
+        headers={"content-type": "application/json"},
+    )
+    error = assert_envelope(response, 400)
+    assert error["code"] == "invalid_value" and error["message"].startswith("The body has a number")
+
+
+@pytest.mark.parametrize("arguments", UNWRITABLE)
+async def test_arguments_that_cannot_be_written_stay_text(server: Server, arguments: str) -> None:
+    """A model may have written them."""
+    reply = await server.chat(messages=tool_call(arguments))
+    assert reply.status_code == 200, reply.text
+    rendered = await server.http.post("/tokenize", json={"messages": tool_call(arguments)})
+    assert rendered.status_code == 200, rendered.text
+
+
+async def test_a_schema_in_a_string_has_no_long_numbers(server: Server) -> None:
+    error = assert_envelope(await server.chat(guided_json=f'{{"maximum": {LONG}}}'), 400)
+    assert error["param"] == "guided_json" and "more than 40 digits" in error["message"]
+
+
 def test_brackets_in_strings_are_no_parts() -> None:
     text = 'if (a[0]) { b["k"] = {c: 1}; } // "\\" ' * 20_000 + ", " * 1_100_000
     body = {"prompt": text, "list": list(range(100_000))}

@@ -515,3 +515,33 @@ async def test_the_format_of_the_text_becomes_a_grammar(server: BatchServer) -> 
         with pytest.raises(openai.BadRequestError) as refused:
             await create(server, text=bad, background=background)
         assert (refused.value.param or "").startswith("text.format")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        '"tools": [{"type": "function", "name": "f", "parameters": {"a": 1e400}}]',
+        '"text": {"format": {"type": "json_schema", "name": "a", "schema": {"maximum": 1e400}}}',
+    ],
+    ids=["tool", "format"],
+)
+@pytest.mark.parametrize("background", ["true", "false"])
+async def test_infinite_numbers_are_refused(
+    server: BatchServer, fields: str, background: str
+) -> None:
+    """The response could not repeat them."""
+    reply = await server.http.post(
+        "/v1/responses",
+        content=f'{{"input": "Hi", "background": {background}, {fields}}}',
+        headers={"content-type": "application/json"},
+    )
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["code"] == "invalid_value"
+    assert "too large" in error["message"]
+
+
+async def test_arguments_with_half_a_character_stay_text(roomy: BatchServer) -> None:
+    called = {"type": "function_call", "call_id": "c", "name": "f", "arguments": r'{"a": "\ud800"}'}
+    items = [called, {"role": "user", "content": "x"}]
+    reply = await roomy.http.post("/v1/responses", json={"input": items})
+    assert reply.status_code == 200, reply.text
