@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tracemalloc
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import openai
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from python_multipart.multipart import MultipartParser
 from starlette.requests import Request
 
 from bros.batch.files import Bodies
@@ -60,7 +61,12 @@ def pieces(data: bytes, cuts: Sequence[int]) -> Iterator[bytes]:
     return (data[begin:end] for begin, end in zip(places, places[1:], strict=False))
 
 
-async def read(bodies: Bodies, chunks: Iterator[bytes], kind: str = TYPE) -> tuple[Upload, bytes]:
+async def read(
+    bodies: Bodies,
+    chunks: Iterator[bytes],
+    kind: str = TYPE,
+    spend: Callable[[float], None] = lambda cpu_s: None,
+) -> tuple[Upload, bytes]:
     """What comes of a request whose body arrives in these chunks."""
 
     async def receive() -> dict[str, Any]:
@@ -69,7 +75,7 @@ async def read(bodies: Bodies, chunks: Iterator[bytes], kind: str = TYPE) -> tup
 
     scope = {"type": "http", "headers": [(b"content-type", kind.encode("latin-1"))]}
     with bodies.new() as body:
-        upload = await read_upload(Request(scope, receive), body)
+        upload = await read_upload(Request(scope, receive), body, spend=spend)
         body.finish()
         return upload, body.path.read_bytes()
 
@@ -373,3 +379,33 @@ async def test_a_form_of_another_client(server: BatchServer) -> None:
     assert reply.status_code == 200, reply.text
     assert json.loads(reply.text)["filename"] == 'a "b".jsonl'
     assert reply.json()["bytes"] == 4
+
+
+async def test_a_form_of_near_boundaries_is_parsed_in_turns(
+    bodies: Bodies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes as long to parse as a hundred bytes of a usual file."""
+    parsed: list[int] = []
+    write = uploads.MultipartParser.write
+
+    def noted(parser: MultipartParser, data: bytes) -> int:
+        parsed.append(len(data))
+        return write(parser, data)
+
+    monkeypatch.setattr(uploads.MultipartParser, "write", noted)
+    turns, spent = 0, list[float]()
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    content = f"\r\n--{BOUNDARY}-".encode() * 30_000
+    chunks = iter([form(part("file", content, "f"), PURPOSE)])
+    counting = asyncio.create_task(count_turns())
+    upload, written = await read(bodies, chunks, spend=spent.append)
+    counting.cancel()
+    assert written == content and upload.fields == {"purpose": "batch"}
+    assert max(parsed) <= 2**14 and turns >= len(parsed) == len(spent)
+    assert sum(spent) > 0
