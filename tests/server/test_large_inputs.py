@@ -263,13 +263,13 @@ def test_as_many_token_ids_as_openai_embeds_at_once_are_accepted_and_more_are_no
 async def test_the_largest_token_id_is_looked_for_on_the_thread_that_decodes(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode, threads = server.tokenizer.decode, set[int]()
+    detokenizer, threads = server.tokenizer.detokenizer, set[int]()
 
-    def watched(*args: Any, **options: Any) -> str:
+    def watched(*args: Any, **options: Any) -> Any:
         threads.add(threading.get_ident())
-        return decode(*args, **options)
+        return detokenizer(*args, **options)
 
-    monkeypatch.setattr(server.tokenizer, "decode", watched)
+    monkeypatch.setattr(server.tokenizer, "detokenizer", watched)
     vocab_size = server.engine.info.vocab_size
     good = await server.http.post("/detokenize", json={"tokens": [7] * 10_000})
     assert good.status_code == 200
@@ -419,3 +419,29 @@ async def test_transforms_of_a_session_that_are_slow_run_in_a_process(server: Se
             assert (await server.http.get("/health")).status_code == 200
             await asyncio.sleep(0.001)
         assert "took longer than 0.25 s" in failed_call(await asking)["message"]
+
+
+async def test_detokenize_refuses_texts_beyond_a_megabyte() -> None:
+    """However few tokens they have."""
+    made = Server(tokens={"\n" * 128: False})
+    token_id = made.tokenizer.added_token("\n" * 128)
+    async with made.http:
+        fits = await made.http.post("/detokenize", json={"tokens": [token_id] * 8192})
+        assert ok(fits) == {"prompt": "\n" * 2**20}
+        reply = await made.http.post("/detokenize", json={"tokens": [token_id] * 8193})
+    error = assert_envelope(reply, 400)
+    assert (error["param"], error["code"]) == ("tokens", "array_above_max_length")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize("count", [1, 2])
+async def test_further_fields_of_messages_are_counted_together(
+    server: Server, path: str, count: int
+) -> None:
+    names = {str(i): 0 for i in range(16_000 // count)}
+    messages = [{"role": "user", "content": "x", "more": names}] * count
+    good = await server.http.post(path, json={"messages": messages[:1] if count == 2 else []})
+    assert good.status_code == (200 if count == 2 else 400), good.text
+    response = await server.http.post(path, json={"messages": messages})
+    error = assert_envelope(response, 400)
+    assert error["param"] == "messages" and "further fields" in error["message"]

@@ -289,7 +289,8 @@ took more than a second for 60,000 empty messages."""
 
 def check_counts(fields: Mapping[str, Any]) -> None:
     """Raises InvalidRequestError for too many messages or content parts in a body, and for tools,
-    arguments of calls and variables of the chat template with too many parts."""
+    arguments of calls, variables of the chat template and further fields of messages with too many
+    parts."""
     for name in ("tools", "chat_template_kwargs"):
         if fields.get(name) and has_more_parts(fields[name], MAX_TOOL_PARTS):
             raise _too_many_parts(name)
@@ -300,6 +301,14 @@ def check_counts(fields: Mapping[str, Any]) -> None:
     contents = (message.get("content") for message in messages if isinstance(message, dict))
     parts = sum(len(content) for content in contents if isinstance(content, list))
     check_count(parts, "content parts")
+    others = [
+        {name: value for name, value in message.items() if name not in ChatMessage.model_fields}
+        for message in messages
+        if isinstance(message, dict)
+    ]
+    if has_more_parts([each for each in others if each], MAX_TOOL_PARTS):
+        reason = f"'messages' have more than {MAX_TOOL_PARTS} keys and values in further fields."
+        raise InvalidRequestError(reason, "messages", "invalid_value")
 
 
 def _too_many_parts(param: str) -> InvalidRequestError:

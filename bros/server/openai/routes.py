@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -12,6 +12,7 @@ from bros.core.errors import InvalidRequestError
 from bros.core.request import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
 from bros.server.http import (
     json_list,
+    json_pieces,
     json_response,
     offload_reply,
     read_held,
@@ -19,6 +20,7 @@ from bros.server.http import (
     validate,
 )
 from bros.server.openai.calls import (
+    MAX_ENCODED_BYTES,
     check_counts,
     encode_chat,
     encode_text,
@@ -39,6 +41,7 @@ from bros.server.openai.schema import (
 )
 from bros.server.operations.openapi import ApiRoute, Schemas
 from bros.server.state import ServerState
+from bros.text.tokenizer import Tokenizer
 
 
 def _objective(meaning: str, name: str) -> dict[str, Any]:
@@ -191,18 +194,40 @@ async def detokenize(request: Request) -> Response:
     body = await read_request(request, DetokenizeRequest)
     vocab_size = state.engine.info.vocab_size
 
-    def render() -> str:
+    def render() -> bytes:
         largest = max(body.tokens, default=0)
         if largest >= vocab_size:
             raise InvalidRequestError(
                 f"Token id {largest} is outside the vocabulary [0, {vocab_size}).", param="tokens"
             )
-        text = state.tokenizer.decode(body.tokens, skip_special_tokens=False)
-        return DetokenizeReply(prompt=text).model_dump_json()
+        text = _decode(state.tokenizer, body.tokens)
+        # A DetokenizeReply. Dumping the model would hold the interpreter.
+        return b'{"prompt":%b}' % b"".join(json_pieces(text))
 
     size, tenant = len(body.tokens), state.tenant(request)
     reply = await offload_reply(state, tenant, render, size)
     return Response(reply, media_type="application/json")
+
+
+_DECODED_AT_ONCE = 1000
+
+
+def _decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """Raises InvalidRequestError for a text of more than MAX_ENCODED_BYTES: one token can be a
+    hundred spaces."""
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
+    texts, num_bytes = [], 0
+    for begin in range(0, len(token_ids), _DECODED_AT_ONCE):
+        texts.append(detokenizer.push(token_ids[begin : begin + _DECODED_AT_ONCE]))
+        num_bytes += len(texts[-1].encode())
+        if num_bytes > MAX_ENCODED_BYTES:
+            raise InvalidRequestError(
+                f"The text of the tokens has more than {MAX_ENCODED_BYTES} bytes; send them in "
+                "parts.",
+                param="tokens",
+                code="array_above_max_length",
+            )
+    return "".join(texts) + detokenizer.finish()
 
 
 _TOKENS = (
