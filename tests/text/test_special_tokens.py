@@ -115,3 +115,22 @@ def test_many_tokens_that_begin_alike_are_searched_in_one_pass() -> None:
     text = "<|reserved_special_token_" * 4000
     assert tokenizer.escape(text) is text
     assert tokenizer.escape(text + "999|>") != text + "999|>"
+
+
+@pytest.mark.parametrize("text", ["<|" * 40_000, "<|im_start|>" * 8_000])
+def test_other_threads_run_while_a_long_text_is_escaped(text: str) -> None:
+    given: list[object] = []
+    pattern = TOKENIZER.escaper(())
+    assert pattern is not None
+
+    class Watched:
+        def search(self, text: str, concurrent: bool) -> object:
+            given.append(concurrent)
+            return pattern.search(text)
+
+        def sub(self, replace: Any, text: str, concurrent: bool) -> str:
+            given.append(concurrent)
+            return pattern.sub(replace, text)
+
+    escaped = TOKENIZER.escape(text, Watched())  # type: ignore[arg-type]
+    assert given and all(given) and pattern.search(escaped) is None
