@@ -75,11 +75,7 @@ def serve(config: Config, *, is_rank: bool = False) -> int:
 
     Raises ConfigError, ModelError or EngineDeadError if the server cannot start.
     """
-    logging.basicConfig(
-        level=config.server.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    set_up_logging(config.server.log_level)
     if is_rank and config.server.replicas > 1:
         raise ConfigError("--replicas: torchrun starts the ranks of one engine; use --tp instead")
     if is_rank and (config.server.cluster is not None or is_elastic(config.server)):
@@ -94,6 +90,17 @@ def serve(config: Config, *, is_rank: bool = False) -> int:
     with bound, contextlib.closing(_open_store(config.server)) as store:
         files = resolve_model(config.engine.model, cache_dir_of(config.server.data_dir), _print)
         return run(_serve(config, files, bound, store, tenants, tls, is_rank))
+
+
+def set_up_logging(level: str) -> None:
+    """Log to stderr from this level on."""
+    logging.basicConfig(
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    # It has a line for each malformed form, which would let clients fill a disk.
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 
 async def _serve(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from bros.core.errors import InvalidRequestError
 from bros.server.batches import routes as file_routes
 from bros.server.batches import routes as uploads
 from bros.server.batches.routes import Upload, read_upload
+from bros.server.build import set_up_logging
 from bros.server.errors import BodyTooLargeError
 from support.batch_server import BatchServer, batch_server, until
 from support.scripted_server import assert_envelope
@@ -409,3 +411,12 @@ async def test_a_form_of_near_boundaries_is_parsed_in_turns(
     assert written == content and upload.fields == {"purpose": "batch"}
     assert max(parsed) <= 2**14 and turns >= len(parsed) == len(spent)
     assert sum(spent) > 0
+
+
+def test_malformed_forms_are_not_logged(caplog: pytest.LogCaptureFixture, bodies: Bodies) -> None:
+    """Clients could fill a disk with such lines."""
+    with caplog.at_level(logging.WARNING, logger="python_multipart"):  # restores the level
+        set_up_logging("info")
+        with pytest.raises(InvalidRequestError, match="malformed"):
+            read_now(bodies, iter([b"no form"]))
+    assert not caplog.records
