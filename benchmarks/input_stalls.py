@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import json
 import multiprocessing
@@ -185,12 +186,60 @@ async def hostile_grammars(http: httpx.AsyncClient, share: float) -> None:
     )
 
 
+async def _send_bytes(http: httpx.AsyncClient, data: bytes) -> None:
+    """On a connection of its own, until the server closes it or has been silent for a while."""
+    reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
+    with contextlib.suppress(ConnectionError, TimeoutError):
+        writer.write(data)
+        while await asyncio.wait_for(reader.read(2**16), timeout=2):
+            pass
+    writer.close()
+
+
+async def pipelined(http: httpx.AsyncClient, share: float) -> None:
+    """30 connections with 720 KB of requests each."""
+    data = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n" * some(20_000, share)
+    await asyncio.gather(*(_send_bytes(http, data) for _ in range(30)))
+
+
+async def tiny_chunks(http: httpx.AsyncClient, share: float) -> None:
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n"
+    )
+    data = head + b"1\r\n \r\n" * some(300_000, share)
+    await asyncio.gather(*(_send_bytes(http, data) for _ in range(10)))
+
+
+async def near_boundaries(http: httpx.AsyncClient, share: float) -> None:
+    """A file of 4 MB of beginnings of boundaries."""
+    head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+    form = head + b"\r\n--b-" * some(700_000, share) + b"\r\n--b--\r\n"
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    await http.post("/v1/files", content=form, headers=headers)
+
+
+async def huge_integers(http: httpx.AsyncClient, share: float) -> None:
+    """In a tool, and in the arguments of a call."""
+    numbers = "[" + ",".join(["9" * 4300] * some(900, share)) + "]"
+    user = {"role": "user", "content": "x"}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"a": "NUMBERS"}}}
+    function = {"name": "f", "arguments": f'{{"a": {numbers}}}'}
+    called = {"id": "c", "type": "function", "function": function}
+    messages = [user, {"role": "assistant", "tool_calls": [called]}, user]
+    headers = {"content-type": "application/json"}
+    for body in ({"messages": [user], "tools": [tool]}, {"messages": messages}):
+        content = json.dumps(body | {"max_tokens": 1}).replace('"NUMBERS"', numbers)
+        await http.post("/v1/chat/completions", content=content, headers=headers)
+
+
 ATTACKS: dict[str, Attack] = {
     work.__name__: work
     for work in (
         idle, best_effort, slow_regexes, large_join, large_inputs, tokenize, tokenize_8,
         tokenize_allowed, empty_messages, allowed_messages, empty_parts, allowed_parts,
         largest_bodies, waiting_program, large_values, wrong_parts, hostile_grammars,
+        pipelined, tiny_chunks, near_boundaries, huge_integers,
     )
 }  # fmt: skip
 
