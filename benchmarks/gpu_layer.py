@@ -14,7 +14,7 @@ from gpu_model import BLOCK, VARIANTS, Bench, Model, batch_of, full_segments
 from gpu_timing import Line, Timing, timed_line
 from torch import Tensor
 
-from bros.executor.models.decoder import Block, GatedMlp
+from bros.executor.models.decoder import Block, Blocks, GatedMlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,8 @@ def operations(model: Model, rows: int, context: int) -> list[Operation]:
         return torch.randn(rows, columns, device=model.device).to(model.dtype)
 
     def block(index: int) -> Block:
-        found = decoder.blocks[index % layers]
+        assert isinstance(decoder.layers, Blocks)
+        found = decoder.layers.blocks[index % layers]
         assert isinstance(found.mlp, GatedMlp)
         return found
 

@@ -46,6 +46,9 @@ class TimedKernels:
             self.panel_width = inner.products.panel_width
             self.products = self
 
+    def layers(self, *args: Any) -> None:
+        """None: layers call these operations."""
+
     def __getattr__(self, name: str) -> Any:
         """Everything else is forwarded untimed."""
         return getattr(self._inner, name)

@@ -64,13 +64,12 @@ class ConstantSampler:
 class NoKv:
     """KV memory without content."""
 
+    copies_in_background = False
+
     def __init__(self) -> None:
         self.layers = [(torch.empty(0), torch.empty(0))]
 
     def copy(self, copies: Any) -> None:
-        pass
-
-    def wait_for_layer(self, layer: int) -> None:
         pass
 
     def clear(self) -> None:

@@ -66,7 +66,6 @@ RunTask task_runner(KvType type, int64_t dim) {
 }
 
 const char* attention(const AttentionArgs& a) {
-  if (const char* error = check_batch(a)) return error;
   const Problem p(a);
   thread_local Scratch index_memory;
   const SharedIndex shared(p, &index_memory);

@@ -35,37 +35,6 @@ struct Reader {
   int32_t first_query;  // index of the row's first query among the queries of the part
 };
 
-const char* check_segments(const AttentionArgs& a, const int32_t* start, int64_t count,
-                           const int32_t* segments, int64_t num_segments) {
-  if (start[0] < 0 || start[count] > num_segments) return "segment_start outside segments";
-  for (int64_t owner = 0; owner < count; ++owner) {
-    if (start[owner] > start[owner + 1]) return "segment_start decreases";
-    for (int64_t i = start[owner]; i < start[owner + 1]; ++i) {
-      const int32_t block = segments[3 * i];
-      const int32_t lo = segments[3 * i + 1], hi = segments[3 * i + 2];
-      if (block < 0 || block >= a.cache.num_blocks) return "segment outside the KV cache";
-      if (min_of(lo, hi) < 0 || max_of(lo, hi) > a.cache.block_size) {
-        return "segment outside its block";
-      }
-    }
-  }
-  return nullptr;
-}
-
-const char* check_shared(const AttentionArgs& a) {
-  const SharedArgs& s = a.shared;
-  if (s.row_start[0] < 0 || s.row_start[s.parts] > s.num_rows) {
-    return "row_start of shared parts outside their rows";
-  }
-  for (int64_t part = 0; part < s.parts; ++part) {
-    if (s.row_start[part] > s.row_start[part + 1]) return "row_start of shared parts decreases";
-    for (int64_t i = s.row_start[part]; i < s.row_start[part + 1]; ++i) {
-      if (s.rows[i] < 0 || s.rows[i] >= a.rows) return "shared part of a row outside the batch";
-    }
-  }
-  return check_segments(a, s.segment_start, s.parts, s.segments, s.num_segments);
-}
-
 // A segment with lo > hi is read from slot lo - 1 down to hi.
 int32_t keys_of(const int32_t* segment) {
   return segment[1] < segment[2] ? segment[2] - segment[1] : segment[1] - segment[2];

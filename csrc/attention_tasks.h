@@ -69,19 +69,6 @@ struct Merge {
   int64_t first_source;
 };
 
-const char* check_batch(const AttentionArgs& a) {
-  if (a.query_start[0] != 0 || a.query_start[a.rows] != a.tokens) {
-    return "query_start must run from 0 to the number of tokens";
-  }
-  for (int64_t row = 0; row < a.rows; ++row) {
-    if (a.query_start[row] > a.query_start[row + 1]) return "query_start decreases";
-  }
-  if (a.shared.parts > 0) {
-    if (const char* error = check_shared(a)) return error;
-  }
-  return check_segments(a, a.segment_start, a.rows, a.segments, a.num_segments);
-}
-
 // Lists the tasks of a batch, long ones first. With null arrays it only counts them.
 class TaskList {
  public:

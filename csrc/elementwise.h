@@ -117,13 +117,6 @@ void rope_and_cache_token(const RopeArgs& a, int64_t token) {
 }
 
 const char* rope_and_cache(const RopeArgs& a) {
-  const int64_t num_slots = a.cache.num_blocks * a.cache.block_size;
-  for (int64_t t = 0; t < a.tokens; ++t) {
-    if (a.slots[t] < 0 || a.slots[t] >= num_slots) return "slot outside the KV cache";
-    if (a.cos_sin && (a.positions[t] < 0 || a.positions[t] >= a.max_positions)) {
-      return "position outside the rotary table";
-    }
-  }
   const int64_t columns =
       (a.layout.heads + 2 * static_cast<int64_t>(a.layout.kv_heads)) * a.layout.head_dim;
   parallel_for(a.tokens, a.tokens * columns, a.threads, [&](int64_t begin, int64_t end) {

@@ -153,7 +153,8 @@ struct SampleArgs {
   int threads;
 };
 
-// Every kernel returns null, or an error message for wrong arguments before it writes any memory.
+// Every kernel returns null, or an error message before it writes any memory. RopeArgs and
+// AttentionArgs must have been checked (checks.h).
 struct KernelTable {
   const char* (*rms_norm)(const RmsNormArgs&);
   const char* (*rope_and_cache)(const RopeArgs&);

@@ -7,6 +7,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "checks.h"
+#include "decoder_layers.h"
 #include "key_order.h"
 #include "kernels.h"
 #include "plan_segments.h"
@@ -59,6 +61,7 @@ class Arguments {
   T* pointer() {
     return static_cast<T*>(PyLong_AsVoidPtr(next()));
   }
+  PyObject* object() { return next(); }
   long long integer() { return PyLong_AsLongLong(next()); }
   float real() { return static_cast<float>(PyFloat_AsDouble(next())); }
 
@@ -97,6 +100,24 @@ class Arguments {
     c.num_blocks = integer();
     c.block_size = integer();
     return c;
+  }
+
+  // Where the tokens of a step are: positions, slots and the rotary table.
+  void places(RopeArgs* a) {
+    a->positions = pointer<const int32_t>();
+    a->slots = pointer<const int32_t>();
+    a->cos_sin = pointer<const float>();
+    a->max_positions = integer();
+    a->rotary_dim = integer();
+  }
+
+  void batch(AttentionArgs* a) {
+    a->query_start = pointer<const int32_t>();
+    a->segment_start = pointer<const int32_t>();
+    a->segments = pointer<const int32_t>();
+    a->rows = integer();
+    a->num_segments = integer();
+    a->shared = shared();
   }
 
   SharedArgs shared() {
@@ -145,6 +166,11 @@ class Arguments {
 // released GIL back may take another thread's switch interval (5 ms).
 constexpr int64_t kKeepGil = 65536;
 
+PyObject* index_error(const char* message) {
+  PyErr_SetString(PyExc_IndexError, message);
+  return nullptr;
+}
+
 template <class Args>
 PyObject* call(const char* (*kernel)(const Args&), const Args& args, int64_t work) {
   const char* error = nullptr;
@@ -155,9 +181,8 @@ PyObject* call(const char* (*kernel)(const Args&), const Args& args, int64_t wor
     error = kernel(args);
     Py_END_ALLOW_THREADS;
   }
-  if (!error) Py_RETURN_NONE;
-  PyErr_SetString(PyExc_IndexError, error);
-  return nullptr;
+  if (error) return index_error(error);
+  Py_RETURN_NONE;
 }
 
 PyObject* rms_norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -182,18 +207,15 @@ PyObject* rope_and_cache(PyObject*, PyObject* const* values, Py_ssize_t count) {
   a.qkv = in.pointer<float>();
   a.tokens = in.integer();
   a.layout = in.layout();
-  a.positions = in.pointer<const int32_t>();
-  a.slots = in.pointer<const int32_t>();
-  a.cos_sin = in.pointer<const float>();
-  a.max_positions = in.integer();
-  a.rotary_dim = in.integer();
+  in.places(&a);
   a.cache = in.cache();
   a.q_norm = in.pointer<const float>();
   a.k_norm = in.pointer<const float>();
   a.eps = in.real();
   a.threads = static_cast<int>(in.integer());
-  const int64_t work = a.tokens * a.layout.heads * a.layout.head_dim;
-  return in.ok() ? call(table->rope_and_cache, a, work) : nullptr;
+  if (!in.ok()) return nullptr;
+  if (const char* error = check_rope(a)) return index_error(error);
+  return call(table->rope_and_cache, a, a.tokens * a.layout.heads * a.layout.head_dim);
 }
 
 PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -205,19 +227,16 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   a.tokens = in.integer();
   a.layout = in.layout();
   a.cache = in.cache();
-  a.query_start = in.pointer<const int32_t>();
-  a.segment_start = in.pointer<const int32_t>();
-  a.segments = in.pointer<const int32_t>();
-  a.rows = in.integer();
-  a.num_segments = in.integer();
-  a.shared = in.shared();
+  in.batch(&a);
   a.scale = in.real();
   a.threads = static_cast<int>(in.integer());
+  if (!in.ok()) return nullptr;
+  if (const char* error = check_attention(a)) return index_error(error);
   // An estimate of the keys per query that needs no pass over the batch.
   const int64_t per_row = a.rows ? a.num_segments / a.rows : 0;
   const int64_t keys = (per_row + a.shared.num_segments) * a.cache.block_size + a.tokens;
   const int64_t work = a.tokens * keys * a.layout.heads * a.layout.head_dim / 8;
-  return in.ok() ? call(table->attention, a, work) : nullptr;
+  return call(table->attention, a, work);
 }
 
 PyObject* silu_and_mul(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -246,6 +265,67 @@ PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
   a.outputs = in.integer();
   a.threads = static_cast<int>(in.integer());
   return in.ok() ? call(table->linear, a, a.inputs * a.outputs) : nullptr;
+}
+
+// Whether Python stops the step before this layer; -1 if it raised an exception.
+int stops(PyObject* before_layer, int64_t layer) {
+  PyObject* index = PyLong_FromLongLong(layer);
+  PyObject* answer = index ? PyObject_CallOneArg(before_layer, index) : nullptr;
+  const int stop = answer ? PyObject_IsTrue(answer) : -1;
+  Py_XDECREF(answer);
+  Py_XDECREF(index);
+  return stop;
+}
+
+// run_layers(level, weights, kv, first, end, ..., before_layer): layers [first, end) of a decoder,
+// without the GIL. before_layer, unless it is None, is asked before each of them. Returns the layer
+// before which the step was stopped; `end` if it was not.
+PyObject* run_layers(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  const KernelTable* table = in.table();
+  LayersArgs a = {};
+  int64_t num_kv = 0;
+  a.weights = in.buffer<LayerWeights>(&a.layers);
+  a.kv = in.buffer<LayerKv>(&num_kv);
+  a.first = in.integer();
+  a.end = in.integer();
+  a.residual = in.pointer<float>();
+  a.delta = in.pointer<const float>();
+  a.new_delta = in.pointer<float>();
+  a.rope.tokens = a.attention.tokens = in.integer();
+  a.rope.layout = a.attention.layout = in.layout();
+  in.places(&a.rope);
+  a.rope.cache = a.attention.cache = in.cache();
+  in.batch(&a.attention);
+  a.attention.scale = in.real();
+  a.keeps_all = in.integer();
+  a.rows = in.pointer<const int32_t>();
+  a.num_rows = in.integer();
+  a.residual_of_rows = in.pointer<float>();
+  a.rope.eps = in.real();
+  a.rope.threads = a.attention.threads = static_cast<int>(in.integer());
+  PyObject* before_layer = in.object();
+  if (!in.ok()) return nullptr;
+  if (num_kv != a.layers) return index_error("K and V of some layers are missing");
+  if (const char* error = check_layers(a)) return index_error(error);
+
+  DecoderLayers layers(*table, a);
+  const char* error = nullptr;
+  int64_t layer = a.first;
+  PyThreadState* released = PyEval_SaveThread();
+  for (; layer < a.end && !error; ++layer) {
+    if (before_layer != Py_None) {
+      PyEval_RestoreThread(released);
+      const int stop = stops(before_layer, layer);
+      if (stop) return stop < 0 ? nullptr : PyLong_FromLongLong(layer);
+      released = PyEval_SaveThread();
+    }
+    error = layers.run(layer);
+  }
+  PyEval_RestoreThread(released);
+  if (!error) return PyLong_FromLongLong(a.end);
+  PyErr_SetString(PyExc_MemoryError, error);
+  return nullptr;
 }
 
 PyObject* sample(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -436,6 +516,7 @@ PyMethodDef methods[] = {
     method<ordered>("order_segments"),
     method<silu_and_mul>("silu_and_mul"),
     method<linear>("linear"),
+    method<run_layers>("run_layers"),
     method<sample>("sample"),
     method<panel_outputs>("panel_outputs"),
     method<segment_changes>("segment_changes"),

@@ -79,7 +79,7 @@ class KeptStates:
         layer, starts = stopped.layer, inputs.attention.query_start.tolist()
         fresh = len(starts) - 1 - len(inputs.kept)
         row = 0
-        if stopped.state is not None and layer > 0:
+        if layer > 0:
             row = fresh + sum(kept.layer < layer for kept in inputs.kept)
             for index, (start, end) in enumerate(itertools.pairwise(starts[: row + 1])):
                 kept = Kept(inputs.step, index, layer)

@@ -48,6 +48,11 @@ class KvMemory(Protocol):
         """Start a plan's copies. Call this before any computation of that plan."""
         ...
 
+    @property
+    def copies_in_background(self) -> bool:
+        """Whether copies go on after `copy`; else `wait_for_layer` need not be called."""
+        ...
+
     def wait_for_layer(self, layer: int) -> None:
         """Wait until the KV of this layer and of those before it is restored.
 
@@ -71,7 +76,7 @@ class KvMemory(Protocol):
 
 
 class KvStorage:
-    """KvMemory on the CPU; its copies are complete when `copy` returns.
+    """KvMemory on the CPU.
 
     All layers lie in one anonymous memory map: the operating system provides zeroed pages on first
     write, so unused cache takes no memory and no time to allocate. Huge pages, if the system has
@@ -93,6 +98,11 @@ class KvStorage:
         self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(
             (whole[layer, 0], whole[layer, 1]) for layer in range(spec.num_layers)
         )
+
+    @property
+    def copies_in_background(self) -> bool:
+        """False: copies are complete when `copy` returns."""
+        return False
 
     def copy(self, copies: KvCopies) -> None:
         """Run the checkpoints of `copies` (device to host), then its restores (host to device)."""

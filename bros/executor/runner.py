@@ -21,7 +21,7 @@ from bros.executor.cuda.graphs import StepGraphs
 from bros.executor.inputs import InputUploader, PendingTokens, StepInputs, build_inputs
 from bros.executor.kept_states import KeptStates
 from bros.executor.kv_storage import KvMemory
-from bros.executor.models.decoder import Decoder, Stopped
+from bros.executor.models.decoder import BeforeLayer, Decoder, Stopped
 from bros.executor.readout import PendingPools, PendingScores, pool_hidden, score_hidden
 from bros.executor.sampler import DeviceStepSampler, PendingSamples, StepSampler
 
@@ -183,8 +183,11 @@ class ModelRunner:
         self._kept.clear()
         self._kv.clear()
 
-    def _before_layer(self, should_abort: Callable[[], bool] | None) -> Callable[[int], bool]:
+    def _before_layer(self, should_abort: Callable[[], bool] | None) -> BeforeLayer:
+        """None if there is nothing to wait or to ask for."""
         wait_for_layer = self._kv.wait_for_layer
+        if should_abort is None and not self._kv.copies_in_background:
+            return None
 
         def before_layer(layer: int) -> bool:
             wait_for_layer(layer)

@@ -1,5 +1,8 @@
 """The compiled kernels (csrc/module.cpp). Pointers are data_ptr() integers, 0 for none."""
 
+from array import array
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -97,6 +100,51 @@ def linear(
     threads: int,
     /,
 ) -> None: ...
+def run_layers(
+    level: int,
+    weights: bytes,
+    kv: array[int],
+    first: int,
+    end: int,
+    residual: int,
+    delta: int,
+    new_delta: int,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    positions: int,
+    slots: int,
+    cos_sin: int,
+    max_positions: int,
+    rotary_dim: int,
+    k_cache: int,
+    v_cache: int,
+    kv_type: int,
+    num_blocks: int,
+    block_size: int,
+    query_start: int,
+    segment_start: int,
+    segments: int,
+    rows: int,
+    num_segments: int,
+    shared_row_start: int,
+    shared_rows: int,
+    shared_segment_start: int,
+    shared_segments: int,
+    num_parts: int,
+    num_shared_rows: int,
+    num_shared_segments: int,
+    scale: float,
+    keeps_all: bool,
+    kept_rows: int,
+    num_kept_rows: int,
+    residual_of_rows: int,
+    eps: float,
+    threads: int,
+    before_layer: Callable[[int], bool] | None,
+    /,
+) -> int: ...
 def sample(
     level: int,
     sampled: NDArray[np.void],

@@ -6,6 +6,8 @@ torch must be imported first: it loads the OpenMP library whose threads the kern
 from __future__ import annotations
 
 import struct
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ from bros.kernels.interface import (
     GraphBuffers,
     GraphLimits,
     HeadLayout,
+    LayerWeights,
     SharedParts,
 )
 from bros.kernels.panels import Panels
@@ -28,6 +31,9 @@ from bros.kernels.row_padding import empty_with_padding
 
 DRAW = struct.Struct("=2Q 7q 3d 3f 3i")
 """One draw of `sample`, as in csrc/kernels.h."""
+
+LAYER = struct.Struct("=4Q" + 4 * "2Q3q")
+"""The weights of a layer, as in csrc/decoder_layers.h."""
 
 NOTHING_ALLOWED = -2
 """A token of `sample`: its mask allows none. Any other negative one: no logit is finite."""
@@ -175,10 +181,7 @@ class CpuKernels:
     ) -> None:
         """See Kernels."""
         tokens = qkv.shape[0]
-        max_positions, rotary_dim = (0, 0) if cos_sin is None else cos_sin.shape
-        assert qkv.shape[1] == layout.qkv_size and rotary_dim <= layout.head_dim
-        assert rotary_dim % 2 == 0
-        assert positions.shape == slots.shape == (tokens,)
+        assert qkv.shape[1] == layout.qkv_size
         assert q_norm is None or q_norm.shape == (layout.head_dim,)
         assert k_norm is None or k_norm.shape == (layout.head_dim,)
         _C.rope_and_cache(
@@ -188,14 +191,10 @@ class CpuKernels:
             layout.num_heads,
             layout.num_kv_heads,
             layout.head_dim,
-            _address(positions, torch.int32),
-            _address(slots, torch.int32),
-            0 if cos_sin is None else _address(cos_sin),
-            max_positions,
-            rotary_dim,
+            *_place_arguments(positions, slots, cos_sin, tokens, layout),
             *_cache_arguments(k_cache, v_cache, layout),
-            0 if q_norm is None else _address(q_norm),
-            0 if k_norm is None else _address(k_norm),
+            _optional_address(q_norm),
+            _optional_address(k_norm),
             eps,
             torch.get_num_threads(),
         )
@@ -210,11 +209,7 @@ class CpuKernels:
         scale: float,
     ) -> Tensor:
         """See Kernels."""
-        rows = batch.num_rows
-        num_segments = batch.segments.numel() // 3
         assert qkv.shape[1] == layout.qkv_size and layout.num_heads % layout.num_kv_heads == 0
-        assert rows >= 0 and batch.segment_start.shape == (rows + 1,)
-        assert batch.segments.numel() == 3 * num_segments
         out = empty_with_padding(qkv.shape[0], layout.q_size)
         _C.attention(
             self._level,
@@ -225,12 +220,7 @@ class CpuKernels:
             layout.num_kv_heads,
             layout.head_dim,
             *_cache_arguments(k_cache, v_cache, layout),
-            _address(batch.query_start, torch.int32),
-            _address(batch.segment_start, torch.int32),
-            _address(batch.segments, torch.int32),
-            rows,
-            num_segments,
-            *_shared_arguments(batch.shared),
+            *_batch_arguments(batch),
             scale,
             torch.get_num_threads(),
         )
@@ -252,7 +242,7 @@ class CpuKernels:
             out.data_ptr(),
             _address(x.contiguous()),
             _address(weight.data, torch.uint8),
-            0 if bias is None else _address(bias),
+            _optional_address(bias),
             weight.format,
             rows,
             inputs,
@@ -260,6 +250,16 @@ class CpuKernels:
             torch.get_num_threads(),
         )
         return out
+
+    def layers(
+        self,
+        weights: Sequence[LayerWeights],
+        layout: HeadLayout,
+        cos_sin: Tensor | None,
+        eps: float,
+    ) -> CpuLayers | None:
+        """See Products."""
+        return CpuLayers(self._level, self.panel_width, weights, layout, cos_sin, eps)
 
     def sample(
         self, logits: Tensor, draws: DrawBuffers, most: int
@@ -307,9 +307,154 @@ class CpuKernels:
         return out
 
 
+class CpuLayers:
+    """Implements DecoderLayers, on torch.get_num_threads() threads.
+
+    Other Python threads can run meanwhile, but for the calls of `before_layer`.
+    """
+
+    def __init__(
+        self,
+        level: int,
+        panel_width: int,
+        weights: Sequence[LayerWeights],
+        layout: HeadLayout,
+        cos_sin: Tensor | None,
+        eps: float,
+    ) -> None:
+        """level, panel_width: of the kernels. Everything else: see Products.layers."""
+        assert weights and layout.num_heads % layout.num_kv_heads == 0
+        self._level = level
+        self._weights = tuple(weights)  # the table has only their addresses
+        self._hidden, inner = weights[0].qkv.weight.inputs, weights[0].down.weight.inputs
+        packed = [_layer_record(each, layout, self._hidden, inner, panel_width) for each in weights]
+        self._table = b"".join(packed)
+        self._layout = layout
+        self._cos_sin = cos_sin
+        self._eps = eps
+        self._caches: Sequence[tuple[Tensor, Tensor]] = ()
+        self._kv = array("Q")
+
+    def __call__(
+        self,
+        layers: range,
+        residual: Tensor,
+        delta: Tensor | None,
+        positions: Tensor,
+        slots: Tensor,
+        caches: Sequence[tuple[Tensor, Tensor]],
+        batch: AttentionBatch,
+        rows: Tensor | None,
+        before_layer: Callable[[int], bool] | None,
+    ) -> tuple[int, Tensor, Tensor | None]:
+        """See DecoderLayers."""
+        layout, tokens = self._layout, len(residual)
+        kept = 0 if rows is None else len(rows)
+        assert residual.shape == (tokens, self._hidden) and layers.step == 1
+        assert delta is None or delta.shape == residual.shape
+        if caches is not self._caches:
+            self._kv, self._caches = _cache_addresses(caches, layout), caches
+        new_delta = torch.empty(max(tokens, kept), self._hidden)
+        new_residual = residual if rows is None else torch.empty(kept, self._hidden)
+        layer = _C.run_layers(
+            self._level,
+            self._table,
+            self._kv,
+            layers.start,
+            layers.stop,
+            _address(residual),
+            _optional_address(delta),
+            new_delta.data_ptr(),
+            tokens,
+            layout.num_heads,
+            layout.num_kv_heads,
+            layout.head_dim,
+            *_place_arguments(positions, slots, self._cos_sin, tokens, layout),
+            *_cache_arguments(*caches[0], layout),
+            *_batch_arguments(batch),
+            layout.head_dim**-0.5,
+            rows is None,
+            0 if rows is None else _address(rows, torch.int32),
+            kept,
+            new_residual.data_ptr(),
+            self._eps,
+            torch.get_num_threads(),
+            before_layer,
+        )
+        if layer == layers.start:
+            return layer, residual, delta
+        if layer < layers.stop:
+            return layer, residual, new_delta[:tokens]
+        return layer, new_residual, new_delta[: len(new_residual)]
+
+
+def _layer_record(
+    layer: LayerWeights, layout: HeadLayout, hidden: int, inner: int, panel_width: int
+) -> bytes:
+    """One LAYER. It has addresses only: the weights must be kept as long as it is used."""
+    shapes = (
+        (layer.qkv, layout.qkv_size, hidden),
+        (layer.attention_out, hidden, layout.q_size),
+        (layer.gate_up, 2 * inner, hidden),
+        (layer.down, hidden, inner),
+    )
+    numbers: list[int] = []
+    for (weight, bias), outputs, inputs in shapes:
+        assert (weight.outputs, weight.inputs, weight.width) == (outputs, inputs, panel_width)
+        assert bias is None or bias.shape == (outputs,)
+        data = _address(weight.data, torch.uint8)
+        numbers += (data, _optional_address(bias), weight.format, outputs, inputs)
+    assert layer.attention_norm.shape == layer.mlp_norm.shape == (hidden,)
+    for norm in (layer.q_norm, layer.k_norm):
+        assert norm is None or norm.shape == (layout.head_dim,)
+    return LAYER.pack(
+        _address(layer.attention_norm),
+        _address(layer.mlp_norm),
+        _optional_address(layer.q_norm),
+        _optional_address(layer.k_norm),
+        *numbers,
+    )
+
+
 def _address(x: Tensor, dtype: torch.dtype = torch.float32) -> int:
     assert x.dtype is dtype and x.is_contiguous() and x.is_cpu
     return x.data_ptr()
+
+
+def _optional_address(x: Tensor | None) -> int:
+    return 0 if x is None else _address(x)
+
+
+def _place_arguments(
+    positions: Tensor, slots: Tensor, cos_sin: Tensor | None, tokens: int, layout: HeadLayout
+) -> tuple[int, int, int, int, int]:
+    max_positions, rotary_dim = (0, 0) if cos_sin is None else cos_sin.shape
+    assert rotary_dim <= layout.head_dim and rotary_dim % 2 == 0
+    assert positions.shape == slots.shape == (tokens,)
+    return (
+        _address(positions, torch.int32),
+        _address(slots, torch.int32),
+        _optional_address(cos_sin),
+        max_positions,
+        rotary_dim,
+    )
+
+
+def _batch_arguments(
+    batch: AttentionBatch,
+) -> tuple[int, int, int, int, int, int, int, int, int, int, int, int]:
+    rows = batch.num_rows
+    num_segments = batch.segments.numel() // 3
+    assert rows >= 0 and batch.segment_start.shape == (rows + 1,)
+    assert batch.segments.numel() == 3 * num_segments
+    return (
+        _address(batch.query_start, torch.int32),
+        _address(batch.segment_start, torch.int32),
+        _address(batch.segments, torch.int32),
+        rows,
+        num_segments,
+        *_shared_arguments(batch.shared),
+    )
 
 
 def _cache_arguments(
@@ -326,6 +471,13 @@ def _cache_arguments(
         num_blocks,
         block_size,
     )
+
+
+def _cache_addresses(caches: Sequence[tuple[Tensor, Tensor]], layout: HeadLayout) -> array[int]:
+    """Of K and V of each layer, which are alike but for their place."""
+    arguments = [_cache_arguments(k, v, layout) for k, v in caches]
+    assert len({(dtype, blocks, size) for _, _, dtype, blocks, size in arguments}) == 1
+    return array("Q", [address for k, v, *_ in arguments for address in (k, v)])
 
 
 def _shared_arguments(

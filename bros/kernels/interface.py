@@ -16,8 +16,9 @@ read from there: the CPU kernels do.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -142,6 +143,89 @@ class Products(Protocol):
 
         x: fp32 [rows, inputs].
         bias: fp32 [outputs].
+        """
+        ...
+
+    def layers(
+        self,
+        weights: Sequence[LayerWeights],
+        layout: HeadLayout,
+        cos_sin: Tensor | None,
+        eps: float,
+    ) -> DecoderLayers | None:
+        """The layers of a decoder as one call; None if there is no such call.
+
+        cos_sin: see Kernels.rope_and_cache_.
+        eps: of all norms.
+        """
+        ...
+
+
+class Product(NamedTuple):
+    """A linear layer of packed weights: arguments of Products.linear."""
+
+    weight: Panels
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """The weights of a decoder layer with RMSNorm before attention and MLP, and a gated MLP.
+
+    attention_norm, mlp_norm: fp32 [hidden].
+    qkv: hidden -> layout.qkv_size.
+    q_norm, k_norm: fp32 [head_dim]; None for no norm per head.
+    attention_out: layout.q_size -> hidden.
+    gate_up: hidden -> 2 * inner, the gate first.
+    down: inner -> hidden.
+    """
+
+    attention_norm: Tensor
+    qkv: Product
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    attention_out: Product
+    mlp_norm: Tensor
+    gate_up: Product
+    down: Product
+
+
+class DecoderLayers(Protocol):
+    """The layers of a decoder. Each of them computes, with the operations and the bits of Kernels,
+
+    residual += delta
+    x = attention(rope_and_cache_(rms_norm(residual) @ qkv))
+    residual += x @ attention_out
+    delta = silu_and_mul(rms_norm(residual) @ gate_up) @ down
+    """
+
+    def __call__(
+        self,
+        layers: range,
+        residual: Tensor,
+        delta: Tensor | None,
+        positions: Tensor,
+        slots: Tensor,
+        caches: Sequence[tuple[Tensor, Tensor]],
+        batch: AttentionBatch,
+        rows: Tensor | None,
+        before_layer: Callable[[int], bool] | None,
+    ) -> tuple[int, Tensor, Tensor | None]:
+        """Compute some layers. Returns (the layer before which it stopped or where it ended,
+        residual, delta).
+
+        layers: consecutive ones.
+        residual: fp32 [tokens, hidden]; overwritten.
+        delta: fp32 [tokens, hidden]; None before the first layer of the decoder.
+        positions, slots, batch: see Kernels.
+        caches: K and V of all layers of the decoder, in a sequence that does not change.
+        rows: int32; the tokens that the last of `layers` keeps once K and V are cached; None keeps
+            all.
+        before_layer: asked before each layer; if it returns True, the call stops there. What it
+            raises is passed on; then `residual` has no meaning any more.
+
+        Raises IndexError, before anything is written, if a slot, a position, a segment or a row is
+        out of range.
         """
         ...
 

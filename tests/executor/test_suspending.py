@@ -19,6 +19,7 @@ from bros.core.request import EngineRequest, FinishReason, SamplingParams, Servi
 from bros.engine.engine import Engine
 from bros.executor.kv_storage import KV_BLOCK_SIZE
 from bros.executor.loader import random_executor
+from bros.executor.models.decoder import BeforeLayer, Layers, State, Stopped
 from bros.executor.models.spec import ModelSpec
 from bros.executor.runner import ModelRunner
 from bros.executor.target import grouping_for
@@ -203,15 +204,22 @@ def test_what_is_kept_does_not_hold_the_other_rows_in_memory() -> None:
 MODEL = CostModel(constant_s=0.020, token_s=0.001, sample_s=0.0002, pair_s=4e-7, context_s=2e-6)
 
 
-class CountingBlock:
-    """Counts the tokens for which it computes a layer."""
+class CountingLayers:
+    """Counts the tokens for which each layer is computed."""
 
-    def __init__(self, block: Any, layer: int, tokens: Counter[int]) -> None:
-        self._block, self._layer, self._tokens = block, layer, tokens
+    def __init__(self, layers: Layers, tokens: Counter[int]) -> None:
+        self._layers, self._tokens = layers, tokens
 
-    def __call__(self, state: Any, inputs: Any, cache: Any, rows: Any) -> Any:
-        self._tokens[self._layer] += len(state[0])
-        return self._block(state, inputs, cache, rows)
+    def __call__(
+        self, layers: range, state: Any, inputs: Any, caches: Any, before_layer: BeforeLayer
+    ) -> State | Stopped:
+        def counted(layer: int) -> bool:
+            if before_layer is not None and before_layer(layer):
+                return True
+            self._tokens[layer] += len(state[0])
+            return False
+
+        return self._layers(layers, state, inputs, caches, counted)
 
 
 class Newcomers:
@@ -254,8 +262,8 @@ def engine_of(
     tokens: Counter[int] = Counter()
     decoder = runner._decoder
     assert decoder is not None
-    blocks = [CountingBlock(block, i, tokens) for i, block in enumerate(decoder.blocks)]
-    runner._decoder = dataclasses.replace(decoder, blocks=blocks)
+    layers = CountingLayers(decoder.layers, tokens)
+    runner._decoder = dataclasses.replace(decoder, layers=layers)
     clock, executor = ManualClock(), wrap(runner)
     return (
         Engine(build_scheduler(config, info, MODEL), executor, clock, info),

@@ -422,6 +422,11 @@ class CudaKvStorage(Generic[StreamT, EventT]):
             assert self._mover is not None, "there is no memory for copies"
             self._mover.copy(copies)
 
+    @property
+    def copies_in_background(self) -> bool:
+        """Whether there is memory for copies."""
+        return self._mover is not None
+
     def wait_for_layer(self, layer: int) -> None:
         """See KvMemory."""
         if self._mover is not None:

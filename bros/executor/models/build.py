@@ -13,9 +13,11 @@ from bros.core.errors import ModelError
 from bros.executor.models.decoder import (
     Attention,
     Block,
+    Blocks,
     Decoder,
     Embedding,
     GatedMlp,
+    Layers,
     Mlp,
     PlainMlp,
 )
@@ -30,6 +32,7 @@ from bros.executor.models.layers import (
     make_linear,
     make_lm_head,
 )
+from bros.executor.models.native import native_layers
 from bros.executor.models.spec import ModelSpec
 from bros.executor.parallel.ranks import SINGLE_RANK, Ranks
 from bros.executor.parallel.sharding import (
@@ -144,10 +147,18 @@ class _Builder:
                 vocab_parallel_embedding(tokens, self._vocabs[self._ranks.rank], self._ranks),
                 self._learned_positions(),
             ),
-            blocks=[self._block(index) for index in range(spec.num_layers)],
+            layers=self._layers(),
             final_norm=self._norm(root + self._names.final_norm) if spec.final_norm else None,
             lm_head=self._lm_head(tokens),
         )
+
+    def _layers(self) -> Layers:
+        """In one native call where the kernels have one for layers of this form."""
+        blocks = [self._block(index) for index in range(self._spec.num_layers)]
+        native = None
+        if self._kernels.products is not None:
+            native = native_layers(blocks, self._kernels.products, self._spec.norm_eps)
+        return native or Blocks(blocks)
 
     def _lm_head(self, tokens: Tensor) -> Linear:
         weight = tokens

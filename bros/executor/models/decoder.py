@@ -174,23 +174,66 @@ class Joining(NamedTuple):
 class Stopped(NamedTuple):
     """A step that was stopped before a layer.
 
-    state: of the rows that had begun; None if none had.
+    state: of the rows so far. Those that join at this layer come last.
     """
 
     layer: int
-    state: State | None
+    state: State
 
 
-def _joined(state: State | None, other: State) -> State:
-    """The rows of both, in new tensors."""
-    residual, delta = other
-    rows = [residual] if state is None else [state[0], residual]
-    if delta is None:
-        return torch.cat(rows), None
-    if state is None:
-        return torch.cat(rows), delta.clone()
-    assert state[1] is not None, "rows before the same layer are alike"
-    return torch.cat(rows), torch.cat((state[1], delta))
+def _joined(state: State, other: State) -> State:
+    """The rows of both."""
+    (residual, delta), (more, more_delta) = state, other
+    residual = torch.cat((residual, more))
+    if delta is None or more_delta is None:
+        assert delta is more_delta, "rows before the same layer are alike"
+        return residual, None
+    return residual, torch.cat((delta, more_delta))
+
+
+BeforeLayer = Callable[[int], bool] | None
+
+
+class Layers(Protocol):
+    """The layers of a decoder."""
+
+    def __call__(
+        self,
+        layers: range,
+        state: State,
+        inputs: StepInputs,
+        caches: Sequence[LayerCache],
+        before_layer: BeforeLayer,
+    ) -> State | Stopped:
+        """Compute some layers, one after the other; their state is overwritten.
+
+        The last layer of the decoder drops the rows that are neither sampled nor read.
+        caches, before_layer: as in Decoder.hidden.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Layers of any form, which call one kernel after the other. Implements Layers."""
+
+    blocks: Sequence[Block]
+
+    def __call__(
+        self,
+        layers: range,
+        state: State,
+        inputs: StepInputs,
+        caches: Sequence[LayerCache],
+        before_layer: BeforeLayer,
+    ) -> State | Stopped:
+        """See Layers."""
+        for index in layers:
+            if before_layer is not None and before_layer(index):
+                return Stopped(index, state)
+            rows = rows_needed(inputs) if index == len(self.blocks) - 1 else None
+            state = self.blocks[index](state, inputs, caches[index], rows)
+        return state
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +241,7 @@ class Decoder:
     """The whole model. Stateless: K and V live in the caches passed to it."""
 
     embedding: Embedding
-    blocks: Sequence[Block]
+    layers: Layers
     final_norm: Norm | None
     lm_head: Linear
 
@@ -206,7 +249,7 @@ class Decoder:
         self,
         inputs: StepInputs,
         caches: Sequence[LayerCache],
-        before_layer: Callable[[int], bool] | None = None,
+        before_layer: BeforeLayer = None,
     ) -> Tensor | None:
         """Run one step without readouts. Returns fp32 logits [len(inputs.sample_rows), vocab] on
         rank 0 and [0, vocab] on other ranks; None if `before_layer` stops it."""
@@ -217,30 +260,33 @@ class Decoder:
         self,
         inputs: StepInputs | None,
         caches: Sequence[LayerCache],
-        before_layer: Callable[[int], bool] | None = None,
+        before_layer: BeforeLayer = None,
         joining: Sequence[Joining] = (),
     ) -> Tensor | Stopped:
         """The hidden states after the final norm, of the sampled rows and then of the read rows of
         the whole step, [samples + read, hidden].
 
         inputs: of the rows that begin with the first layer; None if there are none.
+        caches: of all layers.
         before_layer: called with the index of each layer before it is computed; if it returns True,
             the step is stopped.
         joining: rows that begin later.
+
+            layers    0 ............... 12 ............ 20 ............ 29
+            rows      | inputs          | and those of  | and those of
+                                          joining[0]      joining[1]
         """
-        state: State | None = None if inputs is None else (self.embedding(inputs), None)
-        last, joined = len(self.blocks) - 1, 0
-        for index, (block, cache) in enumerate(zip(self.blocks, caches, strict=True)):
-            if state is None and joining[0].layer > index:
-                continue
-            if before_layer is not None and before_layer(index):
-                return Stopped(index, state)
-            if joined < len(joining) and joining[joined].layer == index:
-                inputs, state = joining[joined].inputs, _joined(state, joining[joined].state)
-                joined += 1
-            assert inputs is not None and state is not None
-            rows = _rows_needed(inputs) if index == last else None
-            state = block(state, inputs, cache, rows)
+        stretches = [*joining]
+        if inputs is not None:
+            stretches.insert(0, Joining(0, inputs, (self.embedding(inputs), None)))
+        ends = [later.layer for later in stretches[1:]] + [len(caches)]
+        state: State | None = None
+        for (layer, so_far, new), end in zip(stretches, ends, strict=True):
+            state = new if state is None else _joined(state, new)
+            found = self.layers(range(layer, end), state, so_far, caches, before_layer)
+            if isinstance(found, Stopped):
+                return found
+            state = found
         assert state is not None
         residual, delta = state
         if self.final_norm is None:
@@ -250,7 +296,7 @@ class Decoder:
         return self.final_norm.add_(residual, delta)
 
 
-def _rows_needed(inputs: StepInputs) -> Tensor | None:
+def rows_needed(inputs: StepInputs) -> Tensor | None:
     """The rows that are sampled, then those that are read; None for all, in their order."""
     if len(inputs.read_rows):
         return torch.cat((inputs.sample_rows, inputs.read_rows))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bros.executor.target import Target, multiplies_bf16
 from bros.executor.weights import Int4Groups, Weights
-from bros.kernels.interface import Kernels, Products
+from bros.kernels.interface import Kernels, Product, Products
 from bros.kernels.panels import GROUP, Panels
 from bros.kernels.row_padding import ROW_PADDING, with_padding
 
@@ -66,11 +66,10 @@ class PanelLinear:
 
     def __init__(self, products: Products, weight: Panels, bias: Tensor | None = None) -> None:
         self._products = products
-        self._weight = weight
-        self._bias = None if bias is None else bias.float()
+        self.product = Product(weight, None if bias is None else bias.float())
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._products.linear(x, self._weight, self._bias)
+        return self._products.linear(x, *self.product)
 
 
 class PackedLinear:
@@ -222,14 +221,14 @@ class RmsNorm:
 
     def __init__(self, kernels: Kernels, weight: Tensor, eps: float) -> None:
         self._kernels = kernels
-        self._weight = weight
+        self.weight = weight
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._kernels.rms_norm(x, self._weight, self._eps)
+        return self._kernels.rms_norm(x, self.weight, self._eps)
 
     def add_(self, residual: Tensor, x: Tensor) -> Tensor:
-        return self._kernels.add_rms_norm_(residual, x, self._weight, self._eps)
+        return self._kernels.add_rms_norm_(residual, x, self.weight, self._eps)
 
 
 class LayerNorm:

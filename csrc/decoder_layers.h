@@ -1,0 +1,179 @@
+// Layers of a decoder, one kernel after the other without Python between them.
+//
+//   residual   + delta ─▶ norm ─▶ q, k, v ─▶ RoPE, K and V cached ─▶ attention ─▶ out ─▶ + residual
+//   residual           ─▶ norm ─▶ gate, up ─▶ silu(gate) * up ─▶ down ─▶ delta of the next layer
+//
+// Buffers of [tokens, features] take turns: a kernel reads one and writes the other.
+//
+//   even   | norm      | attended | norm         | gated  |
+//   odd    |   q, k, v |      out |     gate, up |        |  ─▶ delta
+//
+// These are the kernels that decoder.py calls for such a layer, with the same arguments. So the
+// results have the same bits.
+#pragma once
+
+#include <string.h>
+
+#include "checks.h"
+#include "parallel.h"
+
+namespace bros {
+namespace {
+
+// kernels/cpu_ops.py has the same layout of a LayerWeights as LAYER.
+struct Product {
+  const void* weights;
+  const float* bias;  // or null
+  int64_t format;     // WeightFormat
+  int64_t outputs;
+  int64_t inputs;
+};
+
+struct LayerWeights {
+  const float* attention_norm;
+  const float* mlp_norm;
+  const float* q_norm;  // [head_dim] or null
+  const float* k_norm;  // [head_dim] or null
+  Product qkv;
+  Product attention_out;
+  Product gate_up;
+  Product down;
+};
+
+struct LayerKv {
+  void* k;
+  void* v;
+};
+
+struct LayersArgs {
+  const LayerWeights* weights;  // [layers]
+  const LayerKv* kv;            // [layers]
+  int64_t layers;
+  int64_t first, end;           // the layers to compute
+  float* residual;              // [tokens, hidden]
+  const float* delta;           // [tokens, hidden] or null, before the first layer
+  float* new_delta;             // [max(tokens, num_rows), hidden], after any layer
+  RopeArgs rope;                // qkv, K, V and norms: set for each layer
+  AttentionArgs attention;      // out, qkv, K and V: set for each layer
+  bool keeps_all;               // else the last layer to compute keeps these:
+  const int32_t* rows;          // [num_rows]
+  int64_t num_rows;             // 0 if it keeps all
+  float* residual_of_rows;      // [num_rows, hidden], after the last layer
+};
+
+const char* check_layers(const LayersArgs& a) {
+  if (a.first < 0 || a.first > a.end || a.end > a.layers) return "layers outside the decoder";
+  if (const char* error = check_rope(a.rope)) return error;
+  for (int64_t i = 0; i < a.num_rows; ++i) {
+    if (a.rows[i] < 0 || a.rows[i] >= a.rope.tokens) return "row outside the step";
+  }
+  return check_attention(a.attention);
+}
+
+void copy_rows(float* to, const float* from, const int32_t* rows, int64_t count, int64_t size) {
+  for (int64_t i = 0; i < count; ++i) {
+    memcpy(to + i * size, from + rows[i] * size, size * sizeof(float));
+  }
+}
+
+// The layers of one step. Its arguments must have been checked.
+class DecoderLayers {
+ public:
+  DecoderLayers(const KernelTable& kernels, const LayersArgs& args)
+      : kernels_(kernels), a_(args), tokens_(args.rope.tokens) {
+    Arena measured(nullptr);
+    take(&measured);
+    void* base = memory_.reserve(measured.used() + 64);  // also without tokens
+    if (!base) error_ = "no memory for activations";
+    Arena arena(base);
+    take(&arena);
+  }
+
+  // Computes one layer. Returns null, or why that and all later ones have failed.
+  const char* run(int64_t layer) {
+    if (error_) return error_;
+    const LayerWeights& w = a_.weights[layer];
+    norm(w.attention_norm, a_.delta);
+    product(w.qkv, even_, odd_);
+    attend(w, a_.kv[layer]);
+    float* attended = even_;
+    if (!a_.keeps_all && layer + 1 == a_.end) attended = keep_rows();
+    product(w.attention_out, attended, odd_);
+    norm(w.mlp_norm, odd_);
+    product(w.gate_up, even_, odd_);
+    call(kernels_.silu_and_mul, SiluArgs{even_, odd_, tokens_, w.down.inputs, threads()});
+    product(w.down, even_, a_.new_delta);
+    a_.delta = a_.new_delta;
+    return error_;
+  }
+
+ private:
+  int threads() const { return a_.rope.threads; }
+  int64_t hidden() const { return a_.weights->qkv.inputs; }
+  int64_t q_size() const { return a_.weights->attention_out.inputs; }
+
+  void take(Arena* arena) {
+    const LayerWeights& w = *a_.weights;
+    const int64_t most = max_of(tokens_, a_.num_rows);
+    even_ = arena->take<float>(most * max_of(hidden(), max_of(q_size(), w.down.inputs)));
+    odd_ = arena->take<float>(most *
+                              max_of(hidden(), max_of(w.qkv.outputs, w.gate_up.outputs)));
+    kept_ = arena->take<float>(a_.num_rows * q_size());
+  }
+
+  template <class Args>
+  void call(const char* (*kernel)(const Args&), const Args& args) {
+    if (!error_) error_ = kernel(args);
+  }
+
+  // even = norm of the residual, to which `delta` is added first unless it is null.
+  void norm(const float* weight, const float* delta) {
+    float* sum = delta ? a_.residual : nullptr;
+    const float* x = delta ? delta : a_.residual;
+    call(kernels_.rms_norm,
+         RmsNormArgs{even_, sum, x, weight, tokens_, hidden(), a_.rope.eps, threads()});
+  }
+
+  void product(const Product& p, const float* x, float* out) {
+    call(kernels_.linear,
+         LinearArgs{out, x, p.weights, p.bias, static_cast<WeightFormat>(p.format), tokens_,
+                    p.inputs, p.outputs, threads()});
+  }
+
+  // even = attention of the q, k and v in `odd`.
+  void attend(const LayerWeights& w, const LayerKv& kv) {
+    a_.rope.qkv = odd_;
+    a_.rope.q_norm = w.q_norm;
+    a_.rope.k_norm = w.k_norm;
+    a_.rope.cache.k = a_.attention.cache.k = kv.k;
+    a_.rope.cache.v = a_.attention.cache.v = kv.v;
+    a_.attention.qkv = odd_;
+    a_.attention.out = even_;
+    call(kernels_.rope_and_cache, a_.rope);
+    call(kernels_.attention, a_.attention);
+  }
+
+  // From here on there are only the rows that the last layer keeps. Returns their attention.
+  float* keep_rows() {
+    if (error_) return even_;
+    copy_rows(kept_, even_, a_.rows, a_.num_rows, q_size());
+    copy_rows(a_.residual_of_rows, a_.residual, a_.rows, a_.num_rows, hidden());
+    a_.residual = a_.residual_of_rows;
+    tokens_ = a_.num_rows;
+    return kept_;
+  }
+
+  const KernelTable& kernels_;
+  LayersArgs a_;
+  int64_t tokens_;
+  // Its own, so that the activations of a long prompt go back to the system; those of usual steps
+  // get the same memory from malloc every time.
+  Scratch memory_;
+  float* even_ = nullptr;
+  float* odd_ = nullptr;
+  float* kept_ = nullptr;
+  const char* error_ = nullptr;
+};
+
+}  // namespace
+}  // namespace bros
