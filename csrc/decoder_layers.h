@@ -114,10 +114,11 @@ class DecoderLayers {
 
   void take(Arena* arena) {
     const LayerWeights& w = *a_.weights;
+    const int64_t even = max_of(q_size(), w.down.inputs);
+    const int64_t odd = max_of(w.qkv.outputs, w.gate_up.outputs);
     const int64_t most = max_of(tokens_, a_.num_rows);
-    even_ = arena->take<float>(most * max_of(hidden(), max_of(q_size(), w.down.inputs)));
-    odd_ = arena->take<float>(most *
-                              max_of(hidden(), max_of(w.qkv.outputs, w.gate_up.outputs)));
+    even_ = arena->take<float>(most * max_of(hidden(), even));
+    odd_ = arena->take<float>(most * max_of(hidden(), odd));
     kept_ = arena->take<float>(a_.num_rows * q_size());
   }
 
@@ -166,8 +167,8 @@ class DecoderLayers {
   const KernelTable& kernels_;
   LayersArgs a_;
   int64_t tokens_;
-  // Its own, so that the activations of a long prompt go back to the system; those of usual steps
-  // get the same memory from malloc every time.
+  // Freed after each call, so that no memory stays that only a long prompt needs. malloc hands out
+  // the same block to the next usual step.
   Scratch memory_;
   float* even_ = nullptr;
   float* odd_ = nullptr;

@@ -65,31 +65,25 @@ def native_layers(blocks: Sequence[Block], products: Products, eps: float) -> Na
 
 def _weights(block: Block) -> LayerWeights | None:
     """None if the block has another form than LayerWeights describes."""
-    attention, mlp = block.attention, block.mlp
-    attention_norm, mlp_norm, qkv, out = (
-        block.attention_norm,
-        block.mlp_norm,
-        attention.qkv,
-        block.attention_out,
-    )
+    attention, out, mlp = block.attention, block.attention_out, block.mlp
     if not (
         block.pre_norm
-        and isinstance(mlp, GatedMlp)
-        and isinstance(attention_norm, RmsNorm)
-        and isinstance(mlp_norm, RmsNorm)
-        and isinstance(qkv, PanelLinear)
+        and isinstance(block.attention_norm, RmsNorm)
+        and isinstance(attention.qkv, PanelLinear)
         and isinstance(out, PanelLinear)
+        and isinstance(block.mlp_norm, RmsNorm)
+        and isinstance(mlp, GatedMlp)
         and isinstance(mlp.gate_up, PanelLinear)
         and isinstance(mlp.down, PanelLinear)
     ):
         return None
     return LayerWeights(
-        attention_norm=attention_norm.weight,
-        qkv=qkv.product,
+        attention_norm=block.attention_norm.weight,
+        qkv=attention.qkv.product,
         q_norm=attention.q_norm,
         k_norm=attention.k_norm,
         attention_out=out.product,
-        mlp_norm=mlp_norm.weight,
+        mlp_norm=block.mlp_norm.weight,
         gate_up=mlp.gate_up.product,
         down=mlp.down.product,
     )
