@@ -82,9 +82,12 @@ class Prices:
     def decode_s(self, tokens: float, context: int, rows: float = 1.0) -> float:
         """Seconds to decode `tokens` output tokens after `context`, in steps of `rows` rows."""
         rows = max(1.0, rows)
+        return tokens * self.step_s(rows, rows * context) / rows
+
+    def step_s(self, rows: float, context: float) -> float:
+        """Seconds of a step of `rows` output tokens, with `context` tokens before them together."""
         bent_s = sum(slope * (rows - knot) for knot, slope in self.hinges if rows > knot)
-        each_s = (self.constant_s + bent_s) / rows + self.row_s
-        return tokens * (each_s + self.context_s * context)
+        return self.constant_s + bent_s + rows * self.row_s + self.context_s * context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

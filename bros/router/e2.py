@@ -14,9 +14,9 @@ which has the prefix cached from then on: a burst for one prefix does not wait f
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
@@ -305,18 +305,19 @@ class OraclePartition:
 # [ common prefix ][ document 2 ]     over more replicas only if all of it is done sooner that way;
 # [ common prefix ][ document 3 ]     members whose prompts continue alike then stay together.
 #
-# Members that decode together share the steps: each additional one costs a row, not a step.
+# A replica computes all prompts first, also those of other groups, and then decodes in steps that
+# all answers share: each additional one costs a row, not a step.
 #
-#     replica 1   | open work | common prefix | prefills of members | their answers, in one batch |
-#     replica 2   | open work .............. | common prefix | prefill | answer |
-#                                                                               done: the later one
+#     replica 1   | open work | common prefix | prompts of members | all answers | the longest ones |
+#     replica 2   | open work .............. | common prefix | prompt | answer |
+#                                                                          done: the later of the two
 
 
 _MAX_KV_SHARE = 0.75
 """Share of a replica's KV cache that one task group should need at most."""
 
 
-_IDLE_WEIGHT = 0.3
+_IDLE_WEIGHT = 0.15
 """A group that is split computes its common prefix again on every further replica, and other
 requests wait for that. This is the weight of a second of such work on a replica that has no other
 work, where only requests that arrive meanwhile wait. On a replica that has other work it is 1.
@@ -332,84 +333,197 @@ all replicas, the share of the last three minutes in which they were busy:
   the best placement. If it is 0.1, programs on CPUs take 1.05 times as long at low load."""
 
 
-class _MemberWork(NamedTuple):
-    """Seconds of a member's work."""
-
-    prefill_s: float
-    decode_s: float
+_MAX_PLACED_AGAIN = 8
+"""Up to so many groups that arrived together are placed again when the others have their places."""
 
 
-@dataclass(frozen=True, slots=True)
 class QueryGroup:
-    """common: length of the prefix that all members have, in tokens."""
+    """Members of a task group that arrived together.
 
-    queries: Sequence[RoutingQuery]
-    common: int
+    queries: in the order of their tokens, so that those that begin alike are neighbours.
+    service_class: best-effort if any member is: the group is done when its last member is.
+    tokens: expected length of the longest answer.
+    """
 
-    @property
-    def service_class(self) -> ServiceClass:
-        """Best-effort if any member is: the group is done when its last member is."""
-        return BE if any(query.service_class is BE for query in self.queries) else RT
-
-    def common_s(self, replica: Replica) -> float:
-        """Seconds to compute the part of the common prefix that is not cached."""
-        most = max(query.matched.get(replica.number, 0) for query in self.queries)
-        cached = min(most, self.common)
-        return replica.prefill_s(self.common - cached, cached)
-
-    def member_work(self, query: RoutingQuery, replica: Replica, rows: int) -> _MemberWork:
-        """A member's work without the common prefix. rows: members that decode together."""
-        cached = max(query.matched.get(replica.number, 0), self.common)
-        answer = replica.expected_output(query.request)
-        return _MemberWork(
-            replica.prefill_s(max(query.length - cached, 0), cached),
-            replica.decode_s(answer, query.length, rows),
-        )
-
-    def member_work_s(self, query: RoutingQuery, replica: Replica, rows: int) -> float:
-        """The seconds of `member_work`."""
-        return sum(self.member_work(query, replica, rows))
+    def __init__(self, queries: Sequence[RoutingQuery], common: int) -> None:
+        """common: length of the prefix that all members have, in tokens."""
+        self.queries = sorted(queries, key=_token_bytes)
+        self.service_class = BE if any(query.service_class is BE for query in queries) else RT
+        self._common = common
+        replica = queries[0].candidates[0]
+        answers = [replica.expected_output(query.request) for query in queries]
+        self.tokens = max(answers)
+        self._lengths = [0, *accumulate(query.length for query in self.queries)]
+        self.mean_length = self._lengths[-1] / len(queries)
+        self._own_tokens = self._lengths[-1] + sum(answers) - common * len(queries)
+        self._prefill_s: dict[Replica, tuple[float, list[float]]] = {}
+        self._middles_s: dict[Replica, tuple[list[float], float]] = {}
 
     def fits(self, replica: Replica, count: int) -> bool:
         """Whether a share of 1 / count leaves room in the KV cache."""
-        own = sum(
-            query.length - self.common + replica.expected_output(query.request)
-            for query in self.queries
+        most = _MAX_KV_SHARE * replica.facts.capacity_tokens
+        return self._common + self._own_tokens / count <= most
+
+    def common_s(self, replica: Replica) -> float:
+        """Seconds to compute the part of the common prefix that is not cached."""
+        return self._prefill_on(replica)[0]
+
+    def share(self, replica: Replica, start: int, stop: int) -> _Share:
+        """Members start to stop - 1 on a replica, which also computes the common prefix."""
+        common_s, sums_s = self._prefill_on(replica)
+        return _Share(
+            group=self,
+            replica=replica,
+            start=start,
+            stop=stop,
+            prefill_s=common_s + sums_s[stop] - sums_s[start],
+            context=self._lengths[stop] - self._lengths[start],
         )
-        return self.common + own / count <= _MAX_KV_SHARE * replica.facts.capacity_tokens
+
+    def middles_s(self, replica: Replica) -> tuple[list[float], float]:
+        """When each member is half done, if they are computed one after another, and the common
+        prefix and the steps are there anyway; and when all are done."""
+        found = self._middles_s.get(replica)
+        if found is None:
+            sums_s, step_s = self._prefill_on(replica)[1], replica.step_s(0, 0)
+            ends_s = [
+                prefill_s + self.tokens * (replica.step_s(rows, context) - step_s)
+                for rows, (prefill_s, context) in enumerate(zip(sums_s, self._lengths, strict=True))
+            ]
+            middles_s = [(begin_s + end_s) / 2 for begin_s, end_s in pairwise(ends_s)]
+            found = self._middles_s[replica] = middles_s, ends_s[-1]
+        return found
+
+    def _prefill_on(self, replica: Replica) -> tuple[float, list[float]]:
+        """Seconds for the common prefix, and for what else the first 0, 1, .. members have."""
+        found = self._prefill_s.get(replica)
+        if found is None:
+            cached = [query.matched.get(replica.number, 0) for query in self.queries]
+            known = min(max(cached), self._common)
+            own_s = (
+                replica.prefill_s(max(query.length - begin, 0), begin)
+                for query, begin in zip(
+                    self.queries, [max(tokens, self._common) for tokens in cached], strict=True
+                )
+            )
+            found = replica.prefill_s(self._common - known, known), [0.0, *accumulate(own_s)]
+            self._prefill_s[replica] = found
+        return found
+
+
+def _token_bytes(query: RoutingQuery) -> list[bytes]:
+    return [data for _, data in query.pieces]
+
+
+class _Share(NamedTuple):
+    """Members start to stop - 1 of a group on one replica.
+
+    prefill_s: seconds to compute their prompts.
+    context: tokens of their prompts, together.
+    """
+
+    group: QueryGroup
+    replica: Replica
+    start: int
+    stop: int
+    prefill_s: float
+    context: int
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+
+class _Load:
+    """What a replica has to do: its open work, and shares of the groups.
+
+    last_s: when the last of the shares is done.
+    """
+
+    def __init__(self, state: RouterState, replica: Replica, now: float) -> None:
+        self.replica = replica
+        self.last_s = 0.0
+        self._be_weight = state.weight(replica)
+        self._shares: list[_Share] = []
+        totals = replica.open_work.copy()
+        self._others = totals.num_requests
+        running = replica.running_prompt()
+        if running is not None:
+            begun_s = max(running.time_s, replica.prefilled_s)
+            done_s = min(running.prefill_s, now - begun_s)
+            totals.prefill_s[running.service_class] -= done_s
+        self._open_s = {}  # class -> (prompts, answers) that a group of the class waits for
+        for service_class in (RT, BE):
+            prefill_s = totals.prefill_total_s(service_class, self._be_weight)
+            decode_s = totals.total_s(service_class, self._be_weight) - prefill_s
+            self._open_s[service_class] = prefill_s, decode_s
+
+    @property
+    def weight(self) -> float:
+        """Weight of a second in which the replica computes a common prefix again."""
+        return 1.0 if self._others else _IDLE_WEIGHT
+
+    def add(self, share: _Share) -> None:
+        self._shares.append(share)
+        self.last_s = max(self.ends_s().values())
+
+    def remove(self, group: QueryGroup) -> None:
+        self._shares = [share for share in self._shares if share.group is not group]
+        self.last_s = max(self.ends_s().values(), default=0.0)
+
+    def ends_s(self, *more: _Share) -> dict[QueryGroup, float]:
+        """When each group is done here, if it gets more shares."""
+        replica, shares = self.replica, sorted([*self._shares, *more], key=_tokens)
+        rows, context = sum(share.rows for share in shares), sum(share.context for share in shares)
+        prefill_s = {RT: 0.0, BE: 0.0}
+        for share in shares:
+            prefill_s[share.group.service_class] += share.prefill_s
+        decode_s, steps, found = 0.0, 0.0, {}
+        for share in shares:
+            group, others = share.group, self._others
+            decode_s += (group.tokens - steps) * replica.step_s(rows, context)
+            steps = group.tokens
+            before_s, beside_s = self._open_s[group.service_class]
+            more_s = replica.step_s(rows + others, context + others * group.mean_length)
+            more_s -= replica.step_s(rows, context)
+            found[group] = (
+                before_s
+                + min(beside_s, steps * more_s)
+                + prefill_s[RT]
+                + (1.0 if group.service_class is BE else self._be_weight) * prefill_s[BE]
+                + decode_s
+            )
+            rows, context = rows - share.rows, context - share.context
+        return found
+
+
+def _tokens(share: _Share) -> float:
+    return share.group.tokens
 
 
 class _Split(NamedTuple):
-    """The replicas of a group.
+    """The shares of a group.
 
-    members: replica -> the members that it gets.
-    done_s: when the last one is done.
+    done_s: when its last member is done.
     others_s: weighted seconds that other requests wait while all replicas but one compute the
         common prefix again.
+    last_s: when the last of all groups is done that have a place.
     """
 
-    members: dict[Replica, list[RoutingQuery]]
+    shares: list[_Share]
     done_s: float
     others_s: float
+    last_s: float
 
     @property
     def cost_s(self) -> float:
-        """What is compared with other splits of the same group."""
+        """Of this group alone."""
         return self.done_s + self.others_s
 
-
-class _Choice(NamedTuple):
-    """The split of a group, and the cost of the cheapest other one that was considered; None if
-    there was none."""
-
-    split: _Split
-    alternative_s: float | None
-
-
-def _cost_s(choices: Sequence[_Choice]) -> float:
-    """When the last group is done, and for how long others wait."""
-    done_s = max(choice.split.done_s for choice in choices)
-    return done_s + sum(choice.split.others_s for choice in choices)
+    @property
+    def rank(self) -> tuple[float, float]:
+        """The least one is best: all groups count, and then this one."""
+        return self.last_s + self.others_s, self.cost_s
 
 
 class GroupPlace(NamedTuple):
@@ -422,141 +536,126 @@ class GroupPlace(NamedTuple):
     costs: GroupCosts
 
 
-def place_groups(state: RouterState, groups: Sequence[QueryGroup]) -> dict[str, GroupPlace]:
+def place_groups(
+    state: RouterState, groups: Sequence[QueryGroup], now: float
+) -> dict[str, GroupPlace]:
     """request id -> its place, for groups that arrived together. All have the same candidates.
 
     Groups that are split delay each other, since each needs its common prefix computed on more
-    replicas. So several groups are placed on up to one replica each, on up to two, and so on, and
-    the cheapest placement counts. In simulated time (LLaMA-7B on an A6000), two groups of 3 maps
-    over 800 tokens each on two replicas were both split, and their programs took 1.10 times as long
-    as with one group per replica.
+    replicas. So several groups are placed on one replica each, and on as many as are best for each,
+    and the cheaper placement counts. TODO
     """
     most = len(groups[0].queries[0].candidates)
-    limits = [most] if len(groups) == 1 else range(1, most + 1)
-    plans = [_plan(state, groups, limit) for limit in limits]
-    chosen = min(plans, key=_cost_s)
+    limits = {most} if len(groups) == 1 else {1, most}
+    plans = [_plan(state, groups, now, limit) for limit in sorted(limits)]
+    _, splits = min(plans, key=itemgetter(0))
     return {
         query.request.request_id: GroupPlace(
-            replica, GroupCosts(split.cost_s, alternative_s, len(split.members))
+            share.replica, GroupCosts(split.cost_s, alternative_s, len(split.shares))
         )
-        for split, alternative_s in chosen
-        for replica, queries in split.members.items()
-        for query in queries
+        for split, alternative_s in splits
+        for share in split.shares
+        for query in share.group.queries[share.start : share.stop]
     }
 
 
-class _WorkBefore:
-    """What a replica has to do before or beside a group: prompts come before its own, and the rows
-    that decode make each of its steps longer."""
+class _Choice(NamedTuple):
+    """The split of a group, and the cost of the cheapest other one that was considered; None if
+    there was none."""
 
-    def __init__(self, state: RouterState, replica: Replica) -> None:
-        self._replica = replica
-        self._be_weight = state.weight(replica)
-        self._totals = replica.open_work.copy()
-
-    def add(self, group: QueryGroup, members: Sequence[RoutingQuery]) -> None:
-        """These members of a group are placed here."""
-        common_s = group.common_s(self._replica)
-        for query in members:
-            work = group.member_work(query, self._replica, len(members))
-            self._totals.add(query.service_class, common_s + work.prefill_s, work.decode_s)
-            common_s = 0.0
-
-    def delay_s(self, group: QueryGroup) -> float:
-        """By how much it delays a group, which waits for work as requests of its class do."""
-        members, replica = len(group.queries), self._replica
-        together = members + self._totals.num_requests
-
-        def added_s(query: RoutingQuery) -> float:
-            tokens = replica.expected_output(query.request)
-            alone_s = members * replica.decode_s(tokens, query.length, members)
-            return together * replica.decode_s(tokens, query.length, together) - alone_s
-
-        prefill_s = self._totals.prefill_total_s(group.service_class, self._be_weight)
-        decode_s = self._totals.total_s(group.service_class, self._be_weight) - prefill_s
-        return prefill_s + min(decode_s, max(map(added_s, group.queries)))
-
-    @property
-    def weight(self) -> float:
-        """Weight of a second in which the replica computes a common prefix again."""
-        return 1.0 if self._totals.num_requests else _IDLE_WEIGHT
+    split: _Split
+    alternative_s: float | None
 
 
-def _plan(state: RouterState, groups: Sequence[QueryGroup], limit: int) -> list[_Choice]:
-    """A split of each group over at most `limit` replicas; real-time groups come first, since they
-    hardly wait for best-effort ones, and of one class the one with most work."""
+def _plan(
+    state: RouterState, groups: Sequence[QueryGroup], now: float, limit: int
+) -> tuple[float, Sequence[_Choice]]:
+    """A split of each group over at most `limit` replicas, and what it costs. Real-time groups come
+    first, since they hardly wait for best-effort ones, and of one class the one with most work."""
     candidates = groups[0].queries[0].candidates
-    work_before = {replica: _WorkBefore(state, replica) for replica in candidates}
+    loads = {replica: _Load(state, replica, now) for replica in candidates}
+    found: dict[QueryGroup, _Choice] = {}
 
-    def precedence(group: QueryGroup) -> tuple[bool, float]:
-        return group.service_class is RT, _work_s(group, candidates[0])
+    def place(group: QueryGroup, limit: int) -> None:
+        found[group] = _split(group, loads, limit)
+        for share in found[group].split.shares:
+            loads[share.replica].add(share)
 
-    found = []
-    for group in sorted(groups, key=precedence, reverse=True):
-        choice = _split(group, work_before, limit)
-        for replica, members in choice.split.members.items():
-            work_before[replica].add(group, members)
-        found.append(choice)
-    return found
+    order = sorted(groups, key=lambda group: _precedence(group, candidates[0]), reverse=True)
+    for group in order:
+        place(group, limit)
+    if 1 < len(groups) <= _MAX_PLACED_AGAIN:
+        for group in ROUNDS * order:
+            old = found[group]
+            for share in old.split.shares:
+                loads[share.replica].remove(group)
+            old_rank = _evaluate(group, old.split.shares, loads).rank
+            new = _split(group, loads, len(candidates))
+            if not new.split.rank < old_rank: new = old
+            found[group] = new
+            for share in found[group].split.shares:
+                loads[share.replica].add(share)
+    last_s = max(load.last_s for load in loads.values())
+    return last_s + sum(choice.split.others_s for choice in found.values()), list(found.values())
+
+ROUNDS = 2
+
+def _precedence(group: QueryGroup, replica: Replica) -> tuple[bool, float]:
+    share = group.share(replica, 0, len(group.queries))
+    work_s = share.prefill_s + group.tokens * replica.step_s(share.rows, share.context)
+    return group.service_class is RT, work_s
 
 
-def _work_s(group: QueryGroup, replica: Replica) -> float:
-    rows = len(group.queries)
-    work_s = sum(group.member_work_s(query, replica, rows) for query in group.queries)
-    return group.common_s(replica) + work_s
+def _split(group: QueryGroup, loads: Mapping[Replica, _Load], limit: int) -> _Choice:
+    """The best split of a group over those that can start it soonest.
 
-
-def _split(group: QueryGroup, work_before: Mapping[Replica, _WorkBefore], limit: int) -> _Choice:
-    """The cheapest split of a group over those that can start it soonest.
-
-    work_before: by candidate. limit: most replicas, unless it does not fit.
+    loads: of all candidates. limit: most replicas, unless it does not fit.
     """
-    begin_s = {
-        replica: before.delay_s(group) + group.common_s(replica)
-        for replica, before in work_before.items()
+    size = len(group.queries)
+    alone = {
+        replica: _evaluate(group, [group.share(replica, 0, size)], loads) for replica in loads
     }
-    order = sorted(begin_s, key=begin_s.__getitem__)
-    most = min(len(order), len(group.queries))
-    splits = [_assign(group, order[:count], begin_s, work_before) for count in range(1, most + 1)]
+    order = sorted(alone, key=lambda replica: alone[replica].rank)
+    begin_s = {replica: loads[replica].ends_s(group.share(replica, 0, 0))[group] for replica in order}
+    splits = [alone[order[0]]]
+    for count in range(2, min(len(order), size) + 1):
+        splits.append(_evaluate(group, _assign(group, order[:count], begin_s), loads))
     best, num = splits[0], 1
     for count, split in enumerate(splits[1:], 2):
-        cheaper = split.cost_s < best.cost_s
-        if (count <= limit and cheaper) or not group.fits(order[count - 1], num):
+        better = split.rank < best.rank
+        if (count <= limit and better) or not group.fits(order[count - 1], num):
             best, num = split, count
-    elsewhere = [_assign(group, [replica], begin_s, work_before) for replica in order[1:2]]
-    others_s = [split.cost_s for split in (*splits, *elsewhere) if split is not best]
+    others_s = [
+        split.cost_s for split in (*splits, *islice(alone.values(), None)) if split is not best
+    ]
     return _Choice(best, min(others_s, default=None))
 
 
 def _assign(
-    group: QueryGroup,
-    replicas: Sequence[Replica],
-    begin_s: Mapping[Replica, float],
-    work_before: Mapping[Replica, _WorkBefore],
+    group: QueryGroup, replicas: Sequence[Replica], begin_s: Mapping[Replica, float]
+) -> list[_Share]:
+    """Split the members into runs, one per replica, that are done at about the same time."""
+    middles_s, size = group.middles_s(replicas[0])
+    end_s = (size + sum(begin_s[replica] for replica in replicas)) / len(replicas)
+    shares, start, until_s = [], 0, 0.0
+    for replica in replicas:
+        until_s += max(0.0, end_s - begin_s[replica])
+        stop = len(group.queries) if replica is replicas[-1] else bisect_left(middles_s, until_s)
+        if stop > start:
+            shares.append(group.share(replica, start, stop))
+            start = stop
+    return shares
+
+
+def _evaluate(
+    group: QueryGroup, shares: list[_Share], loads: Mapping[Replica, _Load]
 ) -> _Split:
-    """Split the members, sorted by tokens, into runs, one per replica, that are done at about the
-    same time."""
-    queries = sorted(group.queries, key=_token_bytes)
-    rows = -(-len(queries) // len(replicas))
-    work_s = [group.member_work_s(query, replicas[0], rows) for query in queries]
-    done_s = (sum(work_s) + sum(begin_s[replica] for replica in replicas)) / len(replicas)
-    members: dict[Replica, list[RoutingQuery]] = {replica: [] for replica in replicas}
-    index, until_s, passed_s = 0, max(0.0, done_s - begin_s[replicas[0]]), 0.0
-    for query, seconds in zip(queries, work_s, strict=True):
-        while passed_s + seconds / 2 >= until_s and index < len(replicas) - 1:
-            index += 1
-            until_s += max(0.0, done_s - begin_s[replicas[index]])
-        members[replicas[index]].append(query)
-        passed_s += seconds
-    members = {replica: queries for replica, queries in members.items() if queries}
-    ends_s = [
-        begin_s[replica]
-        + sum(group.member_work_s(query, replica, len(queries)) for query in queries)
-        for replica, queries in members.items()
-    ]
-    again_s = [work_before[replica].weight * group.common_s(replica) for replica in members]
-    return _Split(members, max(ends_s), sum(again_s) - min(again_s))
-
-
-def _token_bytes(query: RoutingQuery) -> list[bytes]:
-    return [data for _, data in query.pieces]
+    """loads: without the group."""
+    ends_s = {share.replica: loads[share.replica].ends_s(share) for share in shares}
+    last_s = max(
+        max(ends_s[replica].values()) if replica in ends_s else load.last_s
+        for replica, load in loads.items()
+    )
+    again_s = [loads[replica].weight * group.common_s(replica) for replica in ends_s]
+    done_s = max(ends[group] for ends in ends_s.values())
+    return _Split(shares, done_s, sum(again_s) - min(again_s), last_s)

@@ -259,7 +259,9 @@ class Fleet:
         work = self._ledger.works.get(request_id)
         if work is None or work.prefilled:
             return
-        self.state.replicas[work.replica].ttft_history.add(now, now - work.time_s)
+        replica = self.state.replicas[work.replica]
+        replica.ttft_history.add(now, now - work.time_s)
+        replica.prefilled_s = now
         self._ledger.mark_prefilled(work)
         if work.leaf.alive:
             self.state.forest.mark_used(work.leaf, work.replica)
@@ -349,7 +351,7 @@ class Fleet:
             queries = [self._query(request, candidates, now) for request in requests]
             common = self.state.forest.common([query.pieces for query in queries])
             query_groups.append(QueryGroup(queries, common))
-        places = place_groups(self.state, query_groups)
+        places = place_groups(self.state, query_groups, now)
         found = {}
         for request in (request for requests in groups for request in requests):
             query = self._query(request, candidates, now)  # earlier members changed the forest

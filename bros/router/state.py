@@ -255,6 +255,7 @@ class Replica:
     running, slowdown, version: from its latest report; steps take slowdown times what its prices
         predict.
     digest_version: version of its latest digest.
+    prefilled_s: when it last ended a prompt.
     window_work: work of the requests of the window.
     open_work: work that is not done yet: prefill and decoding of requests without a first token,
         decoding of the others.
@@ -272,6 +273,7 @@ class Replica:
     slowdown: float = 1.0
     version: int = 0
     digest_version: int = 0
+    prefilled_s: float = -math.inf
     window_work: WorkTotals = field(default_factory=WorkTotals)
     open_work: WorkTotals = field(default_factory=WorkTotals)
     works: dict[str, ReplicaWork] = field(default_factory=dict)
@@ -286,6 +288,10 @@ class Replica:
         rows = max(self.running, self.open_work.num_requests, rows)
         return self.slowdown * self.facts.prices.decode_s(tokens, context, rows)
 
+    def step_s(self, rows: float, context: float) -> float:
+        """Seconds of a step of rows that have `context` tokens before them together."""
+        return self.slowdown * self.facts.prices.step_s(rows, context)
+
     def expected_output(self, request: EngineRequest) -> float:
         """Estimated output tokens of a request."""
         if request.prefill_only:
@@ -293,6 +299,12 @@ class Replica:
         expected = request.hints.expected_tokens or self.mean_output
         most = request.sampling.max_tokens
         return expected if most is None else min(expected, most - request.resumed)
+
+    def running_prompt(self) -> ReplicaWork | None:
+        """The request whose prompt it computes now, as far as is known: the first real-time one
+        without a first token, or else the first of all."""
+        waiting = [work for work in self.works.values() if not work.prefilled]
+        return min(waiting, key=lambda work: work.service_class is BE, default=None)
 
     def learn_output(self, tokens: int) -> None:
         self.mean_output += _OUTPUT_LEARNING_RATE * (tokens - self.mean_output)
