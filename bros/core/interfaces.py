@@ -82,12 +82,16 @@ class Prices:
     def decode_s(self, tokens: float, context: int, rows: float = 1.0) -> float:
         """Seconds to decode `tokens` output tokens after `context`, in steps of `rows` rows."""
         rows = max(1.0, rows)
-        return tokens * self.step_s(rows, rows * context) / rows
+        each_s = (self.constant_s + self._bent_s(rows)) / rows + self.row_s
+        return tokens * (each_s + self.context_s * context)
 
     def step_s(self, rows: float, context: float) -> float:
-        """Seconds of a step of `rows` output tokens, with `context` tokens before them together."""
-        bent_s = sum(slope * (rows - knot) for knot, slope in self.hinges if rows > knot)
-        return self.constant_s + bent_s + rows * self.row_s + self.context_s * context
+        """Seconds of a step of `rows` output tokens with `context` tokens before them, together."""
+        fixed_s = self.constant_s + self._bent_s(rows)
+        return fixed_s + self.row_s * rows + self.context_s * context
+
+    def _bent_s(self, rows: float) -> float:
+        return sum(slope * (rows - knot) for knot, slope in self.hinges if rows > knot)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

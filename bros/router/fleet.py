@@ -23,12 +23,11 @@ from bros.router.e2 import (
     Cost,
     LeastLoaded,
     OraclePartition,
-    QueryGroup,
     RoundRobin,
     cost_of,
-    place_groups,
 )
 from bros.router.forest import Forest, PrefixNode, ReplicaCache
+from bros.router.groups import QueryGroup, place_groups
 from bros.router.state import (
     ROUTERS,
     Decision,

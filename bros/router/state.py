@@ -289,7 +289,7 @@ class Replica:
         return self.slowdown * self.facts.prices.decode_s(tokens, context, rows)
 
     def step_s(self, rows: float, context: float) -> float:
-        """Seconds of a step of rows that have `context` tokens before them together."""
+        """Seconds of a step of `rows` rows with `context` tokens before them, together."""
         return self.slowdown * self.facts.prices.step_s(rows, context)
 
     def expected_output(self, request: EngineRequest) -> float:
