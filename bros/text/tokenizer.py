@@ -647,7 +647,8 @@ def _cut_lengths(lengths: Sequence[int], room: int) -> list[int]:
 
 
 def _broken(found: regex.Match[str]) -> str:
-    return found[0][0] + _BREAK + found[0][1:]
+    token: str = found[0]
+    return token[0] + _BREAK + token[1:]
 
 
 def _any_of(texts: Iterable[str]) -> regex.Pattern[str] | None:
