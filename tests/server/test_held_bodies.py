@@ -29,7 +29,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "an unknown field": (CHAT, {"messages": [MESSAGE], "ignored": PARTS}),
     "an unknown field, streamed": (CHAT, {"messages": [MESSAGE], "x": PARTS, "stream": True}),
     "metadata": (CHAT, {"messages": [MESSAGE], "metadata": {"bros_node": PARTS, "x": PARTS}}),
-    "a field of a message": (CHAT, {"messages": [{**MESSAGE, "x": PARTS}]}),
+    "a field of a message": (CHAT, {"messages": [{**MESSAGE, "x": FEW_PARTS}]}),
     "variables": (CHAT, {"messages": [MESSAGE], "chat_template_kwargs": {"x": FEW_PARTS}}),
     "a tool": (
         CHAT,

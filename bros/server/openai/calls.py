@@ -301,12 +301,15 @@ def check_counts(fields: Mapping[str, Any]) -> None:
     contents = (message.get("content") for message in messages if isinstance(message, dict))
     parts = sum(len(content) for content in contents if isinstance(content, list))
     check_count(parts, "content parts")
+    known = ChatMessage.model_fields
     others = [
-        {name: value for name, value in message.items() if name not in ChatMessage.model_fields}
+        value
         for message in messages
         if isinstance(message, dict)
+        for name, value in message.items()
+        if name not in known
     ]
-    if has_more_parts([each for each in others if each], MAX_TOOL_PARTS):
+    if others and has_more_parts(others, MAX_TOOL_PARTS):
         reason = f"'messages' have more than {MAX_TOOL_PARTS} keys and values in further fields."
         raise InvalidRequestError(reason, "messages", "invalid_value")
 
