@@ -607,7 +607,7 @@ class Job:
         except RowInterruptedError as error:
             line = error_line(row_id, ref.custom_id, "engine_error", str(error))
             return RowOutcome(ref.line, False, line)
-        line = reply_line(row_id, ref.custom_id, request_id, reply)
+        line = await context.io(reply_line, row_id, ref.custom_id, request_id, reply)
         return RowOutcome(ref.line, reply.status_code < 400, line, reply.usage)
 
     async def _answer(self, body: dict[str, Any], request_id: str) -> RowReply:

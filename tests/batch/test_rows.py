@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -169,6 +170,17 @@ def test_a_reply_is_one_line_with_all_keys_of_the_contract(
         "response": {"status_code": status_code, "request_id": "req-1", "body": body},
         "error": None,
     }
+
+
+def test_line_breaks_in_a_large_reply_are_escaped_in_milliseconds() -> None:
+    """One character at a time, this text took 0.6 s."""
+    text = "é" * 1_000_000 + "\x85\u2028\u2029" + "é" * 1_000_000
+    body = json.dumps({"text": text}, ensure_ascii=False)
+    begun_s = time.thread_time()
+    made = reply_line("batch_req_1", "row-1", "req-1", RowReply(200, body))
+    assert time.thread_time() - begun_s < 0.1
+    assert len(made.splitlines()) == 1
+    assert json.loads(made)["response"]["body"] == {"text": text}
 
 
 @given(custom_id=texts, code=texts, message=texts)

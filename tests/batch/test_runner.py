@@ -6,12 +6,16 @@ import asyncio
 import contextlib
 import json
 import random
+import threading
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
+
+from bros.batch import runner
 from bros.batch.objects import Batch, BatchStatus
-from bros.batch.rows import RowFacts, RowReply
+from bros.batch.rows import RowFacts, RowReply, reply_line
 from bros.batch.runner import BatchRunner, ByteBudget, RunnerSettings
 from bros.core.clock import SystemClock
 from bros.core.interfaces import EngineStats
@@ -140,6 +144,23 @@ async def test_a_batch_whose_results_do_not_fit_fails_with_what_it_has(store: St
     assert output.num_bytes > 5_000 * batch.completed
     of_bob = store.batches.usage()["bob", Resource.FILE_BYTES]
     assert of_bob < most + num_rows * 300  # the error file has a short line for each other row
+
+
+async def test_lines_of_results_are_made_on_a_thread(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have bodies of megabytes."""
+    threads = set[int]()
+
+    def watched(*arguments: Any) -> str:
+        threads.add(threading.get_ident())
+        return reply_line(*arguments)
+
+    monkeypatch.setattr(runner, "reply_line", watched)
+    batch_id = _submit(store, "bob", 2)
+    async with _running(store, _Rows()):
+        await _until_final(store, "bob", batch_id)
+    assert threads and threading.get_ident() not in threads
 
 
 async def test_results_count_as_bytes_of_files_before_they_are_in_one(store: Store) -> None:
