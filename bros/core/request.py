@@ -8,8 +8,9 @@ import math
 import random
 import string
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 from bros.core.errors import InvalidRequestError
 
@@ -417,6 +418,74 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+class PackedLogprobs(Sequence[TokenLogprobs]):
+    """Log-probabilities at successive output positions, in a tenth of the memory of objects: 256
+    bytes for a token with 20 alternatives. They are made again when they are read."""
+
+    __slots__ = ("_ends", "_ids", "_values")
+
+    def __init__(self, entries: Iterable[TokenLogprobs] = ()) -> None:
+        self._ids, self._values = array("i"), array("d")  # of a token and of its alternatives
+        self._ends = array("I")  # where in these each position ends
+        self.extend(entries)
+
+    def extend(self, entries: Iterable[TokenLogprobs]) -> None:
+        """Add the next positions."""
+        ids, values = self._ids, self._values
+        for entry in entries:
+            ids.append(entry.token_id)
+            values.append(entry.logprob)
+            for token_id, logprob in entry.top:
+                ids.append(token_id)
+                values.append(logprob)
+            self._ends.append(len(ids))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the numbers."""
+        arrays = self._ids, self._values, self._ends
+        return sum(len(each) * each.itemsize for each in arrays)
+
+    @property
+    def num_numbers(self) -> int:
+        """How many log-probabilities there are."""
+        return len(self._values)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        begin = 0
+        for end in self._ends:
+            yield self._entry(begin, end)
+            begin = end
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs: ...
+    @overload
+    def __getitem__(self, index: slice) -> PackedLogprobs: ...
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | PackedLogprobs:
+        positions = range(len(self))[index]
+        if isinstance(positions, int):
+            return self._at(positions)
+        return PackedLogprobs(map(self._at, positions))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def _at(self, position: int) -> TokenLogprobs:
+        return self._entry(self._ends[position - 1] if position else 0, self._ends[position])
+
+    def _entry(self, begin: int, end: int) -> TokenLogprobs:
+        ids, values = self._ids[begin:end], self._values[begin:end]
+        return TokenLogprobs(ids[0], values[0], tuple(zip(ids[1:], values[1:], strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

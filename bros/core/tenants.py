@@ -428,6 +428,14 @@ class TenantAccounts:
         check_limit(self.together, hold.resource, 0, amount, holder=ALL_TENANTS)
         self.check(hold.tenant, hold.resource, amount - hold.amount, beside)
 
+    def grow(self, hold: QuotaHold, amount: int) -> None:
+        """A hold has this amount from now on. If its tenant has no other one of the resource, it
+        may exceed the limits. Raises what `check` raises; then it stays as it is."""
+        more = amount - hold.amount
+        if more > 0 and self._used[hold.tenant, hold.resource] > hold.amount:
+            self.check(hold.tenant, hold.resource, more)
+        hold.resize(amount)
+
     def spend(self, tenant: str, cpu_s: float) -> None:
         """Work of the tenant off the event loop has used so much CPU time."""
         now = self._clock.now()

@@ -19,7 +19,12 @@ from functools import partial
 from typing import Protocol, Self
 
 from bros.core.clock import Clock
-from bros.core.errors import EngineDeadError, InvalidRequestError, PromptTooLongError
+from bros.core.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    PromptTooLongError,
+    TenantLimitError,
+)
 from bros.core.interfaces import EngineClient, RequestStream
 from bros.core.request import (
     NO_HINTS,
@@ -28,6 +33,7 @@ from bros.core.request import (
     Hints,
     IdGenerator,
     Output,
+    PackedLogprobs,
     PromptLogprobs,
     RequestOutput,
     SamplingParams,
@@ -71,7 +77,7 @@ class TextDelta:
     index: int
     text: str
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     num_output_tokens: int = 0
@@ -294,6 +300,7 @@ class TextGenerator:
             parsing,
             self._forwarder,
             held,
+            HeldOutput(self._accounts, tenant),
             partial(self._accounts.count_tokens, tenant),
             opened,
         )
@@ -359,6 +366,32 @@ _TOKENS_PER_REQUEST = 3_000
 """As how many tokens a request counts besides its prompt."""
 
 
+FREE_OUTPUT_BYTES = 2**16
+"""Log-probabilities of a call that do not count, as replies of this size do not."""
+
+
+class HeldOutput:
+    """Counts the log-probabilities of a call that its tenant has the server hold."""
+
+    def __init__(self, accounts: TenantAccounts, tenant: str) -> None:
+        self._accounts = accounts
+        self._held = accounts.count(tenant, Resource.OUTPUT_BYTES, 0)
+        self._num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        """So many bytes more are held, or fewer. Raises TenantLimitError if the tenant, or all
+        together, hold too much besides."""
+        total = self._num_bytes + num_bytes
+        counted = total if total > FREE_OUTPUT_BYTES else 0
+        if counted != self._held.amount:
+            self._accounts.grow(self._held, counted)
+        self._num_bytes = total
+
+    def release(self) -> None:
+        """May be called repeatedly; what is added later does not count."""
+        self._held.release()
+
+
 class Generation:
     """The deltas of all choices of a TextGenerator.start, in the order in which slots are filled.
 
@@ -369,6 +402,7 @@ class Generation:
 
     sink: where choices forward their output to; None: they report filled slots to `on_filled`.
     is_parsed: whether answers have parts.
+    output: counts log-probabilities that wait for the reader; it may count what it keeps of them.
     """
 
     def __init__(
@@ -381,12 +415,14 @@ class Generation:
         parsing: AnswerParsing,
         forwarder: _OutputForwarder,
         held: QuotaHolds,
+        output: HeldOutput,
         count_tokens: Callable[[int], None],
         opened: Callable[[int], None] | None,
     ) -> None:
         """Made by TextGenerator.start.
 
         held: what the requests count as until all have ended.
+        output: counts the output that is held for the reader, and by it.
         count_tokens: called with the number of output tokens, once they have ended.
         opened: called with how many more of them are open, or fewer; None: nothing counts them.
         """
@@ -400,6 +436,7 @@ class Generation:
         self._service_classes = tuple(stream.service_class for stream in streams)
         self._unread = len(requests)
         self._held = held
+        self.output = output
         self._count_tokens = count_tokens
         self._counted_tokens = 0
         self._opened = opened
@@ -502,6 +539,7 @@ class Generation:
         and from a cancelled task: the clean-up then completes in the background."""
         if self._closing is None:
             self._held.release()
+            self.output.release()
             self._count_output()
             if self._opened is not None:
                 self._opened(-self._unread)
@@ -524,8 +562,9 @@ class Generation:
             self._filled.append(choice)
             self.wake()
 
-    def on_stop_string(self, choice: _Choice) -> None:
-        """Abort the request of a choice that a stop string ended: the engine only knows tokens."""
+    def on_end(self, choice: _Choice) -> None:
+        """Abort the request of a choice that has ended here, by a stop string or without room for
+        its output: the engine knows nothing of that."""
         self._aborts.append(asyncio.ensure_future(self._engine.abort(choice.request_id)))
 
     def on_failure(self, error: Exception) -> None:
@@ -618,6 +657,10 @@ def _joined(deltas: Sequence[TextDelta]) -> ChoiceResult:
     )
 
 
+_NO_LOGPROBS = PackedLogprobs()
+"""Of slots without any; nothing is added to it."""
+
+
 class _Choice:
     """One request: turns its outputs into text as they arrive, and holds it in a slot.
 
@@ -663,7 +706,7 @@ class _Choice:
         self._is_plain = self._matcher is None and self._parser is None
         self._texts: list[str] = []
         self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
+        self._logprobs = _NO_LOGPROBS
         self._prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
     def put(self, item: Output | EngineDeadError) -> None:
@@ -682,6 +725,9 @@ class _Choice:
             else:
                 texts.append(self._full_output(expanded(item)))
         except Exception as error:  # raised in the reader, not in the engine's client
+            if isinstance(error, TenantLimitError):  # it may be long until the reader takes it
+                self.finished = True
+                generation.on_end(self)
             generation.on_failure(error)
             return
         if len(texts) > 1:
@@ -707,7 +753,7 @@ class _Choice:
             index=self.index,
             text="".join(self._texts),
             token_ids=tuple(self._token_ids),
-            logprobs=tuple(self._logprobs),
+            logprobs=self._logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             num_output_tokens=self.num_output_tokens,
@@ -718,7 +764,9 @@ class _Choice:
             reasoning_tokens=self.reasoning_tokens,
             prompt_logprobs=self._prompt_logprobs,
         )
-        self._texts, self._token_ids, self._logprobs, self._parts = [], [], [], []
+        if self._logprobs and self._generation is not None:
+            self._generation.output.add(-self._logprobs.num_bytes)
+        self._texts, self._token_ids, self._logprobs, self._parts = [], [], _NO_LOGPROBS, []
         self._prompt_logprobs = ()
         return delta
 
@@ -758,13 +806,14 @@ class _Choice:
                 text += tail
         self.num_output_tokens += count
         self._token_ids += token_ids[:count]
-        self._logprobs += output.logprobs[:count]
+        if output.logprobs:
+            self._hold(output.logprobs[:count])
         if output.prompt_logprobs:
             self._prompt_logprobs += output.prompt_logprobs
         if stop is not None:
             if reason is None:
                 assert self._generation is not None, "put checks it"
-                self._generation.on_stop_string(self)
+                self._generation.on_end(self)
             self.finish_reason, self.stop_reason = FinishReason.STOP, stop
         else:
             self.finish_reason = reason
@@ -774,6 +823,15 @@ class _Choice:
             self.error, self.retry_after_s = output.error, output.retry_after_s
         self.finished = self.finish_reason is not None
         return text if self._parser is None else self._parse(text, count, self._parser)
+
+    def _hold(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Add log-probabilities to the slot. Raises TenantLimitError."""
+        assert self._generation is not None, "put checks it"
+        packed = self._logprobs or PackedLogprobs()
+        before = packed.num_bytes
+        packed.extend(logprobs)
+        self._logprobs = packed
+        self._generation.output.add(packed.num_bytes - before)
 
     def _parse(self, text: str, num_tokens: int, parser: AnswerParser) -> str:
         """Add the parts of a text to the slot; returns their text."""

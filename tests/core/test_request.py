@@ -13,8 +13,10 @@ from bros.core.request import (
     MAX_SEED,
     EngineRequest,
     FinishReason,
+    PackedLogprobs,
     SamplingParams,
     ServiceClass,
+    TokenLogprobs,
 )
 
 INT32 = 2**31 - 1
@@ -177,3 +179,30 @@ def test_no_cache_salt_reaches_another_tenant(tenant: str, other: str) -> None:
 
 def test_the_user_is_no_border() -> None:
     assert salt_of("t", "s", user="u") == salt_of("t", "s", user="v")
+
+
+LOGPROBS = st.floats(max_value=0.0, allow_nan=False)
+TOKENS = st.integers(0, INT32)
+POSITIONS = st.lists(
+    st.builds(TokenLogprobs, TOKENS, LOGPROBS, st.lists(st.tuples(TOKENS, LOGPROBS)).map(tuple))
+)
+
+
+@given(POSITIONS, st.slices(10))
+def test_packed_log_probabilities_are_the_same_ones(
+    entries: list[TokenLogprobs], part: slice
+) -> None:
+    packed = PackedLogprobs(entries[:2])
+    packed.extend(entries[2:])
+    assert list(packed) == [packed[i] for i in range(len(packed))] == entries
+    assert packed == entries
+    assert packed[part] == entries[part]
+    assert packed[:-1] == entries[:-1]
+    assert packed.num_numbers == sum(1 + len(entry.top) for entry in entries)
+
+
+def test_packed_log_probabilities_take_little_memory() -> None:
+    """As objects they take 2.5 KB for each token."""
+    entry = TokenLogprobs(5, -0.25, tuple((i, -1.5) for i in range(20)))
+    packed = PackedLogprobs([entry] * 1000)
+    assert packed.num_bytes == 1000 * 256

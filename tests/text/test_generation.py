@@ -857,6 +857,32 @@ async def test_many_rich_outputs_of_one_turn_are_forwarded_in_several() -> None:
     await reading
 
 
+async def test_log_probabilities_that_wait_count_and_end_a_call_without_room() -> None:
+    engine, accounts = ScriptedEngine(), TenantAccounts({"ann": TenantLimits(output_bytes=100_000)})
+    ids = IdGenerator(random.Random(0))
+    starts = TextGenerator(engine, TOKENIZER, ManualClock(), ids, accounts=accounts)
+    calls = [
+        await starts.start([PROMPT], SamplingParams(logprobs=0), request_id=name, tenant="ann")
+        for name in ("a", "b")
+    ]
+    for _ in range(9):
+        engine.say("x" * 1_000, to="a", logprobs=True)
+    assert accounts.used("ann", Resource.OUTPUT_BYTES) == 9 * 16_000, "it may be the only one"
+    for _ in range(9):
+        engine.say("x" * 1_000, to="b", logprobs=True)
+    assert accounts.used("ann", Resource.OUTPUT_BYTES) == 9 * 16_000
+    delta = await anext(calls[1])
+    assert len(delta.logprobs) == 5_000, "nothing comes after it"
+    with pytest.raises(TenantLimitError, match="max_output_bytes"):
+        await anext(calls[1])
+    assert engine.aborted == ["b"]
+    await anext(calls[0])
+    assert accounts.used("ann", Resource.OUTPUT_BYTES) == 0
+    engine.say("x" * 9_000, to="a", logprobs=True)
+    await calls[0].aclose()
+    assert accounts.used("ann", Resource.OUTPUT_BYTES) == 0
+
+
 async def test_copies_of_a_long_prompt_are_submitted_in_several_turns() -> None:
     submitted: Counter[int] = Counter()
     async with Turns() as turns:

@@ -15,7 +15,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from bros.core.errors import BrosError, EngineDeadError, OverloadedError
-from bros.core.request import FinishReason, PromptLogprobs, ServiceClass, TokenLogprobs
+from bros.core.request import (
+    FinishReason,
+    PackedLogprobs,
+    PromptLogprobs,
+    ServiceClass,
+    TokenLogprobs,
+)
 from bros.server.errors import ApiError, GenerationFailedError, describe
 from bros.server.http import CancelOnDisconnect, ChunkedBody
 from bros.server.openai.prompt_logprobs import (
@@ -45,7 +51,7 @@ from bros.text.answers import (
     ReasoningPart,
     TextPart,
 )
-from bros.text.generation import DeltaSink, Generation, TextDelta
+from bros.text.generation import DeltaSink, Generation, HeldOutput, TextDelta
 from bros.text.tokenizer import Tokenizer
 
 
@@ -82,7 +88,7 @@ class FinishedChoice:
     index: int
     text: str = ""
     answer: ParsedAnswer = field(default_factory=ParsedAnswer)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     finish_reason: str = ""
     stop_reason: str | int | None = None
@@ -104,6 +110,11 @@ class Answer:
         self.observer = observe(generation.service_classes)
         self._failure: BrosError | None = None
         self._closed = False
+
+    @property
+    def held_output(self) -> HeldOutput:
+        """Counts what is held of its log-probabilities until `aclose`."""
+        return self._generation.output
 
     def usage(self) -> Usage:
         """Tokens so far."""
@@ -157,12 +168,19 @@ class Answer:
                 choice = choices[delta.index]
                 choice.text += delta.text
                 choice.answer.add(delta.parts)
-                choice.logprobs += visible_logprobs(delta)
+                self._keep(choice, visible_logprobs(delta))
                 choice.prompt_logprobs += delta.prompt_logprobs
                 if delta.finish_reason is not None:
                     choice.finish_reason = delta.finish_reason.value
                     choice.stop_reason = delta.stop_reason
         return choices
+
+    def _keep(self, choice: FinishedChoice, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Raises TenantLimitError."""
+        if logprobs:
+            before = choice.logprobs.num_bytes
+            choice.logprobs.extend(logprobs)
+            self.held_output.add(choice.logprobs.num_bytes - before)
 
     async def aclose(self) -> None:
         """Abort unfinished choices. Continues in the background if the caller is cancelled."""
@@ -185,7 +203,7 @@ def finish_reason(reason: str, *, called: bool) -> str:
     return "tool_calls" if called and reason == FinishReason.STOP else reason
 
 
-def visible_logprobs(delta: TextDelta) -> tuple[TokenLogprobs, ...]:
+def visible_logprobs(delta: TextDelta) -> Sequence[TokenLogprobs]:
     """The logprobs of a delta without the stop token, which is not part of the text."""
     if delta.finish_reason is FinishReason.STOP and not isinstance(delta.stop_reason, str):
         return delta.logprobs[:-1]
