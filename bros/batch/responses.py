@@ -27,6 +27,7 @@ from bros.batch.files import has_id
 from bros.batch.objects import is_storable
 from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.core.tenants import NO_LIMITS, Resource, TenantLimits, check_limit
+from bros.text.json_text import WrittenJson
 
 
 class ResponseStatus(enum.StrEnum):
@@ -95,21 +96,61 @@ class StoredResponse:
     request: str | None = None
 
     @property
+    def is_body_complete(self) -> bool:
+        """Whether the response object is `body` as it is."""
+        return self.status.has_output and self.error is None
+
+    @property
     def num_bytes(self) -> int:
         """What it counts for in the limit of its tenant."""
         return sum(map(len, (self.input, self.body, self.request or ""))) + _OVERHEAD_BYTES
 
     def to_object(self) -> dict[str, Any]:
-        """The response object as it is now."""
-        found: dict[str, Any] = json.loads(self.body)
+        """The response object as it is now. Log-probabilities are WrittenJson."""
+        found = _read_body(self.body)
         found["status"] = self.status.value
         if self.error is not None:
             found["error"] = json.loads(self.error)
         return found
 
 
+_LOGPROBS = '"logprobs":['
+_ENTRIES = _LOGPROBS + '{"token":'
+_DECODER = json.JSONDecoder()
+
+
+def _read_body(body: str) -> dict[str, Any]:
+    """A response object. Log-probabilities become WrittenJson: reading them all would take ten
+    times their memory, and hold the interpreter for 10 ms per megabyte."""
+    # In JSON no string has such quotes, and the output comes before what repeats the request.
+    at = body.find('"output":[')
+    end = body.find('"usage":', at)
+    read = 0
+    kept: list[str] = []
+    found: list[WrittenJson] = []
+    while (at := body.find(_ENTRIES, at, end)) >= 0:
+        at += len(_LOGPROBS)
+        kept += [body[read:at], str(len(found))]
+        texts = WrittenJson()
+        while True:
+            _, read = _DECODER.raw_decode(body, at)
+            texts.append(body[at:read])
+            if body[read] != ",":
+                break
+            at = read + 1
+        found.append(texts)
+        at = read
+    value: dict[str, Any] = json.loads("".join(kept) + body[read:])
+    for item in value.get("output", ()):
+        for part in item.get("content", ()):
+            if part.get("logprobs"):
+                part["logprobs"] = found[part["logprobs"][0]]
+    return value
+
+
 class Turn(NamedTuple):
-    """One response of a conversation: its own input items and its output items."""
+    """One response of a conversation: its own input items and its output items, in which
+    log-probabilities are WrittenJson."""
 
     input: list[dict[str, Any]]
     output: list[dict[str, Any]]
@@ -129,7 +170,7 @@ class Claim(NamedTuple):
 
 
 def _turn(row: sa.Row[Any, Any, Any]) -> Turn:
-    return Turn(json.loads(row.input), json.loads(row.body)["output"])
+    return Turn(json.loads(row.input), _read_body(row.body)["output"])
 
 
 _STORE_ONLY = ("seq", "num_bytes", "lease_owner", "lease_epoch", "lease_until")

@@ -13,16 +13,17 @@ from pydantic_core import ErrorDetails, from_json, to_json
 from starlette.datastructures import QueryParams
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Send
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from bros.core.errors import InvalidRequestError
 from bros.core.tenants import QuotaHold, Resource, TenantAccounts
 from bros.server.errors import BodyTooLargeError, MediaTypeError, ServerStoppingError
 from bros.server.openai.schema import ModelRequest
+from bros.server.replies import PIECE_BYTES
 from bros.server.state import ServerState, StopSignal
 from bros.text.json_numbers import SHORT_TEXT, SUSPECT, wrong_number
-from bros.text.json_text import JsonParts, excess_of, parsed_bytes
+from bros.text.json_text import JsonParts, WrittenJson, excess_of, parsed_bytes
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -47,20 +48,27 @@ _PIECE_SIZE = 50_000
 millisecond or two: 0.1 s for 11 million characters with escapes."""
 
 
-def json_pieces(value: Any) -> Iterator[bytes]:
-    """A JSON value as JSON in pieces: between them other threads can run, whatever is in it."""
-    if _weight(value) <= _PIECE_SIZE:
-        yield to_json(value)
+def json_pieces(value: Any, write: Callable[[Any], bytes] = to_json) -> Iterator[bytes]:
+    """A JSON value as JSON in pieces: between them other threads can run, whatever is in it.
+
+    value: may have WrittenJson for lists. write: writes a value.
+    """
+    if isinstance(value, WrittenJson):
+        yield b"["
+        yield from _texts_in_pieces(value)
+        yield b"]"
+    elif _weight(value) <= _PIECE_SIZE:
+        yield write(value)
     elif isinstance(value, str):
         yield b'"'
         for begin in range(0, len(value), _PIECE_SIZE):
-            yield to_json(value[begin : begin + _PIECE_SIZE])[1:-1]
+            yield write(value[begin : begin + _PIECE_SIZE])[1:-1]
         yield b'"'
     elif isinstance(value, dict):
         between = b"{"
         for key, part in value.items():
-            yield between + to_json(key) + b":"
-            yield from json_pieces(part)
+            yield between + write(key) + b":"
+            yield from json_pieces(part, write)
             between = b","
         yield b"}"
     else:
@@ -68,11 +76,28 @@ def json_pieces(value: Any) -> Iterator[bytes]:
         for parts in _grouped(value):
             yield between
             if len(parts) == 1:
-                yield from json_pieces(parts[0])
+                yield from json_pieces(parts[0], write)
             else:
-                yield to_json(parts)[1:-1]
+                yield write(parts)[1:-1]
             between = b","
         yield b"]"
+
+
+def _texts_in_pieces(texts: WrittenJson) -> Iterator[bytes]:
+    between = b""
+    for group in _grouped(texts):
+        yield between + ",".join(group).encode("ascii")
+        between = b","
+
+
+def spliced(text: str, values: Mapping[str, Iterable[bytes]]) -> Iterator[bytes]:
+    """A JSON text in which fields that are null have these values; in the order of the text. Of
+    several fields of a name it is the first one."""
+    for name, value in values.items():
+        before, _, text = text.partition(f'"{name}":null')  # no string in JSON has such quotes
+        yield f'{before}"{name}":'.encode()
+        yield from value
+    yield text.encode()
 
 
 def _grouped(values: Iterable[Any]) -> Iterator[list[Any]]:
@@ -90,15 +115,23 @@ def _grouped(values: Iterable[Any]) -> Iterator[list[Any]]:
         yield group
 
 
-def _weight(value: Any) -> int:
-    """Number of characters and values in a JSON value; keys do not count."""
+def json_size(value: Any, more: int = 0) -> int:
+    """Number of characters and values in a JSON value; keys do not count. more: what any
+    WrittenJson counts for besides its characters."""
     if isinstance(value, str):
         return len(value) + 1
     if isinstance(value, dict):
-        return sum(map(_weight, value.values())) + 1
+        return sum(json_size(part, more) for part in value.values()) + 1
+    if isinstance(value, WrittenJson):
+        return sum(map(len, value)) + more + 1
     if isinstance(value, list):
-        return sum(map(_weight, value)) + 1
+        return sum(json_size(part, more) for part in value) + 1
     return 1
+
+
+def _weight(value: Any) -> int:
+    """As json_size, and too large for one piece if there is any WrittenJson in it."""
+    return json_size(value, more=_PIECE_SIZE)
 
 
 async def read_request(request: Request, model: type[R]) -> R:
@@ -402,9 +435,25 @@ async def large_response(
     has read those before, so that the server never has all of it in memory.
     size: characters and values.
     """
+    return await pieces_response(state, tenant, lambda: json_pieces(make()), size)
+
+
+async def pieces_response(
+    state: ServerState,
+    tenant: str,
+    make: Callable[[], Iterable[bytes]],
+    size: int,
+    *,
+    kept_bytes: int = 0,
+) -> Response:
+    """As `large_response`, with the pieces of JSON that `make` returns.
+
+    kept_bytes: what they are made of, which counts while they are read, see `held_output`. The
+        response raises TenantLimitError if there is no room for it.
+    """
     if size <= _INLINE_SIZE:
-        return Response(to_json(make()), media_type=_JSON)
-    chunks = _chunks(make)
+        return Response(b"".join(make()), media_type=_JSON)
+    chunks = chunked(make)
     write = partial(state.threads.write, tenant, partial(next, chunks, b""))
     first = await write()
     if len(first) < _CHUNK_BYTES:
@@ -416,13 +465,36 @@ async def large_response(
             yield chunk
             chunk = await write()
 
-    return StreamingResponse(body(), media_type=_JSON)
+    return _PiecesResponse(body(), kept_bytes)
 
 
-def _chunks(make: Callable[[], Any]) -> Iterator[bytes]:
-    """What `make` returns as JSON, in chunks of at least _CHUNK_BYTES but for the last one."""
+class _PiecesResponse(StreamingResponse):
+    """JSON that is made as it is read, of what takes `kept_bytes` until its end."""
+
+    def __init__(self, body: AsyncIterator[bytes], kept_bytes: int) -> None:
+        super().__init__(body, media_type=_JSON)
+        self._kept_bytes = kept_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with held_output(Request(scope), self._kept_bytes):
+            await super().__call__(scope, receive, send)
+
+
+def held_output(request: Request, num_bytes: int) -> QuotaHold:
+    """Counts what a reply is made of as output of its tenant, if it is much; it may be the only
+    one. Raises TenantLimitError if the tenant, or all together, have no room for it."""
+    accounts = ServerState.of(request).accounts
+    held = accounts.count(ServerState.tenant(request), Resource.OUTPUT_BYTES, 0)
+    if num_bytes > PIECE_BYTES:
+        accounts.grow(held, num_bytes)
+    return held
+
+
+def chunked(make: Callable[[], Iterable[bytes]]) -> Iterator[bytes]:
+    """The pieces in chunks of at least _CHUNK_BYTES but for the last one; `make` is called with the
+    first."""
     chunk = bytearray()
-    for piece in json_pieces(make()):
+    for piece in make():
         chunk += piece
         if len(chunk) >= _CHUNK_BYTES:
             yield bytes(chunk)

@@ -26,7 +26,7 @@ from bros.core.tenants import Beside, Resource, TenantAccounts
 from bros.router.client import RouterClient
 from bros.semantic.service.service import SessionService
 from bros.server.operations.metrics import ServerMetrics
-from bros.server.responses.running import RunningResponses
+from bros.server.responses.running import RunningResponses, WatchedResponses
 from bros.server.tenants import TENANT
 from bros.text.chat_format import ChatFormat
 from bros.text.generation import TextGenerator, choice_ids
@@ -125,6 +125,7 @@ class Jobs:
     """Files, batches and responses of a server.
 
     running: the background responses that run.
+    watched: those that clients follow.
     accounts: count the CPU time of `io`.
     threads: limits the threads of `io`.
     """
@@ -136,6 +137,7 @@ class Jobs:
     background: BackgroundRunner
     running: RunningResponses
     accounts: TenantAccounts
+    watched: WatchedResponses = field(default_factory=WatchedResponses)
     query: StoreQuery = field(default_factory=StoreQuery)
     stored_bytes: StoredBytes = field(default_factory=StoredBytes)
     threads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))

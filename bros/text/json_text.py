@@ -25,6 +25,11 @@ STRING = regex.compile(rb'"(?:[^"\\]+|\\.)*+(?:"|\\?\Z)', regex.DOTALL)
 """A JSON string; to the end of the text if it is not closed, so that each byte is read once."""
 
 
+class WrittenJson(list[str]):
+    """A list whose values are JSON texts in ASCII already, so that it can be written in pieces, any
+    number of times, in the time that copying takes."""
+
+
 class JsonParts(NamedTuple):
     """How many parts a JSON text has.
 

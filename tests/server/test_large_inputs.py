@@ -63,9 +63,9 @@ async def test_long_values_are_written_on_a_thread_and_sent_in_chunks(
 ) -> None:
     threads = set[int]()
 
-    def watched(value: Any) -> Any:
+    def watched(*given: Any) -> Any:
         threads.add(threading.get_ident())
-        return json_pieces(value)
+        return json_pieces(*given)
 
     monkeypatch.setattr(http, "json_pieces", watched)
     async with keeping(server):

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bros.server.responses.events import LiveResponse, OutputEvents, background_events
+from bros.server.responses.events import Events, LiveResponse, OutputEvents, background_events
 from support.tier import examples
 
 from .test_responses import read_events
@@ -32,12 +32,19 @@ def new_response() -> LiveResponse:
     return LiveResponse(**fields, background=True, echo=json.dumps(echo))  # type: ignore[arg-type]
 
 
-def logprobs_of(text: str) -> list[dict[str, Any]]:
+def logprobs_of(text: str) -> list[tuple[str, bytes]]:
     """One token per byte."""
     return [
-        {"token": f"{byte}", "logprob": -1.0, "bytes": [byte], "top_logprobs": []}
+        (
+            f'{{"token":"{byte}","logprob":-1.0,"bytes":[{byte}],"top_logprobs":[]}}',
+            bytes([byte]),
+        )
         for byte in text.encode()
     ]
+
+
+def sent(events: Events) -> bytes:
+    return b"".join(events.large) if events.large is not None else events.data
 
 
 def merged(events: list[dict[str, Any]]) -> list[Any]:
@@ -68,14 +75,15 @@ def test_events_read_in_pieces_are_those_read_at_once(
         if data.draw(st.booleans()):
             so_far = dataclasses.replace(written.response, output=list(written.output()))
             found = background_events(so_far, after, runs=True)
-            numbers = [event["sequence_number"] for event in read_events(found.data.decode())]
+            found_data = sent(found).decode()
+            numbers = [event["sequence_number"] for event in read_events(found_data)]
             assert all(number > after for number in numbers) and numbers == sorted(set(numbers))
             assert found.last == (numbers[-1] if numbers else after)
             after = found.last
-            read.extend(read_events(found.data.decode()))
+            read.extend(read_events(found_data))
 
     waiting = background_events(written.response, -1, runs=False)
-    read += read_events(waiting.data.decode())
+    read += read_events(sent(waiting).decode())
     after = waiting.last
     written.begin()
     look()
@@ -93,7 +101,7 @@ def test_events_read_in_pieces_are_those_read_at_once(
     written.response.status = status
     rest = background_events(written.response, after, runs=True)
     whole = background_events(written.response, -1, runs=True)
-    read += read_events(rest.data.decode())
+    read += read_events(sent(rest).decode())
     assert rest.last == whole.last
-    assert merged(read) == merged(read_events(whole.data.decode()))
-    assert not background_events(written.response, whole.last, runs=True).data
+    assert merged(read) == merged(read_events(sent(whole).decode()))
+    assert not sent(background_events(written.response, whole.last, runs=True))

@@ -63,7 +63,7 @@ class MessageCall(CallAsChat):
 
     def reply(
         self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer
-    ) -> str:
+    ) -> Iterator[bytes]:
         writer = self._writer(header)
         for choice in choices:
             writer.write(
@@ -76,7 +76,7 @@ class MessageCall(CallAsChat):
                 )
             )
         writer.end(answer.usage())
-        return writer.message(answer.usage()).model_dump_json()
+        yield writer.message(answer.usage()).model_dump_json().encode()
 
     def writer(self, frame: ChunkFrame) -> MessageWriter:
         return self._writer(frame.header)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from bros.core.errors import InvalidRequestError, PromptTooLongError
 from bros.core.request import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS, SamplingParams, ServiceClass, Slo
 from bros.server.errors import renaming_fields
-from bros.server.http import offload_held, validate
+from bros.server.http import json_pieces, offload_held, spliced, validate
 from bros.server.openai.prompt_logprobs import Echo, PromptLogprobsWriter, check_size
 from bros.server.openai.schema import (
     AllowedToolsChoice,
@@ -20,7 +20,6 @@ from bros.server.openai.schema import (
     ChatChoice,
     ChatCompletion,
     ChatCompletionRequest,
-    ChatLogprobs,
     ChatMessage,
     ChatToolCall,
     Completion,
@@ -28,7 +27,6 @@ from bros.server.openai.schema import (
     CompletionRequest,
     FunctionCall,
     GenerationRequest,
-    PromptLogprobList,
     ReasoningEffort,
     ServiceFields,
     SloFields,
@@ -39,12 +37,12 @@ from bros.server.openai.schema import (
 from bros.server.openai.stream import (
     Answer,
     ChatChunkWriter,
+    ChatLogprobsWriter,
     ChunkFrame,
     CompletionChunkWriter,
     CompletionLogprobsWriter,
     DeltaWriter,
     FinishedChoice,
-    chat_logprobs,
     choices_json,
     finish_reason,
 )
@@ -553,8 +551,9 @@ class Call(Protocol):
 
     def reply(
         self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer
-    ) -> str:
-        """The complete response, as JSON."""
+    ) -> Iterable[bytes]:
+        """The complete response, as pieces of JSON. They are made on a thread, between two of them
+        others can run."""
         ...
 
     def writer(self, frame: ChunkFrame) -> DeltaWriter: ...
@@ -644,14 +643,12 @@ class ChatCall:
 
     def reply(
         self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer
-    ) -> str:
-        reply = ChatCompletion(
-            **header,
-            choices=[],
-            usage=answer.usage(),
-            prompt_logprobs=prompt_logprobs(self._state.tokenizer, self.body, choices[0]),
+    ) -> Iterator[bytes]:
+        return choices_json(
+            ChatCompletion(**header, choices=[], usage=answer.usage()),
+            map(self._choice, choices),
+            prompt_logprobs(self._state.tokenizer, self.body, choices[0]),
         )
-        return choices_json(reply, map(self._choice, choices))
 
     def writer(self, frame: ChunkFrame) -> ChatChunkWriter:
         return ChatChunkWriter(
@@ -672,16 +669,14 @@ class ChatCall:
     def num_chars(self) -> int:
         return len(self.prompt_text())
 
-    def _choice(self, choice: FinishedChoice) -> ChatChoice:
-        logprobs = None
-        if self.sampling.logprobs is not None:
-            logprobs = ChatLogprobs(content=chat_logprobs(self._state.tokenizer, choice.logprobs))
+    def _choice(self, choice: FinishedChoice) -> Iterator[bytes]:
+        """As JSON."""
         calls = [
             ChatToolCall(id=self.new_call_id(), function=FunctionCall(**asdict(call)))
             for call in choice.answer.calls
         ]
         reasoning = choice.answer.reasoning or None
-        return ChatChoice(
+        text = ChatChoice(
             index=choice.index,
             message=AssistantMessage(
                 content=(choice.text or None) if calls else choice.text,
@@ -689,10 +684,20 @@ class ChatCall:
                 reasoning_content=reasoning,
                 reasoning=reasoning,
             ),
-            logprobs=logprobs,
+            logprobs=None,
             finish_reason=finish_reason(choice.finish_reason, called=bool(calls)),
             stop_reason=choice.stop_reason,
-        )
+        ).model_dump_json()
+        wanted = self.sampling.logprobs is not None
+        return spliced(text, {"logprobs": self._logprobs(choice)} if wanted else {})
+
+    def _logprobs(self, choice: FinishedChoice) -> Iterator[bytes]:
+        writer = ChatLogprobsWriter(self._state.tokenizer)
+        between = b'{"content":['
+        for entry in choice.logprobs:
+            yield between + writer.write([entry])[0].encode("ascii")
+            between = b","
+        yield b'],"refusal":null}' if choice.logprobs else b'{"content":[],"refusal":null}'
 
 
 class CallAsChat:
@@ -793,7 +798,7 @@ class CompletionCall:
 
     def reply(
         self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer
-    ) -> str:
+    ) -> Iterator[bytes]:
         echoes = self._echoes()
         written = (self._choice(choice, echoes.get(choice.index)) for choice in choices)
         return choices_json(Completion(**header, choices=[], usage=answer.usage()), written)
@@ -846,29 +851,33 @@ class CompletionCall:
         n = self.sampling.n
         return {i: echoes[i // n] for i in range(len(echoes) * n)}
 
-    def _choice(self, choice: FinishedChoice, echo: Echo | None) -> CompletionChoice:
-        tokenizer, logprobs = self._state.tokenizer, None
-        if self.sampling.logprobs is not None:
-            writer = CompletionLogprobsWriter(tokenizer, self.sampling.logprobs, echo)
-            logprobs = writer.write(choice.logprobs, choice.prompt_logprobs)
-        return CompletionChoice(
+    def _choice(self, choice: FinishedChoice, echo: Echo | None) -> Iterator[bytes]:
+        """As JSON."""
+        tokenizer = self._state.tokenizer
+        text = CompletionChoice(
             index=choice.index,
             text=choice.text if echo is None else echo.text + choice.text,
-            logprobs=logprobs,
+            logprobs=None,
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
-            prompt_logprobs=prompt_logprobs(tokenizer, self.body, choice),
-        )
+        ).model_dump_json()
+        values: dict[str, Iterable[bytes]] = {}
+        if self.sampling.logprobs is not None:
+            writer = CompletionLogprobsWriter(tokenizer, self.sampling.logprobs, echo)
+            lists = writer.write(choice.logprobs, choice.prompt_logprobs)
+            values["logprobs"] = json_pieces(dict(lists))
+        return spliced(text, values | prompt_logprobs(tokenizer, self.body, choice))
 
 
 def prompt_logprobs(
     tokenizer: Tokenizer, body: GenerationRequest, choice: FinishedChoice
-) -> PromptLogprobList | None:
-    """vLLM's `prompt_logprobs` of a response; None if they were not asked for."""
+) -> dict[str, Iterable[bytes]]:
+    """vLLM's `prompt_logprobs` of a response, as JSON; none if they were not asked for."""
     top = body.prompt_logprobs
     if top is None:
-        return None
-    return PromptLogprobsWriter(tokenizer, top).write(choice.prompt_logprobs)
+        return {}
+    writer = PromptLogprobsWriter(tokenizer, top)
+    return {"prompt_logprobs": writer.json(choice.prompt_logprobs)}
 
 
 CALLS: Mapping[str, Callable[[ServerState, Mapping[str, Any]], Call]] = {

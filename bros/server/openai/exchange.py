@@ -16,15 +16,21 @@ from bros.core.request import NO_HINTS, Hints, ServiceClass, Slo
 from bros.core.tenants import QuotaHold
 from bros.semantic.service.runner import PlainCall
 from bros.server.errors import renaming_fields
-from bros.server.http import CancelOnDisconnect, count_kept, offload_reply, read_held
+from bros.server.http import (
+    CancelOnDisconnect,
+    count_kept,
+    offload_reply,
+    pieces_response,
+    read_held,
+)
 from bros.server.openai.calls import CALLS, Call, Tier, response_tier, slo_of, tier_of
 from bros.server.openai.prompt_logprobs import NUMBER_CHARS, num_numbers
 from bros.server.openai.stream import (
     Answer,
     AnswerStream,
     ChunkFrame,
+    FinishedChoice,
     Observer,
-    logprob_numbers,
 )
 from bros.server.sessions.joining import SESSION_HEADERS, SessionObserver, join, metadata_of
 from bros.server.state import ServerState
@@ -125,20 +131,37 @@ class Exchange:
 
     async def complete(self) -> str:
         """Wait for all choices; returns the response as JSON. Raises what Answer.collect raises."""
-        choices = await self.answer.collect()
-        await self.answer.aclose()
+        choices, size = await self._collected()
 
         def render() -> str:
-            return self._call.reply(self.header, choices, self.answer)
+            pieces = self._call.reply(self.header, choices, self.answer)
+            return b"".join(pieces).decode()
 
-        size = sum(
-            self._call.echo_chars()
-            + len(choice.text)
-            + NUMBER_CHARS
-            * (logprob_numbers(choice.logprobs) + num_numbers(choice.prompt_logprobs))
-            for choice in choices
-        )
         return await offload_reply(self._state, self._tenant, render, size)
+
+    async def respond(self) -> Response:
+        """Wait for all choices; returns the response. Raises what Answer.collect raises."""
+        choices, size = await self._collected()
+        return await pieces_response(
+            self._state,
+            self._tenant,
+            lambda: self._call.reply(self.header, choices, self.answer),
+            size,
+            kept_bytes=sum(choice.logprobs.num_bytes for choice in choices),
+        )
+
+    async def _collected(self) -> tuple[list[FinishedChoice], int]:
+        """All choices, once they have ended, and how long writing them takes, in characters."""
+        choices = await self.answer.collect()
+        await self.answer.aclose()
+        numbers = sum(
+            choice.logprobs.num_numbers + num_numbers(choice.prompt_logprobs) for choice in choices
+        )
+        texts = sum(self._call.echo_chars() + len(choice.text) for choice in choices)
+        return choices, texts + NUMBER_CHARS * numbers
+
+    async def _offload(self, work: Callable[[], bytes], size: int) -> bytes:
+        return await offload_reply(self._state, self._tenant, work, size)
 
     async def aclose(self) -> None:
         """Abort unfinished requests."""
@@ -164,8 +187,8 @@ class Exchange:
         call, options = self._call, self._call.body.stream_options
         include_usage = bool(options and options.include_usage)
         frame = ChunkFrame(call.chunk_kind, self.header, include_usage=include_usage)
-        writer, offloaded = call.writer(frame), partial(offload_reply, self._state, self._tenant)
-        return AnswerStream(self.answer, writer, self._state.stopping, offloaded, call.echo_chars())
+        writer, stopping = call.writer(frame), self._state.stopping
+        return AnswerStream(self.answer, writer, stopping, self._offload, call.echo_chars())
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -239,8 +262,7 @@ async def _run(request: Request, state: ServerState, exchange: Exchange, call: C
             await exchange.start()
             if call.body.stream:
                 return exchange.stream()
-            reply = await exchange.complete()
+            return await exchange.respond()
     except BaseException:
         await exchange.aclose()
         raise
-    return Response(reply, media_type="application/json")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from pydantic_core import to_json
+
 from bros.core.errors import InvalidRequestError
-from bros.core.request import PromptLogprobs
+from bros.core.request import PromptLogprobs, PromptTokenLogprobs
 from bros.server.openai.schema import PromptLogprob
 from bros.text.tokenizer import Tokenizer
 
@@ -58,17 +61,24 @@ class PromptLogprobsWriter:
         """The elements for the next tokens."""
         elements: list[dict[str, PromptLogprob] | None] = [] if self._begun else [None]
         self._begun = True
-        for piece in pieces:
-            for entry in piece:
-                ranked = enumerate(entry.top[: self._top], start=1)
-                found = {
-                    str(token): self._of(token, value, rank) for rank, (token, value) in ranked
-                }
-                name = str(entry.token_id)
-                if name not in found:
-                    found = {name: self._of(entry.token_id, entry.logprob, entry.rank), **found}
-                elements.append(found)
+        elements += map(self._element, itertools.chain.from_iterable(pieces))
         return elements
+
+    def json(self, pieces: Iterable[PromptLogprobs]) -> Iterator[bytes]:
+        """The list of a choice whose pieces these are, as JSON."""
+        yield b"[null"
+        for entry in itertools.chain.from_iterable(pieces):
+            element = self._element(entry)
+            yield b"," + to_json({name: each.model_dump() for name, each in element.items()})
+        yield b"]"
+
+    def _element(self, entry: PromptTokenLogprobs) -> dict[str, PromptLogprob]:
+        ranked = enumerate(entry.top[: self._top], start=1)
+        found = {str(token): self._of(token, value, rank) for rank, (token, value) in ranked}
+        name = str(entry.token_id)
+        if name not in found:
+            found = {name: self._of(entry.token_id, entry.logprob, entry.rank), **found}
+        return found
 
     def _of(self, token_id: int, logprob: float, rank: int) -> PromptLogprob:
         return PromptLogprob(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
 from typing import Protocol
 
 from pydantic import BaseModel
@@ -23,7 +25,7 @@ from bros.core.request import (
     TokenLogprobs,
 )
 from bros.server.errors import ApiError, GenerationFailedError, describe
-from bros.server.http import CancelOnDisconnect, ChunkedBody
+from bros.server.http import CancelOnDisconnect, ChunkedBody, chunked, json_pieces, spliced
 from bros.server.openai.prompt_logprobs import (
     LOWEST_LOGPROB,
     NUMBER_CHARS,
@@ -37,12 +39,10 @@ from bros.server.openai.schema import (
     CompletionLogprobs,
     CompletionTokensDetails,
     PromptTokensDetails,
-    TokenLogprob,
-    TopLogprob,
     Usage,
 )
 from bros.server.replies import PIECE_BYTES, send_large
-from bros.server.state import StopSignal
+from bros.server.state import ServerState, StopSignal
 from bros.text.answers import (
     AnswerPart,
     CallArguments,
@@ -213,24 +213,31 @@ def visible_logprobs(delta: TextDelta) -> Sequence[TokenLogprobs]:
 # ---- Log-probabilities in OpenAI's two formats, for chat and for text completions.
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs]) -> list[TokenLogprob]:
-    """The `content` list of chat logprobs."""
-    return [
-        TokenLogprob(
-            token=tokenizer.token_text(entry.token_id),
-            logprob=_finite(entry.logprob),
-            bytes=list(tokenizer.token_bytes(entry.token_id)),
-            top_logprobs=[
-                TopLogprob(
-                    token=tokenizer.token_text(token_id),
-                    logprob=_finite(logprob),
-                    bytes=list(tokenizer.token_bytes(token_id)),
-                )
-                for token_id, logprob in entry.top
-            ],
-        )
-        for entry in entries
-    ]
+class ChatLogprobsWriter:
+    """Writes the elements of the `content` list of chat logprobs, each as JSON in ASCII. Building
+    them as objects first takes nine times as long and holds the interpreter."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._around: dict[int, tuple[str, str]] = {}
+        """Token -> what surrounds its log-probability."""
+
+    def write(self, entries: Iterable[TokenLogprobs]) -> list[str]:
+        return [self._written(entry) for entry in entries]
+
+    def _written(self, entry: TokenLogprobs) -> str:
+        top = ",".join([f"{self._of(token_id, logprob)}}}" for token_id, logprob in entry.top])
+        return f'{self._of(entry.token_id, entry.logprob)},"top_logprobs":[{top}]}}'
+
+    def _of(self, token_id: int, logprob: float) -> str:
+        """An object, but for its end."""
+        around = self._around.get(token_id)
+        if around is None:
+            text = _quoted(self._tokenizer.token_text(token_id))
+            codes = ",".join(map(str, self._tokenizer.token_bytes(token_id)))
+            around = f'{{"token":{text},"logprob":', f',"bytes":[{codes}]'
+            self._around[token_id] = around
+        return f"{around[0]}{_finite(logprob)!r}{around[1]}"
 
 
 class CompletionLogprobsWriter:
@@ -301,7 +308,7 @@ class CompletionLogprobsWriter:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, LOWEST_LOGPROB)
+    return max(LOWEST_LOGPROB, logprob)  # of NaN, too
 
 
 # ---- Stream chunks as bytes. This runs once per token, so constant parts are built only once.
@@ -310,6 +317,12 @@ def _finite(logprob: float) -> float:
 # Non-ASCII stays escaped: some clients split lines at U+0085 and U+2028, which JSON allows.
 _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _quoted = json.encoder.encode_basestring_ascii  # the same for a string, but faster
+
+
+def ascii_json(value: object) -> bytes:
+    """As one of the pieces of `json_pieces` for events."""
+    return _to_json(value).encode("ascii")
+
 
 DONE = b"data: [DONE]\n\n"
 
@@ -432,6 +445,7 @@ class ChatChunkWriter(ChunkWriter):
     ) -> None:
         super().__init__(frame, tokenizer, prompt_top)
         self._new_id = new_id
+        self._logprobs_writer = ChatLogprobsWriter(tokenizer)
         self._callers: set[int] = set()
         """Choices with calls."""
 
@@ -488,10 +502,8 @@ class ChatChunkWriter(ChunkWriter):
         return ""
 
     def _logprobs(self, delta: TextDelta) -> str:
-        entries = chat_logprobs(self._tokenizer, visible_logprobs(delta))
-        if not entries:
-            return "null"
-        return _to_json({"content": [entry.model_dump() for entry in entries], "refusal": None})
+        entries = self._logprobs_writer.write(visible_logprobs(delta))
+        return f'{{"content":[{",".join(entries)}],"refusal":null}}' if entries else "null"
 
 
 class CompletionChunkWriter(ChunkWriter):
@@ -539,7 +551,9 @@ class CompletionChunkWriter(ChunkWriter):
             writer = CompletionLogprobsWriter(self._tokenizer, self._top, echo)
             self._writers[delta.index] = writer
         lists = writer.write(visible_logprobs(delta), delta.prompt_logprobs)
-        return _to_json(lists.model_dump()) if lists.tokens else "null"
+        if not lists.tokens:
+            return "null"
+        return b"".join(json_pieces(dict(lists), ascii_json)).decode("ascii")
 
 
 # ---- Answers as server-sent events.
@@ -586,6 +600,10 @@ class EventStream(Response, ABC):
         """The events of a failure after others have been sent."""
         return failure.to_event()
 
+    async def send_failed(self, failure: ApiError) -> None:
+        """Send the events of a failure, and the end."""
+        await self.send_events(self.failed(failure), more=False)
+
     def refused(self, failure: ApiError) -> Response:
         """The response of a failure before anything was sent."""
         return failure.to_response()
@@ -613,9 +631,16 @@ class EventStream(Response, ABC):
         if failure is None:
             await self.send_events(self.ending() + self.done, more=False)
         elif self._begun:
-            await self.send_events(self.failed(failure), more=False)
+            await self.send_failed(failure)
         else:
             await self.refused(failure)(scope, receive, send)
+
+    async def send_pieces(self, state: ServerState, tenant: str, events: Iterator[bytes]) -> None:
+        """Send large events. They are made on a thread, each chunk when the client has read those
+        before."""
+        chunks = chunked(lambda: events)
+        while chunk := await state.threads.write(tenant, partial(next, chunks, b"")):
+            await self.send_events(chunk)
 
     async def send_events(self, events: bytes, *, more: bool = True) -> None:
         """Send events, and the status line before the first ones. more: False for the last."""
@@ -639,11 +664,21 @@ class EventStream(Response, ABC):
 class _BodySink:
     """A DeltaSink that writes events to the connection."""
 
-    def __init__(self, observer: Observer, writer: DeltaWriter, body: ChunkedBody) -> None:
-        self.ready = body.ready
+    def __init__(
+        self,
+        observer: Observer,
+        writer: DeltaWriter,
+        body: ChunkedBody,
+        may_write: Callable[[], bool],
+    ) -> None:
+        """may_write: False if the writer has events that must be sent otherwise."""
+        self._may_write = may_write
         self._observer = observer
         self._writer = writer
         self._body = body
+
+    def ready(self) -> bool:
+        return self._body.ready() and self._may_write()
 
     def put_text(self, index: int, text: str, num_tokens: int) -> None:
         self._observer.on_text(index, text, num_tokens)
@@ -676,12 +711,21 @@ def logprob_numbers(entries: Sequence[TokenLogprobs]) -> int:
     return len(entries) * (1 + len(entries[0].top)) if entries else 0
 
 
-def choices_json(reply: BaseModel, choices: Iterable[BaseModel]) -> str:
-    """A reply that has no choices as JSON with these ones. Each is written by itself: between them
-    other threads can run."""
-    written = ",".join(choice.model_dump_json() for choice in choices)
+def choices_json(
+    reply: BaseModel,
+    choices: Iterable[Iterable[bytes]],
+    others: Mapping[str, Iterable[bytes]] = MappingProxyType({}),
+) -> Iterator[bytes]:
+    """A reply that has no choices as JSON with these ones, in pieces: between them other threads
+    can run. others: fields after the choices that are null in the reply."""
     before, _, after = reply.model_dump_json().partition('"choices":[]')  # no text has such quotes
-    return f'{before}"choices":[{written}]{after}'
+    yield f'{before}"choices":['.encode()
+    for number, choice in enumerate(choices):
+        if number:
+            yield b","
+        yield from choice
+    yield b"]"
+    yield from spliced(after, others)
 
 
 class AnswerStream(EventStream):
@@ -712,12 +756,18 @@ class AnswerStream(EventStream):
 
     async def send_all(self) -> None:
         answer, writer, body = self._answer, self._writer, ChunkedBody.behind(self._send_body)
-        sink = None if body is None else _BodySink(answer.observer, writer, body)
+        sink = None
+        if body is not None:
+            sink = _BodySink(answer.observer, writer, body, self.may_forward)
         while deltas := await answer.deltas():
             if events := await self._written(deltas):
                 await self.send_events(events)
             if self._begun and sink is not None:
                 await answer.forward(sink)
+
+    def may_forward(self) -> bool:
+        """False if output has to wait for the next call of `send_all`'s loop."""
+        return True
 
     async def _written(self, deltas: Sequence[TextDelta]) -> bytes:
         """Their events; those with much text or many log-probabilities are written on a thread."""

@@ -20,11 +20,11 @@ from bros.core.errors import BrosError
 from bros.core.request import IdGenerator, Slo
 from bros.server.batches.rows import RowRunner
 from bros.server.errors import describe
+from bros.server.http import offload_reply
 from bros.server.openai.calls import BEST_EFFORT
 from bros.server.openai.exchange import Exchange
-from bros.server.openai.stream import ChunkFrame
 from bros.server.responses.call import ResponseCall
-from bros.server.responses.events import failure
+from bros.server.responses.events import Events, background_events, failure
 from bros.server.responses.running import RunningResponses
 from bros.server.state import ServerState
 
@@ -42,16 +42,21 @@ class BackgroundExchange(Exchange):
 
     async def complete(self) -> str:
         call, answer = self._response_call, self.answer
-        writer = call.writer(ChunkFrame(call.chunk_kind, self.header, include_usage=False))
-        with self._running.shown(self._id, writer.so_far) as running:
+        writer = call.silent_writer(self.header)
+        writer.hold = answer.held_output.add
+
+        def events(after: int) -> Events:
+            return background_events(writer.so_far(), after, runs=True)
+
+        with self._running.shown(self._id, events) as running:
             while deltas := await answer.deltas():
                 for delta in deltas:
                     writer.write(delta)
                 running.notify()
             await answer.aclose()
             writer.close(answer.usage())
-        call.ended = writer.response
-        return writer.response.to_json()
+        response = call.ended = writer.response
+        return await offload_reply(self._state, self._tenant, response.to_json, response.size)
 
 
 class EngineResponseHandler:

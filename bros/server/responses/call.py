@@ -10,7 +10,7 @@ name the field of the response.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -106,7 +106,7 @@ class ResponseCall(CallAsChat):
     input_json: its own input items, as JSON, until the prompt is made if it is not stored later.
     request: its fields as JSON, without `input`, if it is to run in the background.
     body: the chat completion that is generated.
-    ended: the response object, once `reply` has completed it.
+    ended: the response object, once it is complete.
     """
 
     id_prefix, param, chunk_kind = "resp", "input", "response"
@@ -177,14 +177,20 @@ class ResponseCall(CallAsChat):
 
     def reply(
         self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer
-    ) -> str:
-        writer = self._writer(header)
+    ) -> Iterator[bytes]:
+        yield from self.end(header, choices, answer).pieces()
+
+    def end(
+        self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer
+    ) -> LiveResponse:
+        """The response object; `ended` from now on."""
+        writer = self.silent_writer(header)
         for choice in choices:
             writer.write(
                 TextDelta(
                     choice.index,
                     choice.text,
-                    logprobs=tuple(choice.logprobs),
+                    logprobs=choice.logprobs,
                     finish_reason=FinishReason(choice.finish_reason),
                     stop_reason=choice.stop_reason or "",  # the stop token was left out
                     parts=choice.answer.parts(),
@@ -192,15 +198,19 @@ class ResponseCall(CallAsChat):
             )
         writer.close(answer.usage())
         self.ended = writer.response
-        return self.ended.to_json()
+        return self.ended
 
     def echo_chars(self) -> int:
         return len(self._echo)
 
     def writer(self, frame: ChunkFrame) -> ResponseWriter:
-        return self._writer(frame.header)
+        return self._writer(frame.header, is_silent=False)
 
-    def _writer(self, header: Mapping[str, Any]) -> ResponseWriter:
+    def silent_writer(self, header: Mapping[str, Any]) -> ResponseWriter:
+        """One that makes no events."""
+        return self._writer(header, is_silent=True)
+
+    def _writer(self, header: Mapping[str, Any], *, is_silent: bool) -> ResponseWriter:
         response = self.response(
             header["id"],
             created_at=header["created"],
@@ -215,6 +225,7 @@ class ResponseCall(CallAsChat):
             state.clock,
             self._chat.new_call_id,
             with_logprobs=self.sampling.logprobs is not None,
+            is_silent=is_silent,
         )
 
     def response(self, response_id: str, **fields: Any) -> LiveResponse:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,9 +16,12 @@ from bros.core.tenants import Resource
 from bros.server.errors import ApiError, renaming_fields
 from bros.server.http import (
     check_query_names,
+    held_output,
+    json_pieces,
     json_response,
-    offload,
+    json_size,
     offload_reply,
+    pieces_response,
     query_choice,
     query_flag,
     query_int,
@@ -29,7 +31,7 @@ from bros.server.http import (
 from bros.server.openai.calls import BEST_EFFORT, slo_of
 from bros.server.openai.exchange import Exchange, respond, system_fingerprint
 from bros.server.openai.routes import REQUEST_HEADERS
-from bros.server.openai.stream import AnswerStream, ChunkFrame, EventStream
+from bros.server.openai.stream import AnswerStream, ChunkFrame, EventStream, Offload
 from bros.server.operations.openapi import ApiRoute, Schemas
 from bros.server.responses.call import ResponseCall
 from bros.server.responses.events import (
@@ -48,8 +50,8 @@ from bros.server.responses.schema import (
     ResponseObject,
 )
 from bros.server.sessions.joining import join, metadata_of
-from bros.server.state import Jobs, ServerState, StopSignal
-from bros.text.json_text import write_json
+from bros.server.state import Jobs, ServerState
+from bros.text.generation import TextDelta
 
 # ---- POST /v1/responses
 
@@ -120,19 +122,27 @@ class ResponseExchange(Exchange):
         self._response_call = call
         self._jobs = jobs
 
-    async def complete(self) -> str:
-        reply = await super().complete()
-        assert self._response_call.ended is not None
-        await self.keep(self._response_call.ended, reply)
-        return reply
+    async def respond(self) -> Response:
+        choices, size = await self._collected()
+        call, state, tenant = self._response_call, self._state, self._tenant
+
+        def end() -> LiveResponse:
+            return call.end(self.header, choices, self.answer)
+
+        response = await offload_reply(state, tenant, end, size)
+        choices.clear()
+        await self.keep(response)
+        size = response.size
+        return await pieces_response(state, tenant, response.pieces, size, kept_bytes=size)
 
     def stream(self) -> AnswerStream:
         call = self._response_call
         writer = call.writer(ChunkFrame(call.chunk_kind, self.header, include_usage=False))
-        return _ResponseStream(self, writer, self._state.stopping)
+        writer.hold = self.answer.held_output.add
+        return _ResponseStream(self, writer, self._state, self._tenant, self._offload)
 
-    async def keep(self, response: LiveResponse, body: str) -> None:
-        """Store a response that has ended, unless the client does not want that. body: as JSON."""
+    async def keep(self, response: LiveResponse) -> None:
+        """Store a response that has ended, unless the client does not want that."""
         if not self._keeps:
             return
         state, call, now = self._state, self._response_call, self._state.clock.unix_time()
@@ -148,7 +158,7 @@ class ResponseExchange(Exchange):
                 created_at=response.created_at,
                 expires_at=int(now + state.config.response_ttl),
                 input=call.input_json,
-                body=body,
+                body=response.to_json(),
             )
             self._jobs.responses.put(stored, state.accounts.limits(self._tenant))
 
@@ -159,23 +169,51 @@ class _ResponseStream(AnswerStream):
     done = b""
 
     def __init__(
-        self, exchange: ResponseExchange, writer: ResponseWriter, stopping: StopSignal
+        self,
+        exchange: ResponseExchange,
+        writer: ResponseWriter,
+        state: ServerState,
+        tenant: str,
+        offload: Offload,
     ) -> None:
-        super().__init__(exchange.answer, writer, stopping)
+        super().__init__(exchange.answer, writer, state.stopping, offload)
         self._exchange = exchange
         self._response_writer = writer
+        self._state = state
+        self._tenant = tenant
 
     async def send_all(self) -> None:
         await super().send_all()
         writer = self._response_writer
-        await self.send_events(writer.close(self._answer.usage()))
-        await self._exchange.keep(writer.response, writer.response.to_json())
+        await self._send_made(writer.close(self._answer.usage()))
+        await self._exchange.keep(writer.response)
+        await self.close()
+        await self._send_made(writer.last())
 
     def ending(self) -> bytes:
-        return self._response_writer.last()
+        return b""
 
-    def failed(self, failure: ApiError) -> bytes:
-        return self._response_writer.fail(failure)
+    def may_forward(self) -> bool:
+        return not self._response_writer.is_large
+
+    async def send_failed(self, failure: ApiError) -> None:
+        await self._send_made(self._response_writer.fail(failure))
+        await self.send_events(b"", more=False)
+
+    async def _written(self, deltas: Sequence[TextDelta]) -> bytes:
+        events = await super()._written(deltas)
+        if not self._response_writer.is_large:
+            return events
+        await self._send_made(events)
+        return b""
+
+    async def _send_made(self, events: bytes) -> None:
+        """Send events that the writer has returned, and what it has not returned because it is
+        large."""
+        if events:
+            await self.send_events(events)
+        if self._response_writer.is_large:
+            await self.send_pieces(self._state, self._tenant, self._response_writer.large())
 
 
 async def _begin(request: Request, call: ResponseCall) -> Response:
@@ -224,7 +262,6 @@ async def _begin(request: Request, call: ResponseCall) -> Response:
 # ---- GET /v1/responses/{id}, its cancellation, and DELETE
 
 
-_LOOK_EVERY_S = 0.25
 _NO_EVENT = b": no more events\n\n"
 
 
@@ -241,6 +278,7 @@ class BackgroundStream(EventStream):
         """after: number of the last event that the client has."""
         state = ServerState.of(request)
         super().__init__(state.stopping)
+        self._request = request
         self._state = state
         self._jobs = Jobs.of(request)
         self._tenant = state.tenant(request)
@@ -248,18 +286,21 @@ class BackgroundStream(EventStream):
         self._after = after
 
     async def send_all(self) -> None:
-        with self._state.accounts.hold(self._tenant, Resource.WAITS):
-            while True:
-                is_final, response = await self._look()
-                if is_final:
-                    break
-                running = self._jobs.running.get(self._id)
-                if running is None:
-                    await self._send_those(response, runs=False)
-                    await asyncio.sleep(_LOOK_EVERY_S)
-                else:
+        jobs, waits = self._jobs, self._state.accounts.hold(self._tenant, Resource.WAITS)
+        look, runs_here = self._look, lambda: jobs.running.get(self._id) is not None
+        with waits, jobs.watched.followed(self._tenant, self._id, look, runs_here) as watched:
+            while not (stored := await watched.stored()).status.is_final:
+                version = watched.version
+                running = jobs.running.get(self._id)
+                if running is not None:
                     await self._follow(running)
-        await self._send_those(response, runs=True)
+                elif not self._begun:
+                    response = await self._read(stored)
+                    await self._send_those(background_events(response, self._after, runs=False))
+                await watched.changed(version)
+        with held_output(self._request, len(stored.body)):
+            response = await self._read(stored)
+            await self._send_those(background_events(response, self._after, runs=True))
         if not self._begun:
             await self.send_events(_NO_EVENT)
 
@@ -269,31 +310,28 @@ class BackgroundStream(EventStream):
     async def _follow(self, running: RunningResponse) -> None:
         """Send events of the output as it comes."""
         while not running.over:
-            await self._send_those(running.so_far(), runs=True)
-            await running.changed()
+            version = running.version
+            await self._send_those(running.events(self._after))
+            await running.changed(version)
 
-    async def _look(self) -> tuple[bool, LiveResponse]:
-        """Whether the response has ended, and the response as it is stored."""
+    async def _look(self) -> StoredResponse:
+        """The response as it is stored."""
+        now = self._state.clock.unix_time()
+        return await self._jobs.io(
+            self._tenant, self._jobs.responses.get, self._tenant, self._id, now
+        )
 
-        def load() -> tuple[bool, LiveResponse]:
-            now = self._state.clock.unix_time()
-            stored = self._jobs.responses.get(self._tenant, self._id, now)
-            return stored.status.is_final, LiveResponse.of(stored.to_object())
+    async def _read(self, stored: StoredResponse) -> LiveResponse:
+        def read() -> LiveResponse:
+            return LiveResponse.of(stored.to_object())
 
-        return await self._jobs.io(self._tenant, load)
+        return await offload_reply(self._state, self._tenant, read, len(stored.body))
 
-    async def _send_those(self, response: LiveResponse, *, runs: bool) -> None:
-        """Send the events of a response that have not been sent."""
-
-        def make() -> Events:
-            return background_events(response, self._after, runs=runs)
-
-        # Few events have all of the response, which may be large.
-        is_delta = self._begun and response.status == "in_progress"
-        size = 0 if is_delta else len(response.echo)
-        events = await offload(self._state, self._tenant, make, size)
+    async def _send_those(self, events: Events) -> None:
         self._after = events.last
-        if events.data:
+        if events.large is not None:
+            await self.send_pieces(self._state, self._tenant, events.large)
+        elif events.data:
             await self.send_events(events.data)
 
 
@@ -352,13 +390,19 @@ async def _find(request: Request) -> StoredResponse:
 
 
 async def _reply(request: Request, stored: StoredResponse) -> Response:
-    state = ServerState.of(request)
+    state, size = ServerState.of(request), len(stored.body)
 
-    def write() -> str:
-        return write_json(stored.to_object())
+    def write() -> Iterator[bytes]:
+        if not stored.is_body_complete:
+            yield from json_pieces(stored.to_object())
+            return
+        for begin in range(0, size, _SLICE):
+            yield stored.body[begin : begin + _SLICE].encode("ascii")
 
-    body = await offload_reply(state, state.tenant(request), write, len(stored.body))
-    return Response(body, media_type="application/json")
+    return await pieces_response(state, state.tenant(request), write, size, kept_bytes=size)
+
+
+_SLICE = 2**16
 
 
 # ---- GET /v1/responses/{id}/input_items, POST /v1/responses/input_tokens
@@ -375,7 +419,7 @@ async def list_input_items(request: Request) -> Response:
     tenant, now = state.tenant(request), state.clock.unix_time()
     response_id = request.path_params["id"]
 
-    def load() -> str:
+    def load() -> tuple[dict[str, Any], int]:
         turns = jobs.responses.turns(tenant, response_id, now)
         items = [item for turn in turns[:-1] for item in (*turn.input, *turn.output)]
         items += turns[-1].input
@@ -390,14 +434,17 @@ async def list_input_items(request: Request) -> Response:
                 message = f"'after': there is no item {after[:100]!r}."
                 raise NotFoundError(message, param="after", code="not_found")
         page = items[begin : begin + limit]
-        return InputItemList(
-            data=page,
+        shown = InputItemList(
+            data=[],
             first_id=page[0]["id"] if page else None,
             last_id=page[-1]["id"] if page else None,
             has_more=begin + limit < len(items),
-        ).model_dump_json()
+        )
+        return {**shown.model_dump(), "data": page}, json_size(page)
 
-    return Response(await jobs.io(tenant, load), media_type="application/json")
+    value, size = await jobs.io(tenant, load)
+    make = partial(json_pieces, value)
+    return await pieces_response(state, tenant, make, size, kept_bytes=size)
 
 
 async def count_input_tokens(request: Request) -> Response:
