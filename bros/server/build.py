@@ -24,7 +24,7 @@ from bros.core.clock import SystemClock
 from bros.core.collector import Collector
 from bros.core.config import Config, EngineConfig, ServerConfig
 from bros.core.errors import ConfigError, EngineDeadError
-from bros.core.fair import FairThreads
+from bros.core.fair import FairGate, FairThreads
 from bros.core.interfaces import EngineClient, EngineInfo
 from bros.core.request import CHAT_SAMPLING, IdGenerator, ServiceClass
 from bros.core.tenants import TenantAccounts
@@ -54,7 +54,7 @@ from bros.server.replicas import (
 from bros.server.responses.background import EngineResponseHandler
 from bros.server.responses.running import RunningResponses
 from bros.server.serve import HttpServer, bind, load_tls, run
-from bros.server.state import Jobs, ServerState
+from bros.server.state import STORE_THREADS, STORE_THREADS_PER_TENANT, Jobs, ServerState
 from bros.server.tenants import Tenants, load_tenants, public_prefixes
 from bros.text.chat_format import ChatFormat
 from bros.text.generation import TextGenerator
@@ -285,7 +285,7 @@ def with_jobs(state: ServerState, store: Store) -> ServerState:
         runner=runner,
         background=BackgroundRunner(runner.context, store.responses, handler),
         running=running,
-        accounts=state.accounts,
+        threads=FairGate(STORE_THREADS, STORE_THREADS_PER_TENANT, state.accounts, name="store"),
     )
     return dataclasses.replace(state, jobs=jobs)
 

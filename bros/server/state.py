@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio
@@ -16,10 +17,10 @@ from bros.batch.files import FileStore
 from bros.batch.responses import ResponseStore
 from bros.batch.runner import BatchRunner
 from bros.batch.store import BatchStore
-from bros.core.clock import Clock, thread_cpu_s
+from bros.core.clock import Clock
 from bros.core.config import ServerConfig
 from bros.core.errors import InvalidRequestError, NotFoundError
-from bros.core.fair import CpuUse, FairMemory, FairThreads
+from bros.core.fair import FairGate, FairMemory, FairThreads
 from bros.core.interfaces import EngineClient
 from bros.core.request import Grammar, IdGenerator
 from bros.core.tenants import Beside, Resource, TenantAccounts
@@ -126,8 +127,7 @@ class Jobs:
 
     running: the background responses that run.
     watched: those that clients follow.
-    accounts: count the CPU time of `io`.
-    threads: limits the threads of `io`.
+    threads: where `io` works.
     """
 
     files: FileStore
@@ -136,11 +136,10 @@ class Jobs:
     runner: BatchRunner
     background: BackgroundRunner
     running: RunningResponses
-    accounts: TenantAccounts
+    threads: FairGate
     watched: WatchedResponses = field(default_factory=WatchedResponses)
     query: StoreQuery = field(default_factory=StoreQuery)
     stored_bytes: StoredBytes = field(default_factory=StoredBytes)
-    threads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))
 
     @classmethod
     def of(cls, request: Request) -> Jobs:
@@ -150,27 +149,20 @@ class Jobs:
         return jobs
 
     async def io(self, tenant: str, work: Callable[..., T], *args: Any) -> T:
-        """Do blocking work for a tenant on a thread. Its CPU time counts: a stored response of 4 MB
-        takes 0.1 s to parse and to write."""
-        used = CpuUse()
-
-        def measured() -> T:
-            begun_s = thread_cpu_s()
-            try:
-                return work(*args)
-            finally:
-                used.seconds = thread_cpu_s() - begun_s
-
-        try:
-            return await anyio.to_thread.run_sync(measured, limiter=self.threads)
-        finally:
-            self.accounts.spend(tenant, used.seconds)
+        """Do blocking work for a tenant on a thread, in turns with other tenants. Its CPU time
+        counts, and it waits while the tenant has none: a stored response of 4 MB takes 0.1 s to
+        parse and to write."""
+        return await self.threads.run(tenant, partial(work, *args))
 
     async def run(self) -> None:
         """Run batches and background responses until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.runner.run())
             group.create_task(self.background.run())
+
+
+STORE_THREADS, STORE_THREADS_PER_TENANT = 4, 2
+"""Threads that read and write the store for requests, and most of them for one tenant."""
 
 
 class StopSignal:

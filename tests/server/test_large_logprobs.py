@@ -27,7 +27,11 @@ from .test_responses import read_events
 TOKENS = by_tier(fast=1_000, long=4_000)
 SHORT = 100
 TOP = tuple((64 + k, -1.512345 - k) for k in range(20))
-RESPONSE: dict[str, Any] = {"input": "x", "include": ["message.output_text.logprobs"], "top_logprobs": 20}
+RESPONSE: dict[str, Any] = {
+    "input": "x",
+    "include": ["message.output_text.logprobs"],
+    "top_logprobs": 20,
+}
 CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "x"}],
     "logprobs": True,

@@ -41,7 +41,16 @@ from bros.server.batches.schema import (
     FilePurpose,
 )
 from bros.server.errors import BodyTooLargeError
-from bros.server.http import json_response, query_choice, query_int, read_object, validate
+from bros.server.http import (
+    ITEM_CHARS,
+    json_response,
+    list_pieces,
+    pieces_response,
+    query_choice,
+    query_int,
+    read_object,
+    validate,
+)
 from bros.server.openai.schema import WireModel
 from bros.server.operations.openapi import ApiRoute, Schemas
 from bros.server.state import Jobs, ServerState
@@ -412,13 +421,17 @@ async def list_files(request: Request) -> Response:
         state.clock.unix_time(),
         query.get("purpose"),
     )
-    return json_response(
-        FileList(
-            data=[FileObject.of(file) for file in files],
-            first_id=files[0].id if files else None,
-            last_id=files[-1].id if files else None,
-            has_more=has_more,
-        )
+    reply = FileList(
+        data=[],
+        first_id=files[0].id if files else None,
+        last_id=files[-1].id if files else None,
+        has_more=has_more,
+    )
+    return await pieces_response(
+        state,
+        tenant,
+        lambda: list_pieces(reply, map(FileObject.of, files)),
+        ITEM_CHARS * len(files),
     )
 
 

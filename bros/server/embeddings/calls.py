@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import base64
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 from pydantic_core import to_json
+from starlette.responses import Response
 
 from bros.core.errors import InvalidRequestError, PromptTooLongError
 from bros.core.interfaces import EmbeddingInfo
@@ -33,7 +34,7 @@ from bros.server.embeddings.schema import (
     ScoreRequest,
 )
 from bros.server.errors import GenerationFailedError
-from bros.server.http import count_kept, offload_held, offload_reply, validate
+from bros.server.http import count_kept, offload_held, offload_reply, pieces_response, validate
 from bros.server.openai.calls import Tier
 from bros.server.openai.stream import Observer
 from bros.server.state import ServerState
@@ -123,8 +124,8 @@ class PoolingCall(ABC, Generic[R]):
     @abstractmethod
     def reply(
         self, header: Mapping[str, Any], results: Sequence[PooledResult], usage: PoolingUsage
-    ) -> bytes:
-        """The response as JSON. header: id, created, model."""
+    ) -> Iterator[bytes]:
+        """The response as pieces of JSON. header: id, created, model."""
 
     def prompt_text(self) -> str:
         """The first text, for finding common prefixes."""
@@ -206,16 +207,17 @@ class EmbeddingCall(PoolingCall[EmbeddingRequest]):
 
     def reply(
         self, header: Mapping[str, Any], results: Sequence[PooledResult], usage: PoolingUsage
-    ) -> bytes:
+    ) -> Iterator[bytes]:
         """An EmbeddingList. Dumping the model would hold the interpreter for long."""
         write = _base64 if self.body.encoding_format == "base64" else _floats
         head = to_json({**header, "object": "list", "usage": usage.model_dump()})[:-1]
-        data = b",".join(
-            b'{"object":"embedding","index":%d,"embedding":%b}'
-            % (index, write(embedding_of(result.values, self._info, self.body.dimensions)))
-            for index, result in enumerate(results)
-        )
-        return b'%b,"data":[%b]}' % (head, data)
+        between = b'%b,"data":[' % head
+        for index, result in enumerate(results):
+            vector = embedding_of(result.values, self._info, self.body.dimensions)
+            item = b'{"object":"embedding","index":%d,"embedding":%b}' % (index, write(vector))
+            yield between + item
+            between = b","
+        yield b"]}"
 
 
 def _floats(vector: Vector) -> bytes:
@@ -292,9 +294,9 @@ class ScoreCall(PairCall[ScoreRequest]):
 
     def reply(
         self, header: Mapping[str, Any], results: Sequence[PooledResult], usage: PoolingUsage
-    ) -> bytes:
+    ) -> Iterator[bytes]:
         data = [Score(index=i, score=score) for i, score in enumerate(self.scores(results))]
-        return ScoreList(**header, data=data, usage=usage).model_dump_json().encode()
+        yield ScoreList(**header, data=data, usage=usage).model_dump_json().encode()
 
 
 class RerankCall(PairCall[RerankRequest]):
@@ -308,7 +310,7 @@ class RerankCall(PairCall[RerankRequest]):
 
     def reply(
         self, header: Mapping[str, Any], results: Sequence[PooledResult], usage: PoolingUsage
-    ) -> bytes:
+    ) -> Iterator[bytes]:
         body, scores = self.body, self.scores(results)
         order = np.argsort(-np.array(scores), kind="stable")[: body.top_n or None].tolist()
         shown = body.return_documents is not False
@@ -321,7 +323,7 @@ class RerankCall(PairCall[RerankRequest]):
             for index in order
         ]
         reply = RerankReply(id=header["id"], model=header["model"], results=found, usage=usage)
-        return reply.model_dump_json().encode()
+        yield reply.model_dump_json().encode()
 
 
 AnyPoolingCall = PoolingCall[Any]
@@ -366,8 +368,28 @@ class PoolingExchange:
         self.cached_tokens = 0
 
     async def complete(self) -> bytes:
-        """The response as JSON. Raises what the call's `inputs` and TextPooler.run raise, and
+        """The response as JSON. Raises what `respond` raises."""
+        results, header, size = await self._results()
+
+        def render() -> bytes:
+            return b"".join(self._call.reply(header, results, self.usage))
+
+        return await offload_reply(self._state, self._tenant, render, size)
+
+    async def respond(self) -> Response:
+        """The response. Raises what the call's `inputs` and TextPooler.run raise, and
         GenerationFailedError. If it is cancelled, the requests are aborted."""
+        results, header, size = await self._results()
+        return await pieces_response(
+            self._state,
+            self._tenant,
+            lambda: self._call.reply(header, results, self.usage),
+            size,
+            kept_bytes=sum(result.values.nbytes for result in results),
+        )
+
+    async def _results(self) -> tuple[Sequence[PooledResult], dict[str, Any], int]:
+        """The results, the header of the response, and how long writing it takes."""
         state, call, body = self._state, self._call, self._call.body
         inputs = await call.inputs(self._tenant)
         count_kept(self._held, call.num_chars())
@@ -400,11 +422,7 @@ class PoolingExchange:
             "model": state.model_name,
         }
         size = _CHARS_PER_NUMBER * sum(len(result.values) for result in results)
-
-        def render() -> bytes:
-            return call.reply(header, results, self.usage)
-
-        return await offload_reply(state, self._tenant, render, size)
+        return results, header, size
 
 
 class _MetricsObserver(PoolingObserver):

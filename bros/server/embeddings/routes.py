@@ -50,8 +50,7 @@ async def _answer(request: Request, endpoint: str) -> Response:
         held=held,
     )
     async with CancelOnDisconnect(request.receive, state.stopping):
-        reply = await exchange.complete()
-    return Response(reply, media_type="application/json")
+        return await exchange.respond()
 
 
 ROUTES = (

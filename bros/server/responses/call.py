@@ -130,7 +130,9 @@ class ResponseCall(CallAsChat):
         state.check_model(self.given.model)
         refuse_unsupported(fields, _UNSUPPORTED)
         self._check()
-        items = read_input(self.given.input, state.ids) if items is None else list(items)
+        if items is None:
+            _check_counts(self.given.input)
+            items = read_input(self.given.input, state.ids)
         with renaming_fields(_NAMES):
             self._chat = ChatCall(state, self._chat_fields(items))
         self._echo = self._echoed()
@@ -352,6 +354,22 @@ class ResponseCall(CallAsChat):
 
 _SYSTEM = ("system", "developer")
 _STARTS = (*_SYSTEM, "user")
+
+
+def _check_counts(given: object) -> None:
+    """Raises InvalidRequestError for more items or content parts than a chat may have."""
+    if not isinstance(given, list):
+        return
+    lists = (
+        item.get(name)
+        for item in given
+        if isinstance(item, dict)
+        for name in ("content", "summary", "output")
+    )
+    parts = sum(len(each) for each in lists if isinstance(each, list))
+    with renaming_fields(_NAMES):
+        check_count(len(given), "items")
+        check_count(parts, "content parts")
 
 
 def _response_format(given: TextFormat) -> dict[str, Any]:

@@ -134,7 +134,8 @@ def _session(fields: Mapping[str, Any]) -> CreateSession:
 
 async def list_sessions(request: Request) -> Response:
     """List your sessions, the oldest first."""
-    return reply(SessionList(data=_sessions_of(request).sessions(ServerState.tenant(request))))
+    found = _sessions_of(request).sessions(ServerState.tenant(request))
+    return await _respond(request, SessionList(data=found), _CHARS_PER_CALL * len(found))
 
 
 async def retrieve_session(request: Request) -> Response:
