@@ -285,7 +285,13 @@ def with_jobs(state: ServerState, store: Store) -> ServerState:
         runner=runner,
         background=BackgroundRunner(runner.context, store.responses, handler),
         running=running,
-        threads=FairGate(STORE_THREADS, STORE_THREADS_PER_TENANT, state.accounts, name="store"),
+        threads=FairGate(
+            STORE_THREADS,
+            STORE_THREADS_PER_TENANT,
+            state.accounts,
+            limited=False,
+            name="store",
+        ),
     )
     return dataclasses.replace(state, jobs=jobs)
 

@@ -150,8 +150,7 @@ class Jobs:
 
     async def io(self, tenant: str, work: Callable[..., T], *args: Any) -> T:
         """Do blocking work for a tenant on a thread, in turns with other tenants. Its CPU time
-        counts, and it waits while the tenant has none: a stored response of 4 MB takes 0.1 s to
-        parse and to write."""
+        counts; what may take long checks first whether the tenant has any."""
         return await self.threads.run(tenant, partial(work, *args))
 
     async def run(self) -> None:

@@ -97,3 +97,27 @@ async def test_a_tenant_does_not_wait_for_what_others_read_of_the_store(tmp_path
         goes_on.set()
     await asyncio.gather(*slow)
     store.close()
+
+
+async def test_conversations_are_read_within_the_cpu_time_of_their_tenant(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ann ann-key max_cpu_seconds=1\nbob bob-key")
+    store = open_store(tmp_path / "store")
+    server = Server(jobs_in=store, api_keys=str(keys))
+    statuses = {}
+    async with server.http:
+        for tenant in ("ann", "bob"):
+            headers = {"authorization": f"Bearer {tenant}-key"}
+            made = await server.http.post("/v1/responses", json={"input": "x"}, headers=headers)
+            server.accounts.spend(tenant, 20.0)
+            path = f"/v1/responses/{made.json()['id']}"
+            follows = {"input": "y", "previous_response_id": made.json()["id"]}
+            statuses[tenant] = [
+                (await server.http.get(f"{path}/input_items", headers=headers)).status_code,
+                (
+                    await server.http.post("/v1/responses", json=follows, headers=headers)
+                ).status_code,
+                (await server.http.get(path, headers=headers)).status_code,
+            ]
+    store.close()
+    assert statuses == {"ann": [429, 429, 200], "bob": [200, 200, 200]}

@@ -101,6 +101,8 @@ async def _continue(request: Request, call: ResponseCall) -> None:
     jobs, state = Jobs.of(request), ServerState.of(request)
     tenant, now = state.tenant(request), state.clock.unix_time()
 
+    state.accounts.check_cpu(tenant)  # a conversation may have 16 MB
+
     def load() -> None:
         call.continue_from(jobs.responses.conversation(tenant, previous_id, now))
 
@@ -418,6 +420,7 @@ async def list_input_items(request: Request) -> Response:
     newest_first = query_choice(query, "order", ("desc", "asc")) == "desc"
     tenant, now = state.tenant(request), state.clock.unix_time()
     response_id = request.path_params["id"]
+    state.accounts.check_cpu(tenant)  # a conversation may have 16 MB
 
     def load() -> tuple[dict[str, Any], int]:
         turns = jobs.responses.turns(tenant, response_id, now)
