@@ -146,10 +146,10 @@ async def test_a_batch_whose_results_do_not_fit_fails_with_what_it_has(store: St
     assert of_bob < most + num_rows * 300  # the error file has a short line for each other row
 
 
-async def test_lines_of_results_are_made_on_a_thread(
+async def test_long_lines_of_results_are_made_on_a_thread(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They have bodies of megabytes."""
+    monkeypatch.setattr(runner, "SHORT_BODY", 0)
     threads = set[int]()
 
     def watched(*arguments: Any) -> str:
