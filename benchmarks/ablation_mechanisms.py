@@ -195,14 +195,29 @@ def _without_turn(turn: int) -> Patch:
     """No step is the turn at `turn` of _TURN_STEPS."""
 
     def order(
-        method: Any, self: UrgentOrder, running: Any, queues: Queues, step: int, now: float
+        method: Any, self: UrgentOrder, running: Any, queues: Queues, step: int, *rest: float
     ) -> Any:
-        return method(self, running, queues, step + (step % bros._TURN_STEPS == turn), now)
+        return method(self, running, queues, step + (step % bros._TURN_STEPS == turn), *rest)
 
     return _wrapped(UrgentOrder, "order", order)
 
 
+def _without_soon(method: Any, *args: Any) -> Any:
+    *others, _ = args
+    return method(*others, -math.inf)
+
+
 URGENT = (
+    Mechanism(
+        name="rows that are due soon",
+        part="policy",
+        without="decode rows come by their deadline alone, behind prompts that fill the step",
+        patches=[_wrapped(UrgentOrder, "order", _without_soon)],
+        kept=(
+            "streams beside a flood of prompts keep the gap objective "
+            "(tests/scheduler/test_policies.py)"
+        ),
+    ),
     Mechanism(
         name="late deadlines are renewed",
         part="policy",
