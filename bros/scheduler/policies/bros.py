@@ -40,14 +40,10 @@ from bros.scheduler.state import (
 #     order     on time, preempted streams and running, by deadline; then late
 #     turns     one step in _TURN_STEPS begins with the request that has been late for longest, one
 #               with the oldest preempted stream
-#
-#     rows      decode rows that are due soon go before all of these once a first token is late, and
-#               else right behind the most urgent other candidate
-#
-# A prompt may fill a step up to its limit, and those of the next step as well. A row costs little,
-# but a stream whose row is left out of some steps stalls: beside floods of prompts for up to 0.6 s,
-# with a gap objective of 0.3 s, which it keeps now (docs/scheduling.md). While no first token is
-# late, the most urgent prompt still goes first: rows before it cost `cpu` 1.1 points of attainment.
+#     rows      those that are due soon come before all prompts while late requests wait, else right
+#               behind the most urgent prompt. Left out of full steps, streams stall for up to 0.6 s
+#               beside floods, instead of 0.3 (docs/scheduling.md); before that prompt, they cost
+#               `cpu` 1.1 points of attainment.
 #
 # Ablation: relegated, attainment -33 points if late deadlines stay, -33 if late requests do not
 # wait behind others; p99 of first tokens +12 % without turns.
