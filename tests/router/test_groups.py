@@ -102,6 +102,16 @@ def test_answers_of_others_hardly_delay_a_group() -> None:
     assert set(places(fleet, members(4, 400))) == {0, 1}
 
 
+def test_of_the_prompt_that_is_computed_only_the_rest_delays_a_group() -> None:
+    """After 0.4 s, 0.08 s are left of one that takes 0.48 s, and 0.18 s of one that has begun after
+    0.3 s."""
+    fleet = fleet_of(2)
+    fleet.route([ask("long", [8] * 400, best_effort=True)], 0.0, frozenset({1}))
+    fleet.route([ask("late", [9] * 250, best_effort=True)], 0.3, frozenset({0}))
+    found = fleet.route(members(2, 4), 0.4)
+    assert [decision.replica for decision in found] == [0, 0]
+
+
 def test_a_small_gain_is_not_worth_delaying_others() -> None:
     """Two members with 100 ms of their own and 160 ms in common: together 360 ms, else 260 ms."""
     assert len(set(places(fleet_of(2), members(2, 100)))) == 2

@@ -49,8 +49,8 @@ abort no step, so a real-time request that meets a long best-effort prefill wait
 
 TOLERANCE = 1.05
 """The router may be so much later than the best fixed placement: a split that saves less than
-three tenths of the time to compute the common prefix again is left out, because other requests may
-come meanwhile, and it does not know before which of two equal replicas a step ends first."""
+a share of the time to compute the common prefix again is left out, because other requests may come
+meanwhile, and it does not know before which of two equal replicas a step ends first."""
 
 
 @dataclass(frozen=True)
@@ -263,6 +263,31 @@ CASES = {
     "a cached prefix at a busy replica": Case(
         2, (Maps(3, own=40),), (Other(0, 800, 0), Other(0, 1000, 100)), device=FAST
     ),
+    "a cached prefix where best-effort prompts wait": Case(
+        3,
+        (Maps(4, own=20, output=5),),
+        (Other(2, 1000, 100, BE), Other(2, 200, 100), Other(2, 800, 0)),
+        DUE_LATER,
+        FAST,
+    ),
+    "answers that wait for prompts of another group": Case(
+        2,
+        (Maps(3, own=100, prefix=400), Maps(4, own=300, output=5)),
+        criteria=DUE_LATER,
+    ),
+    "one of two groups beside real-time requests": Case(
+        2,
+        (Maps(3, own=40, output=60), Maps(3, own=20)),
+        (Other(1, 1000, 20), Other(1, 1000, 100)),
+        device=FAST,
+    ),
+    "one of two groups is split, the one that is placed first": Case(
+        2,
+        (Maps(3, own=40), Maps(3, own=800, prefix=400, output=5)),
+        (Other(0, 800, 0),),
+        DUE_LATER,
+        FAST,
+    ),
 }
 
 
@@ -315,19 +340,19 @@ def random_case(rng: random.Random) -> Case:
 
 
 def test_it_is_nearly_so_for_programs_of_any_shape() -> None:
-    """1.019 on average of 60; 8 are above 1.05, and one is 1.16: groups alone on idle replicas are
-    not split where others would wait for it, and costs of two groups at once are predicted less
-    well."""
+    """1.010 on average of 1,000, and 1.18 in the worst; 37 are above 1.05: splits are left out where
+    other requests would wait for the common prefix, and best-effort prompts beside real-time answers
+    are predicted less well."""
     rng = random.Random(seed(1))
     found = [lateness(random_case(rng)) for _ in range(by_tier(fast=3, long=40))]
-    assert statistics.median(ratio for ratio, _ in found) <= TOLERANCE
+    assert statistics.mean(ratio for ratio, _ in found) <= TOLERANCE
     worst, what = max(found)
-    assert worst <= 1.25, what
+    assert worst <= 1.2, what
 
 
 def test_members_that_become_ready_one_after_another_need_not_wait_for_each_other() -> None:
     """A member is placed when it is ready. Whatever members that wait for others could gain, a
-    fixed placement has without waiting: 1.00 on average of 60, 1.32 in the worst of 100."""
+    fixed placement has without waiting: 1.02 on average of 800, 1.36 in the worst of them."""
     rng = random.Random(seed(2))
     found = []
     for _ in range(by_tier(fast=2, long=40)):
