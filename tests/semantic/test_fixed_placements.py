@@ -340,9 +340,9 @@ def random_case(rng: random.Random) -> Case:
 
 
 def test_it_is_nearly_so_for_programs_of_any_shape() -> None:
-    """1.010 on average of 1,000, and 1.18 in the worst; 37 are above 1.05: splits are left out where
-    other requests would wait for the common prefix, and best-effort prompts beside real-time answers
-    are predicted less well."""
+    """1.010 on average of 1,000, and 1.18 in the worst; 37 are above 1.05: splits are left out
+    where other requests would wait for the common prefix, and best-effort prompts beside real-time
+    answers are predicted less well."""
     rng = random.Random(seed(1))
     found = [lateness(random_case(rng)) for _ in range(by_tier(fast=3, long=40))]
     assert statistics.mean(ratio for ratio, _ in found) <= TOLERANCE
