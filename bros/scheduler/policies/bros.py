@@ -40,10 +40,6 @@ from bros.scheduler.state import (
 #     order     on time, preempted streams and running, by deadline; then late
 #     turns     one step in _TURN_STEPS begins with the request that has been late for longest, one
 #               with the oldest preempted stream
-#     rows      those that are due soon come before all prompts while late requests wait, else right
-#               behind the most urgent prompt. Left out of full steps, streams stall for up to 0.6 s
-#               beside floods, instead of 0.3 (docs/scheduling.md); before that prompt, they cost
-#               `cpu` 1.1 points of attainment.
 #
 # Ablation: relegated, attainment -33 points if late deadlines stay, -33 if late requests do not
 # wait behind others; p99 of first tokens +12 % without turns.
@@ -156,10 +152,9 @@ class UrgentOrder:
         return waiting[_start_of(_LATE, waiting) :] if self._mode == "shed" else ()
 
     def order(
-        self, running: Sequence[RequestState], queues: Queues, step: int, now: float, soon_s: float
+        self, running: Sequence[RequestState], queues: Queues, step: int, now: float
     ) -> Iterable[RequestState]:
-        """The candidates of the next step. step: number of steps so far. soon_s: until when rows
-        are due that may not be able to wait for another step.
+        """The candidates of the next step. step: number of steps so far.
 
         Sets `held_back`: the tenants whose prompts come last now.
         """
@@ -171,12 +166,12 @@ class UrgentOrder:
         parts = _Parts(running, on_time, preempted, late)
         self.held_back = self._held_back(parts, now)
         if not self.held_back:
-            return self._in_order(parts, step, soon_s)
-        first, last = (self._in_order(p, step, soon_s) for p in parts.divided(self.held_back))
-        return itertools.chain(first, last)
+            return self._in_order(parts, step)
+        first, last = parts.divided(self.held_back)
+        return itertools.chain(self._in_order(first, step), self._in_order(last, step))
 
-    def _in_order(self, parts: _Parts, step: int, soon_s: float) -> Iterable[RequestState]:
-        """All of the parts, with rows that are due soon and turns."""
+    def _in_order(self, parts: _Parts, step: int) -> Iterable[RequestState]:
+        """All of the parts, with turns."""
         running, on_time, preempted, late = parts
         first: list[RequestState] = []
         if late and step % _TURN_STEPS == 0:
@@ -184,18 +179,12 @@ class UrgentOrder:
         elif preempted and step % _TURN_STEPS == _TURN_STEPS // 2:
             first = [min(preempted, key=rank_key)]
             preempted = [state for state in preempted if state is not first[0]]
-        rows: list[RequestState] = []
-        if self._mode != "edf":
-            rows = by_deadline(s for s in running if s.remaining == 1 and s.deadline_s <= soon_s)
-            running = [s for s in running if s.remaining > 1 or s.deadline_s > soon_s]
-        order: Iterator[RequestState] = iter(by_deadline(running))
+        order: Iterable[RequestState] = by_deadline(running)
         if on_time or preempted:
             order = heapq.merge(order, on_time[: self._most], preempted, key=deadline_key)
-        if late:
-            return itertools.chain(rows, first, order, late[: self._most])
-        head = list(itertools.islice(order, 1))
-        before = bisect.bisect_left(rows, deadline_key(head[0]), key=deadline_key) if head else 0
-        return itertools.chain(rows[:before], head, rows[before:], first, order)
+        if not (first or late):
+            return order
+        return itertools.chain(first, order, late[: self._most])
 
     def _held_back(self, parts: _Parts, now: float) -> Collection[str]:
         """The tenants that are late first: none while all first tokens can be on time."""
@@ -551,9 +540,7 @@ class BrosPolicy:
         self._urgent.renew(running, queues, now)
         self._move_pressing(queues, now)
         self._allowed_rows = self._rows(len(running))
-        best_effort_s = self._best_effort_s(running, now)
-        soon_s = now + best_effort_s + self._tbar_s  # after this step and another one
-        urgent = self._urgent.order(running, queues, self._steps, now, soon_s)
+        urgent = self._urgent.order(running, queues, self._steps, now)
         best_effort = self._used.of[ServiceClass.BE]
         return Proposal(
             urgent=urgent,
@@ -565,7 +552,7 @@ class BrosPolicy:
             bounds=Bounds(
                 rows=self._allowed_rows,
                 tokens=self._settings.tokens,
-                best_effort_s=best_effort_s,
+                best_effort_s=self._best_effort_s(running, now),
                 best_effort_share=self._best_effort_share(running),
                 best_effort_credit_s=self._due_credit_s(),
                 stretch=self._pressure.stretch(now),
