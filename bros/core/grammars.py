@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from bros.core.errors import InvalidRequestError
-from bros.core.request import MAX_GRAMMAR_BYTES, Grammar
+from bros.core.request import MAX_GRAMMAR_BYTES, TOO_LONG, Grammar
 
 MAX_CHOICES = 10_000
 MAX_SCHEMA_DEPTH = 60
@@ -219,7 +219,7 @@ def _parsed(schema: Any, param: str) -> Any:
         raise InvalidRequestError(
             f"The schema in '{param}' has more than {MAX_GRAMMAR_BYTES} bytes.",
             param,
-            "string_above_max_length",
+            TOO_LONG,
         )
     try:
         return json.loads(schema, parse_int=short_int)

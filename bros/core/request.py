@@ -143,7 +143,7 @@ class Grammar:
             raise InvalidRequestError(
                 f"The text before a grammar must have at most {MAX_AFTER_CHARS} characters.",
                 param=self.param,
-                code="string_above_max_length",
+                code=TOO_LONG,
             )
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from bros.text.grammar_check import GrammarChecker
 from support.hostile_grammars import HOSTILE
-from support.loops import LONGEST_TURN_S, MeasuredLoop
+from support.loops import LONGEST_TURN_S, MeasuredLoop, check_turns
 from support.scripted_server import Server
 from support.session_server import SessionClient, keeping
 from support.tier import by_tier
@@ -294,10 +294,6 @@ ATTACKS: list[Attack] = [
 ]
 
 
-TRIES = 3
-"""A stall that the server causes comes each time; one that its host causes does not."""
-
-
 @pytest.fixture(scope="module")
 def checker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarChecker]:
     made = GrammarChecker(save_tokenizer(tmp_path_factory.mktemp("tokenizer")), 440, [1])
@@ -307,21 +303,14 @@ def checker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarChecker
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
 def test_no_turn_of_the_loop_is_long(attack: Attack, checker: GrammarChecker) -> None:
-    for _ in range(TRIES):
-        loop = MeasuredLoop()
+    async def main(loop: MeasuredLoop) -> None:
+        server = Server(grammars=checker)
+        async with server.http, keeping(server):
+            await server.chat()
+            with loop.measuring():
+                await attack(server)
 
-        async def main(loop: MeasuredLoop = loop) -> None:
-            server = Server(grammars=checker)
-            async with server.http, keeping(server):
-                await server.chat()
-                with loop.measuring():
-                    await attack(server)
-
-        with asyncio.Runner(loop_factory=lambda loop=loop: loop) as runner:
-            runner.run(main())
-        if loop.is_quick:
-            break
-    loop.check_turns()
+    check_turns(main)
 
 
 def holding_the_interpreter() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 from collections.abc import AsyncIterator, MutableMapping
 from pathlib import Path
@@ -17,11 +18,10 @@ from bros.batch.store import open_store
 from bros.core.request import EngineRequest, RequestOutput, TokenLogprobs
 from bros.core.tenants import Resource
 from support.batch_server import RowEngine, until
-from support.loops import MeasuredLoop
+from support.loops import MeasuredLoop, check_turns
 from support.scripted_server import Server
 from support.tier import by_tier
 
-from .test_input_attacks import TRIES
 from .test_responses import read_events
 
 TOKENS = by_tier(fast=1_000, long=4_000)
@@ -138,20 +138,15 @@ async def background_response(server: Server) -> None:
     ids=lambda attack: attack.__name__,
 )
 def test_no_turn_of_the_loop_is_long(attack: Any, tmp_path: Path) -> None:
-    for number in range(TRIES):
-        loop = MeasuredLoop()
+    tries = itertools.count()
 
-        async def main(loop: MeasuredLoop = loop, number: int = number) -> None:
-            async with serving(tmp_path / str(number)) as server:
-                await server.chat(max_tokens=1)
-                with loop.measuring():
-                    await attack(server)
+    async def main(loop: MeasuredLoop) -> None:
+        async with serving(tmp_path / str(next(tries))) as server:
+            await server.chat(max_tokens=1)
+            with loop.measuring():
+                await attack(server)
 
-        with asyncio.Runner(loop_factory=lambda loop=loop: loop) as runner:
-            runner.run(main())
-        if loop.is_quick:
-            break
-    loop.check_turns()
+    check_turns(main)
 
 
 async def test_replies_have_all_log_probabilities(tmp_path: Path) -> None:

@@ -10,7 +10,14 @@ from typing import Any, Protocol, TypeVar
 from starlette.datastructures import Headers
 
 from bros.core.errors import InvalidRequestError, PromptTooLongError
-from bros.core.request import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS, SamplingParams, ServiceClass, Slo
+from bros.core.request import (
+    MAX_OBJECTIVE_MS,
+    MIN_OBJECTIVE_MS,
+    TOO_LONG,
+    SamplingParams,
+    ServiceClass,
+    Slo,
+)
 from bros.server.errors import renaming_fields
 from bros.server.http import json_pieces, offload_held, spliced, validate
 from bros.server.openai.prompt_logprobs import Echo, PromptLogprobsWriter, check_size
@@ -362,7 +369,7 @@ def _check_bytes(text: str, param: str) -> None:
         raise InvalidRequestError(
             f"The text has more than {MAX_ENCODED_BYTES} bytes; send it in parts.",
             param=param,
-            code="string_above_max_length",
+            code=TOO_LONG,
         )
 
 
