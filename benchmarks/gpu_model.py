@@ -57,6 +57,7 @@ class Sizes:
 
     sharers: numbers of rows with a shared prefix.
     few_sharers: likewise, so few that their tiles are smaller.
+    mixed: decode rows, and the tokens of a chunk in the same step.
     """
 
     model: dict[str, object]
@@ -78,17 +79,19 @@ class Sizes:
     engine_steps: int
     sampled: tuple[int, ...]
     layer_rows: tuple[int, ...]
+    mixed: tuple[tuple[int, int], ...]
 
 
 REAL = Sizes(
     model=LLAMA_3_8B,
-    kv_blocks=36_864,  # 72 GiB: 128 x 4096 tokens and a reserve
+    # 44 GiB, so that the model and a peer's fit an 80-GB device; longer contexts read blocks again.
+    kv_blocks=22_528,
     host_blocks=512,
     batches=(1, 8, 32, 128, 256),
     contexts=(512, 4096),
     prompts=(512, 1024, 2048, 4096, 8192),
-    attention=(128, 4096),
-    layout=(128, 4096),
+    attention=(256, 4096),
+    layout=(64, 4096),
     prefix=6000,
     sharers=(32, 64),
     few_sharers=(4, 8, 16),
@@ -100,6 +103,7 @@ REAL = Sizes(
     engine_steps=60,
     sampled=(1, 32, 256),
     layer_rows=(1, 32, 256),
+    mixed=((8, 64), (32, 256), (32, 1024), (255, 512)),
 )
 SMALL = Sizes(
     model=TINY,
@@ -121,6 +125,7 @@ SMALL = Sizes(
     engine_steps=6,
     sampled=(1, 3),
     layer_rows=(1, 4),
+    mixed=((2, 16),),
 )
 
 
@@ -239,9 +244,17 @@ class Model:
         return StepPlan(0, tuple(chunks), shared=common)
 
     def prefill_plan(self, tokens: int) -> StepPlan:
+        return StepPlan(0, (self._prompt(0, tokens, 0),))
+
+    def mixed_plan(self, rows: int, context: int, tokens: int) -> StepPlan:
+        """One new token for each of `rows` rows, and a prompt of `tokens` tokens."""
+        decoding = self.decode_plan(rows, context)
+        return StepPlan(0, (*decoding.chunks, self._prompt(rows, tokens, rows)))
+
+    def _prompt(self, row: int, tokens: int, slot: int) -> Chunk:
         rng = random.Random(tokens)
         ids = [rng.randrange(self.spec.vocab_size) for _ in range(tokens)]
-        return StepPlan(0, (self._chunk(0, 0, ids, np.empty((0, 3), np.int32), 0),))
+        return self._chunk(row, 0, ids, np.empty((0, 3), np.int32), slot)
 
     def _chunk(
         self, row: int, start: int, ids: Sequence[int], segments: np.ndarray, slot: int

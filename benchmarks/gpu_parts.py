@@ -61,6 +61,50 @@ def prefill(bench: Bench) -> Iterator[Line]:
         yield timed_line("prefill", f"{tokens} tokens", bench.step([plan]), floor, asked=asked)
 
 
+def mixed(bench: Bench) -> Iterator[Line]:
+    """A chunk of a prompt beside decode rows: the whole step, and how long the host needs to launch
+    it, with an idle device."""
+    model = bench.model
+    context = min(model.sizes.contexts)
+    for rows, tokens in model.sizes.mixed:
+        plans = [model.mixed_plan(rows, context, tokens) for _ in range(VARIANTS)]
+        contexts, chunks = [context] * rows + [0], [1] * rows + [tokens]
+        floor = bench.ceilings.floor_s(
+            model.bytes_of(contexts, rows + tokens), model.flops_of(contexts, chunks)
+        )
+        name = f"{rows} x {context} and {tokens} tokens"
+        yield timed_line("mixed", name, bench.steps_in_a_row(plans), floor)
+        yield launching_line(bench, name, plans, asked_ms=2.0)
+    rows = max(model.sizes.batches)
+    plans = [model.decode_plan(rows, context) for _ in range(VARIANTS)]
+    yield launching_line(bench, f"{rows} x {context}", plans, asked_ms=1.0)
+
+
+def launching_line(bench: Bench, name: str, plans: list[StepPlan], asked_ms: float) -> Line:
+    """How long the host needs to launch a step, while the device has nothing to do."""
+    runner, synchronize = bench.model.runner, bench.timer.synchronize
+    launch = getattr(runner, "launch", None)
+    if launch is None:
+        return Line("mixed", f"launch of {name}", skipped="only with CUDA")
+    taken = []
+    for number in range(3 + bench.timer.repeats):
+        synchronize()
+        began = time.perf_counter()
+        launched = launch(plans[number % len(plans)])
+        taken.append(time.perf_counter() - began)
+        launched.result()
+    timing = Timing.of(taken[3:])
+    return Line(
+        "mixed",
+        f"launch of {name}",
+        measured=timing.median * 1e3,
+        share=timing.median * 1e3,
+        share_of="ms of the host",
+        asked=("<=", asked_ms),
+        spread=(timing.low * 1e3, timing.high * 1e3),
+    )
+
+
 def attention(bench: Bench) -> Iterator[Line]:
     """The attention kernel of one layer alone."""
     model = bench.model
@@ -332,11 +376,15 @@ def _slots(model: Model, count: int) -> array[int]:
 
 
 class TimedExecutor:
-    """Forwards plans to an executor and sums up the host's time in it."""
+    """Forwards plans to an executor and sums up the host's time in it.
+
+    waited_s: in results, for the device.
+    seconds: in all calls.
+    """
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self.seconds = 0.0
+        self.seconds = self.waited_s = 0.0
         if hasattr(inner, "launch"):
             self.launch = self._launch
 
@@ -361,14 +409,18 @@ class TimedStep:
         self._executor, self._running = timed, running
 
     def result(self) -> Any:
-        return self._executor._timed(self._running.result)
+        before = self._executor.seconds
+        result = self._executor._timed(self._running.result)
+        self._executor.waited_s += self._executor.seconds - before
+        return result
 
 
 def overhead(bench: Bench) -> Iterator[Line]:
     """The overhead of the engine per step, with a full batch.
 
     The time per step of a decoding engine is compared with that of the same pipelined steps
-    without an engine. Scheduling: the host's time outside the executor.
+    without an engine. Scheduling: the host's time outside the executor. Host: with launching, but
+    without waiting for the device.
     """
     model, sizes = bench.model, bench.model.sizes
     rows, prompt = sizes.engine_rows, 4 * BLOCK
@@ -382,14 +434,15 @@ def overhead(bench: Bench) -> Iterator[Line]:
     for row in range(rows):
         ids = [(31 * row + 7 * i) % model.spec.vocab_size for i in range(prompt)]
         engine.submit(EngineRequest(request_id=str(row), prompt_token_ids=ids, sampling=sampling))
-    whole, host = [], []
+    whole, host, busy = [], [], []
     while engine.has_work:
-        before, began = timed.seconds, time.perf_counter()
+        before, waited, began = timed.seconds, timed.waited_s, time.perf_counter()
         outputs = engine.step()
         seconds = time.perf_counter() - began
         if sum(len(output.token_ids) for output in outputs) == rows:
             whole.append(seconds)
             host.append(seconds - (timed.seconds - before))
+            busy.append(seconds - (timed.waited_s - waited))
     step, work = Timing.of(whole[2:] or whole), Timing.of(host[2:] or host)
     added = (step.median - bare.median) * 1e3
     yield Line(
@@ -409,3 +462,15 @@ def overhead(bench: Bench) -> Iterator[Line]:
         spread=(work.low * 1e3, work.high * 1e3),
         note="hidden behind the device's work" if ahead else "before each step",
     )
+    if ahead:
+        own = Timing.of(busy[2:] or busy)
+        yield Line(
+            "overhead",
+            f"host, {rows} rows",
+            measured=own.median * 1e3,
+            share=own.median * 1e3,
+            share_of="ms of the host",
+            asked=("<=", 1.0),
+            spread=(own.low * 1e3, own.high * 1e3),
+            note="scheduling, launching, applying results",
+        )

@@ -12,6 +12,7 @@ over the product's rate. Run nothing else on the device.
                runs), one at a time, and without CUDA graphs
     layer      the operations of a decode step, one by one
     prefill    one prompt in one step
+    mixed      a chunk of a prompt beside decode rows, and the host's time to launch such a step
     attention  the kernel alone
     layout     blocks with two owners against blocks with one
     shared     a prefix shared by all rows, read once or by each row
@@ -48,6 +49,7 @@ PARTS = {
     "decode": gpu_parts.decode,
     "layer": gpu_layer.layer,
     "prefill": gpu_parts.prefill,
+    "mixed": gpu_parts.mixed,
     "attention": gpu_parts.attention,
     "layout": gpu_parts.layout,
     "shared": gpu_parts.shared,
