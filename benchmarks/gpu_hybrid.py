@@ -19,13 +19,13 @@ nothing else on the device.
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from gpu_model import LLAMA_3_8B, TINY
 from harness import benchmark_parser, save, table_of
+from hybrid_load import WallClock
 from rich.console import Console
 
 from bros.core.clock import ManualClock, SystemClock
@@ -43,7 +43,6 @@ from bros.simulator.simulation import SimExecutor, Simulation, SimulationResult
 from bros.workload.arrivals import RT_SIZES, Arrival, BeLoad, RequestSizes, Size, generator
 from bros.workload.attainment import Summary, gaps_s
 from bros.workload.lengths import Uniform
-from hybrid_load import WallClock
 
 RT, BE = ServiceClass.RT, ServiceClass.BE
 DOCUMENTS = RequestSizes(Uniform(2048, 6144), Uniform(64, 256))

@@ -16,6 +16,7 @@ from bros.core.errors import ConfigError
 from bros.core.interfaces import EngineInfo, Executor, Grouping
 from bros.core.plan import Chunk, KvCopies, SampleSpec, SharedPrefix, StepPlan
 from bros.core.request import SamplingParams
+from bros.executor.cuda.graphs import MIXED_PADDING
 from bros.executor.models.layers import token_padding
 from bros.kernels.dispatch import compiled_digest
 from bros.scheduler.build import step_bounds
@@ -541,7 +542,7 @@ def quick_profile(
         repeats=_QUICK_REPEATS,
         time_limit_s=_QUICK_LIMIT_S,
     )
-    fitting = fit(samples, token_padding(info.device, info.kernels, info.weights))
+    fitting = fit(samples, step_padding(config, info))
     copies = _copies(executor, info, clock, _QUICK_REPEATS, _QUICK_COPIES_S)
     return _profile(QUICK, config, info, fitting, samples, copies, clock)
 
@@ -605,9 +606,20 @@ def full_profile(
     )
     fitted, held_out = samples[: len(grid)], samples[len(grid) :]
     copies = _copies(executor, info, clock, max(repeats, _COPY_REPEATS), _COPIES_S)
-    fitting = fit(fitted, token_padding(info.device, info.kernels, info.weights), held_out)
+    fitting = fit(fitted, step_padding(config, info), held_out)
     profile = _profile(MEASURED, config, info, fitting, fitted, copies, clock)
     return Measured(profile, tuple(fitted), tuple(held_out), tuple(copies))
+
+
+def step_padding(config: EngineConfig, info: EngineInfo) -> tuple[tuple[int, int], ...]:
+    """How the tokens of a step are rounded up, as CostModel.padding: by layers on a CPU, by the
+    graphs of mixed steps on a GPU."""
+    if info.device == "cpu":
+        return token_padding(info.device, info.kernels, info.weights)
+    if config.cuda_graphs == "off" or config.async_scheduling == "off":
+        return ()  # steps that may be suspended are not replayed
+    largest, tokens = MIXED_PADDING[-1][0], config.step_bounds(info.device).tokens
+    return (*MIXED_PADDING, (tokens, 1)) if tokens > largest else MIXED_PADDING
 
 
 def _profile(

@@ -39,7 +39,6 @@ from bros.executor.parallel.sharding import shards_of
 from bros.executor.runner import LaunchingRunner, ModelRunner
 from bros.executor.sampler import (
     DeviceStepSampler,
-    Draw,
     HostStepSampler,
     NoStepSampler,
     NumpySampler,
@@ -371,7 +370,7 @@ class _Loader:
         if self._device.type == "cpu":
             step_sampler = HostStepSampler(self._row_sampler())
             return ModelRunner(*parts, step_sampler, vocab_size=vocab_size)
-        device_sampler = DeviceStepSampler(self._row_sampler(), self._draw())
+        device_sampler = self._device_sampler()
         return LaunchingRunner(*parts, device_sampler, vocab_size=vocab_size, graphs=graphs)
 
     def _row_sampler(self) -> RowSampler:
@@ -383,13 +382,13 @@ class _Loader:
 
         return NativeSampler(kernels)
 
-    def _draw(self) -> Draw | None:
+    def _device_sampler(self) -> DeviceStepSampler:
         if self._kernels_name != "triton":
-            return None
+            return DeviceStepSampler(self._row_sampler())
         # Imported late: Triton is optional.
-        from bros.executor.cuda.device_sampler import draw
+        from bros.executor.cuda.device_sampler import best, draw
 
-        return draw
+        return DeviceStepSampler(self._row_sampler(), draw, best)
 
     def _graphs(
         self, decoder: Decoder, kv: KvMemory, max_model_len: int, num_blocks: int
@@ -397,7 +396,12 @@ class _Loader:
         if self._config.cuda_graphs == "off" or self._device.type != "cuda":
             return None
         sizes = GraphSizes.of(
-            self._bounds.rows, max_model_len, num_blocks, KV_BLOCK_SIZE, self._share_prefixes
+            self._bounds.rows,
+            max_model_len,
+            num_blocks,
+            KV_BLOCK_SIZE,
+            self._share_prefixes,
+            self._bounds.tokens,
         )
         return capture_or_warn(
             lambda: StepGraphs(

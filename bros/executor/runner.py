@@ -130,7 +130,7 @@ class ModelRunner:
         """
         decoder, graphs = self._decoder, self._graphs
         assert decoder is not None, "the executor is closed"
-        graph = None if graphs is None else graphs.find(inputs)
+        graph = None if graphs is None else graphs.find(inputs, whole=should_abort is None)
         if graphs is None or graph is None:
             return self._run(decoder, inputs, pending, should_abort)
         if should_abort is not None and should_abort():

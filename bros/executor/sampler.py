@@ -291,6 +291,16 @@ SampleRequest = tuple[str, SampleSpec]
 Draw = Callable[[Tensor, Sequence[SampleSpec]], Tensor]
 """The type of device_sampler.draw."""
 
+Best = Callable[[Tensor], Tensor]
+"""fp32 logits [rows, vocab] -> int32 [2, rows]: the best tokens, the first of equal ones, and the
+bits of their logits, which are NaN for rows with any NaN."""
+
+
+def best_by_torch(logits: Tensor) -> Tensor:
+    """See Best."""
+    peaks, best = logits.max(dim=1)  # the first of equal logits; the peak of a row with NaN is NaN
+    return torch.stack((best.int(), peaks.view(torch.int32)))
+
 
 class StepSampler(Protocol):
     """Samples one token per row."""
@@ -361,10 +371,13 @@ class DeviceStepSampler:
     penalties, forbidden tokens, grammars or log-probabilities; their logits come in one copy too.
     """
 
-    def __init__(self, row_sampler: RowSampler, draw: Draw | None = None) -> None:
+    def __init__(
+        self, row_sampler: RowSampler, draw: Draw | None = None, best: Best = best_by_torch
+    ) -> None:
         """draw: None if the host has to sample all rows that are not greedy."""
         self._host_sampler = HostStepSampler(row_sampler)
         self._draw = draw
+        self._best = best
 
     def __call__(
         self, logits: Tensor, requests: Sequence[SampleRequest]
@@ -377,8 +390,8 @@ class DeviceStepSampler:
         host_rows = [row for row, (_, spec) in enumerate(requests) if not self._on_device(spec)]
         tokens = result = None
         if len(host_rows) < len(requests):
-            peaks, tokens = self._sample_all(logits, requests)
-            result = copy_to_host(torch.stack((tokens, peaks.view(torch.int32))))
+            found = self._sample_all(logits, requests)
+            tokens, result = found[0], copy_to_host(found)
         host_logits = None
         if host_rows:
             every = len(host_rows) == len(requests)
@@ -393,12 +406,9 @@ class DeviceStepSampler:
             requests, host_rows, tokens, result, host_logits, done, self._host_sampler
         )
 
-    def _sample_all(
-        self, logits: Tensor, requests: Sequence[SampleRequest]
-    ) -> tuple[Tensor, Tensor]:
-        """Peaks (fp32) and tokens (int32) of all rows; the host replaces those of its own rows."""
-        peaks, best = logits.max(dim=1)  # first of equal logits; the peak of a row with NaN is NaN
-        tokens = best.int()
+    def _sample_all(self, logits: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
+        """int32 [2, rows], tokens and bits of the peaks; the host replaces tokens of its rows."""
+        found = self._best(logits)
         drawn = [
             row
             for row, (_, spec) in enumerate(requests)
@@ -407,10 +417,11 @@ class DeviceStepSampler:
         if drawn and self._draw is not None:
             specs = [requests[row][1] for row in drawn]
             if len(drawn) == len(requests):
-                return peaks, self._draw(logits, specs)
-            rows = _rows(drawn, logits)
-            tokens.index_copy_(0, rows, self._draw(logits.index_select(0, rows), specs))
-        return peaks, tokens
+                found[0] = self._draw(logits, specs)
+            else:
+                rows = _rows(drawn, logits)
+                found[0].index_copy_(0, rows, self._draw(logits.index_select(0, rows), specs))
+        return found
 
     def _on_device(self, spec: SampleSpec) -> bool:
         """Whether the device can sample this row: no change of logits, no log-probabilities."""

@@ -101,23 +101,27 @@ class HeadLayout:
 
 @dataclass(frozen=True, slots=True)
 class GraphLimits:
-    """The largest decode step that a captured CUDA graph can replay.
+    """The largest step that a captured CUDA graph can replay.
 
-    rows: rows of one token each.
+    rows: rows.
     segments: own and shared segments together.
     shared_rows: entries of SharedParts.rows; 0 if the graph does not support shared parts.
+    chunks: rows of several tokens; 0 if the graph supports rows of one token only.
+    tokens: of all rows together, if there are chunks.
     """
 
     rows: int
     segments: int
     shared_rows: int = 0
+    chunks: int = 0
+    tokens: int = 0
 
 
 class GraphBuffers(Protocol):
     """Device memory at fixed addresses, which `Kernels.prepare` fills before each replay."""
 
     def fits(self, batch: AttentionBatch) -> bool:
-        """Whether the batch has one token per row and is within the limits."""
+        """Whether the batch is within the limits."""
         ...
 
 

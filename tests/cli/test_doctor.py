@@ -314,6 +314,6 @@ def test_the_gpu_works(capsys: pytest.CaptureFixture[str]) -> None:
     status, found = doctor(capsys)
     assert (status, found["problems"]) == (0, [])
     assert [each["name"] for each in found["kernels"] if each["in_use"]] == ["triton"]
-    tried = [each["what"].split(", ")[1] for each in found["tried"][:2]]
-    assert tried == ["fp32", "bf16"]
-    assert found["tried"][2]["what"] == "KV to the host and back, cuda:0"
+    greedy, copies = (each["what"] for each in found["tried"])
+    assert greedy.startswith("greedy, fp32, triton, ")
+    assert copies == "KV to the host and back, cuda:0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -10,11 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.core.interfaces import Grouping
-from bros.core.plan import StepPlan
-from bros.executor.cuda.graphs import GraphSizes, StepGraphs, capture_or_warn, capture_sizes
+from bros.core.plan import StepPlan, StepResult
+from bros.executor.cuda.graphs import (
+    GraphSizes,
+    StepGraphs,
+    capture_or_warn,
+    capture_sizes,
+    mixed_sizes,
+)
 from bros.kernels.reference import ReferenceKernels
 from support.common_prefixes import with_shared
-from support.device_runners import BLOCK, Assembled, assemble, family_plans
+from support.device_runners import BLOCK, Assembled, assemble, family_plans, mixed_plans
 from support.tier import examples
 
 SHARING = Grouping(BLOCK, min_blocks=1)
@@ -78,6 +85,57 @@ def test_recorded_steps_equal_others(count: int, groups: bool, rng: random.Rando
     if groups:
         plans = [with_shared(plan, SHARING) for plan in plans]
     check_same(assemble(), assemble(graph_rows=12, groups=groups), plans)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "sizes"),
+    [
+        (8, 0, []),
+        (8, 1, []),
+        (8, 20, [(32, 16)]),
+        (16, 40, [(32, 16), (48, 16)]),
+        (20, 90, [(32, 16), (48, 16), (64, 16), (80, 16), (80, 64), (96, 16), (96, 64)]),
+    ],
+)
+def test_sizes_of_mixed_steps(rows: int, tokens: int, sizes: list[tuple[int, int]]) -> None:
+    assert mixed_sizes(rows, tokens) == sizes
+
+
+def test_a_mixed_step_has_little_padding() -> None:
+    sizes = sorted({tokens for tokens, _ in mixed_sizes(256, 2048)})
+    assert sizes[-1] == 1024
+    assert all(high - low <= max(16, low / 4) for low, high in itertools.pairwise(sizes))
+
+
+@settings(max_examples=examples(5))
+@given(groups=st.booleans(), rng=st.randoms(use_true_random=False))
+def test_recorded_mixed_steps_equal_others(groups: bool, rng: random.Random) -> None:
+    plans = mixed_plans(rng, 20, kv_blocks=64)
+    if groups:
+        plans = [with_shared(plan, SHARING) for plan in plans]
+    recorded = assemble(graph_rows=12, graph_tokens=100, groups=groups)
+    check_same(assemble(), recorded, plans)
+    decode_graphs = len(capture_sizes(12)) + 2 * groups
+    replayed = [
+        plan
+        for plan in plans
+        if plan.num_tokens > len(plan.chunks) and any(chunk.sample for chunk in plan.chunks)
+    ]
+    assert len(recorded.replays.counts) == decode_graphs + len(mixed_sizes(16, 100))
+    mixed = sum(recorded.replays.counts[:-decode_graphs])
+    assert mixed >= 2 * sum(plan.num_tokens <= 96 for plan in replayed)
+
+
+def test_a_mixed_step_that_may_be_suspended_is_not_replayed() -> None:
+    plans = mixed_plans(random.Random(0), 12, kv_blocks=64)
+    recorded = assemble(graph_rows=12, graph_tokens=100)
+    for plan in plans:
+        asked: list[int] = []
+        assert isinstance(
+            recorded.runner.execute(plan, lambda asked=asked: bool(asked.append(1))), StepResult
+        )
+        only_decodes = plan.num_tokens == len(plan.chunks)
+        assert only_decodes or len(asked) == recorded.runner.num_layers
 
 
 def test_steps_without_a_recording_run_without() -> None:
@@ -148,5 +206,5 @@ def test_a_recording_that_fails_is_done_without(caplog: pytest.LogCaptureFixture
     assert capture_or_warn(fail) is None
     [record] = caplog.records
     assert record.getMessage() == (
-        "Decode steps run without CUDA graphs, more slowly: operation not permitted"
+        "Steps run without CUDA graphs, more slowly: operation not permitted"
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,6 +109,16 @@ def test_a_batch_that_was_not_prepared_is_refused() -> None:
         )
 
 
+REPLAYED_CHUNKS = (
+    ([(1, 300), (40, 90)], [((0,), 30)]),
+    ([(1, 5)], []),
+    ([(20, 0), (1, 600), (1, 2), (17, 333)], [((1, 2), 100)]),
+    ([], []),
+    ([(63, 0)], []),
+    ([(1, 10)] * 4, [((0, 1, 2, 3), 130)]),
+)
+CHUNK_LIMITS = GraphLimits(rows=4, segments=300, shared_rows=6, chunks=2, tokens=63)
+
 REPLAYED = (
     ([(1, 300), (1, 0), (1, 17), (1, 600)], [((0, 1, 3), 200), ((0, 3), 40)]),
     ([(1, 5)], []),
@@ -121,18 +132,23 @@ LIMITS = GraphLimits(rows=4, segments=300, shared_rows=6)
 Rows = list[tuple[int, int]]
 
 
-def check_replays(record: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
+def check_replays(
+    record: Callable[[Callable[[], None]], Callable[[], None]],
+    replayed: Sequence[tuple[Rows, Any]] = REPLAYED,
+    limits: GraphLimits = LIMITS,
+) -> None:
     """Record the attention of one step, and replay it with the contents of others."""
     kernels, device = BACKEND.kernels(), BACKEND.device
-    cases = [make_case(list(rows), kv_heads=1, parts=parts) for rows, parts in REPLAYED]
+    cases = [make_case(list(rows), kv_heads=1, parts=parts) for rows, parts in replayed]
     layout, scale = cases[0].layout, cases[0].scale
     blocks = max(len(case.k_cache) for case in cases)
     k_cache, v_cache = torch.zeros(2, blocks, *cases[0].k_cache.shape[1:], device=device)
-    qkv = torch.zeros(LIMITS.rows, layout.qkv_size, device=device)
-    buffers = kernels.graph_buffers(LIMITS, layout, device)
+    tokens = max(limits.rows, limits.tokens)
+    qkv = torch.zeros(tokens, layout.qkv_size, device=device)
+    buffers = kernels.graph_buffers(limits, layout, device)
     assert buffers is not None
     recorded = kernels.prepare(cases[1].batch, layout, device, buffers)
-    out = torch.empty(LIMITS.rows, layout.q_size, device=device)
+    out = torch.empty(tokens, layout.q_size, device=device)
 
     def run() -> None:
         out.copy_(kernels.attention(qkv, layout, k_cache, v_cache, recorded, scale))
@@ -155,6 +171,7 @@ def check_replays(record: Callable[[Callable[[], None]], Callable[[], None]]) ->
 @needs_triton
 def test_a_recorded_step_computes_what_was_prepared_last() -> None:
     check_replays(lambda run: run)
+    check_replays(lambda run: run, REPLAYED_CHUNKS, CHUNK_LIMITS)
 
 
 @needs_triton
@@ -362,3 +379,4 @@ def test_a_cuda_graph_computes_what_was_prepared_last() -> None:
         return graph.replay
 
     check_replays(record)
+    check_replays(record, REPLAYED_CHUNKS, CHUNK_LIMITS)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.kernels.interface import GraphLimits, HeadLayout
-from bros.kernels.triton.buffers import GraphWork, ListSizes, WorkTensors
+from bros.kernels.triton.buffers import GraphWork, ListSizes, WorkTensors, shared_segments
 from bros.kernels.triton.plan import (
     LISTED,
     OWN,
@@ -159,7 +159,9 @@ def slots_of(work: WorkList) -> list[list[int]]:
 
 
 @given(
-    rows=st.lists(st.tuples(st.just(1), st.integers(0, 700)), max_size=6),
+    rows=st.lists(
+        st.tuples(st.one_of(st.just(1), st.integers(0, 90)), st.integers(0, 700)), max_size=6
+    ),
     parts=ANY_PARTS,
     rules=RULES,
     seed=st.integers(0, 1000),
@@ -168,13 +170,15 @@ def test_lists_within_the_limits_of_a_graph_fit(
     rows: list[tuple[int, int]], parts: list[tuple[list[int], int]], rules: PlanRules, seed: int
 ) -> None:
     batch = make_any_case(rows, parts, kv_heads=1, group=1, head_dim=8, seed=seed).batch
-    shared = batch.shared
-    lengths = np.zeros(0) if shared is None else np.diff(shared.segment_start.numpy())
-    readers = lengths if shared is None else np.diff(shared.row_start.numpy())
+    shared, single = batch.shared, np.array([tokens == 1 for tokens, _ in rows], np.bool_)
+    in_chunks = [tokens for tokens, _ in rows if tokens > 1]
+    one_each = all(tokens == 1 for tokens, _ in rows)
     limits = GraphLimits(
         rows=len(rows),
-        segments=int(len(batch.segments) + lengths.sum() + lengths[readers == 1].sum()),
+        segments=len(batch.segments) + (0 if shared is None else shared_segments(shared, single)),
         shared_rows=0 if shared is None else len(shared.rows),
+        chunks=0 if one_each else max(1, len(in_chunks)),
+        tokens=0 if one_each else sum(tokens for tokens, _ in rows),
     )
     capacity = ListSizes.for_limits(limits, rules)
     layout = HeadLayout(1, 1, 8)
@@ -204,10 +208,13 @@ def test_recordings_launch_few_more_programs_than_their_steps_can_use() -> None:
         ([(1, 100), (1, 0)], GraphLimits(2, 3), False),
         ([(2, 10)], GraphLimits(2, 100), False),
         ([(0, 10), (2, 0)], GraphLimits(2, 100), False),
+        ([(1, 10), (5, 20)], GraphLimits(2, 100, chunks=1, tokens=6), True),
+        ([(1, 10), (5, 20)], GraphLimits(2, 100, chunks=1, tokens=5), False),
+        ([(2, 10), (5, 20)], GraphLimits(2, 100, chunks=1, tokens=9), False),
         ([], GraphLimits(2, 100), True),
     ],
 )
-def test_only_decode_steps_within_the_limits_fit(
+def test_only_steps_within_the_limits_fit(
     rows: list[tuple[int, int]], limits: GraphLimits, fits: bool
 ) -> None:
     capacity = ListSizes(1, 1, 1, 1, 1, 1, 1)

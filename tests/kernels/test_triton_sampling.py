@@ -54,6 +54,28 @@ def on_device(logits: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
     return tokens
 
 
+@needs_triton
+@pytest.mark.parametrize("vocab", [1, 7, 4096, 9000])
+def test_the_best_tokens_are_those_of_torch(vocab: int) -> None:
+    from bros.kernels.triton.sampling import best_tokens
+
+    logits = torch.randn(12, vocab, generator=torch.Generator().manual_seed(vocab)).round(
+        decimals=1
+    )
+    logits[1, vocab // 2] = logits[1, -1] = 1e9  # the first of equal ones
+    logits[2] = float("-inf")
+    logits[3, vocab // 2] = float("inf")
+    logits[4] = 0.0
+    logits[5, -1] = float("nan")
+    tokens, bits = best_tokens(logits.to(BACKEND.device)).cpu()
+    peaks = bits.view(torch.float32)
+    expected, best = logits.max(dim=1)
+    torch.testing.assert_close(peaks, expected, rtol=0, atol=0, equal_nan=True)
+    known = ~expected.isnan()
+    assert torch.equal(tokens[known], best[known].int())
+    assert ((tokens >= 0) & (tokens < vocab)).all()
+
+
 def assert_same(logits: Tensor, specs: Sequence[SampleSpec]) -> None:
     expected = [token for token, _ in sample_on_host(logits, specs)]
     assert on_device(logits, specs) == expected

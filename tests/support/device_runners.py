@@ -94,10 +94,13 @@ class StaticBuffers:
         shared = batch.shared
         segments = len(batch.segments) + (len(shared.segments) if shared is not None else 0)
         shared_rows = len(shared.rows) if shared is not None else 0
+        several = batch.query_start.diff() > 1
         return (
             batch.num_rows <= self._limits.rows
             and segments <= self._limits.segments
             and shared_rows <= self._limits.shared_rows
+            and int(several.sum()) <= self._limits.chunks
+            and (not several.any() or batch.query_start[-1] <= self._limits.tokens)
         )
 
     def write(self, batch: AttentionBatch) -> None:
@@ -186,8 +189,8 @@ class RecordableKernels(ReferenceKernels):
             return super().attention(qkv, layout, k_cache, v_cache, batch, scale)
         real = batch.buffers.read()
         out = torch.full((len(qkv), layout.q_size), float("nan"), dtype=qkv.dtype)
-        rows = real.num_rows
-        out[:rows] = super().attention(qkv[:rows], layout, k_cache, v_cache, real, scale)
+        tokens = int(real.query_start[-1])
+        out[:tokens] = super().attention(qkv[:tokens], layout, k_cache, v_cache, real, scale)
         return out
 
 
@@ -233,14 +236,18 @@ def assemble(
     *,
     weights: str = "fp32",
     graph_rows: int | None = None,
+    graph_tokens: int = 0,
     segments: int = 2**12,
     groups: bool = False,
     kv_blocks: int = 64,
     host_blocks: int = 0,
     ranks: Ranks = SINGLE_RANK,
 ) -> Assembled:
-    """graph_rows: record steps of up to so many rows. Every runner of a spec has the same model,
-    or its part of it."""
+    """Every runner of a spec has the same model, or its part of it.
+
+    graph_rows: record decode steps of up to so many rows.
+    graph_tokens: and mixed steps of up to so many tokens.
+    """
     spec = spec or tiny_spec()
     kernels = kernels or RecordableKernels()
     target = Target(CPU, weights, packed=False)
@@ -253,7 +260,7 @@ def assemble(
     uploader = InputUploader(kernels, layout, CPU, Staging(CPU))
     graphs = None
     if graph_rows is not None:
-        sizes = GraphSizes(graph_rows, segments, segments, groups)
+        sizes = GraphSizes(graph_rows, segments, segments, groups, graph_tokens)
         graphs = StepGraphs(
             decoder, kv.layers, kernels, layout, CPU, spec.vocab_size, sizes, replays
         )
@@ -286,6 +293,29 @@ class Scripted:
     @property
     def remaining(self) -> int:
         return len(self.tokens) - self.computed
+
+
+def mixed_plans(rng: random.Random, count: int, kv_blocks: int) -> list[StepPlan]:
+    """Steps of decode rows and of chunks of prompts, of which only some sample."""
+    free = rng.sample(range(kv_blocks), kv_blocks)
+    live: list[Scripted] = []
+    plans: list[StepPlan] = []
+    while len(plans) < count:
+        length = rng.randint(2, 90)
+        if len(free) >= -(-length // BLOCK) and (not live or rng.random() < 0.5):
+            tokens = [rng.randrange(VOCAB) for _ in range(length)]
+            own = [free.pop() for _ in range(-(-length // BLOCK))]
+            live.append(Scripted(f"{len(plans)}-{len(live)}", tokens, own, 0))
+        if not live:
+            break
+        chunks = []
+        for request in rng.sample(live, rng.randint(1, len(live))):
+            size = min(request.remaining, rng.choice([1, 1, 2, 7, 40]))
+            chunks.append(request.chunk(size, GREEDY if rng.random() < 0.8 else None))
+        plans.append(StepPlan(len(plans), tuple(chunks)))
+        for request in [each for each in live if not each.remaining]:
+            live.remove(request)
+    return plans
 
 
 def family_plans(
@@ -333,7 +363,7 @@ def check_alike(
     """
     compared = 0
     for plan in plans:
-        left, right = one.logits(plan), other.logits(plan)
+        left, right = one.logits(plan).cpu(), other.logits(plan).cpu()
         torch.testing.assert_close(left, right, atol=atol, rtol=0)
         best = left.topk(2).values
         clear = best[:, 0] - best[:, 1] > 3 * atol

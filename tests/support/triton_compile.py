@@ -47,6 +47,10 @@ TYPES = {
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
+OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+SETTINGS = TritonSettings("NVIDIA H200", 132, 9, early=True)
+
+
 class Launches:
     """Stands in for a kernel: remembers how it is launched, and runs nothing."""
 
@@ -75,7 +79,7 @@ def recorded(*places: tuple[ModuleType, str]) -> Iterator[dict[str, Launches]]:
 
 def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The compiled kernel, with pointers aligned to 16 bytes, as those of whole tensors are."""
-    options = {k: v for k, v in kwargs.items() if k in ("num_warps", "num_stages")}
+    options = {k: v for k, v in kwargs.items() if k in OPTIONS}
     values = dict(zip(kernel.arg_names, args, strict=False))
     values.update({k: v for k, v in kwargs.items() if k not in options})
     constants = {p.name for p in kernel.params if p.is_constexpr}
@@ -123,7 +127,7 @@ def launches_of_a_layer(
     layout: HeadLayout, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> list[Launched]:
     """What a mixed step of a layer launches on a Hopper GPU."""
-    kernels = triton_ops.TritonKernels(torch.device("cpu"), TritonSettings("NVIDIA H200", 132, 9))
+    kernels = triton_ops.TritonKernels(torch.device("cpu"), SETTINGS)
     rows, parts = [(1, 300), (1, 2000), (40, 100)], [((0, 1), 600)]
     group = layout.num_heads // layout.num_kv_heads
     case = make_case(rows, layout.num_kv_heads, group, layout.head_dim, kv_dtype, parts=parts)
@@ -174,7 +178,7 @@ def launches_of_merges_with_xformers(layout: HeadLayout, dtype: torch.dtype) -> 
     """What merges a chunk's own part, which is not a Triton kernel, with its context."""
     device = torch.device("cpu")
     own = XformersAttention(FakeFmha((dtype,)), device)
-    kernels = triton_ops.TritonKernels(device, TritonSettings("NVIDIA H200", 132, 9), own)
+    kernels = triton_ops.TritonKernels(device, SETTINGS, own)
     group = layout.num_heads // layout.num_kv_heads
     case = make_case([(64, 100)], layout.num_kv_heads, group, layout.head_dim, dtype)
     with recorded((attention, "attend"), (attention, "merge")) as launches:
@@ -194,10 +198,15 @@ def launches_of_sampling() -> list[Launched]:
         torch.zeros(rows, dtype=torch.float64),
         torch.zeros(rows, dtype=torch.int64),
     )
-    with recorded((sampling, "choose")) as launches:
+    names = ("choose", "best_of_parts", "best_of_rows")
+    with recorded(*[(sampling, name) for name in names]) as launches:
         sampling.sample_tokens(torch.zeros(rows, vocab), params)
-    found = launches["choose"]
-    return [("choose", found.kernel, args, kwargs) for args, kwargs in found.calls]
+        sampling.best_tokens(torch.zeros(rows, vocab))
+    return [
+        (name, found.kernel, args, kwargs)
+        for name, found in launches.items()
+        for args, kwargs in found.calls
+    ]
 
 
 def main() -> None:

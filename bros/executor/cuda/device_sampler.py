@@ -15,9 +15,14 @@ from torch import Tensor
 from bros.core.plan import SampleSpec
 from bros.executor.sampler import SMALLEST_TEMPERATURE, noise_start
 from bros.kernels.staging import to_device
-from bros.kernels.triton.sampling import SamplingTensors, sample_tokens
+from bros.kernels.triton.sampling import SamplingTensors, best_tokens, sample_tokens
 
 _ALIGNMENT = 4  # rows; Triton compiles a kernel anew for pointers of other alignment
+
+
+def best(logits: Tensor) -> Tensor:
+    """See sampler.Best. The host does not wait for the device."""
+    return best_tokens(logits.contiguous())
 
 
 def draw(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:

@@ -1,8 +1,8 @@
-"""CUDA graphs of decode steps: captured once, then replayed with one launch for the whole step.
+"""CUDA graphs of steps: captured once, then replayed with one launch for the whole step.
 
 A graph does the same work on the same addresses in every replay. So one graph is captured for each
-of some numbers of rows (the capture sizes), inputs are copied into static buffers before a replay,
-and a step with fewer rows than its graph is padded:
+of some sizes (the capture sizes), inputs are copied into static buffers before a replay, and a
+smaller step is padded:
 
     token_ids   12 77  5  0      token and position of padding are 0
     positions   40  9 31  0
@@ -10,6 +10,11 @@ and a step with fewer rows than its graph is padded:
     logits       x  x  x  .      ignored
 
 Attention knows the real rows (see Kernels.prepare) and reads nothing for padding.
+
+Decode steps, in which every row has one token and samples, have graphs by their number of rows.
+Mixed steps, with chunks of prompts, have graphs by their tokens and samples: launching their
+kernels one by one takes the host as long as the device computes a thousand tokens (10 ms for 32
+layers, H100).
 """
 
 from __future__ import annotations
@@ -42,6 +47,13 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 _MAX_ROWS = 256
 _MIN_SHARED_ROWS = 8
 _SHARED_PER_ROW = 2  # the most shared parts that a row reads, on average
+_MIXED_SAMPLES = (16, 64, 256)
+_CHUNKS = 16  # the most chunks of a mixed step that is recorded
+
+MIXED_PADDING = ((128, 16), (256, 32), (512, 64), (1024, 128))
+"""(limit, multiple) with rising limits: mixed steps of up to `limit` tokens are padded to a multiple
+of `multiple`. Larger ones have no graph: they are launched while the step before them runs, which
+takes the device longer than the host."""
 
 
 def capture_sizes(rows: int) -> tuple[int, ...]:
@@ -49,6 +61,19 @@ def capture_sizes(rows: int) -> tuple[int, ...]:
     most = min(rows, _MAX_ROWS)
     sizes = (1, 2, 4, *range(8, _MAX_ROWS + 1, 8))
     return sizes[: bisect.bisect_left(sizes, most) + 1]
+
+
+def mixed_sizes(rows: int, tokens: int) -> list[tuple[int, int]]:
+    """(tokens, samples) of the graphs of mixed steps, both rising; samples are fewer than tokens.
+
+    rows, tokens: the most of a step.
+    """
+    counts = [0]
+    for limit, multiple in MIXED_PADDING:
+        counts += range(counts[-1] + multiple, limit + 1, multiple)
+    counts = counts[: bisect.bisect_left(counts, tokens) + 1]
+    samples = _MIXED_SAMPLES[: bisect.bisect_left(_MIXED_SAMPLES, rows) + 1]
+    return [(n, each) for n in counts for each in samples if each < n]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,32 +84,83 @@ class GraphSizes:
     segments_per_row: the most segments of one row, on average.
     segments: the most segments of a step.
     shares: whether there are graphs for steps with shared parts.
+    tokens: the most tokens of a mixed step; 0: no mixed steps.
     """
 
     rows: int
     segments_per_row: int
     segments: int
     shares: bool = False
+    tokens: int = 0
 
     @classmethod
     def of(
-        cls, rows: int, max_model_len: int, num_blocks: int, block_size: int, shares: bool
+        cls,
+        rows: int,
+        max_model_len: int,
+        num_blocks: int,
+        block_size: int,
+        shares: bool,
+        tokens: int = 0,
     ) -> GraphSizes:
         """Limits with a margin for partly filled blocks and for prefixes that several rows list.
         A step that exceeds them runs without a graph."""
         per_row = math.ceil(max_model_len / block_size) * 5 // 4 + 16
-        return cls(rows, per_row, 2 * num_blocks + 16 * rows, shares)
+        return cls(rows, per_row, 2 * num_blocks + 16 * rows, shares, tokens)
 
     def limits(self, rows: int, sharing: bool) -> GraphLimits:
         segments = min(rows * self.segments_per_row, self.segments)
         return GraphLimits(rows, segments, rows * _SHARED_PER_ROW if sharing else 0)
 
+    def mixed_limits(self, samples: int, tokens: int) -> GraphLimits:
+        """Of steps with up to `samples` samples; all graphs with as many share buffers."""
+        rows = samples + _CHUNKS  # not all chunks sample
+        plain = self.limits(rows, self.shares)
+        return GraphLimits(rows, plain.segments, plain.shared_rows, _CHUNKS, tokens)
+
+
+class _Inputs:
+    """Static inputs of graphs, int32 on the device.
+
+    token_ids, positions, slots, sources: [tokens].
+    sample_rows: [samples]; padding samples row 0.
+    """
+
+    def __init__(self, tokens: int, samples: int, device: torch.device) -> None:
+        self._staging = Staging(device)
+        self._tokens = tokens
+        self._all = torch.empty(4 * tokens + samples, dtype=torch.int32, device=device)
+        self.token_ids, self.positions, self.slots, self.sources = self._all[: 4 * tokens].view(
+            4, tokens
+        )
+        self.sample_rows = self._all[4 * tokens :]
+        self.write((), None)
+
+    def write(self, tensors: Sequence[Tensor], sample_rows: Tensor | None) -> None:
+        """Upload and pad. tensors: token_ids, positions, slots, sources, or the first of these."""
+        host = self._staging.take(self._all.numel())
+        by_token = host[: 4 * self._tokens].view(4, self._tokens)
+        by_token[:2] = 0
+        by_token[2:] = -1
+        for row, tensor in zip(by_token, tensors, strict=False):
+            row[: len(tensor)] = tensor
+        sampled = host[4 * self._tokens :]
+        sampled.zero_()
+        if sample_rows is not None:
+            sampled[: len(sample_rows)] = sample_rows
+        self._all.copy_(host, non_blocking=True)
+        self._staging.sent()
+
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
+    """rows: the most rows of a decode step, or samples of a mixed one; tokens: of the latter."""
+
     rows: int
     buffers: GraphBuffers
+    inputs: _Inputs
     replay: Callable[[], None]
+    tokens: int = 0
 
 
 class StepGraphs:
@@ -107,80 +183,124 @@ class StepGraphs:
         Raises whatever `capture` raises, and RuntimeError if the kernels cannot be captured.
         """
         row_counts = capture_sizes(sizes.rows)
+        self._mixed_sizes = mixed_sizes(row_counts[-1], sizes.tokens)
         self._decoder = decoder
         self._caches = caches
         self._kernels = kernels
         self._layout = layout
         self._device = device
-        self._staging = Staging(device)
-        self._inputs = torch.empty(4, row_counts[-1], dtype=torch.int32, device=device)
-        self._logits = torch.empty(row_counts[-1], vocab_size, device=device)
-        self._write_inputs(())
+        most_samples = max([samples for _, samples in self._mixed_sizes], default=0)
+        self._logits = torch.empty(max(row_counts[-1], most_samples), vocab_size, device=device)
         self._plain: list[_Graph] = []
         self._sharing: list[_Graph] = []
+        self._mixed: list[_Graph] = []
         # The largest first: the smaller graphs then reuse the memory of its pool.
+        if self._mixed_sizes:
+            self._mixed = self._capture_mixed(sizes, most_samples, capture)
+        inputs = _Inputs(row_counts[-1], 0, device)
         for rows in reversed(row_counts):
-            self._plain.insert(0, self._capture(sizes.limits(rows, False), capture))
+            self._plain.insert(0, self._capture(sizes.limits(rows, False), inputs, capture))
             if sizes.shares and rows >= min(_MIN_SHARED_ROWS, row_counts[-1]):
-                self._sharing.insert(0, self._capture(sizes.limits(rows, True), capture))
+                self._sharing.insert(0, self._capture(sizes.limits(rows, True), inputs, capture))
 
-    def find(self, inputs: StepInputs) -> _Graph | None:
-        """The graph that can replay this step; None unless every row has one token, samples, is
-        not read, and begins with the first layer."""
+    def find(self, inputs: StepInputs, *, whole: bool = True) -> _Graph | None:
+        """The graph that can replay this step; None unless the step samples, is not read, and
+        begins with the first layer.
+
+        whole: whether the step may be launched as a whole; else only decode steps have a graph,
+            because others are worth to be suspended between layers.
+        """
         attention, rows = inputs.attention, inputs.attention.num_rows
-        if inputs.kept:
+        samples, tokens = len(inputs.sample_rows), len(inputs.token_ids)
+        if inputs.kept or len(inputs.read_rows) or not samples:
             return None
-        if not rows == len(inputs.token_ids) == len(inputs.sample_rows) or len(inputs.read_rows):
-            return None
+        if not rows == tokens == samples:
+            return self._find_mixed(tokens, samples, attention) if whole else None
         graphs = self._plain if attention.shared is None else self._sharing
         at = bisect.bisect_left(graphs, rows, key=lambda graph: graph.rows)
         if at < len(graphs) and graphs[at].buffers.fits(attention):
             return graphs[at]
         return None
 
+    def _find_mixed(self, tokens: int, samples: int, batch: AttentionBatch) -> _Graph | None:
+        first = bisect.bisect_left(self._mixed_sizes, (tokens, 0))
+        for graph in self._mixed[first:]:
+            if graph.rows >= samples:
+                return graph if graph.buffers.fits(batch) else None
+        return None
+
     def replay(
         self, graph: _Graph, inputs: StepInputs, pending: PendingTokens | None = None
     ) -> Tensor:
-        """fp32 logits [rows, vocab], in a buffer that the next call overwrites.
+        """fp32 logits [samples, vocab], in a buffer that the next call overwrites.
 
         graph: from `find`.
         inputs: on the host; their attention batch is not prepared.
         """
         known = (inputs.token_ids, inputs.positions, inputs.slots)
-        self._write_inputs(known if pending is None else (*known, pending.sources))
+        graph.inputs.write(
+            known if pending is None else (*known, pending.sources),
+            inputs.sample_rows if graph.tokens else None,
+        )
         if pending is not None:
-            fill_pending_tokens(self._inputs[0], pending.tokens, self._inputs[3])
+            fill_pending_tokens(graph.inputs.token_ids, pending.tokens, graph.inputs.sources)
         self._kernels.prepare(inputs.attention, self._layout, self._device, graph.buffers)
         graph.replay()
-        return self._logits[: inputs.attention.num_rows]
+        return self._logits[: len(inputs.sample_rows)]
 
-    def _write_inputs(self, tensors: Sequence[Tensor]) -> None:
-        """tensors: token_ids, positions, slots and sources, each [rows]; pads them."""
-        host = self._staging.take(self._inputs.numel()).view(self._inputs.shape)
-        host[:2] = 0
-        host[2:] = -1
-        for row, tensor in zip(host, tensors, strict=False):
-            row[: len(tensor)] = tensor
-        self._inputs.copy_(host, non_blocking=True)
-        self._staging.sent()
-
-    def _capture(self, limits: GraphLimits, capture: Capture) -> _Graph:
+    def _capture(self, limits: GraphLimits, inputs: _Inputs, capture: Capture) -> _Graph:
+        """A decode step."""
         rows = limits.rows
+        buffers = self._buffers(limits)
+        sample_rows = torch.arange(rows, dtype=torch.int32, device=self._device)
+        run = self._step(rows, rows, inputs, buffers, sample_rows)
+        return _Graph(rows, buffers, inputs, capture(run))
+
+    def _capture_mixed(
+        self, sizes: GraphSizes, most_samples: int, capture: Capture
+    ) -> list[_Graph]:
+        """All mixed steps, in the order of self._mixed_sizes."""
+        most = self._mixed_sizes[-1][0]
+        inputs = _Inputs(most, most_samples, self._device)
+        buffers = {
+            samples: self._buffers(sizes.mixed_limits(samples, most))
+            for _, samples in self._mixed_sizes
+        }
+        found = []
+        for tokens, samples in reversed(self._mixed_sizes):
+            rows = inputs.sample_rows[:samples]
+            run = self._step(tokens, samples, inputs, buffers[samples], rows)
+            found.append(_Graph(samples, buffers[samples], inputs, capture(run), tokens))
+        return found[::-1]
+
+    def _buffers(self, limits: GraphLimits) -> GraphBuffers:
         buffers = self._kernels.graph_buffers(limits, self._layout, self._device)
         if buffers is None:
             raise RuntimeError(f"{self._kernels.name} kernels cannot be captured in a CUDA graph")
+        return buffers
+
+    def _step(
+        self,
+        tokens: int,
+        rows: int,
+        inputs: _Inputs,
+        buffers: GraphBuffers,
+        sample_rows: Tensor,
+    ) -> Callable[[], None]:
+        """The computation of a step of this size, whose logits it writes to self._logits."""
         batch = _rows_without_context(rows)
-        token_ids, positions, slots = (row[:rows] for row in self._inputs[:3])
         prepared = self._kernels.prepare(batch, self._layout, self._device, buffers)
-        sample_rows = torch.arange(rows, dtype=torch.int32, device=self._device)
-        inputs = StepInputs(token_ids, positions, slots, prepared, sample_rows, ())
+        token_ids, positions, slots = (
+            each[:tokens] for each in (inputs.token_ids, inputs.positions, inputs.slots)
+        )
+        step = StepInputs(token_ids, positions, slots, prepared, sample_rows, ())
 
         def run() -> None:
-            logits = self._decoder(inputs, self._caches)
+            logits = self._decoder(step, self._caches)
             assert logits is not None
             self._logits[: len(logits)].copy_(logits)  # ranks other than 0 have no logits
 
-        return _Graph(rows, buffers, capture(run))
+        return run
 
 
 def _rows_without_context(rows: int) -> AttentionBatch:
@@ -198,7 +318,7 @@ def capture_or_warn(capture: Callable[[], StepGraphs]) -> StepGraphs | None:
         return capture()
     except Exception as error:  # any failure: steps run without graphs too
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        logger.warning("Decode steps run without CUDA graphs, more slowly: %s", reason[0])
+        logger.warning("Steps run without CUDA graphs, more slowly: %s", reason[0])
         torch.cuda.empty_cache()
         return None
 

@@ -26,6 +26,7 @@ from bros.kernels.xformers_attention import XformersAttention
 _LEAST_ROWS = 16  # the least rows of a matrix product in Triton
 _MOST_ROWS = 128
 _MERGED_AT_ONCE = 16
+_MERGED_TOKENS = 64  # by different programs: about as many programs as a device runs at once
 _ONES, _TILES, _MERGES = range(3)  # places in WorkTensors.counts
 _GRAIN = 8  # segments; a tile of keys has at most 128 tokens
 _LOG2_E = math.log2(math.e)
@@ -67,7 +68,8 @@ class TritonAttention:
 
     def graph_work(self, limits: GraphLimits, layout: HeadLayout) -> GraphWork:
         """Buffers for any batch within the limits."""
-        rows = _tile_rows(min(limits.rows, limits.shared_rows), layout)
+        queries = max(min(limits.rows, limits.shared_rows), limits.tokens)
+        rows = _tile_rows(queries, layout)
         capacity = ListSizes.for_limits(limits, self._rules(layout, rows))
         scratch = self._scratch_for(capacity, layout)
         work = WorkTensors.allocate(capacity, layout, self._device, scratch)
@@ -119,7 +121,7 @@ class TritonAttention:
         if capacity.tile_items:
             self._attend("tile", batch.tile_rows, *arguments)
         if capacity.merge_tokens:
-            merge[(capacity.merge_tokens * layout.num_heads,)](
+            merge[(min(capacity.merge_tokens, _MERGED_TOKENS) * layout.num_heads,)](
                 out,
                 work.scratch.out,
                 work.scratch.lse,
@@ -136,6 +138,7 @@ class TritonAttention:
                 COUNT=_MERGES,
                 OWN=own_lse is not None,
                 num_warps=4,
+                **self._settings.launching,
             )
         return out
 
@@ -220,6 +223,7 @@ class TritonAttention:
             "COUNT": _ONES if one else _TILES,
             "num_warps": launch.warps,
             "num_stages": launch.stages,
+            **self._settings.launching,
         }
         return _Launcher(token_tiles * group_tiles * layout.num_kv_heads, constants)
 

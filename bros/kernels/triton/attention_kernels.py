@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from bros.kernels.triton.elementwise_kernels import await_predecessor
+
 
 @triton.jit
 def attend(
@@ -42,12 +44,16 @@ def attend(
     ONE_TOKEN: tl.constexpr,
     COMPUTE: tl.constexpr,
     COUNT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Attention of counts[COUNT] items; programs for more items do nothing.
 
     listed: WorkList.listed, query tokens of shared parts.
     ONE_TOKEN: every item has one query, which is not listed, and at most its own token as chunk.
+    EARLY: see elementwise_kernels.
     """
+    if EARLY:
+        await_predecessor()
     pid = tl.program_id(0)
     kv_head = pid % KV_HEADS
     part = pid // KV_HEADS
@@ -246,17 +252,48 @@ def merge(
     BLOCK_P: tl.constexpr,
     COUNT: tl.constexpr,
     OWN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Merge the partial results of a token, one head per program, weighted by their mass.
+    """Merge the partial results of tokens, one head per program, weighted by their mass.
+
+    There may be far more room for tokens than there are tokens, so programs take every so many-th.
 
     OWN: slot -1 - i stands for the result that the output already holds (PrecomputedChunks), with
         log-sum-exp i of its head.
+    EARLY: see elementwise_kernels.
     """
+    if EARLY:
+        await_predecessor()
     pid = tl.program_id(0)
     head = pid % HEADS
-    index = pid // HEADS
-    if index >= tl.load(counts + COUNT):
-        return
+    # fmt: off
+    for index in range(pid // HEADS, tl.load(counts + COUNT), tl.num_programs(0) // HEADS):
+        _merge_token(
+            out, partial_out, partial_lse, merge_tokens, merge_start, merge_slots, own_lse,
+            own_length, index, head, HEADS, HEAD_DIM, BLOCK_D, BLOCK_P, OWN,
+        )
+    # fmt: on
+
+
+@triton.jit
+def _merge_token(
+    out,
+    partial_out,
+    partial_lse,
+    merge_tokens,
+    merge_start,
+    merge_slots,
+    own_lse,
+    own_length,
+    index,
+    head,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    OWN: tl.constexpr,
+):
+    """Merge the partial results of token merge_tokens[index] for one head."""
     token = tl.load(merge_tokens + index).to(tl.int64)
     start = tl.load(merge_start + index)
     end = tl.load(merge_start + index + 1)

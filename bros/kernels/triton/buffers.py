@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bros.kernels.interface import AttentionBatch, GraphLimits, HeadLayout, SharedParts
 from bros.kernels.offsets import Ints, lengths_of
 from bros.kernels.staging import Staging
-from bros.kernels.triton.plan import ITEM_WIDTH, PlanRules, WorkList
+from bros.kernels.triton.plan import ITEM_WIDTH, PlanRules, WorkList, readers_that_share
 from bros.kernels.xformers_attention import XformersWork
 
 _COUNTS = 4
@@ -57,18 +58,21 @@ class ListSizes:
         """Upper bounds for the list of any step within the limits."""
         one_items = limits.rows + rules.one.extra_items(limits.segments, rules.programs_per_one)
         tile_items = tile_partials = 0
-        if limits.shared_rows:
-            # Every tile of a shared part reads all its segments.
-            tiles = -(-limits.shared_rows // rules.tile_tokens)
+        if limits.shared_rows or limits.chunks:
+            in_chunks = limits.tokens if limits.chunks else 0
+            chunk_tiles = in_chunks // rules.tile_tokens + limits.chunks
+            # Every tile reads all segments of its shared part or of its chunk.
+            tiles = -(-limits.shared_rows // rules.tile_tokens) + chunk_tiles
             extra = rules.tile.extra_items(tiles * limits.segments, rules.programs_per_tile)
-            tile_items = _most_tiles(limits.shared_rows, rules.tile_tokens) + extra
-            tile_partials = limits.shared_rows + extra * rules.tile_tokens
+            shared_tiles = _most_tiles(limits.shared_rows, rules.tile_tokens)
+            tile_items = shared_tiles + chunk_tiles + extra
+            tile_partials = limits.shared_rows + in_chunks + extra * rules.tile_tokens
         partials = one_items + tile_partials
         return ListSizes(
             one_items,
             tile_items,
             limits.shared_rows,
-            limits.rows,
+            max(limits.rows, limits.tokens),
             partials,
             limits.segments,
             partials,
@@ -205,16 +209,23 @@ class GraphWork:
 
     def fits(self, batch: AttentionBatch) -> bool:
         """See GraphBuffers."""
-        rows, segments, shared_rows = batch.num_rows, len(batch.segments), 0
+        limits = self._limits
+        query_start = batch.query_start.numpy()
+        lengths = lengths_of(query_start)
+        segments, shared_rows = len(batch.segments), 0
         if batch.shared is not None:
-            segments += shared_segments(batch.shared)
+            segments += shared_segments(batch.shared, lengths == 1)
             shared_rows = len(batch.shared.rows)
-        return (
-            rows <= self._limits.rows
-            and segments <= self._limits.segments
-            and shared_rows <= self._limits.shared_rows
-            and bool((lengths_of(batch.query_start.numpy()) == 1).all())
-        )
+        if (
+            batch.num_rows > limits.rows
+            or segments > limits.segments
+            or shared_rows > limits.shared_rows
+        ):
+            return False
+        if not limits.chunks:
+            return bool((lengths == 1).all())
+        several = int((lengths > 1).sum())
+        return several <= limits.chunks and int(query_start[-1]) <= limits.tokens
 
 
 def _most_tiles(readers: int, tile_tokens: int) -> int:
@@ -228,9 +239,13 @@ def _most_tiles(readers: int, tile_tokens: int) -> int:
     return readers * 2 // 3 if tile_tokens == 2 else readers // 2
 
 
-def shared_segments(shared: SharedParts) -> int:
-    """The number of shared segments, counting twice those of parts that only one row reads, which
-    plan_work copies to that row."""
+def shared_segments(shared: SharedParts, single: NDArray[np.bool_]) -> int:
+    """The number of shared segments, and of the copies that plan_work makes of them.
+
+    single: bool [rows], the rows of one token.
+    """
     readers = lengths_of(shared.row_start.numpy())
     lengths = lengths_of(shared.segment_start.numpy())
-    return int(lengths.sum() + lengths[readers == 1].sum())
+    part = np.repeat(np.arange(len(readers)), readers)
+    stays = readers_that_share(part, single[shared.rows.numpy()], len(readers))
+    return int(lengths.sum() + lengths[part[~stays]].sum())

@@ -1,9 +1,20 @@
-"""Device code of norms, rotary embedding with cache writes, and activation. Computes in fp32."""
+"""Device code of norms, rotary embedding with cache writes, and activation. Computes in fp32.
+
+EARLY: the kernel may be launched before the one before it has ended, and waits for it itself; its
+own successor may be launched as well. That hides most of the time between two kernels.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def await_predecessor():
+    """Wait until all that was launched before is done, and let the next kernel be launched."""
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -16,8 +27,11 @@ def rms_norm(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One row per program. ADD: residual += x, rounded to its dtype; then the norm of residual."""
+    if EARLY:
+        await_predecessor()
     row = tl.program_id(0).to(tl.int64) * SIZE
     i = tl.arange(0, BLOCK)
     mask = i < SIZE
@@ -53,6 +67,7 @@ def rope_and_cache(
     BLOCK_SIZE: tl.constexpr,
     NORM_Q: tl.constexpr,
     NORM_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """BLOCK_HEADS heads of one token per program; the heads of Q come first, then K, then V.
 
@@ -60,6 +75,8 @@ def rope_and_cache(
 
     One thread holds both elements of a rotated pair, so it reads both before it writes.
     """
+    if EARLY:
+        await_predecessor()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     is_q = head < HEADS
@@ -132,8 +149,10 @@ def _store(at, cached_at, i, mask, x, turned, is_k, is_v, kept, qkv, k_cache, v_
 
 
 @triton.jit
-def silu_and_mul(out, gate_up, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def silu_and_mul(out, gate_up, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """BLOCK columns of one row per program."""
+    if EARLY:
+        await_predecessor()
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < SIZE

@@ -33,7 +33,9 @@ class TritonKernels:
         """device: a CPU only with TRITON_INTERPRET=1.
         chunk_attention: computes the attention within long chunks, None leaves it to Triton.
         """
-        self._attention = TritonAttention(settings or settings_for(device), device, chunk_attention)
+        settings = settings or settings_for(device)
+        self._attention = TritonAttention(settings, device, chunk_attention)
+        self._launching = settings.launching
         self._name = "triton" if chunk_attention is None else "triton-xformers"
 
     @property
@@ -78,12 +80,12 @@ class TritonKernels:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See Kernels."""
-        return _norm(x, x, weight, eps, add=False)
+        return self._norm(x, x, weight, eps, add=False)
 
     def add_rms_norm_(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See Kernels."""
         assert residual.shape == x.shape and residual.is_contiguous()
-        return _norm(residual, x, weight, eps, add=True)
+        return self._norm(residual, x, weight, eps, add=True)
 
     def rope_and_cache_(
         self,
@@ -134,6 +136,7 @@ class TritonKernels:
             NORM_Q=q_norm is not None,
             NORM_K=k_norm is not None,
             num_warps=4,
+            **self._launching,
         )
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
@@ -145,26 +148,26 @@ class TritonKernels:
         block = min(_COLUMNS, power_of_two(size))
         if tokens:
             device.silu_and_mul[(tokens, -(-size // block))](
-                out, gate_up, SIZE=size, BLOCK=block, num_warps=4
+                out, gate_up, SIZE=size, BLOCK=block, num_warps=4, **self._launching
             )
         return out
 
-
-def _norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float, add: bool) -> Tensor:
-    rows, size = x.shape
-    assert weight.shape == (size,) and x.is_contiguous() and weight.is_contiguous()
-    out = torch.empty_like(x)
-    block = power_of_two(size)
-    if rows:
-        device.rms_norm[(rows,)](
-            out,
-            residual,
-            x,
-            weight,
-            eps,
-            SIZE=size,
-            BLOCK=block,
-            ADD=add,
-            num_warps=min(16, power_of_two(block // _ELEMENTS_PER_WARP)),
-        )
-    return out
+    def _norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, add: bool) -> Tensor:
+        rows, size = x.shape
+        assert weight.shape == (size,) and x.is_contiguous() and weight.is_contiguous()
+        out = torch.empty_like(x)
+        block = power_of_two(size)
+        if rows:
+            device.rms_norm[(rows,)](
+                out,
+                residual,
+                x,
+                weight,
+                eps,
+                SIZE=size,
+                BLOCK=block,
+                ADD=add,
+                num_warps=min(16, power_of_two(block // _ELEMENTS_PER_WARP)),
+                **self._launching,
+            )
+        return out

@@ -179,8 +179,7 @@ def _context(batch: AttentionBatch, single: NDArray[np.bool_]) -> _Context:
     rows = shared.rows.numpy()
     first = shared.segment_start.numpy()[part]
     end = shared.segment_start.numpy()[part + 1]
-    stays = single[rows] & (end > first)
-    stays &= np.bincount(part[stays], minlength=shared.num_parts)[part] > 1
+    stays = readers_that_share(part, single[rows] & (end > first), shared.num_parts)
     copied = ~stays
     shared_segments = shared.segments.numpy()
     start, segments = copy_parts_to_rows(
@@ -191,6 +190,19 @@ def _context(batch: AttentionBatch, single: NDArray[np.bool_]) -> _Context:
     return _Context(
         start, segments, part[stays], rows[stays], first[stays] + base, end[stays] + base
     )
+
+
+def readers_that_share(
+    part: NDArray[np.integer], single: NDArray[np.bool_], num_parts: int
+) -> NDArray[np.bool_]:
+    """Which readers of parts read them together with others: those of one token, if their part has
+    two or more of these.
+
+    part: [n], the part that a reader reads.
+    single: bool [n], whether the reader is a row of one token.
+    """
+    stays: NDArray[np.bool_] = single & (np.bincount(part[single], minlength=num_parts)[part] > 1)
+    return stays
 
 
 def copy_parts_to_rows(

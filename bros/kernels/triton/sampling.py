@@ -18,11 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bros.kernels.triton.sampling_kernels import choose
+from bros.kernels.triton.sampling_kernels import best_of_parts, best_of_rows, choose
 from bros.kernels.triton.settings import power_of_two
 
 _GROUP = 256  # tokens per group: the race picks a group, then a token within it
 _TILE, _WARPS = 32, 8  # groups that a program reads at once: 32 tokens per thread
+_PART = 4096  # tokens of a row per program: one program for a row takes 30 us
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,28 @@ class SamplingTensors:
     top_k: Tensor
     top_p: Tensor
     start: Tensor
+
+
+def best_tokens(logits: Tensor) -> Tensor:
+    """int32 [2, rows]: the best token of each row, the first of equal ones, and the bits of its
+    logit, which is NaN if any logit of the row is NaN.
+
+    logits: fp32 [rows, vocab], not changed. The host does not wait for the device.
+    """
+    rows, vocab = logits.shape
+    assert logits.dtype == torch.float32 and logits.is_contiguous()
+    parts = -(-vocab // _PART)
+    out = logits.new_empty(2, rows, dtype=torch.int32)
+    if rows:
+        peaks = logits.new_empty(rows, parts)
+        tokens = logits.new_empty(rows, parts, dtype=torch.int32)
+        best_of_parts[(rows, parts)](
+            peaks, tokens, logits, vocab, PARTS=parts, PART=_PART, num_warps=_WARPS
+        )
+        best_of_rows[(rows,)](
+            out, peaks, tokens, rows, PARTS=parts, BLOCK=power_of_two(parts), num_warps=1
+        )
+    return out
 
 
 def sample_tokens(logits: Tensor, params: SamplingTensors) -> Tensor:

@@ -25,6 +25,54 @@ PAST_THE_END = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
+def best_of_parts(
+    peaks,  # fp32 [rows, PARTS]
+    tokens,  # int32 [rows, PARTS]
+    logits,  # fp32 [rows, vocab]
+    vocab,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """The largest logit of PART tokens of a row, NaN if any is NaN, and the first token with it."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    i = part * PART + tl.arange(0, PART)
+    x = tl.load(logits + row * vocab + i, mask=i < vocab, other=float("-inf"))
+    peak, first = _first_best(x, i)
+    tl.store(peaks + row * PARTS + part, peak)
+    tl.store(tokens + row * PARTS + part, tl.minimum(first, vocab - 1))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def best_of_rows(
+    out,  # int32 [2, rows]
+    peaks,  # fp32 [rows, PARTS]
+    tokens,  # int32 [rows, PARTS]
+    rows,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The best token of a row and the bits of its logit, from those of its parts."""
+    row = tl.program_id(0)
+    p = tl.arange(0, BLOCK)
+    at = row.to(tl.int64) * PARTS + p
+    x = tl.load(peaks + at, mask=p < PARTS, other=float("-inf"))
+    token = tl.load(tokens + at, mask=p < PARTS, other=PAST_THE_END)
+    peak, first = _first_best(x, token)
+    tl.store(out + row, tl.where(first == PAST_THE_END, 0, first))
+    tl.store(out + rows + row, peak.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _first_best(x, token):
+    """The largest of x, NaN if any is NaN, and the smallest token that has it."""
+    is_nan = x != x
+    peak = tl.max(tl.where(is_nan, float("-inf"), x), 0)
+    first = tl.min(tl.where(x == peak, token, PAST_THE_END), 0)
+    return tl.where(tl.max(is_nan.to(tl.int32), 0) > 0, float("nan"), peak), first
+
+
+@triton.jit
 def choose(
     out,  # int32 [rows]
     logits,  # fp32 [rows, vocab]

@@ -12,7 +12,9 @@ program, a power of two; head_dim is rounded up to a power of two as well.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -57,6 +59,8 @@ class TritonSettings:
     processors: its multiprocessors.
     major: its major compute capability.
     programs: per kind, how many programs run on a multiprocessor at once.
+    early: whether kernels are launched before their predecessors have ended (programmatic dependent
+        launch).
     """
 
     device: str
@@ -64,10 +68,16 @@ class TritonSettings:
     major: int
     programs: Mapping[Kind, int] = field(default_factory=lambda: {"one": 4, "tile": 1})
     tuned: Mapping[Shape, LaunchConfig] = field(default_factory=dict)
+    early: bool = False
 
     @property
     def interpreted(self) -> bool:
         return self.major == _INTERPRETED
+
+    @property
+    def launching(self) -> Mapping[str, bool]:
+        """Arguments of every launch."""
+        return {"EARLY": True, "launch_pdl": True} if self.early else {"EARLY": False}
 
     def launch(self, shape: Shape) -> LaunchConfig:
         """The tuned configuration if there is one, else the default."""
@@ -102,7 +112,12 @@ def settings_for(device: torch.device) -> TritonSettings:
         return TritonSettings("interpreter", 4, _INTERPRETED)
     properties = torch.cuda.get_device_properties(device)
     name = properties.name
-    settings = TritonSettings(name, properties.multi_processor_count, properties.major)
+    settings = TritonSettings(
+        name,
+        properties.multi_processor_count,
+        properties.major,
+        early=properties.major >= _HOPPER and os.environ.get("BROS_PROBE_EARLY", "1") == "1",
+    )
     file = resources.files(__package__).joinpath("tuned", file_name(name))
     return with_tuned(settings, file.read_text("utf-8")) if file.is_file() else settings
 
@@ -125,7 +140,7 @@ def with_tuned(settings: TritonSettings, text: str) -> TritonSettings:
         raise ConfigError(
             f"Launch configurations of {settings.device} cannot be read: {error!r}"
         ) from error
-    return TritonSettings(settings.device, settings.processors, settings.major, programs, tuned)
+    return dataclasses.replace(settings, programs=programs, tuned=tuned)
 
 
 def as_json(settings: TritonSettings) -> str:
