@@ -51,9 +51,9 @@ _MIXED_SAMPLES = (16, 64, 256)
 _CHUNKS = 16  # the most chunks of a mixed step that is recorded
 
 MIXED_PADDING = ((128, 16), (256, 32), (512, 64), (1024, 128))
-"""(limit, multiple) with rising limits: mixed steps of up to `limit` tokens are padded to a multiple
-of `multiple`. Larger ones have no graph: they are launched while the step before them runs, which
-takes the device longer than the host."""
+"""(limit, multiple) with rising limits: mixed steps of up to `limit` tokens are padded to a
+multiple of `multiple`. Larger ones have no graph: they are launched while the step before them runs, which
+takes the device longer than launching takes the host."""
 
 
 def capture_sizes(rows: int) -> tuple[int, ...]:
@@ -338,10 +338,13 @@ class CudaGraphCapture:
         try:
             with torch.cuda.stream(self._stream):
                 run()
-            # thread_local: work of another thread does not make the capture fail.
-            mode = "thread_local"
-            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
-                run()
+                # Not by torch.cuda.graph, which collects garbage and frees cached memory each time.
+                # thread_local: work of another thread does not make the capture fail.
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                try:
+                    run()
+                finally:
+                    graph.capture_end()
         finally:
             torch.cuda.set_stream(before)  # a failed capture leaves its own stream current
         before.wait_stream(self._stream)
