@@ -1,9 +1,10 @@
-"""Tunes the tile sizes of the attention kernels for the present device; for gpu_speed.py.
+"""Tunes the kernels of attention and of products of few rows for the present device; for
+gpu_speed.py.
 
 For each launch shape of the workloads below, candidate tiles, warps and stages around the default
 are timed on all workloads that use it, and the best geometric mean wins. The result is stored where
 the kernels read it, bros/kernels/triton/tuned/DEVICE.json. The merge kernel has no parameters; all
-times include it.
+times include it. A product of few rows gets a configuration only if it is faster than torch's.
 
 Compiling takes longer than measuring, so worker processes first compile all candidates into
 Triton's disk cache. The result is saved after each launch shape, so a time limit loses little.
@@ -31,7 +32,17 @@ from bros.executor.models.spec import ModelSpec
 from bros.kernels.interface import AttentionBatch, HeadLayout
 from bros.kernels.triton import settings as triton_settings
 from bros.kernels.triton.ops import TritonKernels
-from bros.kernels.triton.settings import Kind, LaunchConfig, Shape, TritonSettings, settings_for
+from bros.kernels.triton.products import RowProducts
+from bros.kernels.triton.settings import (
+    Kind,
+    LaunchConfig,
+    ProductLaunch,
+    ProductShape,
+    Shape,
+    TritonSettings,
+    rows_step,
+    settings_for,
+)
 
 T = TypeVar("T")
 RunAll = Callable[..., Iterable[list[Shape]]]
@@ -45,6 +56,9 @@ PROGRAMS: dict[Kind, tuple[int, ...]] = {"one": (2, 4, 8), "tile": (1, 2, 4)}
 WORKERS = 12
 COMPILE_S, MEASURE_S = 30.0, 25.0
 COLD_BYTES = 2**28  # of KV, more than the cache of a device; runs alternate between copies
+PRODUCT_ROWS = (1, 8, 32)
+OUTPUTS, INPUTS, PRODUCT_WARPS, PRODUCT_STAGES = (16, 32), (128, 256), (2, 4), (4, 6)
+LEAST_GAIN = 1.01  # over torch's product, beyond noise
 TUNED = Path(triton_settings.__file__).parent / "tuned"
 
 
@@ -84,6 +98,10 @@ def workloads(sizes: Sizes) -> list[Workload]:
         query_start=torch.tensor([0, longest], dtype=torch.int32),
     )
     found.append(Workload(f"chunk of {longest}", "tile", longest, chunk, longest // BLOCK))
+    prompt = dataclasses.replace(
+        batch_of([full_segments(np.empty(0, np.int32), 0)]), query_start=chunk.query_start
+    )
+    found.append(Workload(f"prompt of {longest}", "tile", longest, prompt, 1))
     for rows in sorted({*sizes.few_sharers, *sizes.sharers}):
         prefix = np.arange(sizes.prefix // BLOCK, dtype=np.int32)
         own = [np.array([len(prefix) + row], np.int32) for row in range(rows)]
@@ -149,6 +167,111 @@ def tune(sizes: Sizes, timer: Timer, folder: Path | None = None) -> Iterator[Lin
         _save(file, best)
         note = f"{len(found)} of {len(programs)} tried"
         yield _line(f"{kind}: {count} programs per processor", found, count, note)
+    yield from _tune_products(sizes, timer, best, file)
+
+
+def _tune_products(sizes: Sizes, timer: Timer, best: TritonSettings, file: Path) -> Iterator[Line]:
+    """The products of a layer, against torch's."""
+    deadline = time.perf_counter() + COMPILE_S + MEASURE_S
+    best = dataclasses.replace(best, products={})
+    shapes = _product_shapes(sizes, timer.device)
+    candidates = {
+        shape: [c for c in _product_candidates(timer.on_cuda) if _divides(c, shape)]
+        for _, shape in shapes
+    }
+    if timer.on_cuda:
+        with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
+            jobs = [
+                pool.submit(_compile_product, shape, launch)
+                for shape, launches in candidates.items()
+                for launch in launches
+            ]
+            wait(jobs, max(0.0, deadline - MEASURE_S - time.perf_counter()))
+            pool.shutdown(cancel_futures=True)
+    for rows, shape in shapes:
+        if time.perf_counter() > deadline:
+            break
+        run = ProductRun(shape, rows, timer.device)
+        times: dict[ProductLaunch | None, float] = {
+            None: timer.on_device(run.torch, recorded=True).median
+        }
+        for launch in candidates[shape]:
+            seconds = _seconds_of(lambda launch=launch: run.with_launch(launch), timer)
+            if seconds is not None:
+                times[launch] = seconds
+        chosen = min(times, key=times.__getitem__)
+        name = f"{rows} rows, {shape.inputs} to {shape.outputs}"
+        note = f"{len(times) - 1} of {len(candidates[shape])} tried"
+        if chosen is not None and times[None] < LEAST_GAIN * times[chosen]:
+            chosen = None
+        if chosen is not None:
+            best = dataclasses.replace(best, products={**best.products, shape: chosen})
+            _save(file, best)
+            name += f": {chosen.block_n} x {chosen.block_k}, {chosen.warps} warps"
+            name += f", {chosen.stages} stages"
+        else:
+            name += ": torch"
+        yield _line(name, times, chosen, note)
+
+
+def _product_shapes(sizes: Sizes, device: torch.device) -> list[tuple[int, ProductShape]]:
+    """(measured rows, shape) of every product of a layer."""
+    spec = ModelSpec.from_config(sizes.model)
+    layout = HeadLayout(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    matrices = (
+        (layout.qkv_size, hidden),
+        (hidden, layout.q_size),
+        (2 * inner, hidden),
+        (hidden, inner),
+    )
+    size = 2 if device.type == "cuda" else 4
+    found = []
+    for rows in PRODUCT_ROWS if device.type == "cuda" else PRODUCT_ROWS[:1]:
+        step = rows_step(rows)
+        assert step is not None
+        found += [(rows, ProductShape(step, *matrix, size)) for matrix in matrices]
+    return found
+
+
+def _product_candidates(many: bool) -> Iterator[ProductLaunch]:
+    if not many:  # only a test of the program
+        yield ProductLaunch(16, 32, 2, 1)
+        return
+    for values in itertools.product(OUTPUTS, INPUTS, PRODUCT_WARPS, PRODUCT_STAGES):
+        yield ProductLaunch(*values)
+
+
+def _divides(launch: ProductLaunch, shape: ProductShape) -> bool:
+    return shape.outputs % launch.block_n == 0 and shape.inputs % launch.block_k == 0
+
+
+class ProductRun:
+    """The tensors of one product; weights alternate, so that they are not in the cache."""
+
+    def __init__(self, shape: ProductShape, rows: int, device: torch.device) -> None:
+        self._shape, self._device = shape, device
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        cold = COLD_BYTES if device.type == "cuda" else 0
+        copies = max(2, -(-cold // (shape.outputs * shape.inputs * shape.element_bytes)))
+        self._x = torch.randn(rows, shape.inputs, device=device, dtype=dtype)
+        self._weights = torch.randn(copies, shape.outputs, shape.inputs, device=device, dtype=dtype)
+
+    def torch(self, i: int) -> object:
+        return torch.nn.functional.linear(self._x, self._weights[i % len(self._weights)])
+
+    def with_launch(self, launch: ProductLaunch) -> Callable[[int], object]:
+        settings = dataclasses.replace(settings_for(self._device), products={self._shape: launch})
+        multiply = RowProducts(settings)
+        return lambda i: multiply(self._x, self._weights[i % len(self._weights)])
+
+
+def _compile_product(shape: ProductShape, launch: ProductLaunch) -> None:
+    try:
+        ProductRun(shape, shape.rows, torch.device("cuda")).with_launch(launch)(0)
+        torch.cuda.synchronize()
+    except Exception as error:  # it occurs again when measured
+        print(f"  {type(error).__name__}")
 
 
 def _save(file: Path, settings: TritonSettings) -> None:
@@ -228,9 +351,14 @@ def _tile_bytes(shape: Shape, launch: LaunchConfig) -> int:
 
 
 def _seconds(run: AttentionRun, settings: TritonSettings, timer: Timer) -> float | None:
-    """None if it cannot be launched, e.g. for lack of shared memory."""
+    return _seconds_of(lambda: run.with_settings(settings), timer)
+
+
+def _seconds_of(make: Callable[[], Callable[[int], object]], timer: Timer) -> float | None:
+    """The time of what `make` makes; None if it cannot be launched, e.g. for lack of shared
+    memory."""
     try:
-        return timer.on_device(run.with_settings(settings), recorded=True).median
+        return timer.on_device(make(), recorded=True).median
     except Exception as error:  # Triton raises many kinds
         print(f"  {type(error).__name__}: {error}"[:200])
         return None

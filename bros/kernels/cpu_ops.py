@@ -227,6 +227,11 @@ class CpuKernels:
         return out
 
     @property
+    def row_products(self) -> None:
+        """None."""
+        return None
+
+    @property
     def products(self) -> CpuKernels:
         """See Kernels."""
         return self

@@ -234,6 +234,18 @@ class DecoderLayers(Protocol):
         ...
 
 
+class RowProducts(Protocol):
+    """Products of few rows with plain matrices on a GPU."""
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        """x @ weight.T in a new tensor [rows, outputs], summed in fp32; None if torch computes a
+        product of this shape as fast.
+
+        x: [rows, inputs]; weight: [outputs, inputs], of the same dtype.
+        """
+        ...
+
+
 class Kernels(Protocol):
     """The operations of a decoder layer. Activations are [tokens, features], contiguous: fp32 on
     the CPU; fp32, bf16 or fp16 on CUDA.
@@ -248,6 +260,11 @@ class Kernels(Protocol):
     @property
     def products(self) -> Products | None:
         """Products with packed weights; None if these kernels have none."""
+        ...
+
+    @property
+    def row_products(self) -> RowProducts | None:
+        """Products of few rows with plain matrices; None: those of torch."""
         ...
 
     def graph_buffers(

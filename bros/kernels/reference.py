@@ -22,6 +22,11 @@ class ReferenceKernels:
         """None."""
         return None
 
+    @property
+    def row_products(self) -> None:
+        """None."""
+        return None
+
     def graph_buffers(
         self, limits: GraphLimits, layout: HeadLayout, device: torch.device
     ) -> GraphBuffers | None:

@@ -33,7 +33,7 @@ SPEC = ModelSpec(
 )  # fmt: skip
 BLOCKS, HOST_BLOCKS = 5, 3
 SLOTS, HOST_SLOTS = BLOCKS * KV_BLOCK_SIZE, HOST_BLOCKS * KV_BLOCK_SIZE
-SMALL = CopyBuffers(count=2, size=5 * 2 * 2 * 3 * 4 * 2, group_bytes=1, run_bytes=1)
+SMALL = CopyBuffers(count=2, size=5 * 2 * 2 * 3 * 4 * 2, group_bytes=1, row_bytes=1, run_bytes=1)
 """CopyBuffers of 5 tokens of 16 bits, and every layer by itself."""
 
 Make = Callable[[torch.dtype, int, int], KvMemory]

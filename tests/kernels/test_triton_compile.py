@@ -39,13 +39,14 @@ def compiled(*arguments: str) -> list[dict[str, Any]]:
 
 
 LAYER = {"attend", "merge", "rms_norm", "rope_and_cache", "silu_and_mul"}
+ALL = {*LAYER, "choose", "best_of_parts", "best_of_rows", "few_rows"}
 
 
 @pytest.mark.parametrize(
     ("models", "names"),
     [
         pytest.param("one", LAYER, id="one"),
-        pytest.param("all", {*LAYER, "choose"}, marks=pytest.mark.long, id="all"),
+        pytest.param("all", ALL, marks=pytest.mark.long, id="all"),
     ],
 )
 def test_kernels_compile_for_hopper_without_spilled_registers(models: str, names: set[str]) -> None:

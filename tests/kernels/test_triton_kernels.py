@@ -23,6 +23,8 @@ from bros.kernels.interface import GraphLimits, HeadLayout, Kernels
 from bros.kernels.reference import ReferenceKernels
 from bros.kernels.triton.settings import (
     LaunchConfig,
+    ProductLaunch,
+    ProductShape,
     Shape,
     TritonSettings,
     as_json,
@@ -218,6 +220,7 @@ def test_settings_survive_a_file() -> None:
             Shape("one", 2, 128, 16): LaunchConfig(16, 32, 4, 5),
             Shape("tile", 4, 64, 128): LaunchConfig(1, 2, 3, 4),
         },
+        {ProductShape(16, 4096, 1024, 2): ProductLaunch(32, 256, 4, 6)},
     )
     plain = TritonSettings("NVIDIA H200", 132, 9)
     assert with_tuned(plain, as_json(settings)) == settings
@@ -225,7 +228,14 @@ def test_settings_survive_a_file() -> None:
     assert settings.launch(Shape("one", 2, 64, 16)) == plain.default(Shape("one", 2, 64, 16))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"launches": [{"kind": "two"}]}', "null"])
+_UNEVEN = """{"programs_per_processor": {"one": 1, "tile": 1}, "launches": [], "products": [
+ {"rows": 1, "outputs": 100, "inputs": 64, "element_bytes": 2,
+  "block_n": 32, "block_k": 32, "warps": 4, "stages": 3}]}"""
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"launches": [{"kind": "two"}]}', "null", _UNEVEN]
+)
 def test_a_broken_file_of_settings_is_an_error(text: str) -> None:
     with pytest.raises(ConfigError, match="Launch configurations of X cannot be read"):
         with_tuned(TritonSettings("X", 1, 9), text)

@@ -26,9 +26,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bros.kernels.interface import HeadLayout
-from bros.kernels.triton import attention, elementwise_kernels, sampling
+from bros.kernels.triton import attention, elementwise_kernels, products, sampling
 from bros.kernels.triton import ops as triton_ops
-from bros.kernels.triton.settings import TritonSettings
+from bros.kernels.triton.settings import TritonSettings, file_name, with_tuned
 from bros.kernels.xformers_attention import XformersAttention
 from support.fake_xformers import FakeFmha
 from support.kernel_cases import int32, make_case
@@ -189,6 +189,20 @@ def launches_of_merges_with_xformers(layout: HeadLayout, dtype: torch.dtype) -> 
     return [("merge", found.kernel, args, kwargs) for args, kwargs in found.calls]
 
 
+def launches_of_products() -> list[Launched]:
+    """Those that were tuned on an H100."""
+    name = "NVIDIA H100 80GB HBM3"
+    text = (Path(products.__file__).parent / "tuned" / file_name(name)).read_text("utf-8")
+    settings = with_tuned(replace(SETTINGS, device=name), text)
+    multiply = products.RowProducts(settings)
+    with recorded((products, "few_rows")) as launches:
+        for shape in settings.products:
+            x = torch.zeros(shape.rows, shape.inputs, dtype=torch.bfloat16)
+            multiply(x, torch.zeros(1).bfloat16().expand(shape.outputs, shape.inputs).contiguous())
+    found = launches["few_rows"]
+    return [("few_rows", found.kernel, args, kwargs) for args, kwargs in found.calls]
+
+
 def launches_of_sampling() -> list[Launched]:
     rows, vocab = 3, 128_256
     params = sampling.SamplingTensors(
@@ -220,6 +234,7 @@ def main() -> None:
         everything = [launches_of_a_layer(*model) for model in MODELS]
         everything.append(launches_of_merges_with_xformers(*MODELS[0][:2]))
         everything.append(launches_of_sampling())
+        everything.append(launches_of_products())
     for launches in everything:
         for name, kernel, args, kwargs in launches:
             compiled = compile_launch(kernel, args, kwargs)

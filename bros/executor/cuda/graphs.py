@@ -50,10 +50,10 @@ _SHARED_PER_ROW = 2  # the most shared parts that a row reads, on average
 _MIXED_SAMPLES = (16, 64, 256)
 _CHUNKS = 16  # the most chunks of a mixed step that is recorded
 
-MIXED_PADDING = ((128, 16), (256, 32), (512, 64), (1024, 128))
+MIXED_PADDING = ((128, 16), (256, 32), (512, 64), (2048, 128))
 """(limit, multiple) with rising limits: mixed steps of up to `limit` tokens are padded to a
-multiple of `multiple`. Larger ones have no graph: they are launched while the step before them runs, which
-takes the device longer than launching takes the host."""
+multiple of `multiple`. Larger ones have no graph: they are launched while the step before them
+runs, which takes the device longer than launching takes the host."""
 
 
 def capture_sizes(rows: int) -> tuple[int, ...]:

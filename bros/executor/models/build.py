@@ -239,7 +239,15 @@ class _Builder:
         products = None
         if has_products(self._kernels.name, self._target.weights):
             products = self._kernels.products
-        return make_linear(self._source, parts, columns, stacked_bias, self._target, products)
+        return make_linear(
+            self._source,
+            parts,
+            columns,
+            stacked_bias,
+            self._target,
+            products,
+            self._kernels.row_products,
+        )
 
     def _norm(self, name: str) -> Norm:
         spec, size = self._spec, self._spec.hidden_size

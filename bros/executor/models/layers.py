@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bros.executor.target import Target, multiplies_bf16
 from bros.executor.weights import Int4Groups, Weights
-from bros.kernels.interface import Kernels, Product, Products
+from bros.kernels.interface import Kernels, Product, Products, RowProducts
 from bros.kernels.panels import GROUP, Panels
 from bros.kernels.row_padding import ROW_PADDING, with_padding
 
@@ -28,14 +28,23 @@ class Linear(Protocol):
 
 
 class NativeLinear:
-    """F.linear in the weights' dtype; activations of another dtype are converted first."""
+    """A product in the weights' dtype; activations of another dtype are converted first."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, row_products: RowProducts | None = None
+    ) -> None:
+        """row_products: see Kernels."""
         self._weight = weight
         self._bias = bias
+        self._row_products = row_products if bias is None else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x.to(self._weight.dtype), self._weight, self._bias)
+        x = x.to(self._weight.dtype)
+        if self._row_products is not None:
+            out = self._row_products(x, self._weight)
+            if out is not None:
+                return out
+        return F.linear(x, self._weight, self._bias)
 
 
 class PlainLinear:
@@ -96,17 +105,19 @@ def make_linear(
     bias: Sequence[Tensor] | None,
     target: Target,
     products: Products | None = None,
+    row_products: RowProducts | None = None,
 ) -> Linear:
     """One layer from matrices concatenated along their rows.
 
     parts: (tensor name, rows) in order; columns: input features of all of them.
-    products: see Kernels.
+    products, row_products: see Kernels.
     With int4 weights, a shape that int4 does not support is kept in bf16. Without products, int4
     weights are held in bf16 or fp32: the same values, in the memory of these.
     """
     stacked_bias = None if bias is None else torch.cat(list(bias))
     if not target.packed:
-        return NativeLinear(load_matrix(source, parts, columns, target), stacked_bias)
+        weight = load_matrix(source, parts, columns, target)
+        return NativeLinear(weight, stacked_bias, row_products)
     if target.weights == "int4" and columns % GROUP == 0:
         groups = Int4Groups.concatenate([source.int4(name, (n, columns)) for name, n in parts])
         if products is None:

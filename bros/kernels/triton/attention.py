@@ -20,10 +20,15 @@ from bros.kernels.triton.buffers import (
     WorkTensors,
 )
 from bros.kernels.triton.plan import ITEM_WIDTH, PlanRules, Split, plan_work
-from bros.kernels.triton.settings import Kind, Shape, TritonSettings, power_of_two
+from bros.kernels.triton.settings import (
+    LEAST_ROWS,
+    Kind,
+    Shape,
+    TritonSettings,
+    power_of_two,
+)
 from bros.kernels.xformers_attention import XformersAttention
 
-_LEAST_ROWS = 16  # the least rows of a matrix product in Triton
 _MOST_ROWS = 128
 _MERGED_AT_ONCE = 16
 _MERGED_TOKENS = 64  # by different programs: about as many programs as a device runs at once
@@ -269,7 +274,7 @@ def _tile_rows(queries: int, layout: HeadLayout) -> int:
 
 
 def _padded_rows(rows: int) -> int:
-    return min(_MOST_ROWS, max(_LEAST_ROWS, power_of_two(rows)))
+    return min(_MOST_ROWS, max(LEAST_ROWS, power_of_two(rows)))
 
 
 def _tile_tokens(rows: int, group: int) -> int:
@@ -278,4 +283,4 @@ def _tile_tokens(rows: int, group: int) -> int:
 
 
 def _padded_dim(head_dim: int) -> int:
-    return max(_LEAST_ROWS, power_of_two(head_dim))
+    return max(LEAST_ROWS, power_of_two(head_dim))

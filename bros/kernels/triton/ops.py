@@ -9,6 +9,7 @@ from bros.kernels.interface import AttentionBatch, GraphBuffers, GraphLimits, He
 from bros.kernels.triton import elementwise_kernels as device
 from bros.kernels.triton.attention import TritonAttention
 from bros.kernels.triton.buffers import GraphWork, TritonBatch
+from bros.kernels.triton.products import RowProducts
 from bros.kernels.triton.settings import TritonSettings, power_of_two, settings_for
 from bros.kernels.xformers_attention import XformersAttention
 
@@ -36,6 +37,7 @@ class TritonKernels:
         settings = settings or settings_for(device)
         self._attention = TritonAttention(settings, device, chunk_attention)
         self._launching = settings.launching
+        self._row_products = RowProducts(settings)
         self._name = "triton" if chunk_attention is None else "triton-xformers"
 
     @property
@@ -46,6 +48,11 @@ class TritonKernels:
     def products(self) -> None:
         """None."""
         return None
+
+    @property
+    def row_products(self) -> RowProducts:
+        """For the shapes that were tuned on this device."""
+        return self._row_products
 
     def graph_buffers(
         self, limits: GraphLimits, layout: HeadLayout, device: torch.device

@@ -1,0 +1,50 @@
+"""Products of few rows with a matrix, where they are faster than those of torch.
+
+A decode step reads every weight once, so its products take as long as reading them does. torch's
+library divides the sum of such a product among processors, which takes a second kernel. This kernel
+does not: a program computes some outputs of all rows, and reads their weights from end to end.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from bros.kernels.triton.product_kernels import few_rows
+from bros.kernels.triton.settings import LEAST_ROWS, ProductShape, TritonSettings, rows_step
+
+
+class RowProducts:
+    """Implements interface.RowProducts with the launch configurations of a device."""
+
+    def __init__(self, settings: TritonSettings) -> None:
+        self._settings = settings
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        """See interface.RowProducts."""
+        rows, inputs = x.shape
+        step = rows_step(rows)
+        if step is None:
+            return None
+        outputs = weight.shape[0]
+        shape = ProductShape(step, outputs, inputs, weight.element_size())
+        launch = self._settings.products.get(shape)
+        if launch is None:
+            return None
+        assert x.dtype == weight.dtype and x.is_contiguous() and weight.is_contiguous()
+        assert outputs % launch.block_n == 0 and inputs % launch.block_k == 0
+        out = x.new_empty(rows, outputs)
+        few_rows[(outputs // launch.block_n,)](
+            out,
+            x,
+            weight,
+            rows,
+            OUTPUTS=outputs,
+            INPUTS=inputs,
+            BLOCK_M=max(step, LEAST_ROWS),
+            BLOCK_N=launch.block_n,
+            BLOCK_K=launch.block_k,
+            num_warps=launch.warps,
+            num_stages=launch.stages,
+            **self._settings.launching,
+        )
+        return out
