@@ -196,7 +196,7 @@ def _tune_products(sizes: Sizes, timer: Timer, best: TritonSettings, file: Path)
             None: timer.on_device(run.torch, recorded=True).median
         }
         for launch in candidates[shape]:
-            seconds = _seconds_of(lambda launch=launch: run.with_launch(launch), timer)
+            seconds = _seconds_of(lambda run=run, launch=launch: run.with_launch(launch), timer)
             if seconds is not None:
                 times[launch] = seconds
         chosen = min(times, key=times.__getitem__)

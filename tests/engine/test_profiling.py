@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from bros.core.clock import ManualClock
 from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError
 from bros.core.interfaces import EngineInfo, Grouping
+from bros.core.plan import StepPlan, StepResult
 from bros.engine.profiling import (
     COPIED_TOKENS,
     OVERLAPPED_TOKENS,
@@ -29,8 +31,10 @@ from bros.engine.profiling import (
     quick_grid,
     quick_profile,
     random_steps,
+    step_padding,
     step_time_model,
 )
+from bros.executor.cuda.graphs import MIXED_PADDING
 from bros.executor.models.layers import token_padding
 from bros.scheduler.cost_model import CostModel, StepLoad
 from bros.scheduler.fitting import StepShape, error_of, with_copies
@@ -197,6 +201,65 @@ def test_disturbed_moments_and_the_first_run_do_not_count() -> None:
     disturbed, executor, _ = measured(SHAPES[:1], repeats=5, noise=noise)
     assert len(executor.shapes) == len(noise)
     assert disturbed == pytest.approx(quiet)
+
+
+class QueueingExecutor:
+    """A device that computes one launched step after the other, each for 10 ms; launching takes
+    the host 2 ms."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.clock = clock
+        self.free_s = 0.0
+        self.in_flight = 0
+
+    def execute(
+        self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
+    ) -> StepResult | None:
+        return self.launch(plan).result()
+
+    def launch(self, plan: StepPlan) -> QueuedStep:
+        self.clock.advance(0.002)
+        self.free_s = max(self.free_s, self.clock.now()) + 0.010
+        self.in_flight += 1
+        assert self.in_flight <= 2
+        return QueuedStep(self, self.free_s, StepResult(plan.step, ()))
+
+    def close(self) -> None:
+        pass
+
+
+@dataclasses.dataclass
+class QueuedStep:
+    executor: QueueingExecutor
+    end_s: float
+    found: StepResult
+
+    def result(self) -> StepResult:
+        clock = self.executor.clock
+        clock.advance(max(0.0, self.end_s - clock.now()))
+        self.executor.in_flight -= 1
+        return self.found
+
+
+@pytest.mark.parametrize(("ahead", "seconds"), [(False, 0.012), (True, 0.010)])
+def test_steps_are_timed_as_the_engine_runs_them(ahead: bool, seconds: float) -> None:
+    clock = ManualClock()
+    executor = QueueingExecutor(clock)
+    limits = StepLimits.of(EngineConfig(), INFO)
+    launcher = executor if ahead else None
+    samples = measure_steps(executor, INFO, limits, SHAPES, clock, repeats=3, launcher=launcher)
+    assert [sample.seconds for sample in samples] == pytest.approx([seconds] * len(SHAPES))
+    assert executor.in_flight == 0
+
+
+def test_mixed_steps_of_a_gpu_are_padded_to_those_that_are_recorded() -> None:
+    gpu = dataclasses.replace(INFO, device="NVIDIA H100", kernels="triton")
+    assert step_padding(EngineConfig(), gpu) == MIXED_PADDING
+    largest = MIXED_PADDING[-1][0]
+    longer = EngineConfig(max_batch_tokens=2 * largest)
+    assert step_padding(longer, gpu) == (*MIXED_PADDING, (2 * largest, 1))
+    assert step_padding(EngineConfig(cuda_graphs="off"), gpu) == ()
+    assert step_padding(EngineConfig(async_scheduling="off"), gpu) == ()
 
 
 def test_progress_ends_with_everything_done() -> None:
