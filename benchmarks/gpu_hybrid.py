@@ -31,7 +31,7 @@ from hybrid_load import WallClock
 from rich.console import Console
 
 from bros.core.clock import ManualClock, SystemClock
-from bros.core.config import EngineConfig
+from bros.core.config import MAX_RT_SLOWDOWN, EngineConfig
 from bros.core.interfaces import EngineInfo
 from bros.core.plan import StepPlan
 from bros.core.request import ServiceClass
@@ -64,7 +64,7 @@ LOOSE = {"slo_ttft": 1000.0, "slo_tpot": 200.0}  # ms
 FACTOR = 1.1
 """What is asked: 99th percentiles of `alone` at most so many times as long."""
 OBJECTIVE = 1.05
-"""The objectives of the other runs, likewise: a step that is planned to just meet one may miss it."""
+"""The objectives of the other runs, likewise; a step that is planned to just meet one may miss."""
 ASKED_BE = 0.9
 SIMULATED = ", simulated"
 KV_BLOCKS = 24_000  # 47 GiB
