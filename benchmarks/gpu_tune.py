@@ -89,10 +89,12 @@ def workloads(sizes: Sizes) -> list[Workload]:
     """Decode batches, a chunk of a prompt, and rows with a shared prefix."""
     found = []
     longest = max(sizes.contexts)
-    for rows in sorted({min(8, sizes.attention[0]), sizes.attention[0]}):
-        blocks = np.random.default_rng(0).permutation(rows * (longest // BLOCK)).astype(np.int32)
-        segments = [full_segments(each, longest) for each in np.split(blocks, rows)]
-        found.append(Workload(f"{rows} x {longest}", "one", rows, batch_of(segments), len(blocks)))
+    most = sizes.attention[0]
+    decodes = {(min(8, most), longest), (most, longest), (min(32, most), min(sizes.contexts))}
+    for rows, context in sorted(decodes):
+        blocks = np.random.default_rng(0).permutation(rows * (context // BLOCK)).astype(np.int32)
+        segments = [full_segments(each, context) for each in np.split(blocks, rows)]
+        found.append(Workload(f"{rows} x {context}", "one", rows, batch_of(segments), len(blocks)))
     chunk = dataclasses.replace(
         batch_of([full_segments(np.arange(longest // BLOCK, dtype=np.int32), longest)]),
         query_start=torch.tensor([0, longest], dtype=torch.int32),
