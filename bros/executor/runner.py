@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bros.core.plan import (
@@ -212,7 +213,6 @@ class LaunchedStep:
         self._outputs = outputs
         self._result: StepResult | None = None
         self._rows = {name: row for row, (name, _) in enumerate(samples.requests)}
-        self._host_rows = frozenset(samples.host_rows)
 
     def result(self) -> StepResult:
         """Wait for the end of the step."""
@@ -222,14 +222,17 @@ class LaunchedStep:
             self._result = StepResult(self._step, samples, self._outputs.readouts())
         return self._result
 
-    def row_of(self, request_id: str) -> int | None:
-        """The index of a request's token in `tokens`; None if the host samples that token."""
-        row = self._rows[request_id]
-        return None if row in self._host_rows else row
+    def rows_of(self, request_ids: Sequence[str]) -> NDArray[np.int32]:
+        """int32 [requests], the indexes of their tokens in `tokens`; -1 where the host samples."""
+        rows = np.array([self._rows[name] for name in request_ids], np.int32)
+        if self._samples.host_rows:
+            rows[np.isin(rows, self._samples.host_rows)] = -1
+        return rows
 
-    def token_of(self, request_id: str) -> int:
-        """Wait for the end of the step; returns a request's token, 0 if sampling failed."""
-        return max(0, self.result().samples[self._rows[request_id]].token_id)
+    def tokens_of(self, request_ids: Sequence[str]) -> list[int]:
+        """Wait for the end of the step; returns the tokens of requests, 0 where sampling failed."""
+        samples = self.result().samples
+        return [max(0, samples[self._rows[name]].token_id) for name in request_ids]
 
     @property
     def tokens(self) -> Tensor | None:
@@ -288,15 +291,14 @@ class LaunchingRunner(ModelRunner):
         last = self._last
         assert last is not None, "the first step has no pending tokens"
         names = [chunk.request_id for chunk in plan.chunks if chunk.token_ids[0] == PENDING]
-        rows = [last.row_of(name) for name in names]
-        ids[at] = [
-            last.token_of(name) if row is None else PENDING
-            for name, row in zip(names, rows, strict=True)
-        ]
-        if last.tokens is None or all(row is None for row in rows):
+        rows = last.rows_of(names)
+        on_host = np.flatnonzero(rows < 0)
+        if len(on_host):
+            ids[at[on_host]] = last.tokens_of([names[index] for index in on_host.tolist()])
+        if last.tokens is None or len(on_host) == len(rows):
             return None
         sources = np.full(len(ids), -1, np.int32)
-        sources[at] = [-1 if row is None else row for row in rows]
+        sources[at] = rows
         return PendingTokens(last.tokens, torch.from_numpy(sources))
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ tokens: first a block of the vocabulary, then a token within that block.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -98,11 +99,8 @@ def noise(seed: int, index: int, first: int, count: int) -> NDArray[np.float64]:
     so it depends only on (seed, index, i).
     """
     start = noise_start(seed, index)
-    state = np.arange(first + 1, first + count + 1, dtype=np.uint64)
-    state = state * np.uint64(GOLDEN) + np.uint64(start)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    state ^= state >> np.uint64(31)
+    state = np.arange(first, first + count, dtype=np.uint64)
+    state = _splitmix64_each(state * np.uint64(GOLDEN) + np.uint64(start))
     numbers: NDArray[np.float64] = -np.log(((state >> np.uint64(11)) + 0.5) * 2.0**-53)
     return numbers
 
@@ -110,6 +108,13 @@ def noise(seed: int, index: int, first: int, count: int) -> NDArray[np.float64]:
 def noise_start(seed: int, index: int) -> int:
     """The start of the SplitMix64 sequence of a draw, an unsigned 64-bit number."""
     return _splitmix64(_splitmix64(seed & _UINT64) ^ index)
+
+
+def noise_starts(specs: Sequence[SampleSpec]) -> NDArray[np.uint64]:
+    """`noise_start` of the first draw of each spec."""
+    seeds = np.array([spec.seed & _UINT64 for spec in specs], np.uint64)
+    mixed = _splitmix64_each(seeds)
+    return _splitmix64_each(mixed ^ np.array([spec.output_index for spec in specs], np.uint64))
 
 
 NOTHING_ALLOWED_ERROR = "the grammar allows no token here"
@@ -121,10 +126,18 @@ def no_token_error(peak: float) -> str:
 
 
 def _splitmix64(state: int) -> int:
-    state = (state + 0x9E3779B97F4A7C15) & _UINT64
+    state = (state + GOLDEN) & _UINT64
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _UINT64
     return state ^ (state >> 31)
+
+
+def _splitmix64_each(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """_splitmix64 of each number; sums and products wrap around."""
+    state = state + np.uint64(GOLDEN)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
 
 
 def _sample_row(raw: _Floats32, draw: RowDraw) -> SampledToken:
@@ -364,6 +377,10 @@ class NoStepSampler:
         return ()
 
 
+_HOST, _GREEDY, _DRAWN = "host", "greedy", "drawn"
+"""Where a row is sampled: by the host; by the device, its best token; by the device, by chance."""
+
+
 class DeviceStepSampler:
     """Samples greedy rows, and rows with temperature, top_k, top_p and min_p, on the device.
 
@@ -378,6 +395,8 @@ class DeviceStepSampler:
         self._host_sampler = HostStepSampler(row_sampler)
         self._draw = draw
         self._best = best
+        self._params: list[SamplingParams] = []  # of the rows of the last step
+        self._places: list[str] = []  # of these
 
     def __call__(
         self, logits: Tensor, requests: Sequence[SampleRequest]
@@ -387,10 +406,10 @@ class DeviceStepSampler:
 
     def begin(self, logits: Tensor, requests: Sequence[SampleRequest]) -> PendingSamples:
         """Launch the sampling on the device and the copies to the host, without waiting."""
-        host_rows = [row for row, (_, spec) in enumerate(requests) if not self._on_device(spec)]
+        host_rows, drawn = self._divide([spec for _, spec in requests])
         tokens = result = None
         if len(host_rows) < len(requests):
-            found = self._sample_all(logits, requests)
+            found = self._sample_all(logits, requests, drawn)
             tokens, result = found[0], copy_to_host(found)
         host_logits = None
         if host_rows:
@@ -406,14 +425,14 @@ class DeviceStepSampler:
             requests, host_rows, tokens, result, host_logits, done, self._host_sampler
         )
 
-    def _sample_all(self, logits: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
-        """int32 [2, rows], tokens and bits of the peaks; the host replaces tokens of its rows."""
+    def _sample_all(
+        self, logits: Tensor, requests: Sequence[SampleRequest], drawn: Sequence[int]
+    ) -> Tensor:
+        """int32 [2, rows], tokens and bits of the peaks; the host replaces tokens of its rows.
+
+        drawn: the rows that the device draws by chance.
+        """
         found = self._best(logits)
-        drawn = [
-            row
-            for row, (_, spec) in enumerate(requests)
-            if not spec.params.greedy and self._on_device(spec)
-        ]
         if drawn and self._draw is not None:
             specs = [requests[row][1] for row in drawn]
             if len(drawn) == len(requests):
@@ -423,16 +442,31 @@ class DeviceStepSampler:
                 found[0].index_copy_(0, rows, self._draw(logits.index_select(0, rows), specs))
         return found
 
-    def _on_device(self, spec: SampleSpec) -> bool:
-        """Whether the device can sample this row: no change of logits, no log-probabilities."""
-        params = spec.params
-        return (params.greedy or self._draw is not None) and not (
-            params.logprobs is not None
-            or params.logit_bias
-            or params.needs_history
-            or len(spec.forbidden)
-            or spec.constraint is not None
-        )
+    def _divide(self, specs: Sequence[SampleSpec]) -> tuple[list[int], list[int]]:
+        """(rows that the host samples, rows that the device draws by chance); the device samples
+        all other rows greedily."""
+        params = [spec.params for spec in specs]
+        known = self._params
+        if len(params) != len(known) or not all(map(operator.is_, params, known)):
+            self._params = params  # rarely: most rows go on in the next step
+            self._places = [self._place(each) for each in params]
+        places = [
+            place if spec.constraint is None and not len(spec.forbidden) else _HOST
+            for place, spec in zip(self._places, specs, strict=True)
+        ]
+        return _indexes(places, _HOST), _indexes(places, _DRAWN)
+
+    def _place(self, params: SamplingParams) -> str:
+        """Where rows with these parameters are sampled, if their spec does not forbid tokens."""
+        if params.logprobs is not None or params.logit_bias or params.needs_history:
+            return _HOST
+        if params.greedy:
+            return _GREEDY
+        return _HOST if self._draw is None else _DRAWN
+
+
+def _indexes(places: list[str], place: str) -> list[int]:
+    return [row for row, each in enumerate(places) if each is place] if place in places else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,9 +499,12 @@ class PendingSamples:
         sampled: list[SampledToken] = []
         if self.result is not None:
             ids, peak_bits = self.result
-            peaks = peak_bits.view(torch.float32).tolist()
-            rows = zip(self.requests, ids.tolist(), peaks, strict=True)
-            sampled = [_sampled(name, token, peak) for (name, _), token, peak in rows]
+            rows = zip(self.requests, ids.tolist(), strict=True)
+            sampled = [SampledToken(name, token) for (name, _), token in rows]
+            peaks = peak_bits.view(torch.float32).numpy()
+            for row in np.flatnonzero(~np.isfinite(peaks)).tolist():
+                error = no_token_error(float(peaks[row]))
+                sampled[row] = SampledToken(self.requests[row][0], -1, error=error)
         if self.host_logits is None:
             return tuple(sampled)
         on_host = self.host_sampler(
@@ -478,12 +515,6 @@ class PendingSamples:
         for row, token in zip(self.host_rows, on_host, strict=True):
             sampled[row] = token
         return tuple(sampled)
-
-
-def _sampled(request_id: str, token: int, peak: float) -> SampledToken:
-    if not math.isfinite(peak):
-        return SampledToken(request_id, -1, error=no_token_error(peak))
-    return SampledToken(request_id, token)
 
 
 def _rows(rows: Sequence[int], logits: Tensor) -> Tensor:

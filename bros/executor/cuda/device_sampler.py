@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike
+from numpy.typing import ArrayLike, DTypeLike
 from torch import Tensor
 
 from bros.core.plan import SampleSpec
-from bros.executor.sampler import SMALLEST_TEMPERATURE, noise_start
+from bros.executor.sampler import SMALLEST_TEMPERATURE, noise_starts
 from bros.kernels.staging import to_device
 from bros.kernels.triton.sampling import SamplingTensors, best_tokens, sample_tokens
 
@@ -39,17 +39,20 @@ def _parameters(specs: Sequence[SampleSpec], logits: Tensor) -> SamplingTensors:
     """The parameters of all rows, uploaded in one copy."""
     vocab = logits.shape[1]
     params = [spec.params for spec in specs]
-    columns: tuple[tuple[Sequence[float], DTypeLike], ...] = (
-        ([noise_start(spec.seed, spec.output_index) for spec in specs], np.uint64),
+    columns: tuple[tuple[ArrayLike, DTypeLike], ...] = (
+        (noise_starts(specs), np.uint64),
         ([p.top_p for p in params], np.float64),
         ([max(p.temperature, SMALLEST_TEMPERATURE) for p in params], np.float32),
         ([p.min_p for p in params], np.float32),
         ([min(p.top_k, vocab) for p in params], np.int32),
     )
-    padding = [0] * (-len(specs) % _ALIGNMENT)
-    parts = [np.array([*column, *padding], kind).view(np.uint8) for column, kind in columns]
-    on_device = to_device(torch.from_numpy(np.concatenate(parts)), logits.device)
-    starts, top_p, temperature, min_p, top_k = torch.split(on_device, list(map(len, parts)))
+    padded = -(-len(specs) // _ALIGNMENT) * _ALIGNMENT
+    parts = [np.zeros(padded, kind) for _, kind in columns]
+    for part, (column, _) in zip(parts, columns, strict=True):
+        part[: len(specs)] = column
+    whole = np.concatenate([part.view(np.uint8) for part in parts])
+    on_device = to_device(torch.from_numpy(whole), logits.device)
+    starts, top_p, temperature, min_p, top_k = torch.split(on_device, [p.nbytes for p in parts])
 
     def rows(part: Tensor, dtype: torch.dtype) -> Tensor:
         return part.view(dtype)[: len(specs)]
