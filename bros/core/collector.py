@@ -29,12 +29,12 @@ from types import TracebackType
 from typing import Self
 
 _NEVER = 2**31 - 1
-THRESHOLDS = (1400, 5, _NEVER)
-"""Of gc.set_threshold. The youngest generation is collected with 1,401 objects, and every seventh
-time the next one with it: 1,401 * 7 = 9,807 objects, which takes 1 to 4 ms. The oldest one never
-is. A step of 128 rows makes about 1,300 objects and frees them
-again: with 700 for the youngest generation it was collected in every step, which took 10 % of the
-host's time (benchmarks/step_host_speed.py)."""
+THRESHOLDS = (2800, 2, _NEVER)
+"""Of gc.set_threshold. The youngest generation is collected with 2,801 objects, and every fourth
+time the next one with it: 2,801 * 4 = 11,204 objects, which takes 1 to 5 ms. The oldest one never
+is. A step of 256 rows makes about 2,600 objects and frees them again: with 1400 for the youngest
+generation it was collected in every step, which took 5 % of the host's time
+(benchmarks/step_host_speed.py)."""
 _DUE = 100_000
 """Blocks of memory kept since the last full collection from which an idle process makes the next
 one. An object of the collector has one block or more."""

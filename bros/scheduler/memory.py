@@ -87,16 +87,17 @@ class StepMemory:
         self._now = now
         self._drop = drop
         self._new_requests_preempt = new_requests_preempt
+        real_time = ServiceClass.RT
+        num_real_time = sum([state.service_class is real_time for state in running])
         self._free_rows = {
             ServiceClass.BE: max_holders - len(running),
-            ServiceClass.RT: max_holders
-            - sum([state.service_class is ServiceClass.RT for state in running]),
+            ServiceClass.RT: max_holders - num_real_time,
         }
         self._expected_tokens = expected_tokens
         self._prefill_seconds = prefill_seconds
         self._states = states
         # Without any best-effort request, the first one may use blocks protected for real-time.
-        self._has_best_effort = any(s.service_class is ServiceClass.BE for s in reversed(running))
+        self._has_best_effort = num_real_time < len(running)
         self._preemptors: set[str] = set()
         self._new_requests: list[tuple[int, int]] = []
         self._refused: RequestState | None = None  # the latest new request without memory

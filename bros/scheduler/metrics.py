@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from bros.core.interfaces import Buckets, ClassStats, RequestTrace
 from bros.core.request import FinishReason, ServiceClass, Slo
@@ -173,13 +173,14 @@ class RequestRecord:
             if not self.resumed:
                 self.pace_from_s = now
         if self.last_token_s is not None:
-            since_s = max(self.last_token_s, self.objectives_from_s)
-            self.longest_gap_s = max(self.longest_gap_s or 0.0, now - since_s)
-        if self._compared_from is None:
+            gap_s = now - max(self.last_token_s, self.objectives_from_s)
+            if self.longest_gap_s is None or gap_s > self.longest_gap_s:
+                self.longest_gap_s = max(gap_s, 0.0)
+        compared = self._compared_from
+        if compared is None:
             self._compared_from = now, alone_s
-        elif alone_s > self._compared_from[1]:
-            from_s, alone_from_s = self._compared_from
-            self.slowdown = (now - from_s) / (alone_s - alone_from_s)
+        elif alone_s > compared[1]:
+            self.slowdown = (now - compared[0]) / (alone_s - compared[1])
         self.last_token_s = now
         self.num_tokens += 1
         self.due_s = now + (slo.tpot_s or math.inf)
@@ -299,13 +300,14 @@ class ClassCounters:
         self._slowdown_total = 0.0
         self._departures: deque[float] = deque(maxlen=_RECENT)
 
-    def note_token(self, slack_s: float) -> None:
-        """A token was committed `slack_s` seconds before its deadline; infinite without one."""
-        self.output_tokens += 1
-        self._late_tokens += slack_s < 0.0
-        if slack_s < math.inf:
-            self._slack[bisect.bisect_left(_SLACK_BOUNDS_S, slack_s)] += 1
-            self._slack_total += slack_s
+    def note_tokens(self, slacks_s: Sequence[float]) -> None:
+        """Tokens were committed so many seconds before their deadlines; infinite without one."""
+        self.output_tokens += len(slacks_s)
+        for slack_s in slacks_s:
+            if slack_s < math.inf:
+                self._late_tokens += slack_s < 0.0
+                self._slack[bisect.bisect_left(_SLACK_BOUNDS_S, slack_s)] += 1
+                self._slack_total += slack_s
 
     def note_finish(self, record: RequestRecord, slo: Slo) -> None:
         """A request got its last token and is complete."""

@@ -254,6 +254,28 @@ class Packing(Generic[C]):
     best_effort_stop: str | None = None
 
 
+def _runs(candidates: Iterable[C]) -> Iterator[list[C]]:
+    """Runs of decode rows that hold all their memory, as most candidates do; each other candidate
+    by itself. In order.
+    """
+    run: list[C] = []
+    for candidate in candidates:
+        if (
+            candidate.remaining == 1
+            and candidate.running
+            and not candidate.num_missing
+            and candidate.suspended is None
+        ):
+            run.append(candidate)
+            continue
+        if run:
+            yield run
+            run = []
+        yield [candidate]
+    if run:
+        yield run
+
+
 # ---- Packing without predicted times: in order, while rows, tokens and memory last.
 
 
@@ -283,23 +305,29 @@ def _take_in_order(
 ) -> int:
     """Returns how many tokens of the budget are left."""
     selected = packing.selected
-    for candidate in candidates:
-        if tokens_left == 0 or len(selected) == bounds.rows:
-            packing.full |= tokens_left > 0
-            packing.urgent_stop = packing.best_effort_stop = "rows" if tokens_left else "tokens"
-            break
-        if not (candidate.running or memory.look_up(candidate)):
-            packing.passed_over.append((candidate, "prefix"))
-            continue
-        num_tokens = min(candidate.remaining, tokens_left)
-        if num_tokens < candidate.remaining and not bounds.rules.chunked:
-            packing.passed_over.append((candidate, "tokens"))
-            continue
-        if memory.reserve(candidate, num_tokens):
-            selected.append((candidate, num_tokens))
-            tokens_left -= num_tokens
-        else:
-            packing.passed_over.append((candidate, memory.refusal))
+    for run in _runs(candidates):
+        taken = 0
+        if len(run) > 1:
+            taken = memory.reserve_rows(run[: min(bounds.rows - len(selected), tokens_left)])
+            selected += [(row, 1) for row in run[:taken]]
+            tokens_left -= taken
+        for candidate in run[taken:]:
+            if tokens_left == 0 or len(selected) == bounds.rows:
+                packing.full |= tokens_left > 0
+                packing.urgent_stop = packing.best_effort_stop = "rows" if tokens_left else "tokens"
+                return tokens_left
+            if not (candidate.running or memory.look_up(candidate)):
+                packing.passed_over.append((candidate, "prefix"))
+                continue
+            num_tokens = min(candidate.remaining, tokens_left)
+            if num_tokens < candidate.remaining and not bounds.rules.chunked:
+                packing.passed_over.append((candidate, "tokens"))
+                continue
+            if memory.reserve(candidate, num_tokens):
+                selected.append((candidate, num_tokens))
+                tokens_left -= num_tokens
+            else:
+                packing.passed_over.append((candidate, memory.refusal))
     return tokens_left
 
 
@@ -560,24 +588,10 @@ class _Packer(Generic[C]):
         most: rows of the step.
         limit_s: time limit of the step; None for urgent candidates, which move the limit.
         """
-        run: list[C] = []
-        for candidate in candidates:
-            if (
-                candidate.remaining == 1
-                and candidate.running
-                and not candidate.num_missing
-                and candidate.suspended is None
-            ):
-                run.append(candidate)
-                continue
-            if run:
-                yield run[0]
-                yield from run[1 + self._take_run(run[1:], most, limit_s) :]
-                run.clear()
-            yield candidate
-        if run:
+        for run in _runs(candidates):
             yield run[0]
-            yield from run[1 + self._take_run(run[1:], most, limit_s) :]
+            if len(run) > 1:
+                yield from run[1 + self._take_run(run[1:], most, limit_s) :]
 
     def _take_run(self, rows: Sequence[C], most: int, limit_s: float | None) -> int:
         """Take the first ones of these decode rows; returns how many.

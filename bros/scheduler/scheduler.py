@@ -420,7 +420,8 @@ class Scheduler:
             for state in step.prefilled
             if self._states.get(state.request_id) is state
         ]
-        states, add_token = self._states, self._add_token
+        states, counters, alone_s = self._states, self._counters, self._steps.alone_s
+        slacks: dict[ServiceClass, list[float]] = {cls: [] for cls in ServiceClass}
         for sample in result.samples:
             state = states.get(sample.request_id)
             if state is None or state.arrival_index >= step.new_request:
@@ -432,8 +433,12 @@ class Scheduler:
                 self._finish(state, FinishReason.ERROR, now)
                 outputs.append(_error_output(state, sample.error))
                 continue
-            first = state.record.last_token_s is None
-            reason = add_token(state, sample.token_id, now)
+            record = state.record
+            first = record.last_token_s is None
+            if first:
+                counters[state.service_class].prompt_tokens += state.prompt_len
+            slacks[state.service_class].append(record.token(now, state.slo, alone_s))
+            reason = state.add_output(sample.token_id, now)
             if reason is not None:
                 self._complete(state, reason, now)
             logprobs = (sample.logprobs,) if sample.logprobs else ()
@@ -444,6 +449,8 @@ class Scheduler:
                     sample.request_id, (sample.token_id,), logprobs, reason, cached_tokens
                 )
             )
+        for service_class, found in slacks.items():
+            counters[service_class].note_tokens(found)
         return outputs
 
     def _take_readouts(
@@ -706,21 +713,18 @@ class Scheduler:
         state.record.event(now, "scheduled")
 
     def _add_token(
-        self, state: RequestState, token_id: int, now: float, num_before: int = 0
+        self, state: RequestState, token_id: int, now: float, num_before: int
     ) -> FinishReason | None:
         """Add and count a token, and `num_before` tokens that are counted with it."""
-        counters, record = self._counters[state.service_class], state.record
-        if record.last_token_s is None:
-            counters.prompt_tokens += state.prompt_len
-        if num_before:
-            self._count_tokens(state, num_before, now)
-        counters.note_token(record.token(now, state.slo, self._steps.alone_s))
+        if state.record.last_token_s is None:
+            self._counters[state.service_class].prompt_tokens += state.prompt_len
+        self._count_tokens(state, num_before + 1, now)
         return state.add_output(token_id, now)
 
     def _count_tokens(self, state: RequestState, count: int, now: float) -> None:
-        counters, record = self._counters[state.service_class], state.record
-        for _ in range(count):
-            counters.note_token(record.token(now, state.slo, self._steps.alone_s))
+        record, alone_s = state.record, self._steps.alone_s
+        slacks = [record.token(now, state.slo, alone_s) for _ in range(count)]
+        self._counters[state.service_class].note_tokens(slacks)
 
     def _complete(self, state: RequestState, reason: FinishReason, now: float) -> None:
         """End a request that has got its last token."""

@@ -354,7 +354,8 @@ class RequestState:
         assert not self.needs_history, "sampling needs the token ids before"
         self.token_ids.append(PENDING)
         self.late = False
-        self.deadline_s = self.paced_deadline_s(at_s)
+        if self.slo.tpot_s is not None:
+            self.deadline_s = self.paced_deadline_s(at_s)
 
     def add_output(self, token_id: int, now: float) -> FinishReason | None:
         """Append a token sampled at `now`; returns why the request is finished, None if not."""
@@ -387,9 +388,10 @@ class RequestState:
             first_s = last_s
         if interval_s is None or first_s is None or last_s is None:
             return self.deadline_s  # of the first token or of a best-effort request, or infinite
+        gap_s = self.slo.gap_s
         on_pace_s = first_s + (len(self.token_ids) - self.prompt_len) * interval_s
         due_s = max(last_s + interval_s, on_pace_s)
-        return due_s if self.slo.gap_s is None else min(due_s, last_s + self.slo.gap_s)
+        return due_s if gap_s is None else min(due_s, last_s + gap_s)
 
 
 def _positions_to_read(request: EngineRequest, prompt_len: int) -> tuple[int, int]:

@@ -256,7 +256,7 @@ def test_step_sums_equal_what_an_observer_counts(run: VirtualRun) -> None:
 def test_slack_on_a_bound_counts_below_it_and_far_away_in_the_last_bucket() -> None:
     counters = ClassCounters()
     for slack_s in (-99.0, -10.0, 0.0, 0.2, 0.21, 99.0, math.inf):
-        counters.note_token(slack_s)
+        counters.note_tokens([slack_s])
     got = counters.snapshot(0, 0, 0, 0, {}).slack
     counts = dict(zip(got.bounds, got.counts, strict=False))
     assert (counts[-10.0], counts[0.0], counts[0.2], counts[0.3]) == (2, 1, 1, 1)
