@@ -150,10 +150,16 @@ def plan_work(
     """The work list of a batch. It writes every query token once, except those of rows in `done`
     that have no context."""
     query_start = batch.query_start.numpy()
-    context = _context(batch, lengths_of(query_start) == 1)
+    single = lengths_of(query_start) == 1
+    context = _context(batch, single)
     rows = _row_units(query_start, context, done)
-    single = rows[:, QUERIES] == 1
     listed = query_start[context.rows]
+    if done is None and not len(listed) and single.all():  # most steps: the host's time matters
+        ones = _split(rows, rules.one, rules.programs_per_one)
+        partials = _number_partials(ones)
+        merges = _merges_in_order(ones[ones[:, PARTIAL] >= 0] if partials else rows[:0])
+        return WorkList(ones, rows[:0], listed, *merges, context.segments, partials)
+    single = rows[:, QUERIES] == 1
     ones = _split(rows[single], rules.one, rules.programs_per_one)
     tiles = _tile_items(rows[~single], context, rules)
     items = np.concatenate([ones, tiles])
@@ -225,20 +231,20 @@ def copy_parts_to_rows(
 
 def _row_units(query_start: Ints, context: _Context, done: PrecomputedChunks | None) -> Ints:
     """One unit for each row with work to do. PARTIAL is 0 if the result has to be merged."""
-    units = np.zeros((len(query_start) - 1, ITEM_WIDTH), np.int32)
+    units = np.empty((len(query_start) - 1, ITEM_WIDTH), np.int32)
     units[:, QUERY] = units[:, OWN] = query_start[:-1]
     units[:, OWN_END] = query_start[1:]
     units[:, QUERIES] = lengths_of(query_start)
     units[:, SEGMENT] = context.segment_start[:-1]
     units[:, SEGMENT_END] = context.segment_start[1:]
-    units[:, PARTIAL] = -1
+    units[:, PARTIAL : LISTED + 1] = -1, 0
     units[context.rows, PARTIAL] = 0
     busy = units[:, QUERIES] > 0
     if done is not None:
         units[done.rows, OWN : OWN_END + 1] = 0
         units[done.rows, PARTIAL] = 0
         busy &= ~done.rows | (units[:, SEGMENT_END] > units[:, SEGMENT])
-    return units[busy]
+    return units if busy.all() else units[busy]
 
 
 def _tokens(query_start: Ints, rows: NDArray[np.bool_]) -> Ints:
@@ -288,14 +294,16 @@ def _split(units: Ints, rule: Split, programs_per_item: int) -> Ints:
     """The items of units. The last item of a unit gets its own tokens."""
     grains = -(-(units[:, SEGMENT_END] - units[:, SEGMENT]) // rule.grain)
     length = rule.item_length(int(grains.sum()), programs_per_item)
+    if grains.max(initial=0) <= length:
+        return units
     pieces = np.maximum(1, -(-grains // length))
     items = np.repeat(units, pieces, axis=0)
-    piece = ranges(np.zeros_like(pieces), pieces)
+    piece, last = ranges(np.zeros_like(pieces), pieces), np.cumsum(pieces) - 1
     grains, pieces = np.repeat(grains, pieces), np.repeat(pieces, pieces)
-    first, end = items[:, SEGMENT].copy(), items[:, SEGMENT_END].copy()
-    items[:, SEGMENT] = first + grains * piece // pieces * rule.grain
-    items[:, SEGMENT_END] = np.minimum(first + grains * (piece + 1) // pieces * rule.grain, end)
-    items[piece < pieces - 1, OWN : OWN_END + 1] = 0
+    items[:, SEGMENT] += grains * piece // pieces * rule.grain
+    items[:-1, SEGMENT_END] = items[1:, SEGMENT]
+    items[:, OWN : OWN_END + 1] = 0
+    items[last, SEGMENT_END : OWN_END + 1] = units[:, SEGMENT_END : OWN_END + 1]
     items[pieces > 1, PARTIAL] = 0
     return items
 
@@ -336,6 +344,13 @@ def _merges(items: Ints, listed: Ints, own: Ints, first: int) -> tuple[Ints, Int
     ordered = tokens[order]
     bounds = _bounds(ordered)
     return ordered[bounds[:-1]], bounds, slots
+
+
+def _merges_in_order(items: Ints) -> tuple[Ints, Ints, Ints]:
+    """_merges for items of one query each, in the order of their tokens."""
+    tokens = items[:, QUERY]
+    bounds = _bounds(tokens)
+    return tokens[bounds[:-1]], bounds, items[:, PARTIAL]
 
 
 def _bounds(ordered: Ints) -> Ints:
