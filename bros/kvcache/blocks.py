@@ -30,6 +30,10 @@ class Side(IntEnum):
         return Side.RIGHT if self is Side.LEFT else Side.LEFT
 
 
+_LEFT = Side.LEFT
+"""For what runs once per row of a step: CPython finds a member of an enum more slowly."""
+
+
 class Stacks:
     """Heights and owners of all blocks; no operation's time depends on the number of blocks.
 
@@ -140,18 +144,18 @@ class Stacks:
 
     def grow(self, block: int, side: Side, count: int) -> array[int] | None:
         """`push` for the owner of a side that is not empty; None if there is no room."""
-        mine, size = self._heights[side], self.block_size
-        low = mine[block]
-        high = low + count
-        if high + self._heights[1 - side][block] > size:
+        left, right = self._heights
+        on_left, on_right, size = left[block], right[block], self.block_size
+        if on_left + on_right + count > size:
             return None
-        mine[block] = high
         # `slots` without its call, since every decode row of every step comes here.
-        if side is Side.LEFT:
-            first = block * size + 1
-            return self._numbers[first + low : first + high]
-        last = (block + 1) * size
-        return self._numbers[last - low : last - high : -1]
+        if side is _LEFT:
+            left[block] = on_left + count
+            first = block * size + on_left + 1
+            return self._numbers[first : first + count]
+        right[block] = on_right + count
+        last = (block + 1) * size - on_right
+        return self._numbers[last : last - count : -1]
 
     def pop(self, block: int, side: Side, count: int) -> int:
         """Pop the `count` >= 1 tokens pushed last on a side; returns how many are left.

@@ -173,7 +173,9 @@ class RequestRecord:
             if not self.resumed:
                 self.pace_from_s = now
         if self.last_token_s is not None:
-            gap_s = now - max(self.last_token_s, self.objectives_from_s)
+            gap_s = now - self.last_token_s
+            if self.last_token_s < self.objectives_from_s:
+                gap_s = now - self.objectives_from_s
             if self.longest_gap_s is None or gap_s > self.longest_gap_s:
                 self.longest_gap_s = max(gap_s, 0.0)
         compared = self._compared_from
