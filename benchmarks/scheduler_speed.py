@@ -6,7 +6,7 @@ A thousand requests are queued and 128 run, half of each class. Measured are ste
 decoding with enough memory, and steps during constant admission of new requests. The target is 1 ms
 per step. Run nothing else on the machine. The last rows are `bros` with a subscriber to its engine
 reports, which gets one every 0.1 s of the engine's time, and with best-effort requests ordered in
-groups by their cached prefix.
+groups by their cached prefix. Garbage is collected as in an engine process.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from harness import FAST, benchmark_parser, greedy_request, model_free_info, save, table_of
 from rich.console import Console
 
+from bros.core.collector import Collector
 from bros.core.config import POLICIES, EngineConfig
 from bros.core.plan import SampledToken, StepPlan, StepResult
 from bros.core.request import ServiceClass
@@ -82,12 +83,13 @@ def main() -> None:
     args = parser.parse_args()
     results = {}
     for variant in VARIANTS:
-        scheduler = make(variant, outputs=3000)
-        run(scheduler, 100)  # until every row decodes
-        running = scheduler.stats().by_class
-        rows = sum(counts.running for counts in running.values())
-        decoding = run(scheduler, args.steps)
-        admitting = run(make(variant, outputs=20), max(2, args.steps // 4))
+        with Collector():
+            scheduler = make(variant, outputs=3000)
+            run(scheduler, 100)  # until every row decodes
+            running = scheduler.stats().by_class
+            rows = sum(counts.running for counts in running.values())
+            decoding = run(scheduler, args.steps)
+            admitting = run(make(variant, outputs=20), max(2, args.steps // 4))
         results[variant] = {
             "decoding_ms": Summary.of(decoding).p50,
             "decoding_p99_ms": Summary.of(decoding).p99,

@@ -114,9 +114,10 @@ class StepLoad:
         self.context += context + 1
         self.unique_context += context + 1 - shared
 
-    def add_rows(self, count: int, context: int, shared: int = 0) -> None:
-        """`add_row` for `count` rows with sums of `context` and `shared`; negative numbers take
-        rows back."""
+    def add_rows(self, count: int, context: int, shared: int = 0, swapped: int = 0) -> None:
+        """`add_row` for `count` rows with sums of `context`, `shared` and `swapped`; negative
+        numbers take rows back."""
+        self.swap_tokens += swapped
         self.tokens += count
         self.decode_rows += count
         self.context += context + count

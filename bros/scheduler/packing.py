@@ -395,8 +395,17 @@ class CommonContext(Generic[C]):
 def load_of(chosen: Sequence[tuple[C, int]], common: CommonContext[C]) -> StepLoad:
     """The load of (candidate, tokens) pairs, without copies to the host. common: without rows."""
     load = StepLoad()
-    for candidate, num_tokens in chosen:
-        _add_chunk(load, candidate, num_tokens, common)
+    rows = [candidate for candidate, n in chosen if n == 1 and candidate.suspended is None]
+    load.add_rows(
+        len(rows),
+        sum([row.num_computed_tokens for row in rows]),
+        sum([common.join(row) for row in rows]) if common.exists else 0,
+        sum([row.num_missing for row in rows]),
+    )
+    if len(rows) < len(chosen):
+        for candidate, num_tokens in chosen:
+            if num_tokens > 1 or candidate.suspended is not None:
+                _add_chunk(load, candidate, num_tokens, common)
     return load
 
 
