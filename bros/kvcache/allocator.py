@@ -88,17 +88,25 @@ class Allocator:
         return self._stacks.num_free + self._cache.num_evictable(side is Side.LEFT, excluding)
 
     def extend(self, holding: Holding, count: int) -> tuple[array[int], array[int]] | None:
-        """Rule 1 alone: push `count` tokens on the tail; None if they do not fit there.
+        """Rule 1 alone: push `count` tokens on the tail; or rule 2 for one token, if a block is
+        free. None if neither is enough.
 
         Returns what KvCacheManager.append does. Most calls of a decode step end here.
         """
-        tail = holding.tail
-        if tail < 0:
+        tail, stacks = holding.tail, self._stacks
+        if tail >= 0:
+            pushed = stacks.grow(tail, holding.side, count)
+            if pushed is not None:
+                return holding.grow(count), pushed
+        if count > 1 or not stacks.num_free:
             return None
-        pushed = self._stacks.grow(tail, holding.side, count)
-        if pushed is None:
-            return None
-        return holding.grow(count), pushed
+        side, before = holding.side, holding.segments[:]
+        block = stacks.allocate(side, holding.number, 1)
+        holding.num_exclusive += 1
+        holding.pushed_last.clear()
+        holding.push(stacks.range_of(block, side), holding.num_tokens, 1)
+        holding.num_tokens += 1
+        return before, stacks.slots(block, side, 0, 1)
 
     def extend_over(
         self, holding: Holding, victims: Victims

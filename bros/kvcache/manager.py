@@ -199,7 +199,7 @@ class KvCacheManager:
         """
         holding = self._by_id.get(request_id)
         if holding is not None and not holding.missing:
-            # A decode row with a free slot in its last block: most of the calls.
+            # A decode row, while its last block has a free slot or another block is free.
             grown = self._allocator.extend(holding, num_tokens)
             if grown is not None:
                 return grown
@@ -229,10 +229,10 @@ class KvCacheManager:
     def append_rows(
         self, request_ids: Sequence[str], first: int
     ) -> list[tuple[array[int], array[int]]]:
-        """Append one token to each of request_ids[first:], as long as rule 1 is enough.
+        """Append one token to each of request_ids[first:], as long as Allocator.extend is enough.
 
         Returns what `append` does, of these requests in order. The next one, if there is any, needs
-        `append`, which may need a block; with 16 tokens in a block, 15 of 16 decode rows do not.
+        `append`, which may evict or preempt.
         """
         by_id, extend = self._by_id, self._allocator.extend
         places = []
