@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bros.core.plan import (
     PENDING,
+    Chunk,
     KvCopies,
     ReadPositions,
     StepPlan,
@@ -212,7 +213,7 @@ class LaunchedStep:
         self._samples = samples
         self._outputs = outputs
         self._result: StepResult | None = None
-        self._rows = {name: row for row, (name, _) in enumerate(samples.requests)}
+        self._names = [name for name, _ in samples.requests]
 
     def result(self) -> StepResult:
         """Wait for the end of the step."""
@@ -224,7 +225,7 @@ class LaunchedStep:
 
     def rows_of(self, request_ids: Sequence[str]) -> NDArray[np.int32]:
         """int32 [requests], the indexes of their tokens in `tokens`; -1 where the host samples."""
-        rows = np.array([self._rows[name] for name in request_ids], np.int32)
+        rows = self._rows(request_ids)
         if self._samples.host_rows:
             rows[np.isin(rows, self._samples.host_rows)] = -1
         return rows
@@ -232,7 +233,13 @@ class LaunchedStep:
     def tokens_of(self, request_ids: Sequence[str]) -> list[int]:
         """Wait for the end of the step; returns the tokens of requests, 0 where sampling failed."""
         samples = self.result().samples
-        return [max(0, samples[self._rows[name]].token_id) for name in request_ids]
+        return [max(0, samples[row].token_id) for row in self._rows(request_ids).tolist()]
+
+    def _rows(self, request_ids: Sequence[str]) -> NDArray[np.int32]:
+        if request_ids == self._names:  # as in most steps
+            return np.arange(len(self._names), dtype=np.int32)
+        rows = {name: row for row, name in enumerate(self._names)}
+        return np.array([rows[name] for name in request_ids], np.int32)
 
     @property
     def tokens(self) -> Tensor | None:
@@ -290,7 +297,10 @@ class LaunchingRunner(ModelRunner):
             return None
         last = self._last
         assert last is not None, "the first step has no pending tokens"
-        names = [chunk.request_id for chunk in plan.chunks if chunk.token_ids[0] == PENDING]
+        chunks: Sequence[Chunk] = plan.chunks
+        if len(at) < len(chunks):
+            chunks = [chunk for chunk in chunks if chunk.token_ids[0] == PENDING]
+        names = [chunk.request_id for chunk in chunks]
         rows = last.rows_of(names)
         on_host = np.flatnonzero(rows < 0)
         if len(on_host):

@@ -450,10 +450,16 @@ class DeviceStepSampler:
         if len(params) != len(known) or not all(map(operator.is_, params, known)):
             self._params = params  # rarely: most rows go on in the next step
             self._places = [self._place(each) for each in params]
-        places = [
-            place if spec.constraint is None and not len(spec.forbidden) else _HOST
-            for place, spec in zip(self._places, specs, strict=True)
+        places = self._places
+        limited = [
+            row
+            for row, spec in enumerate(specs)
+            if spec.constraint is not None or len(spec.forbidden)
         ]
+        if limited:
+            places = places.copy()
+            for row in limited:
+                places[row] = _HOST
         return _indexes(places, _HOST), _indexes(places, _DRAWN)
 
     def _place(self, params: SamplingParams) -> str:

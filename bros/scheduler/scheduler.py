@@ -74,7 +74,7 @@ from bros.scheduler.suspended import SuspendedWork, share_done
 def can_assume_done(step: Step) -> bool:
     """Whether the next step can be planned without the tokens that this one samples."""
     selected = step.packing.selected
-    return not any(state.needs_history and state.remaining == 0 for state, _ in selected)
+    return not any([state.needs_history and state.remaining == 0 for state, _ in selected])
 
 
 def assume_done(step: Step, prefixes: Prefixes, ends_s: float) -> None:
@@ -420,11 +420,12 @@ class Scheduler:
             for state in step.prefilled
             if self._states.get(state.request_id) is state
         ]
-        states, counters, alone_s = self._states, self._counters, self._steps.alone_s
+        states, new_request = self._states, step.new_request
+        counters, alone_s = self._counters, self._steps.alone_s
         slacks: dict[ServiceClass, list[float]] = {cls: [] for cls in ServiceClass}
         for sample in result.samples:
             state = states.get(sample.request_id)
-            if state is None or state.arrival_index >= step.new_request:
+            if state is None or state.arrival_index >= new_request:
                 continue  # it ended while the step ran; a new request may have its id
             if state.grammar is not None:
                 outputs += self._take_constrained(state, sample, step.number, now)
