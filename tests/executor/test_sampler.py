@@ -32,6 +32,8 @@ from bros.executor.sampler import (
     RowSampler,
     _nucleus_bound,
     noise,
+    noise_start,
+    noise_starts,
 )
 from support.kernel_cases import torch_threads
 from support.sampling import ROW_SAMPLERS, row_sampler, sample_rows
@@ -415,6 +417,12 @@ def test_noise_depends_on_its_number_alone() -> None:
     assert np.array_equal(noise(-4, 2, 100, 50), noise(-4, 2, 0, 1000)[100:150])
 
 
+@given(st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40)), max_size=9))
+def test_the_starts_of_many_draws_are_those_of_each(drawn: list[tuple[int, int]]) -> None:
+    specs = [SampleSpec(SamplingParams(), seed, index) for seed, index in drawn]
+    assert noise_starts(specs).tolist() == [noise_start(seed, index) for seed, index in drawn]
+
+
 def test_same_seed_same_draw_other_index_other_draw(sampler: RowSampler) -> None:
     logits = [0.0] * 1000
     spec = SampleSpec(SamplingParams(), seed=3, output_index=0)
@@ -763,3 +771,35 @@ def test_rows_with_a_grammar_are_left_to_the_host_by_a_device_that_samples(
     pending = DeviceStepSampler(sampler).begin(logits, [("a", greedy), ("b", bound)])
     assert list(pending.host_rows) == [1]
     assert [sampled.token_id for sampled in pending.finish()] == [1, 2]
+
+
+def test_each_step_of_a_device_leaves_its_own_rows_to_the_host(sampler: RowSampler) -> None:
+    """Also where the parameters are those of the step before, or only some of them are."""
+    logits = torch.randn(3, 8)
+    greedy, drawn, logprobs = (
+        SampleSpec(SamplingParams(temperature=0.0), 0, 0),
+        SampleSpec(SamplingParams(temperature=1.0), 0, 0),
+        SampleSpec(SamplingParams(temperature=0.0, logprobs=1), 0, 0),
+    )
+    forbidding = dataclasses.replace(greedy, forbidden=(1,))
+    on_device: list[list[SampleSpec]] = []
+
+    def draw(rows: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
+        on_device.append(list(specs))
+        return torch.full((len(rows),), 7, dtype=torch.int32)
+
+    device = DeviceStepSampler(sampler, draw)
+    for specs, host_rows, drawn_rows in (
+        ([greedy, greedy, drawn], [], [2]),
+        ([greedy, forbidding, drawn], [1], [2]),
+        ([greedy, greedy, drawn], [], [2]),
+        ([greedy, logprobs, greedy], [1], []),
+        ([logprobs, greedy], [0], []),
+        ([drawn, drawn], [], [0, 1]),
+    ):
+        on_device.clear()
+        pending = device.begin(logits[: len(specs)], [(str(i), s) for i, s in enumerate(specs)])
+        assert list(pending.host_rows) == host_rows
+        assert on_device == ([[specs[row] for row in drawn_rows]] if drawn_rows else [])
+        tokens = [sampled.token_id for sampled in pending.finish()]
+        assert all(tokens[row] == 7 for row in drawn_rows)
