@@ -25,7 +25,7 @@ from harness import FAST, benchmark_parser, greedy_request, model_free_info, sav
 
 from bros.core.clock import SystemClock
 from bros.core.collector import Collector
-from bros.core.config import EngineConfig
+from bros.core.config import MAX_RT_SLOWDOWN, EngineConfig
 from bros.core.interfaces import Grouping
 from bros.core.plan import SampledToken
 from bros.core.request import ServiceClass
@@ -65,11 +65,18 @@ class NoKv:
     """KV memory without content."""
 
     copies_in_background = False
+    positions = None
 
     def __init__(self) -> None:
         self.layers = [(torch.empty(0), torch.empty(0))]
 
     def copy(self, copies: Any) -> None:
+        pass
+
+    def wait_for_layer(self, layer: int) -> None:
+        pass
+
+    def note(self, slots: Any, positions: Any) -> None:
         pass
 
     def clear(self) -> None:
@@ -90,7 +97,14 @@ def make(rows: int, shared: bool, outputs: int) -> Engine:
         vocab_size=1,
     )
     info = model_free_info(20_000, grouping=grouping)
-    config = EngineConfig(policy="bros", max_num_seqs=rows, max_batch_tokens=4096)
+    # Best-effort rows are left out of steps that would slow down real-time ones too much.
+    config = EngineConfig(
+        policy="bros",
+        max_num_seqs=rows,
+        max_batch_tokens=4096,
+        rt_slowdown=MAX_RT_SLOWDOWN,
+        slo_tpot=10_000.0,
+    )
     engine = Engine(build_scheduler(config, info, MODEL), runner, SystemClock(), info)
     rng = random.Random(rows)
     for number in range(rows):
