@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bros.core.config import EngineConfig
-from bros.core.interfaces import EngineInfo
+from bros.core.interfaces import EngineInfo, StopRule
 from bros.core.plan import SampleSpec, StepPlan
 from bros.core.request import SamplingParams
 from bros.executor.cuda.graphs import CudaGraphCapture
@@ -26,6 +26,7 @@ from support.device_runners import (
     family_plans,
     tiny_spec,
 )
+from support.grammars import ScriptState
 from support.growing_requests import Request, make_requests, run_ahead, run_one_by_one, script
 
 pytestmark = pytest.mark.gpu
@@ -189,15 +190,22 @@ def test_kv_memory_is_what_is_left_of_the_share() -> None:
     ids=["greedy", "plain", "top_p and top_k", "min_p", "logprobs"],
 )
 def test_the_gpu_chooses_what_the_host_chooses(params: SamplingParams) -> None:
-    """Its exponential rounds otherwise, so that one draw in very many may differ."""
+    """Its exponential rounds otherwise, so that one draw in very many may differ. Rows with a
+    grammar are the host's."""
     # Late: it needs Triton, which other machines may lack.
-    from bros.executor.cuda.device_sampler import draw
+    from bros.executor.cuda.device_sampler import best, draw
 
     logits = torch.randn(64, 128256, generator=torch.Generator().manual_seed(0)) * 3
     logits[7, 100] = float("nan")
-    asked = [(str(row), SampleSpec(params, seed=row, output_index=3)) for row in range(64)]
-    there = DeviceStepSampler(NumpySampler(), draw)(logits.cuda(), asked)
+    state = ScriptState([[5, 77_000, 128_255]], StopRule(frozenset(), 0, 0))
+    constraints = {row: state.constraint() for row in (3, 40)}
+    asked = [
+        (str(row), SampleSpec(params, seed=row, output_index=3, constraint=constraints.get(row)))
+        for row in range(64)
+    ]
+    there = DeviceStepSampler(NumpySampler(), draw, best)(logits.cuda(), asked)
     here = HostStepSampler(NumpySampler())(logits, asked)
     assert [token.error for token in there] == [token.error for token in here]
+    assert {there[row].token_id for row in constraints} <= {5, 77_000, 128_255}
     same = sum(a.token_id == b.token_id for a, b in zip(there, here, strict=True))
     assert same >= (64 if params.greedy else 63)
