@@ -270,18 +270,22 @@ def measure_steps(
     for plan in maker.touch_memory():
         if clock.now() < touch_end_s:
             executor.execute(plan)
+    # On a GPU, steps with best-effort work that are not launched ahead may be suspended, and have
+    # other kernels than steps that may not.
+    should_abort = None if info.device == "cpu" else lambda: False
+    runs = 1 if launcher is None else _LAUNCHED_STEPS + 1
     token_s = 0.0  # the least time per token so far
     order = sorted(range(len(shapes)), key=lambda index: sizes[index])
     for count in range(len(shapes) * (repeats + 1)):
         index = order[count % len(order)]
-        if clock.now() + token_s * sizes[index] < end_s or count == 0:
+        if clock.now() + runs * token_s * sizes[index] < end_s or count == 0:
             plan = maker.plan(shapes[index])
-            if launcher is None:
-                start_s = clock.now()
-                executor.execute(plan)
-                times[index].append(clock.now() - start_s)
-            else:
+            if launcher is not None:
                 times[index].append(_seconds_in_a_row(launcher, plan, clock))
+            else:
+                start_s = clock.now()
+                executor.execute(plan, should_abort)
+                times[index].append(clock.now() - start_s)
             per_token = times[index][-1] / sizes[index]
             token_s = min(token_s, per_token) if count > 0 else per_token
         progress(count + 1, len(shapes) * (repeats + 1))
@@ -650,6 +654,8 @@ def step_padding(config: EngineConfig, info: EngineInfo) -> tuple[tuple[int, int
         return token_padding(info.device, info.kernels, info.weights)
     if config.cuda_graphs == "off" or config.async_scheduling == "off":
         return ()  # steps that may be suspended are not replayed
+    if info.kernels != "triton":
+        return ()  # nor are chunks that xformers computes, or steps of kernels without graphs
     largest, tokens = MIXED_PADDING[-1][0], config.step_bounds(info.device).tokens
     return (*MIXED_PADDING, (tokens, 1)) if tokens > largest else MIXED_PADDING
 

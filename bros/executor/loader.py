@@ -160,9 +160,12 @@ _DRAWN = replace(_GREEDY, params=SamplingParams(temperature=1.0, top_p=0.9, top_
 
 
 def warm_up(runner: ModelRunner, max_length: int, block_size: int) -> None:
-    """Launch every kernel that serving may launch. Overwrites block 0 of the KV cache."""
+    """Launch every kernel that serving may launch. Overwrites block 0 of the KV cache.
+
+    Steps that may be suspended run without the graphs of mixed steps, which have other kernels.
+    """
     for plan in warm_up_plans(max_length, block_size):
-        runner.execute(plan)
+        runner.execute(plan, lambda: False)
 
 
 def warm_up_plans(max_length: int, block_size: int) -> list[StepPlan]:
@@ -267,6 +270,8 @@ class _Loader:
         local = self._local
         self._layout = HeadLayout(local.num_heads, local.num_kv_heads, local.head_dim)
         chunk_attention = xformers_for(config, self._target, self._kernels_name, self._layout)
+        # Chunks are computed by xformers only in steps that are not recorded.
+        self._records_chunks = chunk_attention is None
         self._kernels = select_kernels(self._kernels_name, self._device, chunk_attention)
         self._kv_dtype = kv_dtype_for(config, self._target, self._kernels.name)
         self._share_prefixes = config.shared_attention == "on"
@@ -395,26 +400,36 @@ class _Loader:
     ) -> StepGraphs | None:
         if self._config.cuda_graphs == "off" or self._device.type != "cuda":
             return None
-        sizes = GraphSizes.of(
-            self._bounds.rows,
-            max_model_len,
-            num_blocks,
-            KV_BLOCK_SIZE,
-            self._share_prefixes,
-            self._bounds.tokens,
-        )
-        return capture_or_warn(
-            lambda: StepGraphs(
+        shape = (self._bounds.rows, max_model_len, num_blocks, KV_BLOCK_SIZE, self._share_prefixes)
+
+        def capture(tokens: int) -> StepGraphs:
+            return StepGraphs(
                 decoder,
                 kv.layers,
                 self._kernels,
                 self._layout,
                 self._device,
                 self._spec.vocab_size,
-                sizes,
+                GraphSizes.of(*shape, tokens),
                 CudaGraphCapture(),
             )
-        )
+
+        graphs, tokens = None, self._bounds.tokens if self._records_chunks else 0
+        if tokens:
+            graphs = capture_or_warn(lambda: capture(tokens), "Steps with chunks of prompts")
+        if graphs is None:
+            graphs = capture_or_warn(lambda: capture(0))
+        torch.cuda.empty_cache()  # releases what warming up took
+        return self._agreed(graphs)
+
+    def _agreed(self, graphs: StepGraphs | None) -> StepGraphs | None:
+        """The graphs that all ranks have: padded steps of one would not match those of another."""
+        kinds = self._ranks.minimum(0 if graphs is None else 1 + graphs.has_mixed)
+        if graphs is None or not kinds:
+            return None
+        if kinds == 1:
+            graphs.drop_mixed()
+        return graphs
 
 
 def _num_host_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:

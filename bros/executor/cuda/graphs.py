@@ -64,7 +64,10 @@ def capture_sizes(rows: int) -> tuple[int, ...]:
 
 
 def mixed_sizes(rows: int, tokens: int) -> list[tuple[int, int]]:
-    """(tokens, samples) of the graphs of mixed steps, both rising; samples are fewer than tokens.
+    """(tokens, samples) of the graphs of mixed steps, both rising.
+
+    A mixed step has fewer samples than tokens, so that every one of up to `tokens` tokens has a
+    graph with no more padding than MIXED_PADDING says.
 
     rows, tokens: the most of a step.
     """
@@ -73,7 +76,7 @@ def mixed_sizes(rows: int, tokens: int) -> list[tuple[int, int]]:
         counts += range(counts[-1] + multiple, limit + 1, multiple)
     counts = counts[: bisect.bisect_left(counts, tokens) + 1]
     samples = _MIXED_SAMPLES[: bisect.bisect_left(_MIXED_SAMPLES, rows) + 1]
-    return [(n, each) for n in counts for each in samples if each < n]
+    return [(n, each) for n in counts[1:] for each in sorted({min(s, n - 1) for s in samples})]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,16 +206,26 @@ class StepGraphs:
             if sizes.shares and rows >= min(_MIN_SHARED_ROWS, row_counts[-1]):
                 self._sharing.insert(0, self._capture(sizes.limits(rows, True), inputs, capture))
 
+    @property
+    def has_mixed(self) -> bool:
+        """Whether there are graphs of mixed steps."""
+        return bool(self._mixed)
+
+    def drop_mixed(self) -> None:
+        """Let mixed steps run without graphs."""
+        self._mixed = []
+        self._mixed_sizes = []
+
     def find(self, inputs: StepInputs, *, whole: bool = True) -> _Graph | None:
-        """The graph that can replay this step; None unless the step samples, is not read, and
-        begins with the first layer.
+        """The graph that can replay this step; None if the step is read or does not begin with the
+        first layer.
 
         whole: whether the step may be launched as a whole; else only decode steps have a graph,
             because others are worth to be suspended between layers.
         """
         attention, rows = inputs.attention, inputs.attention.num_rows
         samples, tokens = len(inputs.sample_rows), len(inputs.token_ids)
-        if inputs.kept or len(inputs.read_rows) or not samples:
+        if inputs.kept or len(inputs.read_rows):
             return None
         if not rows == tokens == samples:
             return self._find_mixed(tokens, samples, attention) if whole else None
@@ -262,15 +275,17 @@ class StepGraphs:
         """All mixed steps, in the order of self._mixed_sizes."""
         most = self._mixed_sizes[-1][0]
         inputs = _Inputs(most, most_samples, self._device)
-        buffers = {
-            samples: self._buffers(sizes.mixed_limits(samples, most))
-            for _, samples in self._mixed_sizes
+        # The largest first: the others then share its memory for partial results.
+        shared = {
+            step: self._buffers(sizes.mixed_limits(step, most))
+            for step in sorted({_sample_step(n) for _, n in self._mixed_sizes}, reverse=True)
         }
         found = []
         for tokens, samples in reversed(self._mixed_sizes):
+            buffers = shared[_sample_step(samples)]
             rows = inputs.sample_rows[:samples]
-            run = self._step(tokens, samples, inputs, buffers[samples], rows)
-            found.append(_Graph(samples, buffers[samples], inputs, capture(run), tokens))
+            run = self._step(tokens, samples, inputs, buffers, rows)
+            found.append(_Graph(samples, buffers, inputs, capture(run), tokens))
         return found[::-1]
 
     def _buffers(self, limits: GraphLimits) -> GraphBuffers:
@@ -303,6 +318,10 @@ class StepGraphs:
         return run
 
 
+def _sample_step(samples: int) -> int:
+    return next(step for step in _MIXED_SAMPLES if samples <= step)
+
+
 def _rows_without_context(rows: int) -> AttentionBatch:
     """Rows of one token each."""
     return AttentionBatch(
@@ -312,13 +331,16 @@ def _rows_without_context(rows: int) -> AttentionBatch:
     )
 
 
-def capture_or_warn(capture: Callable[[], StepGraphs]) -> StepGraphs | None:
-    """The result of `capture`; if that fails, logs a warning with the reason and returns None."""
+def capture_or_warn(capture: Callable[[], StepGraphs], steps: str = "Steps") -> StepGraphs | None:
+    """The result of `capture`; if that fails, logs a warning with the reason and returns None.
+
+    steps: those that then run without graphs, for the warning.
+    """
     try:
         return capture()
     except Exception as error:  # any failure: steps run without graphs too
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        logger.warning("Steps run without CUDA graphs, more slowly: %s", reason[0])
+        logger.warning("%s run without CUDA graphs, more slowly: %s", steps, reason[0])
         torch.cuda.empty_cache()
         return None
 
