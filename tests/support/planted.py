@@ -55,9 +55,7 @@ class PlantedExecutor:
         self._written: set[int] = set()
         self.shapes: list[StepShape] = []
 
-    def execute(
-        self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
-    ) -> StepResult:
+    def execute(self, plan: StepPlan, should_abort: Callable[[], bool] | None = None) -> StepResult:
         shape = shape_of(plan, self._info.block_size)
         self.shapes.append(shape)
         load = load_of(shape)
