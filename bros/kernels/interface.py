@@ -237,6 +237,10 @@ class DecoderLayers(Protocol):
 class RowProducts(Protocol):
     """Products of few rows with plain matrices on a GPU."""
 
+    def shapes(self, dtype: torch.dtype) -> Sequence[tuple[int, int, int]]:
+        """(most rows, outputs, inputs) of the products that this computes in a dtype."""
+        ...
+
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor | None:
         """x @ weight.T in a new tensor [rows, outputs], summed in fp32; None if torch computes a
         product of this shape as fast.

@@ -12,9 +12,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels, Products, SharedParts
+from bros.kernels.interface import (
+    AttentionBatch,
+    HeadLayout,
+    Kernels,
+    Products,
+    RowProducts,
+    SharedParts,
+)
 from bros.kernels.panels import GROUP, Panels
 from bros.kernels.reference import ReferenceKernels
 
@@ -125,6 +133,24 @@ def _elementwise(kernels: Kernels, inputs: _Inputs) -> Iterator[Check]:
     yield inputs.compared("silu_and_mul", kernels.silu_and_mul(gate_up), expected)
     if kernels.products is not None:
         yield from _products(kernels.products, inputs)
+    if kernels.row_products is not None:
+        yield from _row_products(kernels.row_products, inputs)
+
+
+def _row_products(row_products: RowProducts, inputs: _Inputs) -> Iterator[Check]:
+    """The smallest matrix of each number of rows."""
+    smallest = {
+        rows: (outputs, size)
+        for rows, outputs, size in sorted(
+            row_products.shapes(inputs.dtype), key=lambda shape: -shape[1] * shape[2]
+        )
+    }
+    for rows, (outputs, size) in smallest.items():
+        x, weight = inputs.normal(rows, size), inputs.normal(outputs, size)
+        out = row_products(x, weight)
+        assert out is not None, "it computes the shapes that it names"
+        expected = F.linear(_exact(x), _exact(weight))
+        yield inputs.compared(f"product, {rows} rows", out, expected)
 
 
 def _products(products: Products, inputs: _Inputs) -> Iterator[Check]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bros.kernels.interface import RowProducts
+from bros.kernels.self_test import check_kernels
 from support.kernel_cases import needs_triton, triton_backend
 
 BACKEND = triton_backend()
@@ -54,6 +55,28 @@ def test_other_shapes_are_left_to_torch() -> None:
     assert multiply(*matrices(17, torch.float16)) is None
     assert multiply(*matrices(1, torch.float32)) is None
     assert multiply(*matrices(1, torch.float16, outputs=OUTPUTS + 16)) is None
+
+
+@needs_triton
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_self_test_checks_them(wrong: bool) -> None:
+    dtype = torch.float32
+    kernels = BACKEND.kernels()
+    multiply = products(dtype)
+
+    class Halved:
+        shapes = staticmethod(multiply.shapes)
+
+        def __call__(self, x: Tensor, weight: Tensor) -> Tensor | None:
+            out = multiply(x, weight)
+            return None if out is None else out / 2
+
+    found = Halved() if wrong else multiply
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(kernels), "row_products", property(lambda self: found))
+        checks = list(check_kernels(kernels, BACKEND.device, [(dtype, dtype)], 0))
+    passed = {each.operation: each.passed for each in checks if "product" in each.operation}
+    assert passed == {"product, 1 rows": not wrong, "product, 16 rows": not wrong}
 
 
 @pytest.mark.gpu

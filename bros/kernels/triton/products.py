@@ -7,6 +7,9 @@ does not: a program computes some outputs of all rows, and reads their weights f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from bros.kernels.triton.product_kernels import few_rows
@@ -18,6 +21,11 @@ class RowProducts:
 
     def __init__(self, settings: TritonSettings) -> None:
         self._settings = settings
+
+    def shapes(self, dtype: torch.dtype) -> Sequence[tuple[int, int, int]]:
+        """See interface.RowProducts."""
+        known = self._settings.products
+        return [shape[:3] for shape in known if shape.element_bytes == dtype.itemsize]
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor | None:
         """See interface.RowProducts."""
