@@ -206,7 +206,8 @@ class Bounds:
         its urgent part takes.
     saved_s: seconds by which such a step may be longer than that; negative: has to be shorter.
     best_effort_credit_s: seconds that best-effort work may take in any case. If positive,
-        best-effort work may also take one row and min_chunk tokens in any case.
+        best-effort work may also take two rows and min_chunk tokens in any case. With one, a
+        share of 10 % came to 6 where urgent rows fill all steps (tests/scheduler/test_policies.py).
     tbar_s: moving average of step times (Tbar). A candidate that is passed over is assumed to wait
         that long.
     rules: switches for ablations.
@@ -550,7 +551,7 @@ class _Packer(Generic[C]):
             limit_s = min(limit_s, bounds.stretch * packing.urgent_s + bounds.saved_s)
         free_s = limit_s  # without credit
         limit_s = max(limit_s, packing.urgent_s + bounds.best_effort_credit_s)
-        rows = max(bounds.rows, packing.num_urgent + (bounds.best_effort_credit_s > 0))
+        rows = max(bounds.rows, packing.num_urgent + 2 * (bounds.best_effort_credit_s > 0))
         for candidate in self._without_runs(candidates, rows, limit_s):
             if self._tokens_left == 0:
                 packing.best_effort_stop = "tokens"

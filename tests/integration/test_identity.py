@@ -361,11 +361,11 @@ class Switches:
     layout: str
     find: str
     host: str = "ample"
-    memory: str = "fifth"
+    memory: str = "eighth"
 
     @property
     def copies(self) -> bool:
-        return self.pressure == "checkpoint" and self.memory == "fifth"
+        return self.pressure == "checkpoint" and self.memory == "eighth"
 
 
 COMBINATIONS = [
@@ -386,7 +386,7 @@ LITTLE = 2
 
 
 def test_every_two_values_of_two_switches_meet_in_little_memory() -> None:
-    tight = [(*_values(case),) for case in COMBINATIONS if case.memory == "fifth"]
+    tight = [(*_values(case),) for case in COMBINATIONS if case.memory == "eighth"]
     values = [
         PREFIX_CACHE,
         (16, 64, 256),
@@ -454,7 +454,7 @@ def run_mixed(
         policy=policy,
         rt_wait=1.0,
         max_batch_tokens=case.chunk,
-        kv_blocks=sum(blocks) // (5 if case.memory == "fifth" else 1),
+        kv_blocks=sum(blocks) // (8 if case.memory == "eighth" else 1),
         host_kv_blocks=LITTLE if case.host == "little" else sum(blocks),
         kv_layout=case.layout,
         kv_find=case.find,
@@ -577,7 +577,7 @@ def test_what_many_rows_begin_with_is_read_once(subject: Subject, judge: Judge) 
 def check_it_happened(case: Switches, stats: EngineStats, watched: Watched) -> None:
     """The switches had their effect, and there was the pressure they are for."""
     by_class = stats.by_class.values()
-    tight = case.memory == "fifth"
+    tight = case.memory == "eighth"
     assert (sum(counted.preemptions for counted in by_class) > 0) == tight
     assert (sum(counted.kv_preempted for counted in by_class) > 0) == tight
     assert (sum(counted.kv_copied for counted in by_class) > 0) == case.copies

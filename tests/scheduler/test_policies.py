@@ -281,6 +281,40 @@ def test_a_late_request_is_served_though_others_that_are_on_time_never_stop_comi
     assert len(run.token_times["late"]) == 2
 
 
+def test_a_late_request_is_served_beside_rows_that_leave_no_time_for_prompts() -> None:
+    """Steps of these rows alone take 35 ms."""
+    run = VirtualRun(max_num_seqs=32, max_batch_tokens=256)
+    for number in range(12):
+        slo = Slo(1.0, 0.035)
+        run.submit(f"row{number}", 4, slo=slo, salt=9 * number, max_tokens=99, ignore_eos=True)
+    run.steps(20)
+    run.submit("late", 30, slo=Slo(0.05, 0.05), salt=500, max_tokens=1)
+    run.steps(10)
+    assert run.token_times["late"], "every eighth step is its turn"
+
+
+@pytest.mark.parametrize("prompt", [10, 40, 200])
+@pytest.mark.parametrize("together", [True, False], ids=["100 wait", "1600 tokens per second"])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_streams_keep_their_gap_beside_a_flood_of_prompts(
+    prompt: int, together: bool, tokens: int
+) -> None:
+    """By deadline alone, the longest gap was up to 0.57 s."""
+    run = VirtualRun(blocks=8000, max_batch_tokens=512, max_queue=10**5, prefix_cache="off")
+    streams = [f"stream{number}" for number in range(4)]
+    for name in streams:
+        run.submit(name, 3, max_tokens=900)
+    sent = 0
+    while run.now < 8.0:
+        while run.waiting(RT) < 100 if together else sent * prompt < 1600 * run.now:
+            run.submit(f"flood{sent}", prompt, salt=sent, max_tokens=tokens)
+            sent += 1
+        run.step()
+    for name in streams:
+        gaps = [after - before for before, after in itertools.pairwise(run.token_times[name])]
+        assert max(gaps) <= 0.3
+
+
 def test_max_num_seqs_bounds_those_that_hold_memory() -> None:
     run = VirtualRun(max_num_seqs=4, max_batch_tokens=64)
     for number in range(30):

@@ -183,7 +183,7 @@ def check_resources(packing: Packing[Item], bounds: Bounds, free_blocks: int) ->
     assert math.isclose(packing.seconds, seconds(chosen), rel_tol=1e-9)
     assert math.isclose(predictor().safe_seconds(packing.load), packing.seconds, rel_tol=1e-9)
     urgent = packing.num_urgent + len(replaced_rows(packing))
-    assert len(chosen) <= max(bounds.rows, urgent + (bounds.best_effort_credit_s > 0))
+    assert len(chosen) <= max(bounds.rows, urgent + 2 * (bounds.best_effort_credit_s > 0))
     for item, _ in urgent_part(packing)[bounds.rows :]:
         assert not bounds.rules.strict_rows
         assert item.remaining == 1, "only decode rows may exceed the batch size"
