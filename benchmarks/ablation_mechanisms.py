@@ -297,6 +297,7 @@ TIME = (
         part="policy",
         without="best-effort work gets as much time when real-time requests fill the memory",
         patches=[(BrosPolicy, "_best_effort_share", _always(1.0))],
+        kept=_UNCONFIRMED + "`full memory`, attainment -0.8 points",
     ),
     Mechanism(
         name="guaranteed share",
