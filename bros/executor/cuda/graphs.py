@@ -221,7 +221,7 @@ class StepGraphs:
         first layer.
 
         whole: whether the step may be launched as a whole; else only decode steps have a graph,
-            because others are worth to be suspended between layers.
+            because it is worth suspending others between layers.
         """
         attention, rows = inputs.attention, inputs.attention.num_rows
         samples, tokens = len(inputs.sample_rows), len(inputs.token_ids)
