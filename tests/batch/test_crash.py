@@ -176,7 +176,8 @@ def test_a_crash_while_a_batch_is_cancelled(site: Site, when: str) -> None:
         assert {line["error"]["code"] for line in others} == {"batch_cancelled"}
         site.check_nothing_else_is_left()
     assert runs(site.log()) == {}
-    assert number > 3  # claimed, finalizing, finished
+    # Claimed, finalizing, finished: if it dies after the last, the batch is done.
+    assert number >= 3
 
 
 def test_a_server_that_is_told_to_stop_leaves_its_batches_to_the_next_at_once(site: Site) -> None:
