@@ -93,15 +93,20 @@ def launching_line(bench: Bench, name: str, plans: list[StepPlan], asked_ms: flo
         launched = launch(plans[number % len(plans)])
         taken.append(time.perf_counter() - began)
         launched.result()
-    timing = Timing.of(taken[3:])
+    return host_line("mixed", f"launch of {name}", Timing.of(taken[3:]), asked_ms)
+
+
+def host_line(part: str, name: str, timing: Timing, asked_ms: float, note: str = "") -> Line:
+    """The host's own time."""
     return Line(
-        "mixed",
-        f"launch of {name}",
+        part,
+        name,
         measured=timing.median * 1e3,
         share=timing.median * 1e3,
         share_of="ms of the host",
         asked=("<=", asked_ms),
         spread=(timing.low * 1e3, timing.high * 1e3),
+        note=note,
     )
 
 
@@ -465,13 +470,5 @@ def overhead(bench: Bench) -> Iterator[Line]:
     )
     if ahead:
         own = Timing.of(busy[2:] or busy)
-        yield Line(
-            "overhead",
-            f"host, {rows} rows",
-            measured=own.median * 1e3,
-            share=own.median * 1e3,
-            share_of="ms of the host",
-            asked=("<=", 1.0),
-            spread=(own.low * 1e3, own.high * 1e3),
-            note="scheduling, launching, applying results",
-        )
+        note = "scheduling, launching, applying results"
+        yield host_line("overhead", f"host, {rows} rows", own, asked_ms=1.0, note=note)

@@ -299,11 +299,11 @@ def _seconds_in_a_row(launcher: LaunchingExecutor, plan: StepPlan, clock: Clock)
     before, running = launcher.launch(plan), launcher.launch(plan)
     before.result()
     start_s = clock.now()
-    for number in range(1, _LAUNCHED_STEPS + 1):
-        following = launcher.launch(plan) if number < _LAUNCHED_STEPS else None
+    for _ in range(_LAUNCHED_STEPS - 1):
+        following = launcher.launch(plan)
         running.result()
-        if following is not None:
-            running = following
+        running = following
+    running.result()
     return (clock.now() - start_s) / _LAUNCHED_STEPS
 
 

@@ -107,7 +107,7 @@ class GraphLimits:
     segments: own and shared segments together.
     shared_rows: entries of SharedParts.rows; 0 if the graph does not support shared parts.
     chunks: rows of several tokens; 0 if the graph supports rows of one token only.
-    tokens: of all rows together, if there are chunks.
+    tokens: of all rows together, if there are chunks; else 0.
     """
 
     rows: int

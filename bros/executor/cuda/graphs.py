@@ -186,20 +186,20 @@ class StepGraphs:
         Raises whatever `capture` raises, and RuntimeError if the kernels cannot be captured.
         """
         row_counts = capture_sizes(sizes.rows)
-        self._mixed_sizes = mixed_sizes(row_counts[-1], sizes.tokens)
+        mixed = mixed_sizes(row_counts[-1], sizes.tokens)
         self._decoder = decoder
         self._caches = caches
         self._kernels = kernels
         self._layout = layout
         self._device = device
-        most_samples = max([samples for _, samples in self._mixed_sizes], default=0)
+        most_samples = max([samples for _, samples in mixed], default=0)
         self._logits = torch.empty(max(row_counts[-1], most_samples), vocab_size, device=device)
         self._plain: list[_Graph] = []
         self._sharing: list[_Graph] = []
         self._mixed: list[_Graph] = []
         # The largest first: the smaller graphs then reuse the memory of its pool.
-        if self._mixed_sizes:
-            self._mixed = self._capture_mixed(sizes, most_samples, capture)
+        if mixed:
+            self._mixed = self._capture_mixed(mixed, sizes, most_samples, capture)
         inputs = _Inputs(row_counts[-1], 0, device)
         for rows in reversed(row_counts):
             self._plain.insert(0, self._capture(sizes.limits(rows, False), inputs, capture))
@@ -214,7 +214,6 @@ class StepGraphs:
     def drop_mixed(self) -> None:
         """Let mixed steps run without graphs."""
         self._mixed = []
-        self._mixed_sizes = []
 
     def find(self, inputs: StepInputs, *, whole: bool = True) -> _Graph | None:
         """The graph that can replay this step; None if the step is read or does not begin with the
@@ -236,7 +235,7 @@ class StepGraphs:
         return None
 
     def _find_mixed(self, tokens: int, samples: int, batch: AttentionBatch) -> _Graph | None:
-        first = bisect.bisect_left(self._mixed_sizes, (tokens, 0))
+        first = bisect.bisect_left(self._mixed, tokens, key=lambda graph: graph.tokens)
         for graph in self._mixed[first:]:
             if graph.rows >= samples:
                 return graph if graph.buffers.fits(batch) else None
@@ -270,18 +269,22 @@ class StepGraphs:
         return _Graph(rows, buffers, inputs, capture(run))
 
     def _capture_mixed(
-        self, sizes: GraphSizes, most_samples: int, capture: Capture
+        self,
+        mixed: Sequence[tuple[int, int]],
+        sizes: GraphSizes,
+        most_samples: int,
+        capture: Capture,
     ) -> list[_Graph]:
-        """All mixed steps, in the order of self._mixed_sizes."""
-        most = self._mixed_sizes[-1][0]
+        """All mixed steps, in the order of `mixed`, which is that of mixed_sizes."""
+        most = mixed[-1][0]
         inputs = _Inputs(most, most_samples, self._device)
         # The largest first: the others then share its memory for partial results.
         shared = {
             step: self._buffers(sizes.mixed_limits(step, most))
-            for step in sorted({_sample_step(n) for _, n in self._mixed_sizes}, reverse=True)
+            for step in sorted({_sample_step(n) for _, n in mixed}, reverse=True)
         }
         found = []
-        for tokens, samples in reversed(self._mixed_sizes):
+        for tokens, samples in reversed(mixed):
             buffers = shared[_sample_step(samples)]
             rows = inputs.sample_rows[:samples]
             run = self._step(tokens, samples, inputs, buffers, rows)

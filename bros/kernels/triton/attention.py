@@ -65,6 +65,7 @@ class TritonAttention:
     ) -> None:
         """chunk_attention: computes the attention within long chunks, except in captured steps."""
         self._settings = settings
+        self._launching = settings.launching
         self._chunk_attention = chunk_attention
         self._device = device
         self._staging = Staging(device)
@@ -143,7 +144,7 @@ class TritonAttention:
                 COUNT=_MERGES,
                 OWN=own_lse is not None,
                 num_warps=4,
-                **self._settings.launching,
+                **self._launching,
             )
         return out
 
@@ -228,7 +229,7 @@ class TritonAttention:
             "COUNT": _ONES if one else _TILES,
             "num_warps": launch.warps,
             "num_stages": launch.stages,
-            **self._settings.launching,
+            **self._launching,
         }
         return _Launcher(token_tiles * group_tiles * layout.num_kv_heads, constants)
 

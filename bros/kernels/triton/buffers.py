@@ -59,14 +59,13 @@ class ListSizes:
         one_items = limits.rows + rules.one.extra_items(limits.segments, rules.programs_per_one)
         tile_items = tile_partials = 0
         if limits.shared_rows or limits.chunks:
-            in_chunks = limits.tokens if limits.chunks else 0
-            chunk_tiles = in_chunks // rules.tile_tokens + limits.chunks
+            chunk_tiles = limits.tokens // rules.tile_tokens + limits.chunks
             # Every tile reads all segments of its shared part or of its chunk.
             tiles = -(-limits.shared_rows // rules.tile_tokens) + chunk_tiles
             extra = rules.tile.extra_items(tiles * limits.segments, rules.programs_per_tile)
             shared_tiles = _most_tiles(limits.shared_rows, rules.tile_tokens)
             tile_items = shared_tiles + chunk_tiles + extra
-            tile_partials = limits.shared_rows + in_chunks + extra * rules.tile_tokens
+            tile_partials = limits.shared_rows + limits.tokens + extra * rules.tile_tokens
         partials = one_items + tile_partials
         return ListSizes(
             one_items,

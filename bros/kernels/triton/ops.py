@@ -37,7 +37,7 @@ class TritonKernels:
         settings = settings or settings_for(device)
         self._attention = TritonAttention(settings, device, chunk_attention)
         self._launching = settings.launching
-        self._row_products = RowProducts(settings)
+        self._row_products = RowProducts(settings) if settings.products else None
         self._name = "triton" if chunk_attention is None else "triton-xformers"
 
     @property
@@ -50,8 +50,8 @@ class TritonKernels:
         return None
 
     @property
-    def row_products(self) -> RowProducts:
-        """For the shapes that were tuned on this device."""
+    def row_products(self) -> RowProducts | None:
+        """For the shapes that were tuned on this device; None if there are none."""
         return self._row_products
 
     def graph_buffers(

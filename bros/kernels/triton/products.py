@@ -20,12 +20,12 @@ class RowProducts:
     """Implements interface.RowProducts with the launch configurations of a device."""
 
     def __init__(self, settings: TritonSettings) -> None:
-        self._settings = settings
+        self._products = settings.products
+        self._launching = settings.launching
 
     def shapes(self, dtype: torch.dtype) -> Sequence[tuple[int, int, int]]:
         """See interface.RowProducts."""
-        known = self._settings.products
-        return [shape[:3] for shape in known if shape.element_bytes == dtype.itemsize]
+        return [shape[:3] for shape in self._products if shape.element_bytes == dtype.itemsize]
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor | None:
         """See interface.RowProducts."""
@@ -35,7 +35,7 @@ class RowProducts:
             return None
         outputs = weight.shape[0]
         shape = ProductShape(step, outputs, inputs, weight.element_size())
-        launch = self._settings.products.get(shape)
+        launch = self._products.get(shape)
         if launch is None:
             return None
         assert x.dtype == weight.dtype and x.is_contiguous() and weight.is_contiguous()
@@ -53,6 +53,6 @@ class RowProducts:
             BLOCK_K=launch.block_k,
             num_warps=launch.warps,
             num_stages=launch.stages,
-            **self._settings.launching,
+            **self._launching,
         )
         return out

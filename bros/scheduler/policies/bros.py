@@ -211,11 +211,12 @@ class UrgentOrder:
 
     def _leave_time(self, rows: Sequence[RequestState], now: float) -> bool:
         """Whether these rows, by deadline, can be on time beside the smallest chunk of a prompt."""
+        if not rows:
+            return True
         load = StepLoad()
-        for row in rows:
-            load.add_row(row.num_computed_tokens)
+        load.add_rows(len(rows), sum([row.num_computed_tokens for row in rows]))
         load.add(self._min_chunk, 0, False)
-        return not rows or now + self._predictor.safe_seconds(load) <= rows[0].deadline_s
+        return now + self._predictor.safe_seconds(load) <= rows[0].deadline_s
 
     def _held_back(self, parts: _Parts, now: float) -> Collection[str]:
         """The tenants that are late first: none while all first tokens can be on time."""
