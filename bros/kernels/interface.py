@@ -249,6 +249,14 @@ class RowProducts(Protocol):
         """
         ...
 
+    def gated(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        """silu(x @ gate.T) * (x @ up.T) in a new tensor [rows, outputs / 2], with the same bits as
+        silu_and_mul of the product; None as above.
+
+        weight: [outputs, inputs], the rows of gate and then those of up.
+        """
+        ...
+
 
 class Kernels(Protocol):
     """The operations of a decoder layer. Activations are [tokens, features], contiguous: fp32 on

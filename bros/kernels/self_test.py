@@ -151,6 +151,10 @@ def _row_products(row_products: RowProducts, inputs: _Inputs) -> Iterator[Check]
         assert out is not None, "it computes the shapes that it names"
         expected = F.linear(_exact(x), _exact(weight))
         yield inputs.compared(f"product, {rows} rows", out, expected)
+        gated = row_products.gated(x, weight)
+        assert gated is not None, "it computes the shapes that it names"
+        expected = ReferenceKernels().silu_and_mul(expected)
+        yield inputs.compared(f"gated product, {rows} rows", gated, expected)
 
 
 def _products(products: Products, inputs: _Inputs) -> Iterator[Check]:

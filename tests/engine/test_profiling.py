@@ -37,7 +37,7 @@ from bros.engine.profiling import (
 from bros.executor.cuda.graphs import MIXED_PADDING
 from bros.executor.models.layers import token_padding
 from bros.scheduler.cost_model import CostModel, StepLoad
-from bros.scheduler.fitting import StepShape, error_of, with_copies
+from bros.scheduler.fitting import Sample, StepShape, error_of, fit, load_of, with_copies
 from bros.scheduler.profiles import MEASURED, QUICK, Profile, find_profile, load_profile
 from support.planted import PlantedExecutor
 from support.tier import examples
@@ -142,7 +142,34 @@ def test_grids_hold_all_kinds_of_steps() -> None:
         kinds = {(any(c.tokens == 1 for c in s), any(c.tokens > 1 for c in s)) for s in shapes}
         assert kinds == {(True, False), (False, True), (True, True)}
         assert {c.sampled for s in shapes for c in s if c.tokens > 1} == {True, False}
-    assert len(quick_grid(limits)) <= 40
+    assert len(quick_grid(limits)) <= 45
+
+
+def test_a_quick_profile_of_large_steps_survives_noise() -> None:
+    """Chunks far behind the begin of a prompt are predicted as well as those at its begin."""
+    truth = CostModel(  # as an H100 has it for 8 billion weights
+        constant_s=5.7e-3,
+        token_s=1e-6,
+        sample_s=0.0,
+        pair_s=1.43e-9,
+        context_s=4.4e-8,
+        hinges=((200, 18.3e-6),),
+        padding=MIXED_PADDING,
+    )
+    limits = StepLimits(tokens=2048, rows=256, length=8192, blocks=24_000, block_size=16)
+    rng = random.Random(0)
+    mixed = [
+        decode_rows(rng.randint(1, 60), rng.randint(100, 3000))
+        + prompt(rng.randint(2, 1024), rng.randrange(6000), False)
+        for _ in range(100)
+    ]
+    exact = [Sample(shape, truth.seconds(load_of(shape))) for shape in mixed]
+    for _ in range(8):
+        noisy = [
+            Sample(shape, truth.seconds(load_of(shape)) * rng.uniform(0.95, 1.05))
+            for shape in quick_grid(limits)
+        ]
+        assert error_of(fit(noisy, MIXED_PADDING).model, exact).mape < 0.05
 
 
 def test_on_a_gpu_larger_steps_are_measured() -> None:

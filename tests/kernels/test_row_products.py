@@ -49,8 +49,23 @@ def test_products_are_those_of_the_definition(rows: int, dtype: torch.dtype) -> 
 
 
 @needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 9, 16])
+def test_gated_products_have_the_bits_of_two_kernels(rows: int, dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and BACKEND.device.type == "cpu":
+        pytest.skip("the interpreter's product takes the bits of bf16 for integers")
+    x, weight = matrices(rows, dtype)
+    multiply = products(dtype)
+    out, apart = multiply.gated(x, weight), multiply(x, weight)
+    assert out is not None and apart is not None
+    assert out.shape == (rows, OUTPUTS // 2)
+    assert torch.equal(out, BACKEND.kernels().silu_and_mul(apart))
+
+
+@needs_triton
 def test_other_shapes_are_left_to_torch() -> None:
     multiply = products(torch.float16)
+    assert multiply.gated(*matrices(17, torch.float16)) is None
     assert multiply(*matrices(0, torch.float16)) is None
     assert multiply(*matrices(17, torch.float16)) is None
     assert multiply(*matrices(1, torch.float32)) is None
@@ -71,12 +86,18 @@ def test_the_self_test_checks_them(wrong: bool) -> None:
             out = multiply(x, weight)
             return None if out is None else out / 2
 
+        def gated(self, x: Tensor, weight: Tensor) -> Tensor | None:
+            out = multiply.gated(x, weight)
+            return None if out is None else out / 2
+
     found = Halved() if wrong else multiply
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(kernels), "row_products", property(lambda self: found))
         checks = list(check_kernels(kernels, BACKEND.device, [(dtype, dtype)], 0))
     passed = {each.operation: each.passed for each in checks if "product" in each.operation}
-    assert passed == {"product, 1 rows": not wrong, "product, 16 rows": not wrong}
+    names = ("product, 1 rows", "gated product, 1 rows")
+    names += ("product, 16 rows", "gated product, 16 rows")
+    assert passed == dict.fromkeys(names, not wrong)
 
 
 @pytest.mark.gpu
@@ -96,5 +117,8 @@ def test_the_tuned_products_of_this_gpu(rows: int) -> None:
         out = RowProducts(settings)(x, weight)
         assert out is not None
         torch.testing.assert_close(out, x @ weight.T, rtol=2**-7, atol=0.5)
+        gated = RowProducts(settings).gated(x, weight)
+        assert gated is not None
+        assert torch.equal(gated, BACKEND.kernels().silu_and_mul(out))
     if not shapes:
         pytest.skip(f"no products of {rows} rows are tuned on this GPU")

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bros.executor.inputs import StepInputs
-from bros.executor.models.layers import Linear, Norm
+from bros.executor.models.layers import Linear, NativeLinear, Norm
 from bros.kernels.interface import HeadLayout, Kernels
 
 LayerCache = tuple[Tensor, Tensor]
@@ -40,7 +40,10 @@ class GatedMlp:
     down: Linear
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.kernels.silu_and_mul(self.gate_up(x)))
+        inner = self.gate_up.gated(x) if isinstance(self.gate_up, NativeLinear) else None
+        if inner is None:
+            inner = self.kernels.silu_and_mul(self.gate_up(x))
+        return self.down(inner)
 
 
 @dataclass(frozen=True, slots=True)

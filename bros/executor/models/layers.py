@@ -46,6 +46,12 @@ class NativeLinear:
                 return out
         return F.linear(x, self._weight, self._bias)
 
+    def gated(self, x: Tensor) -> Tensor | None:
+        """See RowProducts.gated. None as well if there are no such products."""
+        if self._row_products is None:
+            return None
+        return self._row_products.gated(x.to(self._weight.dtype), self._weight)
+
 
 class PlainLinear:
     """F.linear with fp32 results: for logits on a GPU, and for all layers if torch lacks oneDNN."""

@@ -52,8 +52,6 @@ def attend(
     ONE_TOKEN: every item has one query, which is not listed, and at most its own token as chunk.
     EARLY: see elementwise_kernels.
     """
-    if EARLY:
-        await_predecessor()
     pid = tl.program_id(0)
     kv_head = pid % KV_HEADS
     part = pid // KV_HEADS
@@ -61,8 +59,7 @@ def attend(
     part = part // GROUP_TILES
     token_tile = part % TOKEN_TILES
     index = part // TOKEN_TILES
-    if index >= tl.load(counts + COUNT):
-        return
+    count = tl.load(counts + COUNT)
     item = items + index * 8
     query = tl.load(item)
     queries = tl.load(item + 1)
@@ -71,6 +68,10 @@ def attend(
     own = tl.load(item + 4)
     own_end = tl.load(item + 5)
     partial = tl.load(item + 6)
+    if EARLY:
+        await_predecessor()  # no kernel of the step writes its work list
+    if index >= count:
+        return
     TOKENS: tl.constexpr = BLOCK_M // HEADS
     first_query = token_tile * TOKENS
     if first_query >= queries:

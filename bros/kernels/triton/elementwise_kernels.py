@@ -158,5 +158,10 @@ def silu_and_mul(out, gate_up, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: t
     mask = i < SIZE
     gate = tl.load(gate_up + row * 2 * SIZE + i, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * SIZE + SIZE + i, mask=mask, other=0.0).to(tl.float32)
-    value = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + row * SIZE + i, value.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row * SIZE + i, silu_times(gate, up).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def silu_times(gate, up):
+    """silu(gate) * up, all in fp32."""
+    return gate / (1.0 + tl.exp(-gate)) * up

@@ -29,6 +29,13 @@ class RowProducts:
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor | None:
         """See interface.RowProducts."""
+        return self._product(x, weight, gated=False)
+
+    def gated(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        """See interface.RowProducts."""
+        return self._product(x, weight, gated=True)
+
+    def _product(self, x: Tensor, weight: Tensor, *, gated: bool) -> Tensor | None:
         rows, inputs = x.shape
         step = rows_step(rows)
         if step is None:
@@ -40,7 +47,7 @@ class RowProducts:
             return None
         assert x.dtype == weight.dtype and x.is_contiguous() and weight.is_contiguous()
         assert outputs % launch.block_n == 0 and inputs % launch.block_k == 0
-        out = x.new_empty(rows, outputs)
+        out = x.new_empty(rows, outputs // 2 if gated else outputs)
         few_rows[(outputs // launch.block_n,)](
             out,
             x,
@@ -51,6 +58,7 @@ class RowProducts:
             BLOCK_M=max(step, LEAST_ROWS),
             BLOCK_N=launch.block_n,
             BLOCK_K=launch.block_k,
+            GATED=gated,
             num_warps=launch.warps,
             num_stages=launch.stages,
             **self._launching,

@@ -54,7 +54,7 @@ class LaunchConfig(NamedTuple):
     stages: int
 
 
-ROW_STEPS = (1, 16, 32)
+ROW_STEPS = (1, 16, 32, 64, 128)
 LEAST_ROWS = 16
 """The least rows of a matrix product in Triton."""
 
