@@ -34,6 +34,7 @@ from bros.server.responses import routes as responses
 from bros.server.sessions import routes as sessions
 from bros.server.state import ServerState
 from bros.server.tenants import TENANT, Tenants
+from bros.server.turns import LoopTurns
 
 # ---- Pure ASGI middleware, which passes streams and disconnects through unchanged.
 
@@ -274,14 +275,26 @@ def _num_bytes(begin: Message) -> int:
 
 
 class App(Starlette):
-    """Puts the server's `send` into the scope. Streams send their body with it, past the
-    middleware, which only looks at the start of a response. At the end it releases what the request
-    holds."""
+    """Lets requests begin, and learn that their client has left, in turns of the event loop.
+
+    Puts the server's `send` into the scope. Streams send their body with it, past the middleware,
+    which only looks at the start of a response. At the end it releases what the request holds."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        turns: LoopTurns = self.state.server.turns
+        # Probes have turns of their own. Whose any other request is, is not known yet.
+        party = path if (path := scope.get("path")) in OPEN_PATHS else None
+
+        async def receive_in_turn() -> Message:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                await turns.next(party)
+            return message
+
+        await turns.next(party)
         scope[DIRECT_SEND] = send
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive_in_turn, send)
         finally:
             # `send` belongs to an object that has the scope: a cycle for the garbage collector.
             del scope[DIRECT_SEND]

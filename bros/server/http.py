@@ -223,6 +223,7 @@ async def _read_into(
         state.accounts.check_cpu(tenant)
     size = len(body) // _BYTES_PER_SIZE
     if size <= _INLINE_SIZE:
+        await state.turns.next(tenant)
         return work(body)
     return await state.threads.run(tenant, partial(work, body), size)
 
@@ -432,7 +433,10 @@ def count_kept(held: QuotaHold | None, num_bytes: int) -> None:
 
 async def offload_reply(state: ServerState, tenant: str, work: Callable[[], T], size: int) -> T:
     """Do `work` on a reply to a tenant, on a thread if it is large. size: characters or tokens."""
-    return work() if size <= _INLINE_SIZE else await state.threads.write(tenant, work)
+    if size > _INLINE_SIZE:
+        return await state.threads.write(tenant, work)
+    await state.turns.next(tenant)
+    return work()
 
 
 _JSON = "application/json"
@@ -465,6 +469,7 @@ async def pieces_response(
         response raises TenantLimitError if there is no room for it.
     """
     if size <= _INLINE_SIZE:
+        await state.turns.next(tenant)
         return Response(b"".join(make()), media_type=_JSON)
     chunks = chunked(make)
     write = partial(state.threads.write, tenant, partial(next, chunks, b""))

@@ -29,6 +29,7 @@ from bros.semantic.service.service import SessionService
 from bros.server.operations.metrics import ServerMetrics
 from bros.server.responses.running import RunningResponses, WatchedResponses
 from bros.server.tenants import TENANT
+from bros.server.turns import LoopTurns
 from bros.text.chat_format import ChatFormat
 from bros.text.generation import TextGenerator, choice_ids
 from bros.text.grammar_check import GrammarChecker
@@ -205,6 +206,7 @@ class ServerState:
     stopping: set by HttpServer to end open requests with an error.
     recent: for request traces.
     threads: where `offload` runs long work.
+    turns: spreads short work over turns of the event loop.
     accounts: what is held for each tenant, and its limits.
     grammars: checks grammars of requests; None: only the engine does.
     """
@@ -226,6 +228,7 @@ class ServerState:
     stopping: StopSignal = field(default_factory=StopSignal)
     recent: RecentRequests = field(default_factory=RecentRequests)
     threads: FairThreads = field(default_factory=FairThreads)
+    turns: LoopTurns = field(default_factory=LoopTurns)
     accounts: TenantAccounts = field(default_factory=TenantAccounts)
     grammars: GrammarChecker | None = None
 

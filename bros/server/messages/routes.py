@@ -47,7 +47,7 @@ class MessageExchange(Exchange):
         call = self._message_call
         writer = call.writer(ChunkFrame(call.chunk_kind, self.header, include_usage=False))
         writer.usage = self.answer.usage
-        return _MessageStream(self.answer, writer, self._state.stopping)
+        return _MessageStream(self.answer, writer, self._state.stopping, self._offload)
 
 
 class _MessageStream(AnswerStream):

@@ -1,0 +1,82 @@
+"""Spreads the work of many requests over turns of the event loop.
+
+    400 requests at once    without    |turn: all of them, 130 ms .................. |turn
+                            with       |turn 2 ms|turn 2 ms|turn 2 ms| ...
+
+asyncio runs everything that is ready in one turn, and between two turns it looks for what has
+arrived. Each request is small work; many that arrive, end or lose their client in one turn are long
+work, and on a busy machine they take several times as long. So what a request does without waiting
+begins with `next`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Hashable
+
+from bros.core.clock import thread_cpu_s
+
+MOST_S = 0.002
+"""CPU time of a turn after which no more work begins in it."""
+
+_MOST_WOKEN = 8
+"""Work that begins in one turn of that which has waited. How long it takes is not known before."""
+
+
+class LoopTurns:
+    """Decides when small work of the event loop may begin. For one event loop.
+
+    Work begins at once if its turn has time left and nothing else waits. Otherwise the parties that
+    wait begin one after the other, and each of them with what has waited longest.
+    """
+
+    def __init__(self, cpu_s: Callable[[], float] = thread_cpu_s) -> None:
+        """cpu_s: CPU time of the loop's thread, in seconds. It and not the time counts, because a
+        loop that waits for a core or for the interpreter has done nothing meanwhile."""
+        self._cpu_s = cpu_s
+        self._begun_s: float | None = None  # when work first began in this turn
+        self._count = 0  # work that has begun in it
+        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
+
+    async def next(self, party: Hashable) -> None:
+        """Wait until work of a party may begin, which then runs until it waits for something."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            if self._begun_s is None:
+                self._begun_s, self._count = self._cpu_s(), 1
+                loop.call_soon(self._new_turn)
+                return
+            if self._cpu_s() - self._begun_s < MOST_S:
+                self._count += 1
+                return
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.setdefault(party, deque()).append(turn)
+        await turn
+
+    def _new_turn(self) -> None:
+        """Let as much work begin as would have taken MOST_S in the turn before; at least one."""
+        if not self._waiting:
+            self._begun_s = None
+            return
+        assert self._begun_s is not None
+        now_s = self._cpu_s()
+        used_s = now_s - self._begun_s
+        most = int(self._count * MOST_S / used_s) if used_s > 0 else _MOST_WOKEN
+        self._begun_s, self._count = now_s, 0
+        while self._waiting and self._count < min(max(most, 1), _MOST_WOKEN):
+            self._count += self._wake()
+        # After those it has woken, so that it sees what they took.
+        asyncio.get_running_loop().call_soon(self._new_turn)
+
+    def _wake(self) -> bool:
+        """Let the work begin whose turn it is; whether its caller still waits."""
+        party = next(iter(self._waiting))
+        turns = self._waiting.pop(party)
+        turn = turns.popleft()
+        if turns:
+            self._waiting[party] = turns  # behind the others
+        if turn.done():
+            return False
+        turn.set_result(None)
+        return True
