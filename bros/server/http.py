@@ -599,11 +599,19 @@ class CancelOnDisconnect:
         self._stopping.unsubscribe(self._on_stopping)
         self._watcher.remove_done_callback(self._on_watched)
         self._watcher.cancel()
-        if self._reason is not None:
+        reason, self._reason = self._reason, None
+        try:
             # Like asyncio.timeout: if something else cancelled the task, too, it stays cancelled.
-            cancelled_by_others = self._task.uncancel() > self._cancelling
-            if kind is asyncio.CancelledError and not cancelled_by_others:
-                raise self._reason from None
+            if (
+                reason is not None
+                and self._task.uncancel() <= self._cancelling
+                and kind is asyncio.CancelledError
+            ):
+                raise reason from None
+        finally:
+            # The traceback of the reason has this frame: with it, or with the error that it
+            # replaces, it would be a cycle, which keeps all of the request until a full collection.
+            del reason, error, trace, self._task, self._watcher
 
     def _on_watched(self, watcher: asyncio.Future[None]) -> None:
         if not watcher.cancelled():

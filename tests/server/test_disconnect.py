@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from typing import Any
 
@@ -12,6 +13,7 @@ from starlette.requests import ClientDisconnect
 
 from bros.server.errors import ServerStoppingError
 from bros.server.http import CancelOnDisconnect
+from bros.server.openai.exchange import Exchange
 from bros.server.state import StopSignal
 from support.scripted_server import LiveServer, Server
 
@@ -81,6 +83,32 @@ async def test_leaving_aborts_every_choice(
     submitted = {request.request_id for request in server.engine.submitted}
     assert submitted
     assert set(server.engine.aborted) == submitted
+
+
+def exchanges() -> list[Exchange]:
+    """Those that exist in this process."""
+    return [each for each in gc.get_objects() if isinstance(each, Exchange)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tokens_before", [0, 3])
+async def test_what_a_client_left_is_freed_without_a_collection(
+    server: Server, stream: bool, tokens_before: int
+) -> None:
+    """Many clients that leave would otherwise leave a collection that takes long."""
+    server.engine.hold_after = tokens_before
+    gc.collect()
+    gc.disable()
+    try:
+        visitor = Visitor(server, CHAT, chat(stream=stream))
+        await asyncio.wait_for(server.engine.holding.wait(), SOON_S)
+        assert exchanges()
+        await visitor.leave()
+        del visitor
+        await asyncio.sleep(0)
+        assert exchanges() == []
+    finally:
+        gc.enable()
 
 
 async def test_a_whole_answer_is_not_begun_for_a_disconnected_client(server: Server) -> None:
