@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 
@@ -50,6 +52,14 @@ def process_cpu_s() -> float:
     return time.process_time()
 
 
-def thread_cpu_s() -> float:
-    """Processor seconds that the calling thread has used so far."""
-    return time.thread_time()
+thread_cpu_s: Callable[[], float] = time.thread_time
+"""Processor seconds that the calling thread has used so far."""
+
+
+def thread_queued_s() -> float:
+    """Seconds for which the calling thread could have computed so far, but other threads or
+    processes had the cores; 0 where the kernel does not count it."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):  # not Linux, or built without it
+        return 0.0

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.core.clock import Clock, ManualClock, SystemClock
+from bros.core.clock import Clock, ManualClock, SystemClock, thread_queued_s
 from bros.core.request import IdGenerator
 
 
@@ -34,6 +38,21 @@ def test_manual_clock_refuses_to_go_back() -> None:
     with pytest.raises(ValueError, match="cannot advance by -1"):
         clock.advance(-1)
     assert clock.now() == 5.0
+
+
+@pytest.mark.skipif(
+    not Path("/proc/thread-self/schedstat").exists(), reason="the kernel does not count it"
+)
+def test_time_in_which_another_process_had_the_core_is_queued() -> None:
+    before_s, cores = thread_queued_s(), os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # of this thread, and of the process that it starts
+    try:
+        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+            while thread_queued_s() - before_s < 0.02:
+                pass
+            other.kill()
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def test_ids_carry_their_prefix_and_repeat_with_the_seed() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
+import itertools
 import json
 from typing import Any
 
@@ -15,6 +17,7 @@ from bros.server.errors import ServerStoppingError
 from bros.server.http import CancelOnDisconnect
 from bros.server.openai.exchange import Exchange
 from bros.server.state import StopSignal
+from bros.server.turns import MOST_S, LoopTurns
 from support.scripted_server import LiveServer, Server
 
 CHAT = "/v1/chat/completions"
@@ -109,6 +112,23 @@ async def test_what_a_client_left_is_freed_without_a_collection(
         assert exchanges() == []
     finally:
         gc.enable()
+
+
+async def test_clients_that_leave_at_once_are_aborted_in_several_turns(server: Server) -> None:
+    reads = itertools.count()
+    turns = LoopTurns(lambda: next(reads) * 2 * MOST_S)  # each has time for one thing only
+    server.app.state.server = dataclasses.replace(server.state, turns=turns)
+    server.engine.hold_after = 1
+    visitors = [Visitor(server, CHAT, chat(stream=bool(i % 2))) for i in range(20)]
+    while len(server.engine.submitted) < len(visitors):
+        await asyncio.sleep(0)
+    leaving = asyncio.gather(*(visitor.leave() for visitor in visitors))
+    seen, aborted = 0, server.engine.aborted
+    while not leaving.done():
+        await asyncio.sleep(0)
+        assert len(aborted) - seen <= 2
+        seen = len(aborted)
+    assert len(aborted) == len(visitors)
 
 
 async def test_a_whole_answer_is_not_begun_for_a_disconnected_client(server: Server) -> None:

@@ -28,7 +28,7 @@ def test_every_long_lag_is_in_a_line_or_counted_by_the_next(
     last_s = float("-inf")
     for lag_s, pause_s in lags:
         now += pause_s
-        line = log.line(lag_s, now, 0.0, "work")
+        line = log.line(lag_s, now, 0.02, 0.03, "work")
         if lag_s < LAG_LIMIT_S:
             assert line is None
         elif now - last_s < 10.0:
@@ -36,6 +36,7 @@ def test_every_long_lag_is_in_a_line_or_counted_by_the_next(
             silent.append(lag_s)
         else:
             assert line is not None and f"{lag_s:.2f} s late" in line and "it ran work" in line
+            assert "it computed for 0.02 s and waited for a core for 0.03 s" in line
             more = f"({len(silent)} more since the last line, up to {max(silent, default=0):.2f} s)"
             assert (more in line) == bool(silent)
             last_s, silent = now, []

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from bros.core.clock import Clock, thread_cpu_s
+from bros.core.clock import Clock, thread_cpu_s, thread_queued_s
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +38,14 @@ class LagLog:
         self._silent = 0
         self._longest_s = 0.0
 
-    def line(self, lag_s: float, now: float, cpu_s: float, what: str | None) -> str | None:
+    def line(
+        self, lag_s: float, now: float, cpu_s: float, queued_s: float, what: str | None
+    ) -> str | None:
         """The line to log about a lag; None if it is short or another one was logged recently.
 
         cpu_s: CPU time of the loop's thread meanwhile.
+        queued_s: for how long it waited for a core meanwhile. For the rest of the lag other threads
+            of the process held the interpreter.
         what: what ran; None if that is not known.
         """
         if lag_s < LAG_LIMIT_S:
@@ -51,8 +55,8 @@ class LagLog:
             self._longest_s = max(self._longest_s, lag_s)
             return None
         line = (
-            f"the event loop was {lag_s:.2f} s late, for {cpu_s:.2f} s of which it computed "
-            f"itself; it ran {what or 'what ended before it could be seen'}"
+            f"the event loop was {lag_s:.2f} s late; it computed for {cpu_s:.2f} s and waited for "
+            f"a core for {queued_s:.2f} s; it ran {what or 'what ended before it could be seen'}"
         )
         if self._silent:
             line += f" ({self._silent} more since the last line, up to {self._longest_s:.2f} s)"
@@ -85,17 +89,17 @@ class LagWatch:
         looker.start()
         try:
             while True:
-                cpu_s = thread_cpu_s()
+                cpu_s, queued_s = thread_cpu_s(), thread_queued_s()
                 await asyncio.sleep(_EVERY_S)
-                self._beat(thread_cpu_s() - cpu_s)
+                self._beat(thread_cpu_s() - cpu_s, thread_queued_s() - queued_s)
         finally:
             self._stopped.set()
 
-    def _beat(self, cpu_s: float) -> None:
+    def _beat(self, cpu_s: float, queued_s: float) -> None:
         now = self._clock.now()
         lag_s = max(now - self._beat_s - _EVERY_S, 0.0)
         self._observe(lag_s)
-        line = self._log.line(lag_s, now, cpu_s, self.seen)
+        line = self._log.line(lag_s, now, cpu_s, queued_s, self.seen)
         if line is not None:
             logger.warning("%s", line)
         self._beat_s, self.seen = now, None

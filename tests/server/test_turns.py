@@ -1,0 +1,131 @@
+"""Short work of many requests is spread over turns of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bros.core.clock import ManualClock
+from bros.server.turns import MOST_S, LoopTurns
+from support.scripted_server import Server
+
+MOST_WOKEN = 8
+
+
+async def changes_by_turn(count: Callable[[], int], work: Awaitable[object]) -> list[int]:
+    """By how much `count()` grew in each turn of the event loop until `work` was done."""
+    task, found, before = asyncio.ensure_future(work), list[int](), count()
+    while not task.done():
+        await asyncio.sleep(0)
+        found.append(count() - before)
+        before = count()
+    await task
+    return found
+
+
+def used_up() -> LoopTurns:
+    """Turns of a loop that computes for so long that each of them has time for one thing only."""
+    reads = itertools.count()
+    return LoopTurns(lambda: next(reads) * 2 * MOST_S)
+
+
+def with_turns(server: Server, turns: LoopTurns) -> None:
+    server.app.state.server = dataclasses.replace(server.state, turns=turns)
+
+
+async def started(costs_s: Sequence[float]) -> list[list[int]]:
+    """Works that take so long come at once; returns which of them began in each turn."""
+    clock = ManualClock()
+    turns, begun = LoopTurns(clock.now), list[int]()
+
+    async def work(number: int) -> None:
+        await turns.next("all")
+        begun.append(number)
+        clock.advance(costs_s[number])
+
+    found = await changes_by_turn(
+        lambda: len(begun), asyncio.gather(*(work(i) for i in range(len(costs_s))))
+    )
+    numbers = iter(begun)
+    return [[next(numbers) for _ in range(count)] for count in found]
+
+
+@given(st.lists(st.floats(0.00001, 0.003), min_size=1, max_size=60))
+def test_works_that_come_at_once_begin_in_order_and_few_in_a_turn(costs_s: list[float]) -> None:
+    first, *others = asyncio.run(started(costs_s))
+    assert [*first, *itertools.chain(*others)] == list(range(len(costs_s)))
+    # The last one that begins at once takes as long as it takes.
+    assert sum(costs_s[i] for i in first[:-1]) < MOST_S
+    assert all(len(each) <= MOST_WOKEN for each in others)
+    long = [sum(costs_s[i] for i in each) for each in others]
+    steady = max(costs_s) / min(costs_s) < 1.5
+    assert not steady or max(long, default=0.0) <= 2 * MOST_S + max(costs_s)
+
+
+def test_a_lone_work_begins_at_once() -> None:
+    async def run() -> None:
+        turns = LoopTurns()
+        for _ in range(3):
+            waits = turns.next("a")
+            with pytest.raises(StopIteration):
+                waits.send(None)  # it does not wait
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+
+async def test_another_party_does_not_wait_for_those_that_came_before() -> None:
+    turns, begun = used_up(), list[str]()
+
+    async def work(party: str) -> None:
+        await turns.next(party)
+        begun.append(party)
+
+    flood = [asyncio.ensure_future(work("flood")) for _ in range(100)]
+    await asyncio.sleep(0)
+    await asyncio.gather(work("other"), work("third"))
+    assert begun.count("flood") <= 6
+    await asyncio.gather(*flood)
+    assert begun.count("flood") == 100
+
+
+async def test_who_no_longer_waits_delays_nobody() -> None:
+    turns, begun = used_up(), list[int]()
+
+    async def work(number: int) -> None:
+        await turns.next("a")
+        begun.append(number)
+
+    tasks = [asyncio.ensure_future(work(number)) for number in range(50)]
+    await asyncio.sleep(0)
+    for task in tasks[1:49]:
+        task.cancel()
+    found = await changes_by_turn(
+        lambda: len(begun), asyncio.gather(*tasks, return_exceptions=True)
+    )
+    assert begun == [0, 49] and len(found) < 10
+    await turns.next("a")  # and the next one begins
+
+
+async def test_requests_that_arrive_at_once_are_submitted_in_several_turns(server: Server) -> None:
+    with_turns(server, used_up())
+    submitted = server.engine.submitted
+    calls = (server.chat() if i % 2 else server.complete(stream=True) for i in range(30))
+    found = await changes_by_turn(lambda: len(submitted), asyncio.gather(*calls))
+    assert len(submitted) == 30 and max(found) <= 2
+
+
+async def test_probes_do_not_wait_for_requests_that_came_before(server: Server) -> None:
+    with_turns(server, used_up())
+    calls = [asyncio.ensure_future(server.chat()) for _ in range(30)]
+    await asyncio.sleep(0)
+    assert (await server.http.get("/health")).status_code == 200
+    assert not any(call.done() for call in calls)
+    assert [reply.status_code for reply in await asyncio.gather(*calls)] == [200] * 30
