@@ -22,7 +22,7 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -196,6 +196,46 @@ async def _send_bytes(http: httpx.AsyncClient, data: bytes) -> None:
     writer.close()
 
 
+@contextlib.asynccontextmanager
+async def _connected(
+    http: httpx.AsyncClient, count: int
+) -> AsyncIterator[list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]:
+    """Open connections, which are closed at once at the end."""
+    host, port = http.base_url.host, http.base_url.port
+    connections = [await asyncio.open_connection(host, port) for _ in range(count)]
+    try:
+        yield connections
+    finally:
+        for _, writer in connections:
+            writer.transport.abort()
+
+
+def _request(path: str, body: Mapping[str, object]) -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    return head.encode() + b"Content-Length: %d\r\n\r\n%b" % (len(content), content)
+
+
+async def small_requests(http: httpx.AsyncClient, share: float) -> None:
+    """400 connections that are open already send a request each at once, five times."""
+    data = _request("/v1/chat/completions", {"messages": 1})
+    async with _connected(http, some(400, share)) as connections:
+        for _ in range(5):
+            for _, writer in connections:
+                writer.write(data)
+            await asyncio.gather(*(reader.readuntil(b'"}}') for reader, _ in connections))
+
+
+async def clients_leave(http: httpx.AsyncClient, share: float) -> None:
+    """400 clients leave their streams at once."""
+    body = {"prompt": "Say", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    async with _connected(http, some(400, share)) as connections:
+        for _, writer in connections:
+            writer.write(_request("/v1/completions", body))
+        await asyncio.sleep(2 * share)
+    await asyncio.sleep(1 * share)
+
+
 async def pipelined(http: httpx.AsyncClient, share: float) -> None:
     """30 connections with 720 KB of requests each."""
     data = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n" * some(20_000, share)
@@ -239,7 +279,7 @@ ATTACKS: dict[str, Attack] = {
         idle, best_effort, slow_regexes, large_join, large_inputs, tokenize, tokenize_8,
         tokenize_allowed, empty_messages, allowed_messages, empty_parts, allowed_parts,
         largest_bodies, waiting_program, large_values, wrong_parts, hostile_grammars,
-        pipelined, tiny_chunks, near_boundaries, huge_integers,
+        small_requests, clients_leave, pipelined, tiny_chunks, near_boundaries, huge_integers,
     )
 }  # fmt: skip
 
