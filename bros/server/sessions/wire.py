@@ -14,7 +14,7 @@ import dataclasses
 import enum
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union
 
@@ -167,10 +167,20 @@ class _Deriver:
             return types.GenericAlias(dict, tuple(self._type(part) for part in inner))
         if isinstance(kind, type) and issubclass(kind, enum.Enum):
             values = tuple(member.value for member in kind)
-            return Annotated[Literal[values], AfterValidator(kind)]
+            return Annotated[Literal[values], AfterValidator(_to_member(kind))]
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             return self._model(kind)
         return kind
+
+
+def _to_member(kind: type[enum.Enum]) -> Callable[[Any], enum.Enum]:
+    """A validator that turns a value into a member of `kind`. Pydantic reads the signature of a
+    validator, and that of an enum class is (*values) from Python 3.12 on."""
+
+    def member(value: Any) -> enum.Enum:
+        return kind(value)
+
+    return member
 
 
 def _bounded(kind: Any, metadata: Sequence[Any]) -> Any:
