@@ -22,6 +22,7 @@ from gpu_model import (
 from gpu_timing import Line, Run, Timing, timed_line
 
 from bros.core.clock import SystemClock
+from bros.core.collector import Collector
 from bros.core.errors import ConfigError
 from bros.core.plan import KvCopies, StepPlan
 from bros.core.request import EngineRequest, SamplingParams
@@ -87,12 +88,13 @@ def launching_line(bench: Bench, name: str, plans: list[StepPlan], asked_ms: flo
     if launch is None:
         return Line("mixed", f"launch of {name}", skipped="only with CUDA")
     taken = []
-    for number in range(3 + bench.timer.repeats):
-        synchronize()
-        began = time.perf_counter()
-        launched = launch(plans[number % len(plans)])
-        taken.append(time.perf_counter() - began)
-        launched.result()
+    with Collector():  # as in the engine's process
+        for number in range(3 + bench.timer.repeats):
+            synchronize()
+            began = time.perf_counter()
+            launched = launch(plans[number % len(plans)])
+            taken.append(time.perf_counter() - began)
+            launched.result()
     return host_line("mixed", f"launch of {name}", Timing.of(taken[3:]), asked_ms)
 
 
@@ -441,14 +443,15 @@ def overhead(bench: Bench) -> Iterator[Line]:
         ids = [(31 * row + 7 * i) % model.spec.vocab_size for i in range(prompt)]
         engine.submit(EngineRequest(request_id=str(row), prompt_token_ids=ids, sampling=sampling))
     whole, host, busy = [], [], []
-    while engine.has_work:
-        before, waited, began = timed.seconds, timed.waited_s, time.perf_counter()
-        outputs = engine.step()
-        seconds = time.perf_counter() - began
-        if sum(len(output.token_ids) for output in outputs) == rows:
-            whole.append(seconds)
-            host.append(seconds - (timed.seconds - before))
-            busy.append(seconds - (timed.waited_s - waited))
+    with Collector():  # as in the engine's process
+        while engine.has_work:
+            before, waited, began = timed.seconds, timed.waited_s, time.perf_counter()
+            outputs = engine.step()
+            seconds = time.perf_counter() - began
+            if sum(len(output.token_ids) for output in outputs) == rows:
+                whole.append(seconds)
+                host.append(seconds - (timed.seconds - before))
+                busy.append(seconds - (timed.waited_s - waited))
     step, work = Timing.of(whole[2:] or whole), Timing.of(host[2:] or host)
     added = (step.median - bare.median) * 1e3
     yield Line(

@@ -59,15 +59,15 @@ WORKERS = 12
 COMPILE_S, MEASURE_S = 30.0, 25.0
 COLD_BYTES = 2**28  # of KV, more than the cache of a device; runs alternate between copies
 PRODUCT_ROWS = (1, 8, 32, 64, 128)
-FEW_ROWS = 16  # at most, for the first of the candidates below
-PRODUCTS = (
-    ((32, 256, 2, 4), (32, 256, 2, 6), (32, 256, 4, 6), (32, 128, 2, 6), (16, 128, 2, 6)),
-    (
-        *((128, 128, 8, 4), (128, 128, 8, 3), (128, 64, 8, 4), (64, 128, 4, 6), (64, 128, 4, 4)),
-        *((64, 256, 4, 3), (64, 64, 4, 8), (32, 256, 4, 5), (32, 128, 4, 6), (32, 128, 4, 4)),
-    ),
+UP_TO_16_ROWS = (
+    *((32, 256, 2, 4), (32, 256, 2, 6), (32, 256, 4, 6), (32, 128, 2, 6), (16, 128, 2, 6)),
 )
-"""block_n, block_k, warps and stages. Of 50 on an H100, the best ten of each are near these."""
+MORE_ROWS = (
+    *((128, 128, 8, 4), (128, 128, 8, 3), (128, 64, 8, 4), (64, 128, 4, 6), (64, 128, 4, 4)),
+    *((64, 256, 4, 3), (64, 64, 4, 8), (32, 256, 4, 5), (32, 128, 4, 6), (32, 128, 4, 4)),
+)
+"""Candidates for products: block_n, block_k, warps and stages. The best of some 25 that were tried
+on an H100."""
 LEAST_GAIN = 0.99
 """Against torch's product alone. In a step, a product that is launched early gains more: with 32
 rows, four own products took 6.73 ms a step and three 6.78, though the fourth is as fast as torch's
@@ -155,7 +155,7 @@ def tune(sizes: Sizes, timer: Timer, folder: Path | None = None) -> Iterator[Lin
     folder: output folder; by default the one that the kernels read.
     """
     deadline = time.perf_counter() + COMPILE_S + MEASURE_S
-    best = dataclasses.replace(settings_for(timer.device), tuned={})
+    best = settings_for(timer.device)
     file = (folder or TUNED) / triton_settings.file_name(best.device)
     if timer.on_cuda:
         shapes = _compiled(sizes, best, deadline - MEASURE_S)
@@ -163,7 +163,9 @@ def tune(sizes: Sizes, timer: Timer, folder: Path | None = None) -> Iterator[Lin
         shapes = _shapes(sizes, best, map)
     for shape, works in shapes.items():
         default = best.default(shape)
-        launches = dict.fromkeys((default, *_candidates(shape, default, timer.on_cuda)))
+        candidates = _candidates(shape, default, timer.on_cuda)
+        # The one in use comes first: it is kept if there is no time for others.
+        launches = dict.fromkeys((best.launch(shape), default, *candidates))
         # The best tile of rows of one token depends on how many programs run at once.
         programs = PROGRAMS["one"] if shape.kind == "one" and timer.on_cuda else ()
         options = {
@@ -178,25 +180,24 @@ def tune(sizes: Sizes, timer: Timer, folder: Path | None = None) -> Iterator[Lin
         note = f"{len(times)} of {len(options)} tried on {', '.join(work.name for work in works)}"
         name = f"{shape.kind}, {shape.rows} rows: {_launch_text(*chosen)}"
         yield _line(name, times, chosen, note)
-    for kind, counts in PROGRAMS.items():
-        if kind == "one":
-            continue
-        works = next(works for shape, works in shapes.items() if shape.kind == kind)
-        each = dict.fromkeys((best.programs[kind], *(counts if timer.on_cuda else ())))
-        programs = {count: _programs(best, kind, count) for count in each}
-        found = measured(_runs(sizes, works, timer), programs, timer, deadline)
-        count = min(found, key=found.__getitem__)
-        best = programs[count]
-        _save(file, best)
-        note = f"{len(found)} of {len(programs)} tried"
-        yield _line(f"{kind}: {count} programs per processor", found, count, note)
+    works = next(works for shape, works in shapes.items() if shape.kind == "tile")
+    counts = PROGRAMS["tile"] if timer.on_cuda else ()
+    options = {
+        count: _programs(best, "tile", count)
+        for count in dict.fromkeys((best.programs["tile"], *counts))
+    }
+    found = measured(_runs(sizes, works, timer), options, timer, deadline)
+    count = min(found, key=found.__getitem__)
+    best = options[count]
+    _save(file, best)
+    note = f"{len(found)} of {len(options)} tried"
+    yield _line(f"tile: {count} programs per processor", found, count, note)
     yield from _tune_products(sizes, timer, best, file)
 
 
 def _tune_products(sizes: Sizes, timer: Timer, best: TritonSettings, file: Path) -> Iterator[Line]:
     """The products of a layer, against torch's."""
     deadline = time.perf_counter() + COMPILE_S + MEASURE_S
-    best = dataclasses.replace(best, products={})
     shapes = _product_shapes(sizes, timer.device)
     candidates = {shape: _product_candidates(shape, timer.on_cuda) for _, shape, _ in shapes}
     if timer.on_cuda:
@@ -219,19 +220,31 @@ def _tune_products(sizes: Sizes, timer: Timer, best: TritonSettings, file: Path)
             seconds = _seconds_of(lambda run=run, launch=launch: run.with_launch(launch), timer)
             if seconds is not None:
                 times[launch] = seconds
-        chosen = min(times, key=times.__getitem__)
+        chosen = chosen_product(times)
         name = f"{rows} rows, {shape.inputs} to {shape.outputs}"
         note = f"{len(times) - 1} of {len(candidates[shape])} tried"
-        if chosen is not None and times[None] < LEAST_GAIN * times[chosen]:
-            chosen = None
+        others = {key: launch for key, launch in best.products.items() if key != shape}
+        kept = others if chosen is None else {**others, shape: chosen}
+        best = dataclasses.replace(best, products=kept)
+        _save(file, best)
         if chosen is not None:
-            best = dataclasses.replace(best, products={**best.products, shape: chosen})
-            _save(file, best)
             name += f": {chosen.block_n} x {chosen.block_k}, {chosen.warps} warps"
             name += f", {chosen.stages} stages"
         else:
             name += ": torch"
         yield _line(name, times, chosen, note)
+
+
+def chosen_product(times: Mapping[ProductLaunch | None, float]) -> ProductLaunch | None:
+    """The fastest launch; None for torch's product, if that is faster beyond LEAST_GAIN.
+
+    times: seconds of each, of torch's product for None.
+    """
+    own = {launch: seconds for launch, seconds in times.items() if launch is not None}
+    if not own:
+        return None
+    best = min(own, key=own.__getitem__)
+    return best if own[best] * LEAST_GAIN <= times[None] else None
 
 
 def _product_shapes(sizes: Sizes, device: torch.device) -> list[tuple[int, ProductShape, bool]]:
@@ -260,7 +273,7 @@ def _product_shapes(sizes: Sizes, device: torch.device) -> list[tuple[int, Produ
 def _product_candidates(shape: ProductShape, many: bool) -> list[ProductLaunch]:
     if not many:  # only a test of the program
         return [ProductLaunch(16, 32, 2, 1)]
-    listed = PRODUCTS[0] if shape.rows <= FEW_ROWS else PRODUCTS[1]
+    listed = UP_TO_16_ROWS if shape.rows <= 16 else MORE_ROWS
     return [launch for values in listed if _fits(launch := ProductLaunch(*values), shape)]
 
 

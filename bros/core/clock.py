@@ -56,10 +56,11 @@ thread_cpu_s: Callable[[], float] = time.thread_time
 """Processor seconds that the calling thread has used so far."""
 
 
-def thread_queued_s() -> float:
+def thread_queued_s() -> float | None:
     """Seconds for which the calling thread could have computed so far, but other threads or
-    processes had the cores; 0 where the kernel does not count it."""
+    processes had the cores; None where the kernel does not count it."""
     try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):  # not Linux, or built without it
-        return 0.0
+        ran, queued = Path("/proc/thread-self/schedstat").read_text().split()[:2]
+    except (OSError, ValueError):  # not Linux, or built without it
+        return None
+    return int(queued) / 1e9 if int(ran) else None  # switched off: all are 0

@@ -79,6 +79,7 @@ class StepLimits:
         return (
             0 < len(shape) <= self.rows
             and sum(chunk.tokens for chunk in shape) <= self.tokens
+            and all(chunk.tokens > 0 for chunk in shape)
             and all(0 <= chunk.context <= self.length - chunk.tokens for chunk in shape)
             and self.blocks_of(shape) <= self.blocks
         )
@@ -112,7 +113,7 @@ _LARGE_CONTEXT = 4096
 
 
 def quick_grid(limits: StepLimits) -> list[StepShape]:
-    """About thirty steps, and fifteen more where steps have thousands of tokens; to measure all of
+    """About thirty steps, and twelve more where steps have many hundred tokens; to measure all of
     them takes a few seconds."""
     rows = (1, 4, 8, 16, 24, 32, limits.rows)
     tokens = (8, 16, 32, 64, 96, 128, min(limits.tokens, max(limits.length // 2, 2)))
@@ -125,7 +126,7 @@ def quick_grid(limits: StepLimits) -> list[StepShape]:
         if count > 1:
             shapes.append(decode_rows(count // 2, long) + prompt(size, 0, False))
     shapes += _shared_prefix_grid(limits, (8, 24), (512,))
-    if limits.tokens > max(tokens[:-1]) * 2:
+    if limits.tokens >= 2 * _LARGE_TOKENS[0]:
         shapes += _large_grid(limits)
     return _allowed(shapes, limits)
 
@@ -137,12 +138,14 @@ def _large_grid(limits: StepLimits) -> Iterator[StepShape]:
     Without them an H100's times of tokens and of pairs could not be told apart: pairs were fitted
     as five times as long as they take, and mixed steps predicted with errors of 11 %.
     """
-    rows = max(1, limits.rows // 4)
     for tokens in _LARGE_TOKENS:
         far = min(_LARGE_CONTEXT, limits.length - tokens)
         yield prompt(tokens, 0)
         yield prompt(tokens, far)
-        yield decode_rows(rows, far // 4) + prompt(tokens - rows, far // 2, False)
+        rows = max(1, min(limits.rows, tokens) // 4)
+        # A small device has not enough memory for long contexts of all rows.
+        room = (limits.blocks * limits.block_size - tokens - far) // rows - limits.block_size
+        yield decode_rows(rows, min(far // 4, room)) + prompt(tokens - rows, far // 2, False)
 
 
 def full_grid(limits: StepLimits) -> list[StepShape]:
@@ -579,8 +582,8 @@ def step_time_model(
 def quick_profile(
     config: EngineConfig, executor: Executor, info: EngineInfo, clock: Clock
 ) -> Profile:
-    """Measure about thirty steps of up to 256 tokens (4096 on a GPU) and a few with copies of KV;
-    takes seconds."""
+    """Measure about thirty steps of up to 256 tokens (forty of up to 4,096 on a GPU) and a few with
+    copies of KV; takes seconds."""
     limits = StepLimits.of(config, info)
     limits = dataclasses.replace(limits, tokens=_quick_tokens(config, info))
     samples = measure_steps(

@@ -243,7 +243,7 @@ class RowProducts(Protocol):
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor | None:
         """x @ weight.T in a new tensor [rows, outputs], summed in fp32; None if torch computes a
-        product of this shape as fast.
+        product of this shape faster.
 
         x: [rows, inputs]; weight: [outputs, inputs], of the same dtype.
         """

@@ -32,9 +32,8 @@ from bros.server.operations import routes as operations
 from bros.server.replies import PIECE_BYTES, refusal, send_large
 from bros.server.responses import routes as responses
 from bros.server.sessions import routes as sessions
-from bros.server.state import ServerState
+from bros.server.state import ARRIVAL_S, ServerState
 from bros.server.tenants import TENANT, Tenants
-from bros.server.turns import LoopTurns
 
 # ---- Pure ASGI middleware, which passes streams and disconnects through unchanged.
 
@@ -114,7 +113,6 @@ class RequestLog:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else self._state.ids.new("req")
-        started_s = self._state.clock.now()
         status = 500
 
         async def send_with_id(message: Message) -> None:
@@ -136,7 +134,7 @@ class RequestLog:
                     scope["method"],
                     _shown_path(scope),
                     status,
-                    (self._state.clock.now() - started_s) * 1000,
+                    (self._state.clock.now() - scope[ARRIVAL_S]) * 1000,
                     request_id,
                 )
 
@@ -274,6 +272,9 @@ def _num_bytes(begin: Message) -> int:
     return int(length) if length.isdecimal() else 0
 
 
+_ARRIVING, _LEAVING = "arriving", "leaving"  # owners of turns
+
+
 class App(Starlette):
     """Lets requests begin, and learn that their client has left, in turns of the event loop.
 
@@ -281,17 +282,19 @@ class App(Starlette):
     which only looks at the start of a response. At the end it releases what the request holds."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        turns: LoopTurns = self.state.server.turns
-        # Probes have turns of their own. Whose any other request is, is not known yet.
-        party = path if (path := scope.get("path")) in OPEN_PATHS else None
+        server: ServerState = self.state.server
+        turns = server.turns
+        scope[ARRIVAL_S] = server.clock.now()
 
         async def receive_in_turn() -> Message:
             message = await receive()
             if message["type"] == "http.disconnect":
-                await turns.next(party)
+                await turns.begin(_LEAVING)
             return message
 
-        await turns.next(party)
+        # The key of a request has not been read, so that all but probes have one queue.
+        path = scope.get("path")
+        await turns.begin(path if path in OPEN_PATHS else _ARRIVING)
         scope[DIRECT_SEND] = send
         try:
             await super().__call__(scope, receive_in_turn, send)

@@ -189,6 +189,9 @@ class StopSignal:
         self._listeners.pop(listener, None)
 
 
+ARRIVAL_S = "bros.arrival_s"
+"""Place in the scope of a request: when it arrived, before it waited for its turn."""
+
 MAX_BODY_BYTES = 4 * 2**20
 """Larger bodies get status 413. A prompt of half a million token ids has about this size."""
 
@@ -207,6 +210,8 @@ class ServerState:
     recent: for request traces.
     threads: where `offload` runs long work.
     turns: spreads short work over turns of the event loop.
+    for_rows: whether this is the state of rows of batches, which begin beside the requests of
+        their tenant and not before them.
     accounts: what is held for each tenant, and its limits.
     grammars: checks grammars of requests; None: only the engine does.
     """
@@ -229,6 +234,7 @@ class ServerState:
     recent: RecentRequests = field(default_factory=RecentRequests)
     threads: FairThreads = field(default_factory=FairThreads)
     turns: LoopTurns = field(default_factory=LoopTurns)
+    for_rows: bool = False
     accounts: TenantAccounts = field(default_factory=TenantAccounts)
     grammars: GrammarChecker | None = None
 
@@ -238,6 +244,16 @@ class ServerState:
         state = request.app.state.server
         assert isinstance(state, cls)
         return state
+
+    @staticmethod
+    def arrival_s(request: Request) -> float:
+        """When the request arrived, by the clock of the server."""
+        arrival_s: float = request.scope[ARRIVAL_S]
+        return arrival_s
+
+    async def begin_work(self, tenant: str) -> None:
+        """Wait until short work of a tenant may begin, see LoopTurns."""
+        await self.turns.begin((tenant, self.for_rows))
 
     @staticmethod
     def tenant(request: Request) -> str:

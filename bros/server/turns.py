@@ -6,7 +6,7 @@
 asyncio runs everything that is ready in one turn, and between two turns it looks for what has
 arrived. Each request is small work; many that arrive, end or lose their client in one turn are long
 work, and on a busy machine they take several times as long. So what a request does without waiting
-begins with `next`.
+begins with `begin`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _MOST_WOKEN = 8
 class LoopTurns:
     """Decides when small work of the event loop may begin. For one event loop.
 
-    Work begins at once if its turn has time left and none of its party waits. The parties that wait
-    begin one after the other, and each of them with what has waited longest.
+    Work begins at once if its turn has time left and no other work of its owner waits. The owners
+    that wait begin one after the other, and each of them with what has waited longest.
     """
 
     def __init__(self, cpu_s: Callable[[], float] = thread_cpu_s) -> None:
@@ -38,11 +38,16 @@ class LoopTurns:
         self._begun_s: float | None = None  # when work first began in this turn
         self._count = 0  # work that has begun in it
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def next(self, party: Hashable) -> None:
-        """Wait until work of a party may begin, which then runs until it waits for something."""
+    async def begin(self, owner: Hashable) -> None:
+        """Wait until work of an owner may begin, which then runs until it waits for something."""
         loop = asyncio.get_running_loop()
-        if party not in self._waiting:
+        if loop is not self._loop:
+            assert self._loop is None or self._loop.is_closed(), "it is for one event loop"
+            self._loop, self._begun_s = loop, None
+            self._waiting.clear()
+        if owner not in self._waiting:
             if self._begun_s is None:
                 self._begun_s, self._count = self._cpu_s(), 1
                 loop.call_soon(self._new_turn)
@@ -51,7 +56,7 @@ class LoopTurns:
                 self._count += 1
                 return
         turn: asyncio.Future[None] = loop.create_future()
-        self._waiting.setdefault(party, deque()).append(turn)
+        self._waiting.setdefault(owner, deque()).append(turn)
         await turn
 
     def _new_turn(self) -> None:
@@ -70,13 +75,14 @@ class LoopTurns:
         asyncio.get_running_loop().call_soon(self._new_turn)
 
     def _wake(self) -> bool:
-        """Let the work begin whose turn it is; whether its caller still waits."""
-        party = next(iter(self._waiting))
-        turns = self._waiting.pop(party)
-        turn = turns.popleft()
-        if turns:
-            self._waiting[party] = turns  # behind the others
-        if turn.done():
-            return False
-        turn.set_result(None)
-        return True
+        """Let the work begin whose turn it is. Returns whether any of its owner still waited."""
+        owner = next(iter(self._waiting))
+        turns = self._waiting.pop(owner)
+        while turns:
+            turn = turns.popleft()
+            if not turn.done():  # else its caller was cancelled
+                turn.set_result(None)
+                if turns:
+                    self._waiting[owner] = turns  # behind the others
+                return True
+        return False

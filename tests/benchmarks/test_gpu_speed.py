@@ -131,6 +131,16 @@ def test_of_launches_those_count_that_run_on_all_workloads_until_the_time_is_up(
     assert late == pytest.approx({"a": 2.0}), "the first is what was there before"
 
 
+def test_torch_computes_a_product_only_if_it_is_faster_beyond_the_limit(speed: ModuleType) -> None:
+    settings = pytest.importorskip("bros.kernels.triton.settings")
+    tune = importlib.import_module("gpu_tune")
+    slow, fast = (settings.ProductLaunch(32, 128, 2, stages) for stages in (2, 4))
+    gain = tune.LEAST_GAIN
+    for torch_s, chosen in ((0.9, fast), (gain * 0.8, fast), (gain * 0.8 - 0.001, None)):
+        assert tune.chosen_product({None: torch_s, slow: 1.0, fast: 0.8}) == chosen
+    assert tune.chosen_product({None: 1.0}) is None
+
+
 def test_no_launch_is_tried_that_needs_more_shared_memory_than_there_is(speed: ModuleType) -> None:
     """As the compiler lays it out: 294,912 bytes for the largest of these."""
     settings = pytest.importorskip("bros.kernels.triton.settings")

@@ -87,8 +87,8 @@ def ignore(line: str) -> None:
 engines = st.builds(
     StepLimits,
     tokens=st.integers(1, 2048),
-    rows=st.integers(1, 128),
-    length=st.integers(2, 4096),
+    rows=st.integers(1, 4096),
+    length=st.integers(2, 8192),
     blocks=st.integers(1, 2000),
     block_size=st.sampled_from([1, 4, 16]),
 ).flatmap(
@@ -122,6 +122,7 @@ def test_every_grid_keeps_to_what_the_engine_can_run(limits: StepLimits) -> None
         for shape in shapes:
             assert len(shape) <= limits.rows
             assert sum(chunk.tokens for chunk in shape) <= limits.tokens
+            assert all(c.tokens > 0 for c in shape)
             assert all(0 <= c.context <= limits.length - c.tokens for c in shape)
             held = sum(-(-(c.tokens + c.context) // limits.block_size) for c in shape)
             held -= sum(chunk.shared // limits.block_size for chunk in shape)
@@ -143,6 +144,13 @@ def test_grids_hold_all_kinds_of_steps() -> None:
         assert kinds == {(True, False), (False, True), (True, True)}
         assert {c.sampled for s in shapes for c in s if c.tokens > 1} == {True, False}
     assert len(quick_grid(limits)) <= 45
+
+
+def test_large_steps_fit_a_small_device() -> None:
+    """With chunks beside decode rows of every size, though all rows cannot have long contexts."""
+    limits = StepLimits(tokens=2048, rows=256, length=4096, blocks=1500, block_size=16)
+    mixed = [shape for shape in quick_grid(limits) if 1 < len(shape) and shape[-1].tokens > 100]
+    assert {len(shape) + shape[-1].tokens - 1 for shape in mixed} >= {256, 512, 1024, 2048}
 
 
 def test_a_quick_profile_of_large_steps_survives_noise() -> None:

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bros.executor.models.decoder import GatedMlp
 from bros.executor.models.layers import (
+    NativeLinear,
     PlainLinear,
     fp32_product,
     has_products,
@@ -17,6 +19,7 @@ from bros.executor.models.layers import (
 )
 from bros.executor.target import CPU, Target
 from bros.kernels.dispatch import compiled_kernels
+from bros.kernels.reference import ReferenceKernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -111,3 +114,44 @@ def test_onednn_multiplies_bf16_by_amx_and_where_there_is_no_avx2(
         assert not has_products(kernels, "fp32")
         assert token_padding("cpu", kernels, "fp32")
     assert token_padding("cuda", "triton", "bf16") == ()
+
+
+class FewRows:
+    """Row products that count their calls, and compute up to `most` rows."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.calls = {"product": 0, "gated": 0}
+
+    def shapes(self, dtype: torch.dtype) -> list[tuple[int, int, int]]:
+        return []
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        self.calls["product"] += 1
+        return F.linear(x, weight) if len(x) <= self.most else None
+
+    def gated(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        self.calls["gated"] += 1
+        return ReferenceKernels().silu_and_mul(F.linear(x, weight)) if len(x) <= self.most else None
+
+
+@pytest.mark.parametrize(
+    ("rows", "bias", "calls"),
+    [
+        (2, False, {"product": 1, "gated": 1}),  # the second product is down
+        (3, False, {"product": 2, "gated": 1}),  # torch computes both, and the activation is apart
+        (2, True, {"product": 1, "gated": 0}),
+    ],
+)
+def test_an_mlp_multiplies_few_rows_and_activates_them_in_one_kernel(
+    rows: int, bias: bool, calls: dict[str, int]
+) -> None:
+    x, gate_up = matrices(rows, torch.float32)
+    down = torch.randn(64, 50, generator=torch.Generator().manual_seed(9))
+    found = FewRows(most=2)
+    added = torch.randn(100, generator=torch.Generator().manual_seed(8)) if bias else None
+    kernels = ReferenceKernels()
+    mlp = GatedMlp(kernels, NativeLinear(gate_up, added, found), NativeLinear(down, None, found))
+    expected = F.linear(kernels.silu_and_mul(F.linear(x, gate_up, added)), down)
+    torch.testing.assert_close(mlp(x), expected)
+    assert found.calls == calls

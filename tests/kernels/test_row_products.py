@@ -14,17 +14,18 @@ from support.kernel_cases import needs_triton, triton_backend
 
 BACKEND = triton_backend()
 OUTPUTS, INPUTS = 48, 128
+STEPS = (1, 16, 32, 64)
 
 
 def products(dtype: torch.dtype) -> RowProducts:
-    """With a configuration for one shape and up to 16 rows."""
+    """With a configuration for one shape and up to 64 rows."""
     # Late: it needs Triton.
     from bros.kernels.triton.products import RowProducts
     from bros.kernels.triton.settings import ProductLaunch, ProductShape, settings_for
 
     launch = ProductLaunch(block_n=16, block_k=32, warps=2, stages=3)
     size = dtype.itemsize
-    tuned = {ProductShape(rows, OUTPUTS, INPUTS, size): launch for rows in (1, 16)}
+    tuned = {ProductShape(rows, OUTPUTS, INPUTS, size): launch for rows in STEPS}
     return RowProducts(replace(settings_for(BACKEND.device), products=tuned))
 
 
@@ -36,7 +37,7 @@ def matrices(rows: int, dtype: torch.dtype, outputs: int = OUTPUTS) -> tuple[Ten
 
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 2, 9, 16])
+@pytest.mark.parametrize("rows", [1, 2, 9, 16, 17, 64])
 def test_products_are_those_of_the_definition(rows: int, dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16 and BACKEND.device.type == "cpu":
         pytest.skip("the interpreter's product takes the bits of bf16 for integers")
@@ -50,7 +51,7 @@ def test_products_are_those_of_the_definition(rows: int, dtype: torch.dtype) -> 
 
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 2, 9, 16])
+@pytest.mark.parametrize("rows", [1, 2, 9, 16, 17, 64])
 def test_gated_products_have_the_bits_of_two_kernels(rows: int, dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16 and BACKEND.device.type == "cpu":
         pytest.skip("the interpreter's product takes the bits of bf16 for integers")
@@ -65,9 +66,9 @@ def test_gated_products_have_the_bits_of_two_kernels(rows: int, dtype: torch.dty
 @needs_triton
 def test_other_shapes_are_left_to_torch() -> None:
     multiply = products(torch.float16)
-    assert multiply.gated(*matrices(17, torch.float16)) is None
+    assert multiply.gated(*matrices(65, torch.float16)) is None
     assert multiply(*matrices(0, torch.float16)) is None
-    assert multiply(*matrices(17, torch.float16)) is None
+    assert multiply(*matrices(65, torch.float16)) is None
     assert multiply(*matrices(1, torch.float32)) is None
     assert multiply(*matrices(1, torch.float16, outputs=OUTPUTS + 16)) is None
 
@@ -95,13 +96,12 @@ def test_the_self_test_checks_them(wrong: bool) -> None:
         patch.setattr(type(kernels), "row_products", property(lambda self: found))
         checks = list(check_kernels(kernels, BACKEND.device, [(dtype, dtype)], 0))
     passed = {each.operation: each.passed for each in checks if "product" in each.operation}
-    names = ("product, 1 rows", "gated product, 1 rows")
-    names += ("product, 16 rows", "gated product, 16 rows")
+    names = [f"{kind}product, {rows} rows" for rows in STEPS for kind in ("", "gated ")]
     assert passed == dict.fromkeys(names, not wrong)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 7, 16, 20, 32])
+@pytest.mark.parametrize("rows", [1, 7, 16, 20, 32, 33, 64, 100, 128])
 def test_the_tuned_products_of_this_gpu(rows: int) -> None:
     # Late: it needs Triton.
     from bros.kernels.triton.products import RowProducts

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.core.clock import ManualClock
+from bros.server.batches.rows import RowRunner
 from bros.server.turns import MOST_S, LoopTurns
 from support.scripted_server import Server
 
@@ -45,7 +46,7 @@ async def started(costs_s: Sequence[float]) -> list[list[int]]:
     turns, begun = LoopTurns(clock.now), list[int]()
 
     async def work(number: int) -> None:
-        await turns.next("all")
+        await turns.begin("all")
         begun.append(number)
         clock.advance(costs_s[number])
 
@@ -57,7 +58,7 @@ async def started(costs_s: Sequence[float]) -> list[list[int]]:
 
 
 @given(st.lists(st.floats(0.00001, 0.003), min_size=1, max_size=60))
-def test_works_that_come_at_once_begin_in_order_and_few_in_a_turn(costs_s: list[float]) -> None:
+def test_work_that_come_at_once_begin_in_order_and_few_in_a_turn(costs_s: list[float]) -> None:
     first, *others = asyncio.run(started(costs_s))
     assert [*first, *itertools.chain(*others)] == list(range(len(costs_s)))
     # The last one that begins at once takes as long as it takes.
@@ -72,7 +73,7 @@ def test_a_lone_work_begins_at_once() -> None:
     async def run() -> None:
         turns = LoopTurns()
         for _ in range(3):
-            waits = turns.next("a")
+            waits = turns.begin("a")
             with pytest.raises(StopIteration):
                 waits.send(None)  # it does not wait
             await asyncio.sleep(0)
@@ -81,12 +82,12 @@ def test_a_lone_work_begins_at_once() -> None:
     asyncio.run(run())
 
 
-async def test_another_party_does_not_wait_for_those_that_came_before() -> None:
+async def test_another_owner_does_not_wait_for_those_that_came_before() -> None:
     turns, begun = used_up(), list[str]()
 
-    async def work(party: str) -> None:
-        await turns.next(party)
-        begun.append(party)
+    async def work(owner: str) -> None:
+        await turns.begin(owner)
+        begun.append(owner)
 
     flood = [asyncio.ensure_future(work("flood")) for _ in range(100)]
     await asyncio.sleep(0)
@@ -100,7 +101,7 @@ async def test_who_no_longer_waits_delays_nobody() -> None:
     turns, begun = used_up(), list[int]()
 
     async def work(number: int) -> None:
-        await turns.next("a")
+        await turns.begin("a")
         begun.append(number)
 
     tasks = [asyncio.ensure_future(work(number)) for number in range(50)]
@@ -111,7 +112,41 @@ async def test_who_no_longer_waits_delays_nobody() -> None:
         lambda: len(begun), asyncio.gather(*tasks, return_exceptions=True)
     )
     assert begun == [0, 49] and len(found) < 10
-    await turns.next("a")  # and the next one begins
+    await turns.begin("a")  # and the next one begins
+
+
+async def test_cancelled_work_does_not_cost_its_owner_a_turn() -> None:
+    turns, begun = used_up(), list[str]()
+
+    async def work(owner: str) -> None:
+        await turns.begin(owner)
+        begun.append(owner)
+
+    first = asyncio.ensure_future(work("busy"))
+    left = [asyncio.ensure_future(work("left")) for _ in range(20)]
+    busy = [asyncio.ensure_future(work("busy")) for _ in range(20)]
+    last = asyncio.ensure_future(work("left"))
+    await asyncio.sleep(0)
+    for task in left:
+        task.cancel()
+    await last
+    assert begun.count("busy") <= 4
+    await asyncio.gather(first, *busy)
+
+
+def test_work_of_a_loop_that_ended_holds_up_no_other_loop() -> None:
+    turns = used_up()
+
+    async def flood() -> None:
+        for _ in range(5):
+            asyncio.ensure_future(turns.begin("a"))
+        await asyncio.sleep(0)
+
+    async def one() -> None:
+        await asyncio.wait_for(turns.begin("a"), 10)
+
+    asyncio.run(flood())
+    asyncio.run(one())
 
 
 async def test_requests_that_arrive_at_once_are_submitted_in_several_turns(server: Server) -> None:
@@ -120,6 +155,16 @@ async def test_requests_that_arrive_at_once_are_submitted_in_several_turns(serve
     calls = (server.chat() if i % 2 else server.complete(stream=True) for i in range(30))
     found = await changes_by_turn(lambda: len(submitted), asyncio.gather(*calls))
     assert len(submitted) == 30 and max(found) <= 2
+
+
+async def test_requests_do_not_wait_for_rows_of_batches_of_their_tenant(server: Server) -> None:
+    with_turns(server, used_up())
+    rows = RowRunner(server.state).state
+    waiting = [asyncio.ensure_future(rows.begin_work("ann")) for _ in range(30)]
+    await asyncio.sleep(0)
+    await server.state.begin_work("ann")
+    assert sum(row.done() for row in waiting) <= 5
+    await asyncio.gather(*waiting)
 
 
 async def test_probes_do_not_wait_for_requests_that_came_before(server: Server) -> None:

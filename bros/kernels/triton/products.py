@@ -1,4 +1,4 @@
-"""Products of few rows with a matrix, where they are faster than those of torch.
+"""Products of few rows with a matrix, where they are about as fast as those of torch at least.
 
 A decode step reads every weight once, so its products take as long as reading them does. torch's
 library divides the sum of such a product among processors, which takes a second kernel. This kernel

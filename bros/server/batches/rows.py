@@ -54,6 +54,7 @@ class RowRunner:
         self.state = replace(
             state,
             threads=FairThreads(),
+            for_rows=True,
             accounts=state.accounts.of_batches(),
             generator=state.generator.without_limits(),
         )

@@ -38,7 +38,7 @@ async def rerank(request: Request) -> Response:
 
 async def _answer(request: Request, endpoint: str) -> Response:
     state, make = ServerState.of(request), POOLING_CALLS[endpoint]
-    arrival_s = state.clock.now()
+    arrival_s = state.arrival_s(request)
     call, held = await read_held(request, state.max_body_bytes, lambda fields: make(state, fields))
     exchange = PoolingExchange(
         state,

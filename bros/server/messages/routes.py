@@ -24,7 +24,7 @@ from bros.server.state import ServerState
 async def create_message(request: Request) -> Response:
     """Generate the next message of a conversation; with stream, as server-sent events."""
     state = ServerState.of(request)
-    arrival_s = state.clock.now()
+    arrival_s = state.arrival_s(request)
     (metadata, call), held = await read_held(
         request,
         state.max_body_bytes,

@@ -203,7 +203,7 @@ async def create_completion(request: Request) -> Response:
 
 async def _generate(request: Request) -> Response:
     state = ServerState.of(request)
-    arrival_s = state.clock.now()
+    arrival_s = state.arrival_s(request)
     make = CALLS[request.scope["path"]]
     (metadata, call), held = await read_held(
         request, state.max_body_bytes, lambda fields: (metadata_of(fields), make(state, fields))

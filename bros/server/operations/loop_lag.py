@@ -39,13 +39,13 @@ class LagLog:
         self._longest_s = 0.0
 
     def line(
-        self, lag_s: float, now: float, cpu_s: float, queued_s: float, what: str | None
+        self, lag_s: float, now: float, cpu_s: float, queued_s: float | None, what: str | None
     ) -> str | None:
         """The line to log about a lag; None if it is short or another one was logged recently.
 
         cpu_s: CPU time of the loop's thread meanwhile.
-        queued_s: for how long it waited for a core meanwhile. For the rest of the lag other threads
-            of the process held the interpreter.
+        queued_s: for how long it waited for a core meanwhile; None if that is not known. For the
+            rest of the lag it waited for the interpreter, or in a call that blocked.
         what: what ran; None if that is not known.
         """
         if lag_s < LAG_LIMIT_S:
@@ -54,9 +54,10 @@ class LagLog:
             self._silent += 1
             self._longest_s = max(self._longest_s, lag_s)
             return None
+        queued = "" if queued_s is None else f" and waited for a core for {queued_s:.2f} s"
         line = (
-            f"the event loop was {lag_s:.2f} s late; it computed for {cpu_s:.2f} s and waited for "
-            f"a core for {queued_s:.2f} s; it ran {what or 'what ended before it could be seen'}"
+            f"the event loop was {lag_s:.2f} s late; it computed for {cpu_s:.2f} s{queued}; "
+            f"it ran {what or 'what ended before it could be seen'}"
         )
         if self._silent:
             line += f" ({self._silent} more since the last line, up to {self._longest_s:.2f} s)"
@@ -89,13 +90,17 @@ class LagWatch:
         looker.start()
         try:
             while True:
-                cpu_s, queued_s = thread_cpu_s(), thread_queued_s()
+                cpu_s, before_s = thread_cpu_s(), thread_queued_s()
                 await asyncio.sleep(_EVERY_S)
-                self._beat(thread_cpu_s() - cpu_s, thread_queued_s() - queued_s)
+                after_s = thread_queued_s()
+                queued_s = None
+                if before_s is not None and after_s is not None:
+                    queued_s = after_s - before_s
+                self._beat(thread_cpu_s() - cpu_s, queued_s)
         finally:
             self._stopped.set()
 
-    def _beat(self, cpu_s: float, queued_s: float) -> None:
+    def _beat(self, cpu_s: float, queued_s: float | None) -> None:
         now = self._clock.now()
         lag_s = max(now - self._beat_s - _EVERY_S, 0.0)
         self._observe(lag_s)

@@ -66,7 +66,7 @@ _WINDOW_S = 86400.0
 async def create_response(request: Request) -> Response:
     """Generate a response; with stream, as server-sent events."""
     state = ServerState.of(request)
-    arrival_s = state.clock.now()
+    arrival_s = state.arrival_s(request)
     (metadata, call), held = await read_held(
         request,
         state.max_body_bytes,
