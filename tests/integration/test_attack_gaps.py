@@ -31,7 +31,9 @@ LONGER_S = 0.05
 """How much longer than usual a gap may be during an attack, on a machine that does nothing else."""
 ALONE = 0.1
 """The machine does something else if others have more than this share of it; then an attack may be
-tried a second time."""
+tried again."""
+TRIES = 4
+"""On such a machine. What an attack causes it causes each time."""
 SHARE = by_tier(fast=0.1, long=1.0)
 USUAL_S = 1.0
 MAX_TOKENS = 450
@@ -127,10 +129,11 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
     ],
 )
 def test_no_attack_stalls_the_streams_of_others(desk: Desk, name: str) -> None:
-    usual, seen = desk.compare(name)
-    if seen.longest_s > longest_allowed_s(usual, seen) and seen.others > ALONE:
+    for _ in range(TRIES):
         usual, seen = desk.compare(name)
-    allowed_s = longest_allowed_s(usual, seen)
+        allowed_s = longest_allowed_s(usual, seen)
+        if seen.longest_s <= allowed_s or seen.others <= ALONE:
+            break
     print(
         f"{len(seen.gaps_s)} gaps, the longest {1000 * seen.longest_s:.0f} ms, allowed "
         f"{1000 * allowed_s:.0f} ms, usually {1000 * statistics.median(usual.gaps_s):.1f} and up "
