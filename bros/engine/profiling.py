@@ -108,8 +108,8 @@ def prompt(tokens: int, context: int, sampled: bool = True) -> StepShape:
     return (ChunkShape(tokens, context, sampled),)
 
 
-_LARGE_TOKENS = (256, 512, 1024, 2048)
-_LARGE_CONTEXT = 4096
+_LARGE_TOKENS = (256, 512, 1024, 2048)  # of a step
+_LARGE_CONTEXT = 4096  # tokens before a chunk
 
 
 def quick_grid(limits: StepLimits) -> list[StepShape]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
-import itertools
 import json
 from typing import Any
 
@@ -17,8 +15,8 @@ from bros.server.errors import ServerStoppingError
 from bros.server.http import CancelOnDisconnect
 from bros.server.openai.exchange import Exchange
 from bros.server.state import StopSignal
-from bros.server.turns import MOST_S, LoopTurns
 from support.scripted_server import LiveServer, Server
+from support.turns import use_turns, used_up_turns
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -116,9 +114,7 @@ async def test_what_a_client_left_is_freed_without_a_collection(
 
 
 async def test_clients_that_leave_at_once_are_aborted_in_several_turns(server: Server) -> None:
-    reads = itertools.count()
-    turns = LoopTurns(lambda: next(reads) * 2 * MOST_S)  # each has time for one thing only
-    server.app.state.server = dataclasses.replace(server.state, turns=turns)
+    use_turns(server, used_up_turns())
     server.engine.hold_after = 1
     visitors = [Visitor(server, CHAT, chat(stream=bool(i % 2))) for i in range(20)]
     while len(server.engine.submitted) < len(visitors):

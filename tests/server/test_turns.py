@@ -15,6 +15,7 @@ from bros.core.clock import ManualClock
 from bros.server.batches.rows import RowRunner
 from bros.server.turns import MOST_S, LoopTurns
 from support.scripted_server import Server
+from support.turns import use_turns, used_up_turns
 
 MOST_WOKEN = 8
 
@@ -28,16 +29,6 @@ async def changes_by_turn(count: Callable[[], int], work: Awaitable[object]) -> 
         before = count()
     await task
     return found
-
-
-def used_up() -> LoopTurns:
-    """Turns of a loop that computes for so long that each of them has time for one thing only."""
-    reads = itertools.count()
-    return LoopTurns(lambda: next(reads) * 2 * MOST_S)
-
-
-def with_turns(server: Server, turns: LoopTurns) -> None:
-    server.app.state.server = dataclasses.replace(server.state, turns=turns)
 
 
 async def started(costs_s: Sequence[float]) -> list[list[int]]:
@@ -83,7 +74,7 @@ def test_a_lone_work_begins_at_once() -> None:
 
 
 async def test_another_owner_does_not_wait_for_those_that_came_before() -> None:
-    turns, begun = used_up(), list[str]()
+    turns, begun = used_up_turns(), list[str]()
 
     async def work(owner: str) -> None:
         await turns.begin(owner)
@@ -98,7 +89,7 @@ async def test_another_owner_does_not_wait_for_those_that_came_before() -> None:
 
 
 async def test_who_no_longer_waits_delays_nobody() -> None:
-    turns, begun = used_up(), list[int]()
+    turns, begun = used_up_turns(), list[int]()
 
     async def work(number: int) -> None:
         await turns.begin("a")
@@ -116,7 +107,7 @@ async def test_who_no_longer_waits_delays_nobody() -> None:
 
 
 async def test_cancelled_work_does_not_cost_its_owner_a_turn() -> None:
-    turns, begun = used_up(), list[str]()
+    turns, begun = used_up_turns(), list[str]()
 
     async def work(owner: str) -> None:
         await turns.begin(owner)
@@ -135,7 +126,7 @@ async def test_cancelled_work_does_not_cost_its_owner_a_turn() -> None:
 
 
 def test_work_of_a_loop_that_ended_holds_up_no_other_loop() -> None:
-    turns = used_up()
+    turns = used_up_turns()
 
     async def flood() -> None:
         for _ in range(5):
@@ -150,7 +141,7 @@ def test_work_of_a_loop_that_ended_holds_up_no_other_loop() -> None:
 
 
 async def test_requests_that_arrive_at_once_are_submitted_in_several_turns(server: Server) -> None:
-    with_turns(server, used_up())
+    use_turns(server, used_up_turns())
     submitted = server.engine.submitted
     calls = (server.chat() if i % 2 else server.complete(stream=True) for i in range(30))
     found = await changes_by_turn(lambda: len(submitted), asyncio.gather(*calls))
@@ -158,7 +149,7 @@ async def test_requests_that_arrive_at_once_are_submitted_in_several_turns(serve
 
 
 async def test_requests_do_not_wait_for_rows_of_batches_of_their_tenant(server: Server) -> None:
-    state = dataclasses.replace(server.state, turns=used_up())
+    state = dataclasses.replace(server.state, turns=used_up_turns())
     rows = RowRunner(state).state
     waiting = [asyncio.ensure_future(rows.begin_work("ann")) for _ in range(30)]
     await asyncio.sleep(0)
@@ -168,7 +159,7 @@ async def test_requests_do_not_wait_for_rows_of_batches_of_their_tenant(server: 
 
 
 async def test_probes_do_not_wait_for_requests_that_came_before(server: Server) -> None:
-    with_turns(server, used_up())
+    use_turns(server, used_up_turns())
     calls = [asyncio.ensure_future(server.chat()) for _ in range(30)]
     await asyncio.sleep(0)
     assert (await server.http.get("/health")).status_code == 200

@@ -89,14 +89,13 @@ class LagWatch:
         self._beat_s = self._clock.now()
         looker.start()
         try:
+            cpu_s, queued_s = thread_cpu_s(), thread_queued_s()
             while True:
-                cpu_s, before_s = thread_cpu_s(), thread_queued_s()
                 await asyncio.sleep(_EVERY_S)
-                after_s = thread_queued_s()
-                queued_s = None
-                if before_s is not None and after_s is not None:
-                    queued_s = after_s - before_s
-                self._beat(thread_cpu_s() - cpu_s, queued_s)
+                cpu_before_s, cpu_s = cpu_s, thread_cpu_s()
+                before_s, queued_s = queued_s, thread_queued_s()
+                known = None if before_s is None or queued_s is None else queued_s - before_s
+                self._beat(cpu_s - cpu_before_s, known)
         finally:
             self._stopped.set()
 
