@@ -206,7 +206,11 @@ class _Compiler:
         except ValueError as error:
             reason = str(error)
             return "it is too large" if reason.startswith("panic") else reason
-        matcher.compute_bitmask()  # may find that it is too complex
+        # Both may find that it is too complex, after 20 ms or more: the engine, whose steps would
+        # wait for that, computes them for each output.
+        matcher.compute_bitmask()
+        if not matcher.is_error():
+            matcher.compute_ff_tokens()
         return first_line(matcher.get_error()) if matcher.is_error() else ""
 
 

@@ -1,4 +1,5 @@
-"""What other clients of a server see of an attack: the gaps between the tokens of their streams."""
+"""What other clients of a server see of an attack: the gaps between the tokens of their streams,
+and how much of them the machine is to blame for."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ import gc
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -20,15 +22,34 @@ STREAMS = 2
 """Streams that are read at once: one of them is always between two tokens."""
 
 
+TEXT_TOKEN = "66"
+"""The id of "a" in the byte-level tokenizer of tiny_tokenizer.py. Streams generate nothing else: a
+token without text, such as half a character, sends nothing, so that several gaps would look like
+one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Between two tokens of a stream.
+
+    gap_s: how long it took, in seconds.
+    queued_s: for how long the threads between the model and the reader could have run meanwhile,
+        but others had the cores: those that compute and send tokens, and the reader itself. If
+        several of them waited at the same time, it counts for each.
+    """
+
+    gap_s: float
+    queued_s: float
+
+
 class TokenGaps:
     """Reads streams in a process of its own, which does nothing else."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def take(self) -> list[float]:
-        """The gaps that ended since the last call, in seconds. Raises AssertionError if a stream
-        has failed."""
+    def take(self) -> list[Gap]:
+        """The gaps that ended since the last call. Raises AssertionError if a stream has failed."""
         self._connection.send("take")
         found = self._connection.recv()
         assert isinstance(found, list), found
@@ -36,11 +57,14 @@ class TokenGaps:
 
 
 @contextmanager
-def reading_streams(url: str, max_tokens: int) -> Iterator[TokenGaps]:
-    """Streams of so many tokens, one after the other, until the end of the block."""
+def reading_streams(url: str, max_tokens: int, pids: Sequence[int]) -> Iterator[TokenGaps]:
+    """Streams of so many tokens, one after the other, until the end of the block.
+
+    pids: the processes of the server and its engine.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_read, args=(url, max_tokens, theirs), daemon=True)
+    process = context.Process(target=_read, args=(url, max_tokens, pids, theirs), daemon=True)
     process.start()
     try:
         yield TokenGaps(ours)
@@ -49,13 +73,35 @@ def reading_streams(url: str, max_tokens: int) -> Iterator[TokenGaps]:
         process.join()
 
 
-def _read(url: str, max_tokens: int, connection: Connection) -> None:
+class _QueuedTime:
+    """How long the main threads of processes, their threads of ZeroMQ and this thread have waited
+    for a core so far."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        tasks = [Path("/proc/thread-self")]
+        for pid in pids:
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                if task.name == str(pid) or (task / "comm").read_text().startswith("ZMQ"):
+                    tasks.append(task)
+        self._files = [os.open(task / "schedstat", os.O_RDONLY) for task in tasks]
+
+    def seconds(self) -> float:
+        total_ns = 0
+        for file in self._files:
+            with suppress(OSError):  # the process has ended
+                total_ns += int(os.pread(file, 64, 0).split()[1])
+        return total_ns / 1e9
+
+
+def _read(url: str, max_tokens: int, pids: Sequence[int], connection: Connection) -> None:
     gc.disable()  # a collection would count as a gap
-    asyncio.run(_read_streams(url, max_tokens, connection))
+    asyncio.run(_read_streams(url, max_tokens, _QueuedTime(pids), connection))
 
 
-async def _read_streams(url: str, max_tokens: int, connection: Connection) -> None:
-    gaps: list[float] = []
+async def _read_streams(
+    url: str, max_tokens: int, queued: _QueuedTime, connection: Connection
+) -> None:
+    gaps: list[Gap] = []
     failures: list[str] = []
 
     def answer() -> None:
@@ -65,21 +111,26 @@ async def _read_streams(url: str, max_tokens: int, connection: Connection) -> No
 
     asyncio.get_running_loop().add_reader(connection.fileno(), answer)
     body = {"prompt": "Once", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    body["logit_bias"] = {TEXT_TOKEN: 100}
 
     async def read(http: httpx.AsyncClient) -> None:
+        num_chars = 0
         async with http.stream("POST", "/v1/completions", json=body) as response:
-            last_s = None
+            last: tuple[float, float] | None = None
             async for line in response.aiter_lines():
                 if not line:
                     continue
-                now_s = time.perf_counter()
+                now = time.perf_counter(), queued.seconds()
                 if '"error"' in line:
                     failures.append(line)
-                if last_s is not None:
-                    gaps.append(now_s - last_s)
-                last_s = now_s
+                if last is not None:
+                    gaps.append(Gap(now[0] - last[0], now[1] - last[1]))
+                last = now
+                num_chars += len(line.partition('"text":"')[2].partition('"')[0])
         if response.status_code != 200:
             failures.append(f"status {response.status_code}")
+        elif num_chars != max_tokens:
+            failures.append(f"{num_chars} characters of {max_tokens} tokens")
 
     async def read_for_ever() -> None:
         async with httpx.AsyncClient(base_url=url, timeout=120) as http:
