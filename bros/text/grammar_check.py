@@ -23,6 +23,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bros.core.errors import InvalidRequestError, OverloadedError
 from bros.core.fair import CpuUse, FairGate, FairMemory
@@ -36,6 +37,9 @@ from bros.core.worker_process import (
     answer_jobs,
     settle,
 )
+
+if TYPE_CHECKING:  # optional, as in engine/grammars.py
+    from llguidance import LLMatcher
 
 _CPU_S = 0.5
 """Most CPU time that a grammar takes to compile."""
@@ -56,6 +60,9 @@ _RETRY_S = 1.0
 MAX_CACHED_GRAMMARS = 1024
 _MAX_CACHED_BYTES = 2**24
 """Bounds on the good texts that are remembered: their number, and their bytes."""
+
+_MAX_FORCED = 256
+"""Most tokens that are followed: an endless grammar forces thousands."""
 
 _TOO_LONG = "it takes too much time or memory to compile; make it smaller or less ambiguous"
 _BUSY = b"\0"
@@ -206,12 +213,20 @@ class _Compiler:
         except ValueError as error:
             reason = str(error)
             return "it is too large" if reason.startswith("panic") else reason
-        # Both may find that it is too complex, after 20 ms or more: the engine, whose steps would
-        # wait for that, computes them for each output.
-        matcher.compute_bitmask()
+        _follow_forced(matcher)
         if not matcher.is_error():
-            matcher.compute_ff_tokens()
-        return first_line(matcher.get_error()) if matcher.is_error() else ""
+            return ""
+        return f"it is too complex: {first_line(matcher.get_error())}"
+
+
+def _follow_forced(matcher: LLMatcher) -> None:
+    """Follow the tokens that a grammar begins with. A grammar that is too complex nearly always is
+    so there, for instance an object of 600 optional fields behind its brace. The engine would find
+    that while others wait for its step, and its client after half an answer."""
+    matcher.compute_bitmask()
+    if not matcher.is_error() and (forced := matcher.compute_ff_tokens()[:_MAX_FORCED]):
+        matcher.consume_tokens(forced)
+        matcher.compute_bitmask()
 
 
 _GOOD = b"+"

@@ -102,6 +102,12 @@ def test_hostile_grammars_are_refused_quickly_and_others_go_on(
     check(checker, grammars.regex(f"on{next(NUMBERS)}"))
 
 
+def test_what_would_fail_after_the_first_tokens_is_refused_before(checker: GrammarChecker) -> None:
+    check(checker, wide(400))
+    with pytest.raises(InvalidRequestError, match="it is too complex: "):
+        check(checker, wide(600))
+
+
 def test_good_texts_are_remembered(tmp_path: Path) -> None:
     made = GrammarChecker(save_tokenizer(tmp_path), 440, [1])
     gbnf = grammars.lark('root ::= "a" b\nb ::= [a-z]+')
