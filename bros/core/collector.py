@@ -11,6 +11,11 @@ whichever turn of the event loop or step it happens. Here an object that has sur
 collections is left alone. Reference counts still free it; only cycles of such objects stay until a
 full collection, so what ends with each request or session must not be one.
 
+CPython counts the objects that were made since the last collection less those that were freed, also
+old ones. While as many old objects end as new ones are made, for instance the calls of a program,
+it makes no collection, and the next one visits all that are young by then: among 10,000 calls
+36,000 objects in 25 ms, and 50,000 in 46 ms. So the server also looks how many there are.
+
 How long a full collection takes depends on what is alive, so it is not made while much is: what a
 session of 10,000 calls keeps is no garbage. What reference counts have freed is not suspected
 either: blocks of memory tell how much is left, and asking for their number takes 0.1 ms.
@@ -44,9 +49,10 @@ take 10 to 25 ms. If there are more, most are alive."""
 _OVERDUE = 5_000_000
 """Blocks kept since the last full collection from which the next one is made in any case; about
 0.5 GB if all of them are garbage."""
+_LOOKS_PER_CHECK = 20
 _CHECK_EVERY_S = 1.0
 
-_MIDDLE = 1
+_YOUNG, _MIDDLE = 0, 1
 
 
 class Collector:
@@ -112,10 +118,18 @@ class Collector:
         """Whether `collect_if_due` has something to decide."""
         return self._aged >= self._due
 
+    def collect_young_if_due(self) -> None:
+        """Collect the young objects if there are more than THRESHOLDS, which CPython may not have
+        noticed. Looking takes 0.01 ms per 1,000 objects."""
+        if len(gc.get_objects(generation=_YOUNG)) > THRESHOLDS[_YOUNG]:
+            gc.collect(_MIDDLE if gc.get_count()[_MIDDLE] > THRESHOLDS[_MIDDLE] else _YOUNG)
+
     async def run(self, is_idle: Callable[[], Awaitable[bool]]) -> None:
-        """Make full collections when they are due, until cancelled."""
+        """Make the collections that are due, until cancelled."""
         while True:
-            await asyncio.sleep(_CHECK_EVERY_S)
+            for _ in range(_LOOKS_PER_CHECK):
+                await asyncio.sleep(_CHECK_EVERY_S / _LOOKS_PER_CHECK)
+                self.collect_young_if_due()
             if self.may_be_due:
                 self.collect_if_due(idle=await is_idle())
 

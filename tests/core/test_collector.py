@@ -65,6 +65,28 @@ def test_cycles_that_end_soon_are_freed_without_a_full_collection() -> None:
         assert sum(node() is not None for node in nodes) < MOST
 
 
+def test_objects_made_while_as_many_old_ones_end_are_collected_when_there_are_many() -> None:
+    """CPython does not notice them."""
+    with Collector() as collector:
+        kept = survivors(60_000)
+        for first in range(0, 50_000, 10_000):
+            for number in range(first, first + 10_000):
+                kept[number] = [number]
+            assert len(gc.get_objects(generation=0)) > 2 * YOUNG
+            collector.collect_young_if_due()
+            assert len(gc.get_objects(generation=0)) < YOUNG
+        assert len(gc.get_objects(generation=1)) < 40_000  # some have become old
+        assert gc.get_count()[1] <= MIDDLE + 1
+
+
+def test_few_young_objects_are_left_alone() -> None:
+    with Collector() as collector:
+        gc.collect(1)
+        kept = survivors(YOUNG // 2)
+        collector.collect_young_if_due()
+        assert len(gc.get_objects(generation=0)) >= len(kept)
+
+
 def old_cycle() -> weakref.ref[Node]:
     """A cycle that was in use for so long that it is old, and then became garbage."""
     node = Node()
