@@ -435,7 +435,7 @@ async def offload_reply(state: ServerState, tenant: str, work: Callable[[], T], 
     """Do `work` on a reply to a tenant, on a thread if it is large. size: characters or tokens."""
     if size > _INLINE_SIZE:
         return await state.threads.write(tenant, work)
-    await state.begin_work(tenant)
+    await state.begin_reply(tenant)
     return work()
 
 
@@ -469,7 +469,7 @@ async def pieces_response(
         response raises TenantLimitError if there is no room for it.
     """
     if size <= _INLINE_SIZE:
-        await state.begin_work(tenant)
+        await state.begin_reply(tenant)
         return Response(b"".join(make()), media_type=_JSON)
     chunks = chunked(make)
     write = partial(state.threads.write, tenant, partial(next, chunks, b""))

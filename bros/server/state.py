@@ -252,8 +252,13 @@ class ServerState:
         return arrival_s
 
     async def begin_work(self, tenant: str) -> None:
-        """Wait until short work of a tenant may begin, see LoopTurns."""
+        """Wait until short work on an input of a tenant may begin, see LoopTurns."""
         await self.turns.begin((tenant, self.for_rows))
+
+    async def begin_reply(self, tenant: str) -> None:
+        """Wait until short work on a reply to a tenant may begin: the last tokens of a stream do
+        not wait for hundreds of requests that arrive."""
+        await self.turns.begin((tenant, self.for_rows, "reply"))
 
     @staticmethod
     def tenant(request: Request) -> str:

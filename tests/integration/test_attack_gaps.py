@@ -32,10 +32,9 @@ LONGER_S = 0.05
 SLOWER = 2.0
 """So much more time a core may need that shares its parts with another one that is busy."""
 ALONE = 0.1
-"""The machine does something else if others have more than this share of it; then an attack may be
-tried again."""
-TRIES = 4
-"""On such a machine. What an attack causes it causes each time."""
+"""The machine does something else if others have more than this share of it."""
+TRIES = 3
+"""Of an attack: any machine pauses now and then. What an attack causes it causes each time."""
 SHARE = by_tier(fast=0.1, long=1.0)
 USUAL_S = 1.0
 MAX_TOKENS = 450
@@ -138,7 +137,7 @@ def test_no_attack_stalls_the_streams_of_others(desk: Desk, name: str) -> None:
     for _ in range(TRIES):
         usual, seen = desk.compare(name)
         allowed_s = longest_allowed_s(usual, seen)
-        if seen.longest_s <= allowed_s or seen.alone:
+        if seen.longest_s <= allowed_s:
             break
     print(
         f"{len(seen.gaps_s)} gaps, the longest {1000 * seen.longest_s:.0f} ms, allowed "

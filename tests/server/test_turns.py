@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from bros.core.clock import ManualClock
 from bros.server.batches.rows import RowRunner
+from bros.server.http import offload_reply, pieces_response
 from bros.server.turns import MOST_S, LoopTurns
 from support.scripted_server import Server
 from support.turns import use_turns, used_up_turns
@@ -155,6 +156,16 @@ async def test_requests_do_not_wait_for_rows_of_batches_of_their_tenant(server: 
     await asyncio.sleep(0)
     await state.begin_work("ann")
     assert sum(row.done() for row in waiting) <= 5
+    await asyncio.gather(*waiting)
+
+
+async def test_a_reply_does_not_wait_for_requests_of_its_tenant(server: Server) -> None:
+    state = dataclasses.replace(server.state, turns=used_up_turns())
+    waiting = [asyncio.ensure_future(state.begin_work("ann")) for _ in range(30)]
+    await asyncio.sleep(0)
+    assert await offload_reply(state, "ann", lambda: "written", 1) == "written"
+    await pieces_response(state, "ann", lambda: [b"{}"], 1)
+    assert sum(each.done() for each in waiting) <= 5
     await asyncio.gather(*waiting)
 
 
