@@ -165,7 +165,11 @@ class Dispatcher:
             if not self._replica_set.others_available(refused):
                 soonest = min(refused.values(), key=lambda error: error.retry_after_s)
                 if not can_wait or item.refusals:
-                    raise soonest
+                    refused.clear()
+                    try:
+                        raise soonest
+                    finally:
+                        del soonest  # it knows this frame, see MessageClient.submit
                 await asyncio.sleep(max(soonest.retry_after_s, _MIN_WAIT_S))
                 refused.clear()
 

@@ -345,6 +345,7 @@ class TextGenerator:
             return await asyncio.gather(*tasks)
         except BaseException:
             await _finish_even_if_cancelled(self._abort_all(requests, tasks))
+            tasks.clear()  # they have the error that knows this frame
             raise
 
     async def _abort_all(

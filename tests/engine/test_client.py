@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import weakref
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
@@ -13,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.core.clock import SystemClock
-from bros.core.errors import EngineDeadError, OverloadedError
+from bros.core.errors import EngineDeadError, OverloadedError, QueueFullError
 from bros.core.interfaces import EngineReport, EngineStats, RequestStream, RequestTrace
 from bros.core.request import (
     FinishReason,
@@ -95,6 +97,30 @@ def trace_of(request_id: str) -> RequestTrace:
         request_id=request_id, service_class=ServiceClass.RT, requested_class=ServiceClass.RT,
         slo=Slo(), prompt_tokens=1, output_tokens=2, events=((0.0, "queued"),), waits={"rows": 0.5},
     )  # fmt: skip
+
+
+async def test_a_refusal_is_freed_without_the_garbage_collector(any_wire: Wire) -> None:
+    async def refusal(request_id: str) -> weakref.ref[BaseException]:
+        submitting = asyncio.ensure_future(
+            any_wire.client.submit(replace(ASK, request_id=request_id))
+        )
+        await any_wire.settle()
+        any_wire.engine.on_reply(Refused.from_error(request_id, QueueFullError(5, 1.0)))
+        try:
+            await submitting
+        except QueueFullError as error:
+            return weakref.ref(error)
+        finally:
+            del submitting  # it has the error, which knows this frame
+        raise AssertionError("it was not refused")
+
+    gc.disable()
+    try:
+        refusals = [await refusal(f"r{number}") for number in range(3)]
+        await any_wire.settle()
+        assert [refused() for refused in refusals] == [None] * 3
+    finally:
+        gc.enable()
 
 
 # ---- The slot of a stream
