@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from bros.core.clock import Clock
+from bros.core.clock import Clock, thread_cpu_s
 from bros.core.errors import InvalidRequestError, OverloadedError
 from bros.core.fair import FairMemory
 from bros.core.grammars import is_gbnf
@@ -52,6 +52,13 @@ _STACK_BYTES = 2**26
 
 _SLOW_S = 0.002
 """From an output's first mask that takes longer on, its masks are computed ahead."""
+
+_MOST_S = 0.02
+_MOST_SLOW = 3
+"""CPU time of one position of an output, for which the steps of all others wait, and positions that
+may take longer; then the output ends. Usual grammars take less than 1 ms. The limits of the parser
+bound the memory of a position and not its time: `e: e e | /[a-z]/ | e "," e` takes longer with each
+token, 42 ms after 300."""
 
 
 def parser_limits() -> LLParserLimits:
@@ -362,6 +369,8 @@ class _Output:
     """Implements GrammarState.
 
     _count: tokens that it has advanced over; the constraint speaks for the token after these.
+    _cpu_s: CPU time of this position so far.
+    _num_slow: positions before it that took longer than _MOST_S.
     _known: bytes of the end of the free text that are there; None: the grammar applies.
     _mask: computed mask; holds if _has_mask.
     _computing: set when the mask is computed that a thread computes ahead of time; until then no
@@ -390,6 +399,8 @@ class _Output:
         self._clock = clock
         self._counters = counters
         self._count = 0
+        self._cpu_s = 0.0
+        self._num_slow = 0
         self._mask: NDArray[np.uint8] | None = None
         self._has_mask = False
         self._computing: threading.Event | None = None
@@ -399,10 +410,13 @@ class _Output:
     def advance(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
         """See GrammarState."""
         self._join()
+        self._check_pace()
         self._has_mask = False
+        began_s = thread_cpu_s()
         for token_id in token_ids:
             self._accept(token_id)
         forced = self._forced(most) if self._known is None and most > 0 else []
+        self._cpu_s = thread_cpu_s() - began_s
         if self._ahead and not self._ends(forced):
             self._compute_ahead()
         return forced
@@ -410,6 +424,15 @@ class _Output:
     def constraint(self, ahead: int = 0) -> TokenConstraint:
         """See GrammarState."""
         return _Constraint(self, self._count + ahead)
+
+    def _check_pace(self) -> None:
+        """Raises ValueError if others have waited too often for this output."""
+        self._num_slow += self._cpu_s > _MOST_S
+        if self._num_slow > _MOST_SLOW:
+            raise ValueError(
+                f"the grammar has become too ambiguous: {self._num_slow} tokens have taken longer "
+                f"than {1000 * _MOST_S:.0f} ms each"
+            )
 
     def _accept(self, token_id: int) -> None:
         self._count += 1
@@ -459,7 +482,10 @@ class _Output:
             return self._count >= self._stops.min_tokens and self._matcher.is_accepting()
         if token_id in self._never or token_id >= self._vocabulary.tokenizer.vocab_size:
             return False
-        return self._matcher.validate_tokens([token_id]) == 1
+        began_s = thread_cpu_s()
+        allowed = self._matcher.validate_tokens([token_id]) == 1
+        self._cpu_s += thread_cpu_s() - began_s
+        return allowed
 
     def mask(self, index: int) -> memoryview:
         """See TokenConstraint."""
@@ -516,8 +542,9 @@ class _Output:
         if self._mask is None:
             self._mask = np.zeros(self._vocabulary.mask_bytes, np.uint8)
         mask, matcher, stops = self._mask, self._matcher, self._stops
-        began_s = self._clock.now()
+        began_s, cpu_s = self._clock.now(), thread_cpu_s()
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._cpu_s += thread_cpu_s() - cpu_s
         self._ahead |= self._clock.now() - began_s > _SLOW_S
         if matcher.is_error():
             raise ValueError(f"the grammar cannot be followed: {self._error()}")

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -458,25 +459,28 @@ def test_masks_refuse_tokens_that_only_the_model_has(compiler: Grammars) -> None
         grammars.regex("(.*a.{12}){10}"),
         grammars.regex(r"(a+\s?){1,1000}z"),
         grammars.lark('start: x* "q"\nx: "a" | "a" x | x x'),
+        grammars.lark('start: e\ne: e e | /[a-z]/ | e "," e | e "." e | e " " e'),
+        grammars.lark('start: e\ne: e e | /[a-z]/ | e "," e'),
     ],
-    ids=["nested", "thrice", "exponential", "several", "words", "ambiguous"],
+    ids=["nested", "thrice", "exponential", "several", "words", "ambiguous", "items", "pairs"],
 )
 def test_a_step_with_a_grammar_that_grows_without_end_stays_short(
     folder: Path, grammar: Grammar
 ) -> None:
-    """Its automaton is built only as far as the output goes, up to a bound that ends the output."""
+    """Its automaton is built only as far as the output goes, up to a bound that ends the output;
+    another one ends it if the parser takes longer with each token."""
     state = made(folder).state(grammar, STOPS)
     (token_id,) = ids("a")
-    longest_s = 0.0
-    for _ in range(100):
+    times_s = []
+    for _ in range(500):
         began_s = time.thread_time()
         try:
             state.advance((), 0)
             assert token_id in allowed(state)
             state.advance([token_id], 0)
         except ValueError as error:
-            assert "too many expressions constructed" in str(error)
+            assert re.search("too (many|ambiguous)", str(error), re.IGNORECASE)
             break
         finally:
-            longest_s = max(longest_s, time.thread_time() - began_s)
-    assert longest_s < 0.05 * slowdown()
+            times_s.append(time.thread_time() - began_s)
+    assert max(times_s) < 0.05 * slowdown()
