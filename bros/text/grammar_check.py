@@ -216,7 +216,7 @@ class _Compiler:
         _follow_forced(matcher)
         if not matcher.is_error():
             return ""
-        return f"it is too complex: {first_line(matcher.get_error())}"
+        return f"it cannot be followed: {first_line(matcher.get_error())}"
 
 
 def _follow_forced(matcher: LLMatcher) -> None:
