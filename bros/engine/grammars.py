@@ -369,7 +369,7 @@ class _Output:
     """Implements GrammarState.
 
     _count: tokens that it has advanced over; the constraint speaks for the token after these.
-    _cpu_s: CPU time of this position so far.
+    _cpu_s: CPU time of this position so far; of several tokens at once their mean.
     _num_slow: positions before it that took longer than _MOST_S.
     _known: bytes of the end of the free text that are there; None: the grammar applies.
     _mask: computed mask; holds if _has_mask.
@@ -416,7 +416,7 @@ class _Output:
         for token_id in token_ids:
             self._accept(token_id)
         forced = self._forced(most) if self._known is None and most > 0 else []
-        self._cpu_s = thread_cpu_s() - began_s
+        self._cpu_s = (thread_cpu_s() - began_s) / max(1, len(token_ids) + len(forced))
         if self._ahead and not self._ends(forced):
             self._compute_ahead()
         return forced

@@ -141,6 +141,19 @@ class Dispatcher:
         can_wait: it was accepted before, so wait as long as any replica may come up to accept it.
         """
         refused: dict[ReplicaHandle, QueueFullError | OverloadedError] = dict(item.refusals)
+        try:
+            return await self._place_but_on(refused, item, can_wait=can_wait)
+        finally:
+            refused.clear()  # the errors know these frames, see MessageClient.submit
+
+    async def _place_but_on(
+        self,
+        refused: dict[ReplicaHandle, QueueFullError | OverloadedError],
+        item: RoutedRequest,
+        *,
+        can_wait: bool,
+    ) -> RequestStream:
+        """As `_place`. refused: by which replicas, and why; it is changed."""
         while True:
             item.moving = False
             try:
@@ -163,14 +176,10 @@ class Dispatcher:
                 self._replica_set.detach(item)
                 raise
             if not self._replica_set.others_available(refused):
-                soonest = min(refused.values(), key=lambda error: error.retry_after_s)
                 if not can_wait or item.refusals:
-                    refused.clear()
-                    try:
-                        raise soonest
-                    finally:
-                        del soonest  # it knows this frame, see MessageClient.submit
-                await asyncio.sleep(max(soonest.retry_after_s, _MIN_WAIT_S))
+                    raise min(refused.values(), key=_retry_after_s)
+                soonest_s = min(map(_retry_after_s, refused.values()))
+                await asyncio.sleep(max(soonest_s, _MIN_WAIT_S))
                 refused.clear()
 
     async def _submit(self, item: RoutedRequest, replica: ReplicaHandle) -> RequestStream:
@@ -389,3 +398,7 @@ class Dispatcher:
         self.ended[request_id] = ended
         if len(self.ended) > _MAX_ENDED:
             self.ended.popitem(last=False)
+
+
+def _retry_after_s(error: QueueFullError | OverloadedError) -> float:
+    return error.retry_after_s

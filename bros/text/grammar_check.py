@@ -224,8 +224,12 @@ def _follow_forced(matcher: LLMatcher) -> None:
     so there, for instance an object of 600 optional fields behind its brace. The engine would find
     that while others wait for its step, and its client after half an answer."""
     matcher.compute_bitmask()
-    if not matcher.is_error() and (forced := matcher.compute_ff_tokens()[:_MAX_FORCED]):
-        matcher.consume_tokens(forced)
+    if matcher.is_error():
+        return
+    forced = matcher.compute_ff_tokens()[:_MAX_FORCED]
+    # A text that reads like a special token is not that token, as the tokenizer thinks.
+    if forced and (count := matcher.validate_tokens(forced)):
+        matcher.consume_tokens(forced[:count])
         matcher.compute_bitmask()
 
 

@@ -162,4 +162,5 @@ def test_a_stall_is_seen(desk: Desk, what: str) -> None:
             os.kill(pid, signal.SIGCONT)
 
     seen = desk.see(stall)
-    assert seen.longest_s > longest_allowed_s(usual, seen)
+    # The thread that goes on waits for a core more often, where others use the machine.
+    assert max(gap.gap_s for gap in seen.gaps) > longest_allowed_s(usual, seen)

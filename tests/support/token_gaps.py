@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import multiprocessing
+import operator
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,9 +34,9 @@ class Gap:
     """Between two tokens of a stream.
 
     gap_s: how long it took, in seconds.
-    queued_s: for how long the threads between the model and the reader could have run meanwhile,
-        but others had the cores: those that compute and send tokens, and the reader itself. If
-        several of them waited at the same time, it counts for each.
+    queued_s: for how long a thread between the model and the reader could have run meanwhile, but
+        others had the cores: the longest time of those that compute and send tokens, and of the
+        reader itself.
     """
 
     gap_s: float
@@ -85,12 +86,8 @@ class _QueuedTime:
                     tasks.append(task)
         self._files = [os.open(task / "schedstat", os.O_RDONLY) for task in tasks]
 
-    def seconds(self) -> float:
-        total_ns = 0
-        for file in self._files:
-            with suppress(OSError):  # the process has ended
-                total_ns += int(os.pread(file, 64, 0).split()[1])
-        return total_ns / 1e9
+    def of_each_ns(self) -> list[int]:
+        return [int(os.pread(file, 64, 0).split()[1]) for file in self._files]
 
 
 def _read(url: str, max_tokens: int, pids: Sequence[int], connection: Connection) -> None:
@@ -116,15 +113,16 @@ async def _read_streams(
     async def read(http: httpx.AsyncClient) -> None:
         num_chars = 0
         async with http.stream("POST", "/v1/completions", json=body) as response:
-            last: tuple[float, float] | None = None
+            last: tuple[float, list[int]] | None = None
             async for line in response.aiter_lines():
                 if not line:
                     continue
-                now = time.perf_counter(), queued.seconds()
+                now = time.perf_counter(), queued.of_each_ns()
                 if '"error"' in line:
                     failures.append(line)
                 if last is not None:
-                    gaps.append(Gap(now[0] - last[0], now[1] - last[1]))
+                    queued_ns = max(map(operator.sub, now[1], last[1]))
+                    gaps.append(Gap(now[0] - last[0], queued_ns / 1e9))
                 last = now
                 num_chars += len(line.partition('"text":"')[2].partition('"')[0])
         if response.status_code != 200:

@@ -108,6 +108,22 @@ def test_what_would_fail_after_the_first_tokens_is_refused_before(checker: Gramm
         check(checker, wide(600))
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        grammars.lark('start: "<tool_call>" /[a-z]+/'),
+        grammars.lark('start: "ab<|end|>" /[a-z]+/'),
+        grammars.lark("start: <tool_call> /[a-z]+/"),
+        grammars.json_schema({"const": "a <tool_call> b"}),
+    ],
+    ids=["added", "special", "token", "json"],
+)
+def test_a_grammar_may_begin_with_a_text_that_reads_like_a_token(
+    checker: GrammarChecker, grammar: Grammar
+) -> None:
+    check(checker, grammar)
+
+
 def test_good_texts_are_remembered(tmp_path: Path) -> None:
     made = GrammarChecker(save_tokenizer(tmp_path), 440, [1])
     gbnf = grammars.lark('root ::= "a" b\nb ::= [a-z]+')

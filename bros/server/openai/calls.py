@@ -436,8 +436,8 @@ async def encode_chat(
 
 
 def _size_of_chat(messages: Sequence[ChatMessage]) -> int:
-    """Characters of the prompt, estimated. Of a chat of many messages it is enough that it is long:
-    the event loop takes 20 ms to count those of 10,000."""
+    """Characters of the prompt, estimated; of a chat of many messages only that it is long: the
+    event loop takes 20 ms to count those of 10,000."""
     least = _MESSAGE_CHARS * len(messages)
     if least > LONG_SIZE:
         return least
