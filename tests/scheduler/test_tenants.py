@@ -134,3 +134,20 @@ def test_memory_full_of_a_tenant_that_sends_too_much_is_given_to_others() -> Non
     assert stats.kv_preempted > 0
     run.drain()
     assert all(len(times) == 60 for name, times in run.token_times.items() if name != "few")
+
+
+def test_a_tenant_with_one_job_does_not_wait_for_rows_of_another_that_fill_each_step() -> None:
+    run = VirtualRun(max_num_seqs=100, max_batch_tokens=256, rt_wait=0.1, slo_ttft=500, slo_tpot=80)
+    for number in range(80):
+        run.submit(f"many{number}", 30, BE, tenant="many", salt=number * 7, max_tokens=400)
+    run.steps(100)
+    started = len(run.first_run)
+    run.steps(50)
+    assert len(run.first_run) == started < 80  # the rows leave no time for another prompt
+    job(run, "one", "few")
+    job(run, "two", "few")
+    run.steps(1)
+    assert "one" in run.first_run
+    # From now on its tenant has a row as well, and waits for its turn.
+    run.steps(1)
+    assert "two" not in run.first_run

@@ -80,6 +80,8 @@ async def test_a_job_on_a_full_disk_waits_for_room(
             assert (await server.live.server.complete()).status_code == 200
             assert (await server.http.get("/health")).status_code == 200
             assert (await server.client.batches.retrieve(batch.id)).status != "completed"
+        more = await server.client.files.create(file=("more.jsonl", b"{}"), purpose="batch")
+        assert more.bytes == 2
         batch = await server.wait(batch, "completed")
         assert batch.request_counts is not None
         assert (batch.request_counts.completed, batch.request_counts.failed) == (ROWS, 0)
@@ -88,6 +90,21 @@ async def test_a_job_on_a_full_disk_waits_for_room(
         # Nothing was lost and done again.
         assert all(server.engine.prompts[name] == 1 for name in results)
         assert server.unplaced() == []
+
+
+async def test_a_store_whose_file_is_gone_is_said_to_be_and_all_else_goes_on(
+    tmp_path: Path,
+) -> None:
+    async with batch_server(tmp_path) as server:
+        file, away = tmp_path / "jobs.db", tmp_path / "away.db"
+        kept = await server.upload(b"{}")
+        file.rename(away)
+        for path in ("/v1/files", "/v1/batches", f"/v1/files/{kept.id}"):
+            error = assert_envelope(await server.http.get(path), 503)
+            assert (error["type"], error["code"]) == ("server_error", "store_unavailable")
+        assert (await server.live.server.complete()).status_code == 200
+        away.rename(file)
+        assert [file.id async for file in server.client.files.list()] == [kept.id]
 
 
 @contextlib.contextmanager
