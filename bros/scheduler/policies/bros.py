@@ -8,6 +8,7 @@ a guaranteed share.
 from __future__ import annotations
 
 import bisect
+import functools
 import heapq
 import itertools
 import math
@@ -767,12 +768,17 @@ class BrosPolicy:
         """Decode rows, then pressing requests, running prompts, new requests.
 
         Of rows and of prompts, those that are suspended come first, the prompts also before
-        pressing requests, so that little is kept of them, and not for long. Before all goes a new
-        request of a tenant of which none runs, if it has used less than those that run: where their
-        rows fill each step, a request behind 100 of another tenant waited 11 s for its first token.
+        pressing requests, so that little is kept of them, and not for long. Of several
+        tenants, rows of those that have used less come first, and before all a new request of a
+        tenant that has used less than all others that run: where rows filled each step, a request
+        behind 100 of another tenant waited 11 s for its first token, and as long for the others.
         """
         running = queues.running_of(ServiceClass.BE)
         rows = [s for s in running if s.remaining == 1]
+        several = len(queues.open_of[ServiceClass.BE]) > 1
+        if several:
+            place = functools.cache(self._used.of[ServiceClass.BE].place)
+            rows.sort(key=lambda state: place(state.request.tenant))
         rows.sort(key=_tokens_to_restore)
         suspended = [s for s in running if s.suspended is not None]
         if suspended:
@@ -783,7 +789,7 @@ class BrosPolicy:
         pressing = min(most, bisect.bisect_left(waiting, _OTHERS, key=section))
         rest = iter(self._order.first(queues, pressing, most - pressing, now))
         others = [*suspended, *waiting[:pressing], *prompts]
-        if running and len(queues.open_of[ServiceClass.BE]) > 1:
+        if running and several:
             first = list(itertools.islice(rest, 1))
             if first and not first[0].early and self._is_owed(first[0], running):
                 return itertools.chain(first, rows, others, rest)
@@ -791,13 +797,13 @@ class BrosPolicy:
         return itertools.chain(rows, others, rest)
 
     def _is_owed(self, first: RequestState, running: Iterable[RequestState]) -> bool:
-        """Whether a tenant has used less of the device than each one that runs best-effort work.
+        """Whether a tenant has used less of the device than all others that run best-effort work.
 
         first: the request of it that would start next.
         """
         shares, tenant = self._used.of[ServiceClass.BE], first.request.tenant
-        users = {state.request.tenant for state in running}
-        return tenant not in users and shares.place(tenant) < min(map(shares.place, users))
+        others = {state.request.tenant for state in running} - {tenant}
+        return bool(others) and shares.place(tenant) < min(map(shares.place, others))
 
     def _move_pressing(self, queues: Queues, now: float) -> None:
         """Move best-effort requests to the front that must start now to meet their deadlines.
