@@ -769,9 +769,9 @@ class BrosPolicy:
 
         Of rows and of prompts, those that are suspended come first, the prompts also before
         pressing requests, so that little is kept of them, and not for long. Of several
-        tenants, rows of those that have used less come first, and before all a new request of a
-        tenant that has used less than all others that run: where rows filled each step, a request
-        behind 100 of another tenant waited 11 s for its first token, and as long for the others.
+        tenants, rows of those that have used less come first, and before all a prompt of a tenant
+        that has used less than all others that run: where rows filled each step, a request behind
+        100 of another tenant waited 11 s for its first token, and as long for the others.
         """
         running = queues.running_of(ServiceClass.BE)
         rows = [s for s in running if s.remaining == 1]
@@ -788,21 +788,19 @@ class BrosPolicy:
         waiting, most = queues.waiting[ServiceClass.BE], self._settings.rows + 1
         pressing = min(most, bisect.bisect_left(waiting, _OTHERS, key=section))
         rest = iter(self._order.first(queues, pressing, most - pressing, now))
-        others = [*suspended, *waiting[:pressing], *prompts]
+        owed: list[RequestState] = []
         if running and several:
-            first = list(itertools.islice(rest, 1))
-            if first and not first[0].early and self._is_owed(first[0], running):
-                return itertools.chain(first, rows, others, rest)
-            return itertools.chain(rows, others, first, rest)
-        return itertools.chain(rows, others, rest)
+            new = list(itertools.islice(rest, 1))
+            rest = itertools.chain(new, rest)
+            owed = [s for s in prompts + new if not s.early and self._is_owed(s, running)][:1]
+        ordered = itertools.chain(rows, suspended, waiting[:pressing], prompts, rest)
+        return itertools.chain(owed, (s for s in ordered if s not in owed)) if owed else ordered
 
-    def _is_owed(self, first: RequestState, running: Iterable[RequestState]) -> bool:
-        """Whether a tenant has used less of the device than all others that run best-effort work.
-
-        first: the request of it that would start next.
-        """
-        shares, tenant = self._used.of[ServiceClass.BE], first.request.tenant
-        others = {state.request.tenant for state in running} - {tenant}
+    def _is_owed(self, state: RequestState, running: Iterable[RequestState]) -> bool:
+        """Whether the tenant of a request has used less of the device than all others that run
+        best-effort work."""
+        shares, tenant = self._used.of[ServiceClass.BE], state.request.tenant
+        others = {each.request.tenant for each in running} - {tenant}
         return bool(others) and shares.place(tenant) < min(map(shares.place, others))
 
     def _move_pressing(self, queues: Queues, now: float) -> None:
