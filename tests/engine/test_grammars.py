@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import random
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -479,7 +478,8 @@ def test_a_step_with_a_grammar_that_grows_without_end_stays_short(
             assert token_id in allowed(state)
             state.advance([token_id], 0)
         except ValueError as error:
-            assert re.search("too (many|ambiguous)", str(error), re.IGNORECASE)
+            reasons = ("too many expressions constructed", "Too many items", "too ambiguous")
+            assert any(reason in str(error) for reason in reasons)
             break
         finally:
             times_s.append(time.thread_time() - began_s)

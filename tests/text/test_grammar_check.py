@@ -122,6 +122,7 @@ def test_a_grammar_may_begin_with_a_text_that_reads_like_a_token(
     checker: GrammarChecker, grammar: Grammar
 ) -> None:
     check(checker, grammar)
+    assert checker.knows("", grammar)
 
 
 def test_good_texts_are_remembered(tmp_path: Path) -> None:

@@ -792,16 +792,17 @@ class BrosPolicy:
         if running and several:
             new = list(itertools.islice(rest, 1))
             rest = itertools.chain(new, rest)
-            owed = [s for s in prompts + new if not s.early and self._is_owed(s, running)][:1]
+            users = {state.request.tenant for state in running}
+            least = min(map(place, users))
+            owed = [
+                state
+                for state in prompts + new
+                if place(state.request.tenant) <= least
+                and users != {state.request.tenant}
+                and not state.early
+            ][:1]
         ordered = itertools.chain(rows, suspended, waiting[:pressing], prompts, rest)
         return itertools.chain(owed, (s for s in ordered if s not in owed)) if owed else ordered
-
-    def _is_owed(self, state: RequestState, running: Iterable[RequestState]) -> bool:
-        """Whether the tenant of a request has used less of the device than all others that run
-        best-effort work."""
-        shares, tenant = self._used.of[ServiceClass.BE], state.request.tenant
-        others = {each.request.tenant for each in running} - {tenant}
-        return bool(others) and shares.place(tenant) < min(map(shares.place, others))
 
     def _move_pressing(self, queues: Queues, now: float) -> None:
         """Move best-effort requests to the front that must start now to meet their deadlines.

@@ -429,21 +429,23 @@ async def encode_chat(
                 error.prompt_tokens, error.max_model_len, "messages", exact=False
             ) from None
 
-    size = _size_of_chat(messages)
-    if kwargs or tools:
-        size += _UNKNOWN_CHARS  # the template may put all of it into the prompt
+    size = _size_of_chat(messages, unknown=bool(kwargs or tools))
     return await offload_held(state, tenant, apply, size)
 
 
-def _size_of_chat(messages: Sequence[ChatMessage]) -> int:
+def _size_of_chat(messages: Sequence[ChatMessage], *, unknown: bool) -> int:
     """Characters of the prompt, estimated; of a chat of many messages only that it is long: the
-    event loop takes 20 ms to count those of 10,000."""
-    least = _MESSAGE_CHARS * len(messages)
-    if least > LONG_SIZE:
-        return least
-    size = least + sum(map(_num_chars, messages))
-    if any(message.model_extra for message in messages):
-        size += _UNKNOWN_CHARS  # the template may put all of it into the prompt
+    event loop takes 20 ms to count those of 10,000.
+
+    unknown: there are tools or variables of the template, all of which it may put into the prompt,
+        as it may further fields of messages.
+    """
+    size = _MESSAGE_CHARS * len(messages)
+    if size > LONG_SIZE:
+        return size
+    size += sum(map(_num_chars, messages))
+    if unknown or any(message.model_extra for message in messages):
+        size += _UNKNOWN_CHARS
     return size
 
 
