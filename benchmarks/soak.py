@@ -79,6 +79,9 @@ BEST_EFFORT_FACTOR = 6.0
 that real-time requests leave, which is none while the machine is overloaded."""
 NOTICED_S = {"kill": 2.0, "stop": 10.0}
 """Kind of disturbance -> longest time until the server knows; --hang-timeout is 8 s."""
+LAG_S = 0.05
+"""What is promised of the server's event loop, see docs/security.md; a bound of its histogram."""
+
 REPLACED_S = 120.0
 STOPPED_S = 30.0
 DRAINED_S = 120.0
@@ -1119,6 +1122,7 @@ def page(found: Json) -> str:
         parts.append("Everything held.\n\n")
     parts += ["## Requests\n\n", _requests_table(found), _rows_line(found)]
     parts += ["## Lost engines\n\n", _troubles_table(found)]
+    parts += ["## The server's event loop\n\n", _lag_line(found)]
     parts += ["## What is held\n\n", _held_table(found)]
     parts += ["## Memory while a process lives\n\n", _growth_table(found)]
     parts += ["## From life to life\n\n", _same_age_table(found)]
@@ -1171,6 +1175,17 @@ def _troubles_table(found: Json) -> str:
         for each in found["troubles"]
     ]  # fmt: skip
     return table(("minute", "", "replica", "noticed after, s", "up again after, s"), rows)
+
+
+def _lag_line(found: Json) -> str:
+    """How often it was late, by the histogram of the server, which counts up to each bound."""
+    at_most = {float(bound): count for bound, count in found["loop_lag_at_most_s"].items()}
+    looked, on_time = max(at_most.values()), at_most[LAG_S]
+    longest_s = min(bound for bound, count in at_most.items() if count == looked)
+    return (
+        f"It was late by more than {1000 * LAG_S:.0f} ms {looked - on_time:.0f} of {looked:.0f} "
+        f"times, and by more than {1000 * longest_s:.0f} ms never.\n\n"
+    )
 
 
 def _held_table(found: Json) -> str:

@@ -64,6 +64,17 @@ def test_a_quick_run_works(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.timeout(1200)
+def test_everything_holds_in_a_soak_of_minutes() -> None:
+    """The quick run has one killed engine; this one has two, and one that is stopped."""
+    duration = ("--duration", "180", "--kill-every", "60", "--stop-every", "120")
+    shown = run("soak", *duration, "--sample-every", "5")
+    assert "Everything held" in shown and "stop of engine" in shown, shown
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.multiprocess
 def test_the_files_and_the_profile_of_a_stream_are_recorded(tmp_path: Path) -> None:
     files = run("stream_speed", "--files")
     assert "bros/server/openai/stream.py" in files and "bros/cli/" not in files
