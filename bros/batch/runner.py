@@ -62,7 +62,7 @@ from bros.core.errors import EngineDeadError, OverTenantLimitError, TenantLimitE
 from bros.core.fair import FairGate
 from bros.core.interfaces import EngineStats
 from bros.core.request import IdGenerator, ServiceClass, Slo
-from bros.core.tenants import NO_LIMITS, TenantLimits
+from bros.core.tenants import NO_LIMITS, Resource, TenantLimits
 
 SHORT_BODY = 1_000_000
 """Characters of a reply whose line is made on the event loop: 2 ms."""
@@ -357,6 +357,7 @@ class RunnerContext:
     validating: whose input file is validated when.
     limits: of a tenant.
     together: of all tenants.
+    note_refusal: called when a batch fails because of a limit of its tenant.
     unstored: bytes of the outcomes of all jobs that wait to be stored.
     expected_at: when a job is expected to end (Unix seconds), None if unknown.
     """
@@ -375,6 +376,7 @@ class RunnerContext:
     validating: ValidationTurns
     limits: Callable[[str], TenantLimits]
     together: TenantLimits
+    note_refusal: Callable[[str, Resource], None]
     unstored: ByteBudget
     expected_at: Callable[[Job], int | None]
 
@@ -514,6 +516,8 @@ class Job:
                 now=self._now(),
             )
             self.pace.remaining = self.batch.total
+            if self.batch.status is BatchStatus.FAILED:
+                context.note_refusal(batch.tenant, Resource.BATCH_TOKENS)
             return
         self.batch = await context.persist(context.store.get, batch.tenant, batch.id)
 
@@ -665,6 +669,7 @@ class Job:
             )
             no_room = LineError("tenant_limit_exceeded", message)
             await context.persist(context.store.give_up, self.lease, no_room, self._now())
+            context.note_refusal(self.batch.tenant, Resource(error.resource))
             self.stop(StopReason.NO_ROOM)
 
     async def _finalize(self, outcome: BatchStatus) -> None:
@@ -803,9 +808,10 @@ class BatchRunner:
         settings: RunnerSettings,
         limits: Callable[[str], TenantLimits] = lambda tenant: NO_LIMITS,
         together: TenantLimits = NO_LIMITS,
+        note_refusal: Callable[[str, Resource], None] = lambda tenant, resource: None,
     ) -> None:
         """load: the engine's statistics; may raise EngineDeadError. limits: of a tenant.
-        together: of all tenants."""
+        together: of all tenants. note_refusal: see RunnerContext."""
         self._load = load
         self._settings = settings
         self._polling = PollLoop(settings)
@@ -827,6 +833,7 @@ class BatchRunner:
             validating=ValidationTurns(clock),
             limits=limits,
             together=together,
+            note_refusal=note_refusal,
             unstored=ByteBudget(_MAX_UNSTORED_BYTES),
             expected_at=self._expected_at,
         )

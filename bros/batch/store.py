@@ -319,7 +319,8 @@ class BatchStore:
             if max_tokens is not None and queued + tokens > max_tokens:
                 message = (
                     f"The batch has about {tokens} prompt tokens; with the {queued} of your "
-                    f"unfinished batches that exceeds the limit of {max_tokens}."
+                    f"unfinished batches that exceeds the limit of {max_tokens} "
+                    "(max_batch_tokens)."
                 )
                 error = LineError("token_limit_exceeded", message)
                 _set_status(

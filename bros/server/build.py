@@ -273,6 +273,7 @@ def with_jobs(state: ServerState, store: Store) -> ServerState:
         ),
         state.accounts.limits,
         state.accounts.together,
+        state.accounts.note_refusal,
     )
     if isinstance(state.engine, ElasticReplicas):
         state.engine.set_backlog(runner.backlog)

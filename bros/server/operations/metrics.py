@@ -604,8 +604,8 @@ class TenantCollector(Collector):
             CounterMetricFamily,
             "tenant_refusals",
             "Requests refused because of a limit of their tenant, with 429, or with 400 if one "
-            "alone exceeds it. If it rises, raise the limit in the file of --api-keys, or talk to "
-            "the tenant",
+            "alone exceeds it, and batches that failed because of one. If it rises, raise the "
+            "limit in the file of --api-keys, or talk to the tenant",
             labels,
             [((each.tenant, each.resource), each.refused) for each in self.figures],
         )
