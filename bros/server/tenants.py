@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bros.core.clock import Clock
 from bros.core.config import RT_SLOWDOWN, WEIGHT, EngineConfig, ServerConfig, parse_bytes
 from bros.core.errors import ConfigError
 from bros.core.interfaces import MAX_TRACES
@@ -91,6 +92,7 @@ class Tenants:
         max_queue: int,
         max_waits: int = SessionSettings().max_waiting,
         together: TenantLimits = NO_LIMITS,
+        clock: Clock | None = None,
     ) -> TenantAccounts:
         """Accounts with the limits of every tenant.
 
@@ -98,7 +100,7 @@ class Tenants:
         only tenant of a server has the limits that an option sets, and those of the server.
 
         max_queue: most waiting requests of a class. max_waits: most waiting gets of sessions.
-        together: limits of all tenants together, see server_limits.
+        together: limits of all tenants together, see server_limits. clock: as in TenantAccounts.
         """
         several = len(self.keys) > 1
 
@@ -147,6 +149,7 @@ class Tenants:
                 for name in self.keys or (OPERATOR,)
             },
             defaults,
+            clock,
             together=together,
         )
 

@@ -303,6 +303,7 @@ class Server:
             options,
             max_queue=self.engine.info.max_queue,
             together=server_limits(options, memory_bytes=2**34, disk_bytes=2**40),
+            clock=self.clock,
         )
         state = ServerState(
             engine=self.engine,
