@@ -283,6 +283,25 @@ def test_an_option_that_does_not_fit_the_model_ends_it_at_once(tiny: str) -> Non
     assert "Traceback" not in server.output
 
 
+def test_little_kv_memory_is_a_warning_and_a_short_context() -> None:
+    with running_server("--kv-memory", "2MiB") as server:
+        url = f"{server.url}/v1/completions"
+        short = {"prompt": "Once upon a time", "max_tokens": 2}
+        answer = httpx.post(url, json=short, timeout=60)
+        refused = httpx.post(url, json=short | {"prompt": "word " * 100}, timeout=60)
+        assert server.stop() == 0
+    (warning,) = (line for line in server.output.splitlines() if "give --kv-memory more" in line)
+    found = re.search(r"only (\d+) tokens together", warning)
+    assert found and int(found[1]) < 100
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 2
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert f"maximum context length is {found[1]} tokens" in error["message"]
+    assert "Traceback" not in server.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
