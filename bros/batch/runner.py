@@ -669,7 +669,8 @@ class Job:
             )
             no_room = LineError("tenant_limit_exceeded", message)
             await context.persist(context.store.give_up, self.lease, no_room, self._now())
-            context.note_refusal(self.batch.tenant, Resource(error.resource))
+            if not self._stopped.done():  # else rows that had begun had no room either
+                context.note_refusal(self.batch.tenant, Resource(error.resource))
             self.stop(StopReason.NO_ROOM)
 
     async def _finalize(self, outcome: BatchStatus) -> None:

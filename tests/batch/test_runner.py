@@ -8,7 +8,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -68,13 +68,17 @@ async def _idle() -> EngineStats:
 
 @contextlib.asynccontextmanager
 async def _running(
-    store: Store, rows: _Rows, limits: TenantLimits = NO_LIMITS
+    store: Store,
+    rows: _Rows,
+    limits: TenantLimits = NO_LIMITS,
+    note_refusal: Callable[[str, Resource], None] = lambda tenant, resource: None,
 ) -> AsyncIterator[BatchRunner]:
     """A runner that runs during the block. limits: of each tenant."""
     settings = RunnerSettings(model="", lease_s=15.0, poll_s=0.02)
     ids = IdGenerator(random.Random(0))
     runner = BatchRunner(
-        store.batches, store.files, rows, _idle, _Clock(), ids, settings, lambda tenant: limits
+        *(store.batches, store.files, rows, _idle, _Clock(), ids, settings, lambda tenant: limits),
+        note_refusal=note_refusal,
     )
     running = asyncio.create_task(runner.run())
     try:
@@ -125,13 +129,16 @@ async def test_a_batch_that_waits_for_another_of_its_tenant_can_be_cancelled(sto
 
 
 async def test_a_batch_whose_results_do_not_fit_fails_with_what_it_has(store: Store) -> None:
-    """And its owner is told what to do."""
+    """And its owner is told what to do; it counts as one refusal."""
     rows, num_rows = _Rows(reply_bytes=5_000), 1_000
+    refusals: list[tuple[str, Resource]] = []
     batch_id = _submit(store, "bob", num_rows)
     most = store.batches.usage()["bob", Resource.FILE_BYTES] + 60_000
-    async with _running(store, rows, TenantLimits(file_bytes=most)):
+    limits = TenantLimits(file_bytes=most)
+    async with _running(store, rows, limits, lambda *refused: refusals.append(refused)):
         batch = await _until_final(store, "bob", batch_id)
     assert batch.status is BatchStatus.FAILED
+    assert refusals == [("bob", Resource.FILE_BYTES)]
     (error,) = batch.errors
     assert error.code == "tenant_limit_exceeded"
     assert "max_file_bytes" in error.message
