@@ -26,38 +26,15 @@ from bros.core.clock import SystemClock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from support.server_process import ServerProcess, running_server
+from support.held_connections import SLOW_BODY, SLOW_HEADERS, Held, holding
+from support.server_process import ServerProcess, few_descriptors, running_server
 
-_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-
-ATTACKS = {  # number of connections, what each sends first, and then every half second
-    "idle": (0, b"", b""),
-    "silent": (300, b"", b""),
-    "slow headers": (300, _HEAD, b"X: 1\r\n"),
-    "slow bodies": (150, _HEAD + b"Content-Length: 100000\r\n\r\n", b" "),
+ATTACKS = {
+    "idle": Held(0),
+    "silent": Held(300),
+    "slow headers": Held(300, *SLOW_HEADERS),
+    "slow bodies": Held(150, *SLOW_BODY),
 }
-
-
-async def attack(name: str, url: str, stop: asyncio.Event) -> None:
-    """Keep the connections of an attack open, and open closed ones again, until `stop`."""
-    count, first, more = ATTACKS[name]
-    where = httpx.URL(url)
-    writers: list[asyncio.StreamWriter] = []
-    while not stop.is_set():
-        writers = [writer for writer in writers if not writer.is_closing()]
-        for writer in writers:
-            writer.write(more)
-        while len(writers) < count and not stop.is_set():
-            try:
-                async with asyncio.timeout(1):
-                    _, writer = await asyncio.open_connection(where.host, where.port)
-            except (OSError, TimeoutError):
-                break
-            writer.write(first)
-            writers.append(writer)
-        await asyncio.sleep(0.5)
-    for writer in writers:
-        writer.close()
 
 
 async def others(url: str, seconds: float) -> tuple[list[float], int]:
@@ -78,12 +55,10 @@ async def others(url: str, seconds: float) -> tuple[list[float], int]:
 
 
 async def measure(name: str, server: ServerProcess, seconds: float) -> dict[str, object]:
-    stop, logged = asyncio.Event(), len(server.output)
-    attacking = asyncio.create_task(attack(name, server.url, stop))
-    await asyncio.sleep(1)
-    times, failed = await others(server.url, seconds)
-    stop.set()
-    await attacking
+    logged = len(server.output)
+    async with holding(httpx.URL(server.url), ATTACKS[name], every_s=0.5):
+        await asyncio.sleep(1)
+        times, failed = await others(server.url, seconds)
     times.sort()
     return {
         "attack": name,
@@ -103,7 +78,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for silent_clients_cpu.json")
     parser.add_argument("options", nargs="*", help="of bros serve, after --")
     args = parser.parse_args()
-    launcher = ["-c", _LIMITED, str(args.descriptors)]
+    launcher = few_descriptors(args.descriptors)
     with running_server("--log-level", "warning", *args.options, launcher=launcher) as server:
         results = []
         for name in ATTACKS:
@@ -118,16 +93,6 @@ def main() -> None:
         args.out.mkdir(parents=True, exist_ok=True)
         path = args.out / "silent_clients_cpu.json"
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-_LIMITED = """
-import resource, runpy, sys
-number = int(sys.argv[1])
-resource.setrlimit(resource.RLIMIT_NOFILE, (number, number))
-assert sys.argv[2:4] == ["-m", "bros"]
-sys.argv = ["bros", *sys.argv[4:]]
-runpy.run_module("bros", run_name="__main__", alter_sys=True)
-"""
 
 
 if __name__ == "__main__":

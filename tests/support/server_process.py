@@ -96,6 +96,21 @@ def running_server(*arguments: str, launcher: Sequence[str] = ()) -> Iterator[Se
         server.stop()
 
 
+_FEW_DESCRIPTORS = """
+import resource, runpy, sys
+number = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_NOFILE, (number, number))
+assert sys.argv[2:4] == ["-m", "bros"]
+sys.argv = ["bros", *sys.argv[4:]]
+runpy.run_module("bros", run_name="__main__", alter_sys=True)
+"""
+
+
+def few_descriptors(number: int) -> list[str]:
+    """The launcher of a server that may have so many descriptors."""
+    return ["-c", _FEW_DESCRIPTORS, str(number)]
+
+
 def rss_mib(pid: int) -> float:
     """Resident memory of a process in MiB."""
     status = Path(f"/proc/{pid}/status").read_text()
