@@ -19,10 +19,11 @@ import contextlib
 import gc
 import json
 import multiprocessing
+import re
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -36,11 +37,15 @@ from bros.core.clock import SystemClock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+from support.held_connections import SLOW_HEADERS, Held, holding
 from support.hostile_grammars import HOSTILE
 from support.server_process import rss_mib, running_server
 
-Attack = Callable[[httpx.AsyncClient, float], Awaitable[object]]
-"""The second argument is the share of its whole size."""
+Attack = Callable[[httpx.AsyncClient, float], Awaitable[Counter[str] | None]]
+"""The second argument is the share of its whole size. Returns the answers by status that came on
+connections of its own; None without any."""
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 NO_LIMITS = httpx.Limits(max_connections=None)
 
@@ -197,9 +202,7 @@ async def _send_bytes(http: httpx.AsyncClient, data: bytes) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _connected(
-    http: httpx.AsyncClient, count: int
-) -> AsyncIterator[list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]:
+async def _connected(http: httpx.AsyncClient, count: int) -> AsyncIterator[list[Connection]]:
     """Open connections, which are closed at once at the end."""
     host, port = http.base_url.host, http.base_url.port
     connections = [await asyncio.open_connection(host, port) for _ in range(count)]
@@ -210,20 +213,79 @@ async def _connected(
             writer.transport.abort()
 
 
-def _request(path: str, body: Mapping[str, object]) -> bytes:
+def _request(path: str, body: Mapping[str, object], method: str = "POST") -> bytes:
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head = f"{method} {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     return head.encode() + b"Content-Length: %d\r\n\r\n%b" % (len(content), content)
 
 
-async def small_requests(http: httpx.AsyncClient, share: float) -> None:
+async def _at_once(
+    connections: Sequence[Connection], requests: Sequence[bytes]
+) -> list[tuple[str, bytes]]:
+    """Send a request on each connection, all at the same instant, as the client of HTTP would not.
+
+    Returns the status and the body of each answer.
+    """
+    for (_, writer), request in zip(connections, requests, strict=True):
+        writer.write(request)
+    return await asyncio.gather(*(_answer(reader) for reader, _ in connections))
+
+
+async def _answer(reader: asyncio.StreamReader) -> tuple[str, bytes]:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = re.search(rb"\r\ncontent-length: *(\d+)\r\n", head, re.IGNORECASE)
+    assert length is not None, head
+    return head.split(maxsplit=2)[1].decode(), await reader.readexactly(int(length[1]))
+
+
+def _statuses(answers: Sequence[tuple[str, bytes]]) -> Counter[str]:
+    return Counter(status for status, _ in answers)
+
+
+async def small_requests(http: httpx.AsyncClient, share: float) -> Counter[str]:
     """400 connections that are open already send a request each at once, five times."""
-    data = _request("/v1/chat/completions", {"messages": 1})
-    async with _connected(http, some(400, share)) as connections:
+    requests = [_request("/v1/chat/completions", {"messages": 1})] * some(400, share)
+    found: Counter[str] = Counter()
+    async with _connected(http, len(requests)) as connections:
         for _ in range(5):
-            for _, writer in connections:
-                writer.write(data)
-            await asyncio.gather(*(reader.readuntil(b'"}}') for reader, _ in connections))
+            found += _statuses(await _at_once(connections, requests))
+    return found
+
+
+async def flood_600(http: httpx.AsyncClient, share: float) -> Counter[str]:
+    """600 real-time requests of few tokens at once, of which the queue holds 512."""
+    body = {"prompt": "Say", "max_tokens": 2, "ignore_eos": True}
+    requests = [_request("/v1/completions", body)] * some(600, share)
+    async with _connected(http, len(requests)) as connections:
+        return _statuses(await _at_once(connections, requests))
+
+
+async def open_1000_sessions(http: httpx.AsyncClient, share: float) -> Counter[str]:
+    """1,200 at once, of which there may be 1,000; those that were opened are deleted at once."""
+    requests = [_request("/v1/sessions", {})] * some(1200, share)
+    async with _connected(http, len(requests)) as connections:
+        answers = await _at_once(connections, requests)
+        opened = [json.loads(body)["id"] for status, body in answers if status == "200"]
+        ends = [_request(f"/v1/sessions/{id}", {}, "DELETE") for id in opened]
+        await _at_once(connections[: len(ends)], ends)
+    return _statuses(answers)
+
+
+MANY_CONNECTIONS = 2500
+"""More than a server has by default (--max-connections)."""
+
+
+async def silent_connections(http: httpx.AsyncClient, share: float) -> None:
+    """They send nothing, and are opened again as soon as the server has closed them."""
+    async with holding(http.base_url, Held(some(MANY_CONNECTIONS, share)), every_s=0.1):
+        await asyncio.sleep(2 * share)
+
+
+async def slow_headers(http: httpx.AsyncClient, share: float) -> None:
+    """As many connections send a header ten times a second, all at the same instant."""
+    held = Held(some(MANY_CONNECTIONS, share), *SLOW_HEADERS)
+    async with holding(http.base_url, held, every_s=0.1):
+        await asyncio.sleep(2 * share)
 
 
 async def clients_leave(http: httpx.AsyncClient, share: float) -> None:
@@ -281,7 +343,8 @@ ATTACKS: dict[str, Attack] = {
         idle, best_effort, slow_regexes, large_join, large_inputs, tokenize, tokenize_8,
         tokenize_allowed, empty_messages, allowed_messages, empty_parts, allowed_parts,
         largest_bodies, waiting_program, large_values, wrong_parts, hostile_grammars,
-        small_requests, clients_leave, pipelined, tiny_chunks, near_boundaries, huge_integers,
+        small_requests, flood_600, open_1000_sessions, silent_connections, slow_headers,
+        clients_leave, pipelined, tiny_chunks, near_boundaries, huge_integers,
     )
 }  # fmt: skip
 
@@ -305,7 +368,7 @@ def send(url: str, name: str, share: float = 1.0) -> dict[str, int]:
         async with httpx.AsyncClient(
             base_url=url, timeout=300, event_hooks=hooks, limits=NO_LIMITS
         ) as http:
-            await ATTACKS[name](http, share)
+            statuses.update(await ATTACKS[name](http, share) or {})
 
     asyncio.run(run())
     return dict(sorted(statuses.items()))
