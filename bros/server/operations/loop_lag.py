@@ -1,7 +1,7 @@
 """Measures how late the server's event loop is, and says what kept it.
 
 loop    |beat|        |beat| a turn that takes 0.4 s .............. |beat: 0.38 s late, logged
-thread       look         look       look: no beat for 0.1 s,
+thread       look         look       look: the beat is 0.05 s late,
                                      so it notes what the loop runs
 
 A turn that takes long enough has no beat after it for a while, or for ever: the thread then logs
@@ -22,7 +22,7 @@ from bros.core.clock import Clock, thread_cpu_s, thread_queued_s
 logger = logging.getLogger(__name__)
 
 _EVERY_S = 0.05
-LAG_LIMIT_S = 0.1
+LAG_LIMIT_S = 0.05
 """A lag that is logged: users see a stream that pauses for longer than this."""
 STUCK_S = 3.0
 """A lag that is logged while it lasts, and again whenever it has doubled."""
@@ -111,11 +111,15 @@ class LagWatch:
     def _look(self, watched: int) -> None:
         """The thread: note once per beat what runs when the beat is late, and log what runs when
         none comes."""
-        while not self._stopped.wait(_EVERY_S):
+        wait_s = _EVERY_S
+        while not self._stopped.wait(wait_s):
             beat_s = self._beat_s
             late_s = self._clock.now() - beat_s - _EVERY_S
-            if late_s <= LAG_LIMIT_S:
+            if late_s < LAG_LIMIT_S:
+                # Not later: what has run for hardly longer than the limit would end unseen.
+                wait_s = LAG_LIMIT_S - late_s
                 continue
+            wait_s = _EVERY_S
             if self.seen is None:
                 self.seen = what_runs(sys._current_frames(), watched)
             if self._stuck.is_due(beat_s, late_s):

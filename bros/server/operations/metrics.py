@@ -684,7 +684,7 @@ class ServerMetrics:
         self._loop_lag = Histogram(
             "bros_event_loop_lag_seconds",
             "How late the server's event loop was, measured 20 times a second. Every stream pauses "
-            "for as long; the log says what ran when it was 0.1 s or more",
+            "for as long; the log says what ran when it was 0.05 s or more",
             registry=self._registry,
             buckets=_LAG_BUCKETS_S,
         )
