@@ -36,6 +36,7 @@ from uvicorn.server import ServerState
 from bros.core.clock import Clock
 from bros.core.config import ServerConfig
 from bros.server.errors import INVALID_REQUEST, SERVER_ERROR, ApiError
+from bros.server.turns import SpreadCalls
 
 try:
     import resource
@@ -173,6 +174,7 @@ class Connections:
     ) -> None:
         """state: uvicorn's. count: called with the reason of each connection closed early."""
         self.limits = limits
+        self.spread = SpreadCalls()
         self._config = config
         self._state = state
         self._clock = clock
@@ -189,6 +191,10 @@ class Connections:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    @property
+    def has_tls(self) -> bool:
+        return self._tls is not None
 
     def listen(self, bound: socket.socket) -> None:
         """Accept connections until `stop_accepting`."""
@@ -450,6 +456,7 @@ class Connection(HttpToolsProtocol):
         self._stage = _Stage.HEADERS
         self._waited_s = 0.0  # since the stage began; a body waits only while the server reads
         self._received = 0
+        self._unparsed: list[bytes] = []  # what was read, until its turn; nothing more is read then
         self._undigested = 0  # bytes since headers, a part of a body or the end of a request
         self._parts: list[bytes] = []  # of a body, in one read
         self._chunk_allowance = 0
@@ -557,6 +564,32 @@ class Connection(HttpToolsProtocol):
     # ---- What arrives.
 
     def data_received(self, data: bytes) -> None:
+        """Parse it, in a later turn of the event loop if many clients have sent something in this
+        one: 1,200 small requests that are parsed in one turn take 50 ms."""
+        self._unparsed.append(data)
+        if len(self._unparsed) == 1:
+            self._connections.spread.make(self._parse_unparsed)
+        if self._unparsed:
+            self.transport.pause_reading()
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Close the connection, in a later turn if many clients have closed theirs in this one."""
+        if self._connections.has_tls:
+            return None  # with TLS it is closed at once
+        self._connections.spread.make(self.transport.close)
+        return True
+
+    def _parse_unparsed(self) -> None:
+        parts = self._unparsed
+        self._unparsed = []
+        for data in parts:
+            if self.transport.is_closing():
+                return
+            self._parse(data)
+        if not self.flow.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def _parse(self, data: bytes) -> None:
         if self._stage is _Stage.CLOSING or self._is_last:
             return
         if self._stage is _Stage.IDLE:

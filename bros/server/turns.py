@@ -86,3 +86,36 @@ class LoopTurns:
                     self._waiting[owner] = turns  # behind the others
                 return True
         return False
+
+
+class SpreadCalls:
+    """Makes calls, such as those that read what clients have sent, in order: at once while the turn
+    of the event loop has time left for them, else in later turns. For one event loop."""
+
+    def __init__(self, cpu_s: Callable[[], float] = thread_cpu_s) -> None:
+        """cpu_s: as for LoopTurns."""
+        self._cpu_s = cpu_s
+        self._begun_s: float | None = None  # when the first call of this turn began
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def make(self, call: Callable[[], None]) -> None:
+        """Make a call now or later. It must not wait."""
+        if self._begun_s is None:
+            self._begun_s = self._cpu_s()
+            asyncio.get_running_loop().call_soon(self._new_turn)
+        elif self._waiting or self._cpu_s() - self._begun_s >= MOST_S:
+            self._waiting.append(call)
+            return
+        call()
+
+    def _new_turn(self) -> None:
+        """Make as many calls as take MOST_S; at least one."""
+        if not self._waiting:
+            self._begun_s = None
+            return
+        asyncio.get_running_loop().call_soon(self._new_turn)
+        self._begun_s = self._cpu_s()
+        while self._waiting:
+            self._waiting.popleft()()
+            if self._cpu_s() - self._begun_s >= MOST_S:
+                return

@@ -12,7 +12,8 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import httpx
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from bros.server.connections import Connection
 from support.loops import hasty
 from support.scripted_server import LiveServer, chunks, live_server
 
@@ -412,6 +414,70 @@ async def test_as_many_requests_as_may_wait_are_answered_again_and_again(live: L
             await client.send(request * 9)
             answers = [await client.response() for _ in range(9)]
             assert all(b"connection: close" not in head for head in answers)
+
+
+class CountedTurns:
+    """Counts, during the block, what happens in each turn of the event loop."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[int] = Counter()
+        self._turn = 0
+
+    async def __aenter__(self) -> CountedTurns:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+
+    def count(self, method: Callable[..., None]) -> Callable[..., None]:
+        """The method, whose calls are counted."""
+
+        def counted(*arguments: object) -> None:
+            self.counts[self._turn] += 1
+            method(*arguments)
+
+        return counted
+
+    async def _run(self) -> None:
+        while True:
+            self._turn += 1
+            await asyncio.sleep(0)
+
+
+async def test_what_arrives_at_once_is_parsed_in_several_turns(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here a turn of the event loop has time for one read of one connection."""
+    monkeypatch.setattr("bros.server.turns.MOST_S", 0.0)
+    body = json.dumps({"prompt": "word " * 100_000}).encode()  # several reads
+    large = post(body, f"Content-Length: {len(body)}", path="/tokenize")
+    small = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(connected(live)) for _ in range(40)]
+        turns = await stack.enter_async_context(CountedTurns())
+        monkeypatch.setattr(Connection, "_parse", turns.count(Connection._parse))
+        for client in clients:
+            client.writer.write(large if client is clients[0] else small)
+        for client in clients:
+            assert (await client.response()).startswith(b"HTTP/1.1 200")
+    assert turns.counts.total() > 40 and max(turns.counts.values()) <= 2
+
+
+async def test_connections_that_clients_close_at_once_end_in_several_turns(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bros.server.turns.MOST_S", 0.0)
+    lost = Connection.connection_lost
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(connected(live)) for _ in range(40)]
+        turns = await stack.enter_async_context(CountedTurns())
+        monkeypatch.setattr(Connection, "connection_lost", turns.count(lost))
+        for client in clients:
+            client.writer.write_eof()
+        for client in clients:
+            assert await client.rest() == b""
+    assert turns.counts.total() == 40 and max(turns.counts.values()) <= 2
 
 
 @pytest.mark.parametrize(

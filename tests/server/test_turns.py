@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from bros.core.clock import ManualClock
 from bros.server.batches.rows import RowRunner
 from bros.server.http import offload_reply, pieces_response
-from bros.server.turns import MOST_S, LoopTurns
+from bros.server.turns import MOST_S, LoopTurns, SpreadCalls
 from support.scripted_server import Server
 from support.turns import use_turns, used_up_turns
 
@@ -59,6 +60,54 @@ def test_work_that_come_at_once_begin_in_order_and_few_in_a_turn(costs_s: list[f
     long = [sum(costs_s[i] for i in each) for each in others]
     steady = max(costs_s) / min(costs_s) < 1.5
     assert not steady or max(long, default=0.0) <= 2 * MOST_S + max(costs_s)
+
+
+@given(st.lists(st.floats(0.00001, 0.003), min_size=1, max_size=60))
+def test_calls_that_come_at_once_are_made_in_order_and_few_in_a_turn(costs_s: list[float]) -> None:
+    clock, made = ManualClock(), list[int]()
+
+    async def run() -> list[int]:
+        spread = SpreadCalls(clock.now)
+
+        def call(number: int) -> None:
+            made.append(number)
+            clock.advance(costs_s[number])
+
+        for number in range(len(costs_s)):
+            spread.make(functools.partial(call, number))
+        counts = [len(made)]
+        while len(made) < len(costs_s):
+            await asyncio.sleep(0)
+            counts.append(len(made) - sum(counts))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        spread.make(lambda: made.append(-1))
+        assert made.pop() == -1, "a lone call is made at once"
+        return counts
+
+    for count in asyncio.run(run()):
+        turn, costs_s = costs_s[:count], costs_s[count:]
+        assert sum(turn[:-1]) < MOST_S
+    assert made == sorted(made)
+
+
+async def test_a_call_that_fails_does_not_keep_the_others_from_being_made() -> None:
+    clock, made, failed = ManualClock(), list[int](), list[object]()
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: failed.append(context["exception"])
+    )
+    spread = SpreadCalls(clock.now)
+    error = ValueError("wrong")
+
+    def fail() -> None:
+        raise error
+
+    spread.make(lambda: clock.advance(1.0))
+    for call in (lambda: made.append(1), fail, lambda: made.append(2)):
+        spread.make(call)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert (made, failed) == ([1, 2], [error])
 
 
 def test_a_lone_work_begins_at_once() -> None:
