@@ -2,20 +2,23 @@
 own schema, half of them valid and half with a mutation. A new route is attacked without being
 listed here.
 
-Whatever comes, the answer is one that the document describes, nothing is left of it afterwards, and
-the event loop was never held for 50 ms, neither by CPU time nor by wall time without waits for a
-core (see MeasuredLoop). A long turn is tried again with all that came before it: one that the
-server causes comes each time, one that its host causes does not, and is rare. In the long tier the
-same attacks are repeated, and the repetitions leave no more objects than MOST_LEFT per attack.
+Whatever comes, the answer is one that the document describes, nothing is left of it afterwards (no
+task, session, row or descriptor, nothing that counts to a tenant), and the event loop was never
+held for 50 ms, neither by CPU time nor by wall time without waits for a core (see MeasuredLoop). A
+long turn is tried again with all that came before it: one that the server causes comes each time,
+one that its host causes does not, and is rare. In the long tier the same attacks are repeated, and
+the repetitions leave no more objects than MOST_LEFT per attack.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import json
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -379,7 +382,7 @@ def test_a_route_is_attacked(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     attacker = Attacker(runner, server, document, route)
-    tasks = runner.run(server.idle(0))
+    tasks, descriptors = runner.run(server.idle(0)), _descriptors()
 
     @settings(max_examples=EXAMPLES)
     @given(make_attacks(document, route))
@@ -403,6 +406,8 @@ def test_a_route_is_attacked(
     assert server.state.sessions is not None and server.state.jobs is not None
     assert server.state.sessions.figures().sessions == 0
     assert server.state.jobs.runner.rows_in_flight == 0
+    assert server.accounts.held == {}
+    assert _descriptors() <= descriptors, "descriptors are left"
 
 
 def test_a_turn_that_is_long_only_after_other_attacks_is_found(
@@ -438,6 +443,16 @@ def test_a_turn_that_is_long_only_after_other_attacks_is_found(
         attacker.attack(attack)
     assert attacker.statuses == {200: 2 + TRIES}
     attacker.clear()
+
+
+def _descriptors() -> int:
+    """How many this process has open, but for those of the database: it has a connection for each
+    thread that has asked it."""
+    found = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the folder itself is closed by now
+            found += "jobs.db" not in os.readlink(descriptor)
+    return found
 
 
 def _left_by_repeating(
