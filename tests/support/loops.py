@@ -32,9 +32,8 @@ class MeasuredLoop(asyncio.SelectorEventLoop):
 
     longest_s: CPU time of the longest turn that began while it was measured.
     longest_lag_s: the longest time for which it could not go on, in a turn or when an event had
-        come, without what other processes may have caused: the time for which threads of this
-        process waited for a core (see RunQueueWait). So it counts if another thread holds the
-        interpreter, or if the loop waits for a lock.
+        come, without what other processes may have caused (see RunQueueWait). So it counts if
+        another thread holds the interpreter, or if the loop waits for a lock.
 
     The garbage collector is off meanwhile: it walks all that the test process has imported, which a
     server has frozen. A callback of the collector would hide stalls, because other threads can run
@@ -127,10 +126,13 @@ SLICE_S = 0.01
 
 
 class RunQueueWait:
-    """For how long threads of this process have waited for a core lately, by the kernel.
+    """For how long the calling thread may have waited lately because others had the cores, by the
+    kernel.
 
-    That of all threads counts, since one that holds the interpreter while it waits for a core keeps
-    the loop waiting as well. Time in which the host ran another machine counts, too.
+    That is the longest wait for a core of one thread of this process: the caller's own, or that of
+    one that holds the interpreter meanwhile, which keeps the caller waiting as well. The sum would
+    be too much, since these overlap: who waits for the interpreter looks every 5 ms whether it is
+    free, and waits for a core to do so. Time in which the host ran another machine counts, too.
     """
 
     def __init__(self) -> None:
@@ -144,13 +146,13 @@ class RunQueueWait:
             self._noted_s, self._before = now_s, _queued_s()
 
     def seconds(self) -> float:
-        """The wait since the last `note`, of all threads together. Those that have ended since do
-        not count."""
-        waits = _queued_s().items()
-        return sum(wait_s - self._before.get(who, 0.0) for who, wait_s in waits)
+        """The wait since the last `note`. Threads that have ended since do not count."""
+        found = {who: now_s - self._before.get(who, 0.0) for who, now_s in _queued_s().items()}
+        return found.pop(_MACHINE) + max(found.values())
 
 
 _NOTED_EVERY_S = 0.02
+_MACHINE = "machine"
 
 
 def _queued_s() -> dict[str, float]:
@@ -161,7 +163,7 @@ def _queued_s() -> dict[str, float]:
             _, waited_ns, _ = Path(f"/proc/self/task/{task}/schedstat").read_text().split()
             waited[task] = int(waited_ns) / 1e9
     stolen = int(Path("/proc/stat").read_text().split(maxsplit=9)[8])
-    return {**waited, "machine": stolen / os.sysconf("SC_CLK_TCK")}
+    return {**waited, _MACHINE: stolen / os.sysconf("SC_CLK_TCK")}
 
 
 TRIES = 3
