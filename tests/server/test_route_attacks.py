@@ -372,7 +372,7 @@ def all_routes() -> list[ApiRoute]:
 ROUTES = all_routes()
 
 
-@pytest.mark.timeout(by_tier(fast=300, long=1800))
+@pytest.mark.timeout(by_tier(fast=300, long=3600))
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path_format}")
 def test_a_route_is_attacked(
     runner: asyncio.Runner,
