@@ -407,7 +407,7 @@ def test_a_route_is_attacked(
     assert server.state.sessions.figures().sessions == 0
     assert server.state.jobs.runner.rows_in_flight == 0
     assert server.accounts.held == {}
-    assert _descriptors() <= descriptors, "descriptors are left"
+    assert not _descriptors() - descriptors, "descriptors are left"
 
 
 def test_a_turn_that_is_long_only_after_other_attacks_is_found(
@@ -445,14 +445,14 @@ def test_a_turn_that_is_long_only_after_other_attacks_is_found(
     attacker.clear()
 
 
-def _descriptors() -> int:
-    """How many this process has open, but for those of the database: it has a connection for each
-    thread that has asked it."""
-    found = 0
+def _descriptors() -> Counter[str]:
+    """What this process has open, but for the database: it has a connection for each thread that
+    has asked it."""
+    found: Counter[str] = Counter()
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # that of the folder itself is closed by now
-            found += "jobs.db" not in os.readlink(descriptor)
-    return found
+            found[os.readlink(descriptor)] += 1
+    return Counter({name: count for name, count in found.items() if "jobs.db" not in name})
 
 
 def _left_by_repeating(
