@@ -34,6 +34,7 @@ from quick import add_quick
 
 from bros.bench.results import environment
 from bros.core.clock import SystemClock
+from bros.server.connections import raise_descriptor_limit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -354,8 +355,10 @@ def send(url: str, name: str, share: float = 1.0) -> dict[str, int]:
 
     share: of its whole size.
 
-    Returns status -> number of answers, without those about sessions that it opens and deletes.
+    Returns status -> number of answers, and those that the attack returns; without others about
+    sessions that it opens and deletes.
     """
+    raise_descriptor_limit()
     statuses: Counter[str] = Counter()
 
     async def note(response: httpx.Response) -> None:

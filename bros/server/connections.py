@@ -319,7 +319,8 @@ class Connections:
     def _replace(self, address: str | None) -> bool:
         """End the connection that has waited longest, of an address or of any; whether one has."""
         for connection in self._waiting:
-            if connection.unsent == 0 and address in (None, connection.address):
+            replaceable = connection.unsent == 0 and not connection.has_unread_request
+            if replaceable and address in (None, connection.address):
                 self.note(Closed.REPLACED)
                 connection.end()
                 return True
@@ -456,7 +457,8 @@ class Connection(HttpToolsProtocol):
         self._stage = _Stage.HEADERS
         self._waited_s = 0.0  # since the stage began; a body waits only while the server reads
         self._received = 0
-        self._unparsed: list[bytes] = []  # what was read, until its turn; nothing more is read then
+        # What was read, until its turn. Reading is paused then, unless flow control resumes it.
+        self._unparsed: list[bytes] = []
         self._undigested = 0  # bytes since headers, a part of a body or the end of a request
         self._parts: list[bytes] = []  # of a body, in one read
         self._chunk_allowance = 0
@@ -489,6 +491,11 @@ class Connection(HttpToolsProtocol):
         """Bytes that its client has not read yet, apart from those in the kernel's buffers."""
         return 0 if self.transport is None else self.transport.get_write_buffer_size()
 
+    @property
+    def has_unread_request(self) -> bool:
+        """Whether the first part of a request has arrived and waits for its turn."""
+        return bool(self._unparsed) and not self._received
+
     def check(self, elapsed_s: float) -> None:
         """Apply the time limits. elapsed_s: since the last call."""
         if self.transport is None:
@@ -499,6 +506,12 @@ class Connection(HttpToolsProtocol):
         if self._stalled_s >= _READ_STALL_S or self._reads_too_slowly(elapsed_s):
             self._connections.note(Closed.READ_TIMEOUT)
             self.transport.abort()
+        elif self._stage is _Stage.CLOSING:
+            self._waited_s += elapsed_s
+            if self._waited_s >= _LINGER_S:
+                self.transport.abort()
+        elif self._unparsed:
+            return  # it is the server that makes it wait
         elif self._stage is _Stage.HEADERS:
             self._waited_s += elapsed_s
             if self._waited_s >= self._limits.header_s:
@@ -507,10 +520,6 @@ class Connection(HttpToolsProtocol):
             self._waited_s += elapsed_s
             if self._waited_s >= self._limits.body_s:
                 self._on_body_window()
-        elif self._stage is _Stage.CLOSING:
-            self._waited_s += elapsed_s
-            if self._waited_s >= _LINGER_S:
-                self.transport.abort()
 
     def pause_writing(self) -> None:
         self._unsent_when_paused = self.unsent
@@ -566,9 +575,12 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parse it, in a later turn of the event loop if many clients have sent something in this
         one: 1,200 small requests that are parsed in one turn take 50 ms."""
+        if self._stage is _Stage.IDLE:  # its time limits end now, however long that takes
+            self._unset_keepalive_if_required()
+            self._enter(_Stage.HEADERS)
         self._unparsed.append(data)
         if len(self._unparsed) == 1:
-            self._connections.spread.make(self._parse_unparsed)
+            self._connections.spread.make(self.address, self._parse_unparsed)
         if self._unparsed:
             self.transport.pause_reading()
 
@@ -576,7 +588,7 @@ class Connection(HttpToolsProtocol):
         """Close the connection, in a later turn if many clients have closed theirs in this one."""
         if self._connections.has_tls:
             return None  # with TLS it is closed at once
-        self._connections.spread.make(self.transport.close)
+        self._connections.spread.make(self.address, self.transport.close)
         return True
 
     def _parse_unparsed(self) -> None:
@@ -585,14 +597,18 @@ class Connection(HttpToolsProtocol):
         for data in parts:
             if self.transport.is_closing():
                 return
-            self._parse(data)
+            try:
+                self._parse(data)
+            except BaseException:
+                self.transport.abort()  # as the event loop does if it calls data_received itself
+                raise
         if not self.flow.read_paused and not self.transport.is_closing():
             self.transport.resume_reading()
 
     def _parse(self, data: bytes) -> None:
         if self._stage is _Stage.CLOSING or self._is_last:
             return
-        if self._stage is _Stage.IDLE:
+        if self._stage is _Stage.IDLE:  # a request behind another one that has been answered
             self._unset_keepalive_if_required()
             self._enter(_Stage.HEADERS)
         self._undigested += len(data)

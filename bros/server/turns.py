@@ -6,12 +6,14 @@
 asyncio runs everything that is ready in one turn, and between two turns it looks for what has
 arrived. Each request is small work; many that arrive, end or lose their client in one turn are long
 work, and on a busy machine they take several times as long. So what a request does without waiting
-begins with `begin`.
+begins with `LoopTurns.begin`. What has arrived on connections is parsed by `SpreadCalls`, since it
+is not known yet whose it is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections import deque
 from collections.abc import Callable, Hashable
 
@@ -19,6 +21,10 @@ from bros.core.clock import thread_cpu_s
 
 MOST_S = 0.001
 """CPU time of a turn after which no more work begins in it."""
+
+MOST_CALLS_S = 0.004
+"""The same of `SpreadCalls`. A flood whose parsing takes 1 s keeps others of the same owner waiting
+for it, and all the longer the more else there is to do in a turn."""
 
 _MOST_WOKEN = 8
 """Work that begins in one turn of that which has waited. How long it takes is not known before."""
@@ -89,33 +95,44 @@ class LoopTurns:
 
 
 class SpreadCalls:
-    """Makes calls, such as those that read what clients have sent, in order: at once while the turn
-    of the event loop has time left for them, else in later turns. For one event loop."""
+    """Makes calls, such as those that parse what clients have sent: at once while the turn of the
+    event loop has time left for them, else in later turns. Those of one owner are made in order;
+    the owners take turns. For one event loop."""
 
     def __init__(self, cpu_s: Callable[[], float] = thread_cpu_s) -> None:
         """cpu_s: as for LoopTurns."""
         self._cpu_s = cpu_s
         self._begun_s: float | None = None  # when the first call of this turn began
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: dict[Hashable, deque[Callable[[], None]]] = {}
+        # Else calls would see the context variables of the client whose call was the first.
+        self._context = contextvars.copy_context()
 
-    def make(self, call: Callable[[], None]) -> None:
+    def make(self, owner: Hashable, call: Callable[[], None]) -> None:
         """Make a call now or later. It must not wait."""
         if self._begun_s is None:
             self._begun_s = self._cpu_s()
-            asyncio.get_running_loop().call_soon(self._new_turn)
-        elif self._waiting or self._cpu_s() - self._begun_s >= MOST_S:
-            self._waiting.append(call)
+            self._call_soon()
+        elif owner in self._waiting or self._cpu_s() - self._begun_s >= MOST_CALLS_S:
+            self._waiting.setdefault(owner, deque()).append(call)
             return
         call()
 
+    def _call_soon(self) -> None:
+        asyncio.get_running_loop().call_soon(self._new_turn, context=self._context)
+
     def _new_turn(self) -> None:
-        """Make as many calls as take MOST_S; at least one."""
+        """Make as many calls as take MOST_CALLS_S; at least one."""
         if not self._waiting:
             self._begun_s = None
             return
-        asyncio.get_running_loop().call_soon(self._new_turn)
+        self._call_soon()  # first, as a call may fail
         self._begun_s = self._cpu_s()
         while self._waiting:
-            self._waiting.popleft()()
-            if self._cpu_s() - self._begun_s >= MOST_S:
+            owner = next(iter(self._waiting))
+            calls = self._waiting.pop(owner)
+            call = calls.popleft()
+            if calls:
+                self._waiting[owner] = calls  # behind the others
+            call()
+            if self._cpu_s() - self._begun_s >= MOST_CALLS_S:
                 return

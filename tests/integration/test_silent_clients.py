@@ -41,18 +41,25 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield server
 
 
+def replaced(server: ServerProcess) -> float:
+    """How many connections have ended because there were too many."""
+    name = 'bros_http_connections_closed_total{reason="replaced"} '
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+
+
 @pytest.mark.parametrize(
-    "held",
+    ("held", "are_replaced"),
     [
-        pytest.param(Held(CONNECTIONS), id="silent"),
-        pytest.param(Held(CONNECTIONS, *SLOW_HEADERS), id="slow headers"),
-        pytest.param(Held(CONNECTIONS // 2, *SLOW_BODY), id="slow bodies"),
+        pytest.param(Held(CONNECTIONS), True, id="silent"),
+        pytest.param(Held(CONNECTIONS, *SLOW_HEADERS), True, id="slow headers"),
+        pytest.param(Held(CONNECTIONS // 2, *SLOW_BODY), False, id="slow bodies"),
     ],
 )
 async def test_every_other_client_is_answered_and_the_log_stays_short(
-    server: ServerProcess, held: Held
+    server: ServerProcess, held: Held, are_replaced: bool
 ) -> None:
-    logged = len(server.output)
+    logged, before = len(server.output), replaced(server)
     async with holding(httpx.URL(server.url), held, every_s=0.1):
         for _ in range(REQUESTS):
             async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
@@ -61,3 +68,4 @@ async def test_every_other_client_is_answered_and_the_log_stays_short(
                 )
                 assert response.status_code == 200, response.text
     assert len(server.output) - logged < MOST_LOGGED, server.output[logged:]
+    assert (replaced(server) > before) == are_replaced

@@ -22,10 +22,12 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from bros.server.connections import Connection
+from bros.server.turns import SpreadCalls
 from support.loops import hasty
 from support.scripted_server import LiveServer, chunks, live_server
 
 CHAT = "/v1/chat/completions"
+VERSION = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
 MESSAGES = [{"role": "user", "content": "Hi"}]
 SLOW: dict[str, Any] = {"header_timeout": 0.1, "body_timeout": 0.1}
 """Time limits of tests on a HastyLoop, where time passes only while nothing else happens."""
@@ -449,16 +451,15 @@ async def test_what_arrives_at_once_is_parsed_in_several_turns(
     live: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here a turn of the event loop has time for one read of one connection."""
-    monkeypatch.setattr("bros.server.turns.MOST_S", 0.0)
+    monkeypatch.setattr("bros.server.turns.MOST_CALLS_S", 0.0)
     body = json.dumps({"prompt": "word " * 100_000}).encode()  # several reads
     large = post(body, f"Content-Length: {len(body)}", path="/tokenize")
-    small = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
     async with contextlib.AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(connected(live)) for _ in range(40)]
         turns = await stack.enter_async_context(CountedTurns())
         monkeypatch.setattr(Connection, "_parse", turns.count(Connection._parse))
         for client in clients:
-            client.writer.write(large if client is clients[0] else small)
+            client.writer.write(large if client is clients[0] else VERSION)
         for client in clients:
             assert (await client.response()).startswith(b"HTTP/1.1 200")
     assert turns.counts.total() > 40 and max(turns.counts.values()) <= 2
@@ -467,7 +468,7 @@ async def test_what_arrives_at_once_is_parsed_in_several_turns(
 async def test_connections_that_clients_close_at_once_end_in_several_turns(
     live: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bros.server.turns.MOST_S", 0.0)
+    monkeypatch.setattr("bros.server.turns.MOST_CALLS_S", 0.0)
     lost = Connection.connection_lost
     async with contextlib.AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(connected(live)) for _ in range(40)]
@@ -478,6 +479,95 @@ async def test_connections_that_clients_close_at_once_end_in_several_turns(
         for client in clients:
             assert await client.rest() == b""
     assert turns.counts.total() == 40 and max(turns.counts.values()) <= 2
+
+
+class LateTurns:
+    """From `begin` on, what arrives or ends on connections waits until `come`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self._make = SpreadCalls.make
+        self._calls: list[Callable[[], None]] = []
+
+    def begin(self) -> None:
+        self._monkeypatch.setattr(
+            SpreadCalls, "make", lambda _, owner, call: self._calls.append(call)
+        )
+
+    async def until(self, count: int) -> None:
+        async with asyncio.timeout(10):
+            while len(self._calls) < count:
+                await asyncio.sleep(0.001)
+
+    def come(self) -> None:
+        self._monkeypatch.setattr(SpreadCalls, "make", self._make)
+        for call in self._calls:
+            call()
+
+
+@pytest.mark.parametrize("before", ["nothing", "a request", "a part of it", "a part of its body"])
+@hasty
+async def test_a_request_that_waits_for_its_turn_is_in_time(
+    before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = LateTurns(monkeypatch)
+    async with live_server(**SLOW, idle_timeout=0.2) as live, connected(live) as client:
+        request = VERSION
+        if before == "a request":
+            await client.send(VERSION)
+            await client.response()
+        elif before != "nothing":
+            body = chat_body()
+            at = -3 if before == "a part of its body" else 10
+            request = post(body, f"Content-Length: {len(body)}")
+            await client.send(request[:at])
+            await asyncio.sleep(0.05)  # parsed, and in time
+            request = request[at:]
+        turns.begin()
+        await client.send(request)
+        await turns.until(1)
+        await asyncio.sleep(0.4)
+        turns.come()
+        assert (await client.response()).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_connection_whose_request_waits_for_its_turn_keeps_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that only sends a header now and then does not."""
+    turns = LateTurns(monkeypatch)
+    async with live_server(max_connections=4) as live, contextlib.AsyncExitStack() as stack:
+        client, slow = [await stack.enter_async_context(connected(live)) for _ in range(2)]
+        await client.send(VERSION)
+        await client.response()
+        await slow.send(VERSION[:-2])
+        await asyncio.sleep(0.1)
+        turns.begin()
+        await client.send(VERSION)
+        await slow.send(b"X: 1\r\n")
+        await turns.until(2)
+        await open_silent(live, 20, stack)
+        assert await slow.rest() == b""
+        turns.come()
+        assert (await client.response()).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_connection_is_closed_if_what_it_sent_cannot_be_read_in_its_turn(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(connection: Connection, data: bytes) -> None:
+        raise ValueError("unknown")
+
+    turns = LateTurns(monkeypatch)
+    async with connected(live) as client:
+        turns.begin()
+        await client.send(VERSION)
+        await turns.until(1)
+        monkeypatch.undo()
+        monkeypatch.setattr(Connection, "_parse", fail)
+        with pytest.raises(ValueError, match="unknown"):
+            turns.come()
+        assert await client.rest() == b""
 
 
 @pytest.mark.parametrize(

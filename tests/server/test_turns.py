@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import dataclasses
 import functools
 import itertools
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from bros.core.clock import ManualClock
 from bros.server.batches.rows import RowRunner
 from bros.server.http import offload_reply, pieces_response
-from bros.server.turns import MOST_S, LoopTurns, SpreadCalls
+from bros.server.turns import MOST_CALLS_S, MOST_S, LoopTurns, SpreadCalls
 from support.scripted_server import Server
 from support.turns import use_turns, used_up_turns
 
@@ -62,8 +63,11 @@ def test_work_that_come_at_once_begin_in_order_and_few_in_a_turn(costs_s: list[f
     assert not steady or max(long, default=0.0) <= 2 * MOST_S + max(costs_s)
 
 
-@given(st.lists(st.floats(0.00001, 0.003), min_size=1, max_size=60))
-def test_calls_that_come_at_once_are_made_in_order_and_few_in_a_turn(costs_s: list[float]) -> None:
+@given(st.lists(st.tuples(st.floats(0.00001, 0.01), st.sampled_from("abc")), min_size=1))
+def test_calls_that_come_at_once_are_made_in_turns_and_few_in_a_turn(
+    calls: list[tuple[float, str]],
+) -> None:
+    """costs_s, owner: of each call."""
     clock, made = ManualClock(), list[int]()
 
     async def run() -> list[int]:
@@ -71,24 +75,37 @@ def test_calls_that_come_at_once_are_made_in_order_and_few_in_a_turn(costs_s: li
 
         def call(number: int) -> None:
             made.append(number)
-            clock.advance(costs_s[number])
+            clock.advance(calls[number][0])
 
-        for number in range(len(costs_s)):
-            spread.make(functools.partial(call, number))
+        for number, (_, owner) in enumerate(calls):
+            spread.make(owner, functools.partial(call, number))
         counts = [len(made)]
-        while len(made) < len(costs_s):
+        while len(made) < len(calls):
             await asyncio.sleep(0)
             counts.append(len(made) - sum(counts))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        spread.make(lambda: made.append(-1))
+        spread.make("a", lambda: made.append(-1))
         assert made.pop() == -1, "a lone call is made at once"
         return counts
 
-    for count in asyncio.run(run()):
-        turn, costs_s = costs_s[:count], costs_s[count:]
-        assert sum(turn[:-1]) < MOST_S
-    assert made == sorted(made)
+    at_once, *later = asyncio.run(run())
+    begin = 0
+    for count in (at_once, *later):
+        costs_s = [calls[number][0] for number in made[begin : begin + count]]
+        assert sum(costs_s[:-1]) < MOST_CALLS_S + 1e-9
+        begin += count
+    assert made[:at_once] == list(range(at_once))
+    assert made == made[:at_once] + _in_turns(calls, at_once)
+
+
+def _in_turns(calls: list[tuple[float, str]], begin: int) -> list[int]:
+    """The numbers of the calls from `begin` on, in the order in which they are to be made."""
+    of_owner: dict[str, list[int]] = {}
+    for number, (_, owner) in enumerate(calls[begin:], begin):
+        of_owner.setdefault(owner, []).append(number)
+    rounds = itertools.zip_longest(*of_owner.values())
+    return [number for each in rounds for number in each if number is not None]
 
 
 async def test_a_call_that_fails_does_not_keep_the_others_from_being_made() -> None:
@@ -102,12 +119,31 @@ async def test_a_call_that_fails_does_not_keep_the_others_from_being_made() -> N
     def fail() -> None:
         raise error
 
-    spread.make(lambda: clock.advance(1.0))
+    spread.make("a", lambda: clock.advance(1.0))
     for call in (lambda: made.append(1), fail, lambda: made.append(2)):
-        spread.make(call)
+        spread.make("a", call)
     for _ in range(5):
         await asyncio.sleep(0)
     assert (made, failed) == ([1, 2], [error])
+
+
+async def test_calls_do_not_see_the_context_of_another_client() -> None:
+    whose = contextvars.ContextVar("whose", default="nobody")
+    clock, seen = ManualClock(), list[str]()
+    spread = SpreadCalls(clock.now)
+
+    def call() -> None:
+        seen.append(whose.get())
+
+    def first() -> None:
+        whose.set("ann")
+        spread.make("a", lambda: clock.advance(1.0))
+        spread.make("b", call)
+
+    contextvars.copy_context().run(first)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert seen == ["nobody"]
 
 
 def test_a_lone_work_begins_at_once() -> None:

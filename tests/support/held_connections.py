@@ -56,6 +56,7 @@ async def holding(url: httpx.URL, held: Held, every_s: float) -> AsyncIterator[N
             await open_missing()
 
     await open_missing()
+    assert len(transports) == held.count, f"only {len(transports)} connections could be opened"
     keeping = asyncio.create_task(keep())
     try:
         yield

@@ -148,7 +148,7 @@ class RunQueueWait:
     def seconds(self) -> float:
         """The wait since the last `note`. Threads that have ended since do not count."""
         found = {who: now_s - self._before.get(who, 0.0) for who, now_s in _queued_s().items()}
-        return found.pop(_MACHINE) + max(found.values())
+        return found.pop(_MACHINE) + max(found.values(), default=0.0)
 
 
 _NOTED_EVERY_S = 0.02

@@ -121,7 +121,9 @@ class LagWatch:
                 continue
             wait_s = _EVERY_S
             if self.seen is None:
-                self.seen = what_runs(sys._current_frames(), watched)
+                what = what_runs(sys._current_frames(), watched)
+                if self._beat_s == beat_s:  # else this lag has just ended, and its line is written
+                    self.seen = what
             if self._stuck.is_due(beat_s, late_s):
                 what = what_runs(sys._current_frames(), watched)
                 logger.error(
