@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
+import os
 import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,6 +129,36 @@ async def test_a_batch_that_waits_for_another_of_its_tenant_can_be_cancelled(sto
             found = await _until_final(store, "ann", batch_id)
             assert found.status is BatchStatus.CANCELLED
         assert 0 < len(rows.checked) < 200
+
+
+async def test_a_file_whose_validation_is_cancelled_is_closed_at_once(store: Store) -> None:
+    """Else it takes its place on the disk until garbage is collected, although it was deleted."""
+    gc.disable()
+    try:
+        rows = _Rows()
+        async with _running(store, rows):
+            for name in ("one", "two", "three"):
+                batch_id = _submit(store, "ann", 400, name)
+                checked = len(rows.checked)
+                while len(rows.checked) == checked:
+                    await asyncio.sleep(0.001)
+                store.batches.cancel("ann", batch_id, NOW)
+                found = await _until_final(store, "ann", batch_id)
+                assert found.status is BatchStatus.CANCELLED
+            path = str(store.files.bodies.path(found.input_digest))
+            async with asyncio.timeout(5.0):  # the turn of its thread may last a little longer
+                while path in _open_files():
+                    await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
+
+
+def _open_files() -> set[str]:
+    found = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(descriptor))
+    return found
 
 
 async def test_a_batch_whose_results_do_not_fit_fails_with_what_it_has(store: Store) -> None:
