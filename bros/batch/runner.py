@@ -735,13 +735,16 @@ _UNFINISHED = {
 
 
 class _Input:
-    """An open input file. Threads can read it at the same time (pread has no shared position)."""
+    """An open input file. Threads can read it at the same time (pread has no shared position).
+
+    If a job is cancelled while a thread opens it, nobody gets it: it is closed with its last
+    reference.
+    """
 
     def __init__(self, path: Path) -> None:
-        try:
+        self._handle = -1  # every read fails, so every row gets an error
+        with contextlib.suppress(FileNotFoundError):
             self._handle = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
-            self._handle = -1  # every read fails, so every row gets an error
 
     def read(self, ref: RowRef) -> bytes:
         """One line of the file. Raises OSError if the file is missing."""
@@ -751,8 +754,15 @@ class _Input:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._handle >= 0:
-            os.close(self._handle)
+        self._close()
+
+    def __del__(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
 
 
 def _write_lines(body: BodyWriter, lines: Iterable[str]) -> None:

@@ -131,22 +131,33 @@ async def test_a_batch_that_waits_for_another_of_its_tenant_can_be_cancelled(sto
         assert 0 < len(rows.checked) < 200
 
 
-async def test_a_file_whose_validation_is_cancelled_is_closed_at_once(store: Store) -> None:
-    """Else it takes its place on the disk until garbage is collected, although it was deleted."""
+@pytest.mark.parametrize("during", ["validation", "opening"])
+async def test_the_file_of_a_batch_that_is_cancelled_is_closed_at_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch, during: str
+) -> None:
+    """Else it takes its place on the disk although it was deleted, and a descriptor for ever."""
+    open_input, opening = runner._Input.__init__, threading.Event()
+
+    def open_slowly(self: runner._Input, path: Path) -> None:
+        opening.set()
+        time.sleep(0.3)
+        open_input(self, path)
+
+    monkeypatch.setattr(runner._Input, "__init__", open_slowly)
+    rows = _Rows()
     gc.disable()
     try:
-        rows = _Rows()
         async with _running(store, rows):
-            for name in ("one", "two", "three"):
-                batch_id = _submit(store, "ann", 400, name)
-                checked = len(rows.checked)
-                while len(rows.checked) == checked:
-                    await asyncio.sleep(0.001)
-                store.batches.cancel("ann", batch_id, NOW)
-                found = await _until_final(store, "ann", batch_id)
-                assert found.status is BatchStatus.CANCELLED
+            batch_id = _submit(store, "ann", 400 if during == "validation" else 1)
+            while not (rows.checked if during == "validation" else opening.is_set()):
+                await asyncio.sleep(0.001)
+            store.batches.cancel("ann", batch_id, NOW)
+            found = await _until_final(store, "ann", batch_id)
+            assert found.status is BatchStatus.CANCELLED
             path = str(store.files.bodies.path(found.input_digest))
-            async with asyncio.timeout(5.0):  # the turn of its thread may last a little longer
+            if during == "opening":
+                await asyncio.sleep(0.5)  # the thread has opened it by now
+            async with asyncio.timeout(5.0):  # the turn of a thread may last a little longer
                 while path in _open_files():
                     await asyncio.sleep(0.01)
     finally:
