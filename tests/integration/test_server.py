@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 MODEL = "SmolLM2-135M-Instruct"
 CROWD = by_tier(fast=4, long=24)
-CLIENTS = by_tier(fast=12, long=200)
+CLIENTS = by_tier(fast=12, long=300)
 
 
 @pytest.fixture(scope="module")

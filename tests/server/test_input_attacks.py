@@ -79,6 +79,22 @@ async def slow_regexes(server: Server) -> None:
     await asyncio.gather(*attacks)
 
 
+async def slow_regexes_in_one_program(server: Server) -> None:
+    """Behind them, the session still answers: where each of 200 took its 0.25 s, it waited 48 s."""
+    session = await SessionClient.open(server.http)
+    call = {
+        "template": "{{input:text}}{{output:answer}}",
+        "parameters": [
+            {"name": "text", "value": "a" * 1500 + "b", "transforms": 'regex("(a|aa)+$")'}
+        ],
+    }
+    program = {"requests": [call] * by_tier(fast=20, long=200), "wait": True}
+    async with asyncio.timeout(10):
+        assert (await session.ask("POST", "/requests", json=program)).status_code == 424
+        good = {"requests": [{"template": "Say {{output:answer}}"}], "wait": True}
+        assert (await session.ask("POST", "/requests", json=good)).status_code == 200
+
+
 async def large_join(server: Server) -> None:
     text = "[" + ",".join("1" * 500_000) + "]"
     await transformed(server, text, f'join("{"x" * 4000}")')
@@ -273,6 +289,7 @@ async def hostile_grammars(server: Server) -> None:
 
 ATTACKS: list[Attack] = [
     slow_regexes,
+    slow_regexes_in_one_program,
     large_join,
     large_inputs,
     many_values,

@@ -591,6 +591,16 @@ async def test_only_metrics_with_a_key_name_tenants(tmp_path: Path, access: str)
         assert 'bros_tenant_held{resource="sessions",tenant="bob"} 1.0' in found
 
 
+async def test_open_metrics_do_not_name_the_only_tenant(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ann ann-key\n")
+    server = Server(api_keys=str(keys), metrics_access="open")
+    await server.http.post("/v1/sessions", json={}, headers=of("ann"))
+    text = (await server.http.get("/metrics")).text
+    assert 'bros_tenant_held{resource="sessions",tenant="*"} 1.0' in text
+    assert '"ann"' not in text
+
+
 @pytest.mark.parametrize("access", ["open", "key"])
 async def test_metrics_say_what_each_tenant_has_used_of_the_device(
     tmp_path: Path, access: str

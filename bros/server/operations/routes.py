@@ -51,6 +51,7 @@ from bros.server.openai.stream import choices_json
 from bros.server.operations.metrics import BatchFigures, sum_of_tenants
 from bros.server.operations.openapi import ApiRoute, describe_api
 from bros.server.state import ServerState, StoredFigures
+from bros.server.tenants import OPERATOR
 
 _STATS_TIMEOUT_S = 5.0
 """So that a scrape does not hang on a long step or a slow database."""
@@ -190,8 +191,9 @@ def _shown_tenants(
 ) -> Sequence[TenantFigure]:
     """Where everybody may read the metrics, they do not say what a tenant does."""
     figures = _tenants(state, stats, stored)
-    only_one = len({figure.tenant for figure in figures}) == 1
-    return figures if only_one or state.config.metrics_access == "key" else sum_of_tenants(figures)
+    if state.config.metrics_access == "key" or {figure.tenant for figure in figures} == {OPERATOR}:
+        return figures
+    return sum_of_tenants(figures)
 
 
 def service_routes(others: Sequence[ApiRoute], *, with_metrics: bool) -> list[ApiRoute]:
