@@ -502,7 +502,7 @@ class _Packer(Generic[C]):
         self._replaced = False
         self._has_credit = False
         # Whether this step may preempt, so that copies to the host have to be predicted. Ablation:
-        # long prompts, attainment -2.3 points.
+        # long prompts, p99 gap +7 %, attainment -1.5 points.
         self._memory_is_tight = memory.is_tight(bounds.rows, bounds.tokens)
         self._urgent_copied = 0
         self._common = CommonContext(memory, predictor)

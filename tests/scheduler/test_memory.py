@@ -148,23 +148,6 @@ def test_a_newcomer_must_fit_with_its_whole_prompt_and_keeps_the_others_out() ->
     assert not memory.reserve(state(2, RT, 4), 4), "no request overtakes one that waits for memory"
 
 
-def test_a_newcomer_leaves_every_holder_a_block() -> None:
-    for index in (0, 3):  # also one that is older than those who run
-        holders = [state(1, RT, 4, cached=4), state(2, RT, 4, cached=4)]
-        _, memory = memory_with(holders, 6, new_requests_preempt=False)
-        assert not memory.reserve(state(index, RT, 12), 12), "4 are free, 3 for it, 2 for others"
-        _, memory = memory_with(holders, 7, new_requests_preempt=False)
-        assert memory.reserve(state(index, RT, 12), 12)
-
-
-def test_room_to_grow_may_be_what_best_effort_requests_hold() -> None:
-    holders = [state(0, RT, 4, cached=4), state(1, BE, 8, cached=8)]
-    _, memory = memory_with(holders, 6)
-    assert memory.reserve(state(2, RT, 12), 12) and not memory.losses
-    _, memory = memory_with([state(0, RT, 4, cached=4), state(1, RT, 8, cached=8)], 6)
-    assert not memory.reserve(state(2, RT, 12), 12)
-
-
 def test_a_late_newcomer_takes_nothing_from_requests_that_are_on_time() -> None:
     for late, victim_class, expected in (
         (False, RT, True),
