@@ -43,9 +43,10 @@ generation it was collected in every step, which took 5 % of the host's time
 _DUE = 100_000
 """Blocks of memory kept since the last full collection from which an idle process makes the next
 one. An object of the collector has one block or more."""
-_MOST = 250_000
-"""Blocks kept since the start up to which it does so: about 100,000 objects of the collector, which
-take 10 to 25 ms. If there are more, most are alive."""
+_MOST = 150_000
+"""Blocks kept since the start up to which it does so: about 60,000 objects of the collector, which
+take 6 to 35 ms. With 250,000 it took 57 ms on a Zen 3, when 1,000 sessions were opened
+(benchmarks/input_stalls.py). If there are more, most are alive."""
 _OVERDUE = 5_000_000
 """Blocks kept since the last full collection from which the next one is made in any case; about
 0.5 GB if all of them are garbage."""
