@@ -19,6 +19,7 @@ import gc
 import json
 import logging
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -33,6 +34,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from bros.batch.rows import ENDPOINTS
 from bros.server.operations.openapi import ApiRoute
 from support.loops import HastyLoop
 from support.schema_values import WRONG, Draw, SchemaValues, json_bodies, mostly
@@ -479,6 +481,76 @@ def _left_by_repeating(
         gc.collect()
         counts.append(len(gc.get_objects()))
     return (counts[-1] - counts[0]) / (2 * len(attacks)) if attacks else 0.0
+
+
+ROWS_OF_A_BATCH = 10
+
+
+@st.composite
+def rows_of(draw: Draw, values: SearchStrategy[Any], endpoint: str) -> bytes:
+    """The lines of a batch, whose bodies are valid for the endpoint; one may have a mutation."""
+    frame = json.dumps({"custom_id": "@n", "method": "POST", "url": endpoint, "body": "@body"})
+    bodies = draw(st.lists(values.map(json.dumps).map(str.encode), max_size=ROWS_OF_A_BATCH))
+    bodies += draw(st.lists(json_bodies(values), min_size=not bodies, max_size=1))
+    lines = []
+    for number, body in enumerate(bodies):
+        line = frame.replace("@n", f"{number}").encode()
+        lines.append(line.replace(b'"@body"', re.sub(rb"[\r\n]", b" ", body) or b"null"))
+    return b"\n".join(lines)
+
+
+@pytest.mark.timeout(by_tier(fast=300, long=3600))
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_rows_of_batches_are_attacked(
+    runner: asyncio.Runner,
+    server: WholeServer,
+    document: Mapping[str, Any],
+    endpoint: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each valid file becomes a batch, in which each row has one outcome that the route of its
+    endpoint describes."""
+    values = SchemaValues(document, WORDS, NAMED)
+    operation = document["paths"][endpoint]["post"]
+    bodies = values.of(operation["requestBody"]["content"]["application/json"]["schema"])
+    allowed = {int(status) for status in operation["responses"] if status.isdigit()}
+    ended: Counter[str] = Counter()
+
+    async def run(content: bytes) -> None:
+        files = {"file": ("rows.jsonl", content)}
+        file = await server.ask("POST", "/v1/files", files=files, data={"purpose": "batch"})
+        wanted = {"endpoint": endpoint, "completion_window": "24h", "input_file_id": file["id"]}
+        path = f"/v1/batches/{(await server.ask('POST', '/v1/batches', json=wanted))['id']}"
+        while (batch := await server.ask("GET", path))["status"] not in FINAL:
+            await asyncio.sleep(0.001)
+        ended[batch["status"]] += 1
+        if batch["status"] == "failed":  # the file is none
+            assert batch["errors"]["data"]
+            return
+        found: Counter[str] = Counter()
+        for kind in ("output_file_id", "error_file_id"):
+            if batch[kind] is not None:
+                response = await server.http.get(f"/v1/files/{batch[kind]}/content")
+                for line in response.text.splitlines():
+                    row = json.loads(line)
+                    found[row["custom_id"]] += 1
+                    status = row["response"]["status_code"]
+                    assert status < 500 and (status == 200 or status in allowed | {400}), row
+        assert found == Counter(str(number) for number in range(content.count(b"\n") + 1))
+
+    @settings(max_examples=examples(6, long=200))
+    @given(rows_of(bodies, endpoint))
+    def attack(content: bytes) -> None:
+        runner.run(run(content))
+
+    with caplog.at_level(logging.ERROR, logger="bros"):
+        attack()
+    assert caplog.records == []
+    assert ended["completed"], ended
+    assert server.accounts.held == {}
+
+
+FINAL = ("completed", "failed", "expired", "cancelled")
 
 
 def test_every_operation_of_the_document_is_attacked(document: Mapping[str, Any]) -> None:
