@@ -74,6 +74,10 @@ _TURN_STEPS = 8
 """Once in so many steps, the request that has been late for longest goes before all others. Half
 that many steps later, the oldest preempted stream does."""
 
+_RESTART_MARGIN = 2.0
+"""A deadline that leaves no time for the tokens to recompute would be lost at once, and `renew` would
+move the request behind itself for ever."""
+
 
 class _Parts(NamedTuple):
     """Real-time requests: the running ones, and the sections of the queue."""
@@ -237,8 +241,12 @@ class UrgentOrder:
         return True
 
     def _set_restart_deadline(self, state: RequestState, now: float) -> None:
-        """Renew the deadline of a request that starts over after its first token."""
-        state.deadline_s = now + (state.slo.ttft_s or 0.0)
+        """Renew the deadline of a request that starts over after its first token.
+
+        It gets at least _RESTART_MARGIN times the time of recomputing its tokens.
+        """
+        least_s = _RESTART_MARGIN * self._predictor.prefill_seconds(state.remaining)
+        state.deadline_s = now + max(state.slo.ttft_s or 0.0, least_s)
         state.late = True
 
 
