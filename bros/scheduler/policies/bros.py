@@ -75,8 +75,8 @@ _TURN_STEPS = 8
 that many steps later, the oldest preempted stream does."""
 
 _RESTART_MARGIN = 2.0
-"""A deadline that leaves no time for the tokens to recompute would be lost at once, and `renew` would
-move the request behind itself for ever."""
+"""A deadline that leaves no time for the tokens to recompute would be lost at once, and `renew`
+would move the request behind itself for ever."""
 
 
 class _Parts(NamedTuple):
