@@ -580,6 +580,33 @@ def test_an_answer_that_has_begun_is_never_shed() -> None:
     assert run.scheduler.stats().by_class[RT].rejected == len(refused) == 4 - len(begun)
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("ttft_s", [None, 0.001])
+def test_streams_that_start_over_with_an_impossible_objective_are_put_in_order(
+    ttft_s: float | None,
+) -> None:
+    """Their new deadline leaves time for the tokens to recompute; else it was renewed for ever."""
+    bros, queues = policy(), Queues()
+    for index in range(3):
+        state = RequestState(
+            request(f"r{index}", 200),
+            service_class=RT,
+            slo=Slo(ttft_s, 0.2),
+            now=0.0,
+            arrival_index=index,
+            seed=0,
+            max_length=300,
+            eos_token_ids=frozenset(),
+        )
+        state.token_ids.append(7)
+        bros.assign_rank(state, 0.0)
+        queues.enqueue(state)
+    found = list(bros.propose(queues, 100.0).urgent)
+    assert len(found) == 3
+    least_s = StepTimePredictor(MODEL).prefill_seconds(201)
+    assert all(state.deadline_s >= 100.0 + least_s for state in found)
+
+
 def test_an_impossible_pace_does_not_shrink_the_batch() -> None:
     run = VirtualRun("bros", max_batch_tokens=64, max_num_seqs=64)
     run.submit("impossible", 4, RT, slo=Slo(0.4, 0.001), max_tokens=100, ignore_eos=True)
