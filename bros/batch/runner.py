@@ -737,8 +737,8 @@ _UNFINISHED = {
 class _Input:
     """An open input file. Threads can read it at the same time (pread has no shared position).
 
-    If a job is cancelled while a thread opens it, nobody gets it: it is closed with its last
-    reference.
+    If a job is cancelled while a thread opens the file, no caller gets this object, and the file is
+    closed with the last reference to it.
     """
 
     def __init__(self, path: Path) -> None:

@@ -26,6 +26,7 @@ from bros.core.request import IdGenerator, Slo
 from bros.core.tenants import NO_LIMITS, Resource, TenantLimits
 from support.batch_store import NOW, Store
 from support.crash import input_lines
+from support.processes import open_files
 
 _CHECK_S = 0.05
 """How long a row of ann takes to check."""
@@ -158,18 +159,10 @@ async def test_the_file_of_a_batch_that_is_cancelled_is_closed_at_once(
             if during == "opening":
                 await asyncio.sleep(0.5)  # the thread has opened it by now
             async with asyncio.timeout(5.0):  # the turn of a thread may last a little longer
-                while path in _open_files():
+                while path in open_files(os.getpid()):
                     await asyncio.sleep(0.01)
     finally:
         gc.enable()
-
-
-def _open_files() -> set[str]:
-    found = set()
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            found.add(os.readlink(descriptor))
-    return found
 
 
 async def test_a_batch_whose_results_do_not_fit_fails_with_what_it_has(store: Store) -> None:

@@ -12,13 +12,13 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
 
 import httpx
 import pytest
 
 from support.scripted_server import assert_envelope
 from support.server_process import ServerProcess, running_server
+from support.session_server import ok
 from support.tiny_models import save_tiny_llama
 from support.tiny_tokenizer import TEMPLATE, save_tokenizer
 
@@ -55,12 +55,6 @@ async def clients(server: ServerProcess) -> AsyncIterator[list[httpx.AsyncClient
             )
             for name in ("ann", "bob")
         ]
-
-
-def ok(response: httpx.Response) -> dict[str, Any]:
-    assert response.status_code == 200, response.text
-    body: dict[str, Any] = response.json()
-    return body
 
 
 async def submit(client: httpx.AsyncClient, rows: int) -> str:

@@ -13,7 +13,6 @@ the repetitions leave no more objects than MOST_LEFT per attack.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import gc
 import json
@@ -37,6 +36,7 @@ from hypothesis.strategies import SearchStrategy
 from bros.batch.rows import ENDPOINTS
 from bros.server.operations.openapi import ApiRoute
 from support.loops import HastyLoop
+from support.processes import open_files
 from support.schema_values import WRONG, Draw, SchemaValues, json_bodies, mostly
 from support.tier import by_tier, examples
 from support.whole_server import LIVE, ROWS, WholeServer, running_whole_server
@@ -450,11 +450,8 @@ def test_a_turn_that_is_long_only_after_other_attacks_is_found(
 def _descriptors() -> Counter[str]:
     """What this process has open, but for the database: it has a connection for each thread that
     has asked it."""
-    found: Counter[str] = Counter()
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # that of the folder itself is closed by now
-            found[os.readlink(descriptor)] += 1
-    return Counter({name: count for name, count in found.items() if "jobs.db" not in name})
+    found = open_files(os.getpid()).items()
+    return Counter({name: count for name, count in found if "jobs.db" not in name})
 
 
 def _left_by_repeating(

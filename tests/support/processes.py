@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
 import signal
+from collections import Counter
 from pathlib import Path
 
 from support.server_process import wait_until
@@ -79,13 +81,18 @@ def engine_of_replica(server: int, number: int) -> int:
     raise AssertionError(f"replica {number} does not run")
 
 
+def open_files(pid: int) -> Counter[str]:
+    """What each descriptor of a process is of -> how many there are of it."""
+    found: Counter[str] = Counter()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile, as that of the folder itself
+            found[os.readlink(descriptor)] += 1
+    return found
+
+
 def listening_at(pids: list[int]) -> set[str]:
     """The addresses at which they take TCP connections, as the system writes them."""
-    inodes = set()
-    for pid in pids:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                inodes.add(str(link.readlink()))
+    sockets = set(itertools.chain.from_iterable(map(open_files, pids)))
     found = set()
     for line in [
         line
@@ -93,7 +100,7 @@ def listening_at(pids: list[int]) -> set[str]:
         for line in Path(table).read_text().splitlines()[1:]
     ]:
         fields = line.split()
-        if fields[3] == _LISTEN and f"socket:[{fields[9]}]" in inodes:
+        if fields[3] == _LISTEN and f"socket:[{fields[9]}]" in sockets:
             found.add(fields[1].split(":")[0])
     return found
 
