@@ -40,6 +40,10 @@ namespace {
 constexpr int64_t kPanelOutputs = 2 * kLanes;
 constexpr int64_t kGroup = 32;
 
+BROS_INLINE int64_t groups_of(int64_t inputs) {
+  return static_cast<int64_t>(static_cast<uint64_t>(inputs) / kGroup);  // unsigned: a shift
+}
+
 BROS_INLINE IntVec load_int(const uint32_t* p) {
   IntVec v;
   __builtin_memcpy(&v, p, sizeof v);
@@ -126,69 +130,6 @@ struct Bf16Panel : ExactProducts<Bf16Panel> {
 };
 #endif
 
-#if !defined(__AVX512VNNI__)
-struct Int8Panel : ExactProducts<Int8Panel> {
-  using Wide = Fp32Panel;
-  static constexpr int kPanels = 1;
-  static constexpr bool kPrefetches = false;
-  static constexpr bool kHasOutliers = false;
-  static constexpr int kStep = kGroup, kStepBytes = 4 * kGroup;
-  static constexpr int64_t kGroupBytes = kPanelOutputs * (4 + kGroup);
-  static int64_t bytes(int64_t inputs) { return inputs / kGroup * kGroupBytes; }
-
-  BROS_INLINE void seek(const char* weights, int64_t k) {
-    const char* group = weights + k / kGroup * kGroupBytes;
-    const float* scales = reinterpret_cast<const float*>(group);
-    for (int j = 0; j < 2; ++j) scale_[j] = load(scales + j * kLanes);
-    codes_ = reinterpret_cast<const uint32_t*>(group + 4 * kPanelOutputs);
-  }
-  BROS_INLINE Pair at(int part) const {
-    Pair w;
-    for (int j = 0; j < 2; ++j) {
-      const IntVec raw = load_int(codes_ + part / 4 * kPanelOutputs + j * kLanes);
-      w.v[j] = to_float(raw << (24 - part % 4 * 8) >> 24) * scale_[j];
-    }
-    return w;
-  }
-
- private:
-  const uint32_t* codes_;
-  Vec scale_[2];
-};
-
-struct Int4Panel : ExactProducts<Int4Panel> {
-  using Wide = Fp32Panel;
-  static constexpr int kPanels = 1;
-  static constexpr bool kPrefetches = false;
-  static constexpr bool kHasOutliers = false;
-  static constexpr int kStep = kGroup, kStepBytes = 4 * kGroup;
-  static constexpr int64_t kGroupBytes = kPanelOutputs * (4 + kGroup / 2);
-  static int64_t bytes(int64_t inputs) { return inputs / kGroup * kGroupBytes; }
-
-  BROS_INLINE void seek(const char* weights, int64_t k) {
-    const char* group = weights + k / kGroup * kGroupBytes;
-    const Fp16* halves = reinterpret_cast<const Fp16*>(group);
-    for (int j = 0; j < 2; ++j) {
-      scale_[j] = load(halves + j * kLanes);
-      minimum_[j] = load(halves + kPanelOutputs + j * kLanes);
-    }
-    codes_ = reinterpret_cast<const uint32_t*>(group + 4 * kPanelOutputs);
-  }
-  BROS_INLINE Pair at(int part) const {
-    Pair w;
-    for (int j = 0; j < 2; ++j) {
-      const IntVec raw = load_int(codes_ + part / 8 * kPanelOutputs + j * kLanes);
-      w.v[j] = to_float((raw >> (part % 4 * 8 + part / 4 % 2 * 4)) & 15) * scale_[j] + minimum_[j];
-    }
-    return w;
-  }
-
- private:
-  const uint32_t* codes_;
-  Vec scale_[2], minimum_[2];
-};
-#endif
-
 // ---- AVX-512 BF16: activations are rounded to bf16, their products with bf16 weights are exact.
 
 #if defined(__AVX512BF16__)
@@ -240,13 +181,116 @@ struct Bf16Panel {
 };
 #endif
 
-// ---- AVX-512 VNNI, int8: activations are rounded to codes of 16 bits, in blocks of four groups
-// ---- that share a scale. Products of codes are summed exactly within a group of weights. With
+// ---- Codes: activations are rounded to integers, and multiplied with the codes of int8 and int4.
+// ---- The sums of a group are exact, so they are the same for every instruction set.
+
+typedef int16_t ShortVec __attribute__((vector_size(4 * kLanes)));
+constexpr int kGroupVectors = kGroup / kLanes;
+
+// The compiler may not reorder sums: it would make a tree of them, whose terms do not fit in the
+// registers (1.5 times as long with AVX2).
+BROS_INLINE IntVec in_order(IntVec v) {
+#if defined(__AVX2__)
+  asm("" : "+x"(v));
+#endif
+  return v;
+}
+
+// Per lane, the sum of the products of a group: of a byte of weights, 0..15, and one of activations.
+class ByteSums {
+ public:
+  // w: four bytes per lane. a: the four bytes of a row that they are multiplied with.
+  BROS_INLINE void add(IntVec w, int32_t a) {
+#if defined(__AVX512VNNI__)
+    sums_ = bit_cast<IntVec>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sums_), bit_cast<__m512i>(w),
+                                                 _mm512_set1_epi32(a)));
+#elif defined(__AVX512F__)
+    const __m512i pairs = _mm512_maddubs_epi16(bit_cast<__m512i>(w), _mm512_set1_epi32(a));
+    sums_ = in_order(bit_cast<IntVec>(_mm512_add_epi16(bit_cast<__m512i>(sums_), pairs)));
+#elif defined(__AVX2__)
+    const __m256i pairs = _mm256_maddubs_epi16(bit_cast<__m256i>(w), _mm256_set1_epi32(a));
+    sums_ = in_order(bit_cast<IntVec>(_mm256_add_epi16(bit_cast<__m256i>(sums_), pairs)));
+#else
+    for (int i = 0; i < 4; ++i) sums_ += (w >> 8 * i & 255) * static_cast<int8_t>(a >> 8 * i);
+#endif
+  }
+
+  // As floats. Without VNNI there are two sums of 16 bits per lane, of 16 products each.
+  BROS_INLINE Vec value() const {
+    static_assert(kGroup / 2 * 15 * 128 < 32768, "sums of 16 bits");
+#if defined(__AVX512F__) && !defined(__AVX512VNNI__)
+    const __m512i ones = _mm512_set1_epi16(1);
+    return to_float(bit_cast<IntVec>(_mm512_madd_epi16(bit_cast<__m512i>(sums_), ones)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i ones = _mm256_set1_epi16(1);
+    return to_float(bit_cast<IntVec>(_mm256_madd_epi16(bit_cast<__m256i>(sums_), ones)));
+#else
+    return to_float(sums_);
+#endif
+  }
+
+ private:
+  IntVec sums_ = {};
+};
+
+// Per lane, the sum of the products of a group, of codes of 16 bits.
+class PairSums {
+ public:
+  // w: two codes per lane. a: the two codes of a row that they are multiplied with.
+  BROS_INLINE void add(ShortVec w, int32_t a) {
+#if defined(__AVX512VNNI__)
+    sums_ = bit_cast<IntVec>(_mm512_dpwssd_epi32(bit_cast<__m512i>(sums_), bit_cast<__m512i>(w),
+                                                 _mm512_set1_epi32(a)));
+#elif defined(__AVX512F__)
+    const __m512i products = _mm512_madd_epi16(bit_cast<__m512i>(w), _mm512_set1_epi32(a));
+    sums_ = in_order(sums_ + bit_cast<IntVec>(products));
+#elif defined(__AVX2__)
+    const __m256i products = _mm256_madd_epi16(bit_cast<__m256i>(w), _mm256_set1_epi32(a));
+    sums_ = in_order(sums_ + bit_cast<IntVec>(products));
+#else
+    const IntVec both = bit_cast<IntVec>(w);
+    sums_ += (both << 16 >> 16) * static_cast<int16_t>(a) + (both >> 16) * (a >> 16);
+#endif
+  }
+
+  BROS_INLINE Vec value() const { return to_float(sums_); }
+
+ private:
+  IntVec sums_ = {};
+};
+
+// The largest magnitude of n values, a multiple of kGroup; a NaN is larger than any number.
+BROS_INLINE float largest_magnitude(const float* x, int64_t n) {
+  IntVec most = {};
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const IntVec magnitude = bit_cast<IntVec>(load(x + i)) & 0x7fffffff;
+    most = magnitude > most ? magnitude : most;
+  }
+  return bit_cast<float>(reduce_max(most));
+}
+
+BROS_INLINE void store_codes(int8_t* to, const IntVec (&codes)[kGroupVectors]) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const auto of = [&](int i) { return bit_cast<__m256i>(codes[i]); };
+  const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(of(0), of(1)),
+                                           _mm256_packs_epi32(of(2), of(3)));
+  // Packing works within halves of a vector: the fours of codes are in the order 0 2 4 6 1 3 5 7.
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permutevar8x32_epi32(bytes, order));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+  for (int i = 0; i < kGroupVectors; ++i) {
+    const Bytes bytes = __builtin_convertvector(codes[i], Bytes);
+    __builtin_memcpy(to + i * kLanes, &bytes, sizeof bytes);
+  }
+#endif
+}
+
+// ---- int8: activations have codes of 16 bits, in blocks of four groups that share a scale. With
 // ---- codes w and a:
 //
 //     sum over a block = scale_a * sum over its groups of scale_w * (sum of w * a)
 
-#if defined(__AVX512VNNI__)
 constexpr int kBlockGroups = 4;
 
 struct ActivationBlock {
@@ -260,22 +304,22 @@ constexpr float kMostCode = 32766.0f;  // 258 * 127: steps of 8 bits stay exact
 
 // `groups` groups of x; the codes of others remain undefined.
 BROS_INLINE void round_block(const float* x, int groups, ActivationBlock* out) {
-  __m512 most = {};
-  __mmask16 finite = 0xffff;
-  for (int i = 0; i < 2 * groups; ++i) {
-    const __m512 magnitude = _mm512_abs_ps(load(x + i * kLanes));
-    finite &= _mm512_cmp_ps_mask(magnitude, splat(kInfinity), _CMP_LT_OQ);
-    most = _mm512_max_ps(most, magnitude);
-  }
-  const float largest = _mm512_reduce_max_ps(most);
-  const bool usable = finite == 0xffff;
+  const float largest = largest_magnitude(x, groups * kGroup);
+  const bool usable = largest < kInfinity;
   const float to_code = usable && largest > 1e-30f ? kMostCode / largest : 0.0f;
   for (int g = 0; g < groups; ++g) {
-    for (int j = 0; j < 2; ++j) {
-      const __m512i code = _mm512_cvtps_epi32(load(x + g * kGroup + j * kLanes) * to_code);
-      const __m512i ordered = _mm512_shuffle_epi32(code, static_cast<_MM_PERM_ENUM>(0xd8));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out->codes[g]) + j,
-                          _mm512_cvtsepi32_epi16(ordered));
+    for (int j = 0; j < kGroupVectors; ++j) {
+      const IntVec code = round_to_int(load(x + g * kGroup + j * kLanes) * to_code);
+      // The first and the third of four come first: one number has them in its halves.
+      int32_t fours[kLanes];
+      __builtin_memcpy(fours, &code, sizeof code);
+      int16_t* to = out->codes[g] + j * kLanes;
+      for (int i = 0; i < kLanes; i += 4) {
+        to[i] = static_cast<int16_t>(fours[i]);
+        to[i + 1] = static_cast<int16_t>(fours[i + 2]);
+        to[i + 2] = static_cast<int16_t>(fours[i + 1]);
+        to[i + 3] = static_cast<int16_t>(fours[i + 3]);
+      }
     }
   }
   out->scale = usable ? largest / kMostCode : __builtin_nanf("");
@@ -290,10 +334,10 @@ struct Int8Panel {
   static constexpr bool kHasOutliers = false;
   static constexpr int kStep = kBlockGroups * kGroup, kStepBytes = sizeof(ActivationBlock);
   static constexpr int64_t kGroupBytes = kPanelOutputs * (4 + kGroup);
-  static int64_t bytes(int64_t inputs) { return inputs / kGroup * kGroupBytes; }
+  static int64_t bytes(int64_t inputs) { return groups_of(inputs) * kGroupBytes; }
 
   BROS_INLINE void seek(const char* weights, int64_t k) {
-    group_ = weights + k / kGroup * kGroupBytes;
+    group_ = weights + groups_of(k) * kGroupBytes;
   }
 
   template <int R, int C>
@@ -308,7 +352,7 @@ struct Int8Panel {
     for (int g = 0; g < count / kGroup; ++g) add_group(panels[0].group_, g, rows, block);
     for (int r = 0; r < R; ++r) {
       for (int j = 0; j < 2; ++j) {
-        sum[r][j] = _mm512_fmadd_ps(block[r][j], splat(rows[r]->scale), sum[r][j]);
+        sum[r][j] = mul_add(block[r][j], splat(rows[r]->scale), sum[r][j]);
       }
     }
   }
@@ -326,17 +370,15 @@ struct Int8Panel {
   BROS_INLINE static void add_group(const char* groups, int g, const ActivationBlock* (&rows)[R],
                                     Vec (&block)[R][2]) {
     const char* group = groups + g * kGroupBytes;
-    __m512i dot[R][2] = {};
+    PairSums sums[R][2];
 #pragma GCC unroll 16
     for (int pair = 0; pair < kGroup / 2; ++pair) {
-      const __m512i w[2] = {codes(group, pair, 0), codes(group, pair, 1)};
+      const ShortVec w[2] = {codes(group, pair, 0), codes(group, pair, 1)};
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
         int32_t a;
         __builtin_memcpy(&a, rows[r]->codes[g] + 2 * pair, sizeof a);
-        for (int j = 0; j < 2; ++j) {
-          dot[r][j] = _mm512_dpwssd_epi32(dot[r][j], w[j], _mm512_set1_epi32(a));
-        }
+        for (int j = 0; j < 2; ++j) sums[r][j].add(w[j], a);
       }
     }
 #pragma GCC unroll 2
@@ -344,25 +386,25 @@ struct Int8Panel {
       const Vec scale = load(reinterpret_cast<const float*>(group) + j * kLanes);
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
-        block[r][j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[r][j]), scale, block[r][j]);
+        block[r][j] = mul_add(sums[r][j].value(), scale, block[r][j]);
       }
     }
   }
 
-  BROS_INLINE static __m512i codes(const char* group, int pair, int j) {
+  BROS_INLINE static ShortVec codes(const char* group, int pair, int j) {
     const uint32_t* quads = reinterpret_cast<const uint32_t*>(group + 4 * kPanelOutputs);
     const uint32_t* at = quads + pair / 2 * kPanelOutputs + j * kLanes;
-    const __m512i raw = bit_cast<__m512i>(load_int(at));
-    return _mm512_srai_epi16(pair % 2 ? raw : _mm512_slli_epi16(raw, 8), 8);
+    const ShortVec raw = bit_cast<ShortVec>(load_int(at));
+    return pair % 2 ? raw >> 8 : raw << 8 >> 8;
   }
 
   const char* group_;
 };
 
-// ---- AVX-512 VNNI, int4: activations are rounded to codes of 8 bits, in the groups of weights.
-// ---- Outliers, groups that are large in their row, have codes of 16 bits, in two bytes: they would
-// ---- make most of the rounding error. Their second bytes are multiplied after the first bytes of
-// ---- all groups of a block of inputs (add_outliers in linear.h).
+// ---- int4: activations have codes of 8 bits, in the groups of weights. Outliers, groups that are
+// ---- large in their row, have codes of 16 bits, in two bytes: they would make most of the rounding
+// ---- error. Their second bytes are multiplied after the first bytes of all groups of a block of
+// ---- inputs (add_outliers in linear.h).
 //
 //     sum over a group = scale_a * scale_w * (sum of w * a) + minimum_w * (scale_a * sum of a)
 
@@ -378,82 +420,32 @@ struct ActivationGroup {
   int32_t is_outlier;
 };
 
-// The sum of each of four vectors.
-BROS_INLINE __m128i sums_of(const __m512i (&v)[4]) {
-  __m512i pairs[2];
-  for (int i = 0; i < 2; ++i) {
-    pairs[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]),
-                                _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]));
+// A group of x, whose largest magnitude is given. With a larger one than `limit` it is an outlier.
+BROS_INLINE void round_group(const float* x, float largest, float limit, ActivationGroup* out) {
+  const bool finite = largest < kInfinity;
+  const bool both = largest > limit;
+  const float most = both ? kMostPair : kMostByte;
+  const float step = finite ? largest / most : __builtin_nanf("");
+  const float to_code = finite && largest > 1e-30f ? most / largest : 0.0f;
+  IntVec codes[kGroupVectors], sum = {};
+  for (int j = 0; j < kGroupVectors; ++j) {
+    codes[j] = round_to_int(load(x + j * kLanes) * to_code);
+    sum += codes[j];
   }
-  const __m512i all = _mm512_add_epi32(_mm512_unpacklo_epi64(pairs[0], pairs[1]),
-                                       _mm512_unpackhi_epi64(pairs[0], pairs[1]));
-  const __m256i half =
-      _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
-  return _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-}
-
-// The largest of each of four vectors.
-BROS_INLINE __m128i largest_of(const __m512i (&v)[4]) {
-  __m512i pairs[2];
-  for (int i = 0; i < 2; ++i) {
-    pairs[i] = _mm512_max_epi32(_mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]),
-                                _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]));
-  }
-  const __m512i all = _mm512_max_epi32(_mm512_unpacklo_epi64(pairs[0], pairs[1]),
-                                       _mm512_unpackhi_epi64(pairs[0], pairs[1]));
-  const __m256i half =
-      _mm256_max_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
-  return _mm_max_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-}
-
-// The largest magnitudes of up to four groups; a NaN is larger than any number.
-BROS_INLINE __m128 largest_magnitudes(const float* x, int groups) {
-  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-  __m512i most[4] = {};
-  for (int g = 0; g < groups; ++g) {
-    const __m512i first = bit_cast<__m512i>(load(x + g * kGroup));
-    const __m512i second = bit_cast<__m512i>(load(x + g * kGroup + kLanes));
-    most[g] = _mm512_max_epi32(_mm512_and_si512(first, magnitude),
-                               _mm512_and_si512(second, magnitude));
-  }
-  return _mm_castsi128_ps(largest_of(most));
-}
-
-// Up to four groups of x. largest: their largest magnitudes. Groups with a larger one than `limit`
-// are outliers.
-BROS_INLINE void round_groups(const float* x, int groups, __m128 largest, float limit,
-                              ActivationGroup* out) {
-  const __mmask8 outliers = _mm_cmp_ps_mask(largest, _mm_set1_ps(limit), _CMP_GT_OQ);
-  const __mmask8 finite = _mm_cmp_ps_mask(largest, _mm_set1_ps(kInfinity), _CMP_LT_OQ);
-  const __mmask8 usable = finite & _mm_cmp_ps_mask(largest, _mm_set1_ps(1e-30f), _CMP_GT_OQ);
-  const __m128 most =
-      _mm_mask_blend_ps(outliers, _mm_set1_ps(kMostByte), _mm_set1_ps(kMostPair));
-  const __m128 step =
-      _mm_mask_div_ps(_mm_set1_ps(__builtin_nanf("")), finite, largest, most);
-  float to_code[4], steps[4], totals[4];
-  _mm_storeu_ps(to_code, _mm_maskz_div_ps(usable, most, largest));
-  _mm_storeu_ps(steps, step);
-  __m512i sum[4] = {};
-  for (int g = 0; g < groups; ++g) {
-    const bool both = outliers >> g & 1;
-    for (int j = 0; j < 2; ++j) {
-      const __m512i code =
-          _mm512_cvtps_epi32(load(x + g * kGroup + j * kLanes) * splat(to_code[g]));
-      sum[g] = _mm512_add_epi32(sum[g], code);
-      __m512i high = code;
-      if (both) {
-        high = _mm512_srai_epi32(_mm512_add_epi32(code, _mm512_set1_epi32(128)), 8);
-        const __m512i low = _mm512_sub_epi32(code, _mm512_slli_epi32(high, 8));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(out[g].low) + j, _mm512_cvtepi32_epi8(low));
-      }
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(out[g].high) + j, _mm512_cvtsepi32_epi8(high));
+  if (both) {
+    IntVec low[kGroupVectors];
+    for (int j = 0; j < kGroupVectors; ++j) {
+      const IntVec high = (codes[j] + 128) >> 8;
+      low[j] = codes[j] - (high << 8);
+      codes[j] = high;
     }
-    out[g].is_outlier = both;
-    out[g].low_scale = steps[g];
-    out[g].high_scale = both ? steps[g] * 256.0f : steps[g];
+    store_codes(out->low, low);
   }
-  _mm_storeu_ps(totals, _mm_mul_ps(step, _mm_cvtepi32_ps(sums_of(sum))));
-  for (int g = 0; g < groups; ++g) out[g].total = totals[g];
+  store_codes(out->high, codes);
+  out->high_scale = both ? step * 256.0f : step;
+  out->total = step * static_cast<float>(reduce_add(sum));
+  out->low_scale = step;
+  out->is_outlier = both;
 }
 
 struct Int4Panel {
@@ -465,10 +457,10 @@ struct Int4Panel {
   static constexpr bool kHasOutliers = true;
   static constexpr int kStep = kGroup, kStepBytes = sizeof(ActivationGroup);
   static constexpr int64_t kGroupBytes = kPanelOutputs * (4 + kGroup / 2);
-  static int64_t bytes(int64_t inputs) { return inputs / kGroup * kGroupBytes; }
+  static int64_t bytes(int64_t inputs) { return groups_of(inputs) * kGroupBytes; }
 
   BROS_INLINE void seek(const char* weights, int64_t k) {
-    group_ = weights + k / kGroup * kGroupBytes;
+    group_ = weights + groups_of(k) * kGroupBytes;
   }
 
   template <int R, int C>
@@ -479,16 +471,16 @@ struct Int4Panel {
     for (int r = 0; r < R; ++r) {
       rows[r] = reinterpret_cast<const ActivationGroup*>(x + r * x_stride);
     }
-    __m512i dot[R][2];
-    panels[0].multiply_bytes([&](int r) { return rows[r]->high; }, dot);
+    ByteSums sums[R][2];
+    panels[0].multiply_bytes([&](int r) { return rows[r]->high; }, sums);
 #pragma GCC unroll 2
     for (int j = 0; j < 2; ++j) {
       const Vec scale = panels[0].scale(j), minimum = panels[0].minimum(j);
 #pragma GCC unroll 6
       for (int r = 0; r < R; ++r) {
-        const Vec product = _mm512_cvtepi32_ps(dot[r][j]) * splat(rows[r]->high_scale);
-        sum[r][j] = _mm512_fmadd_ps(product, scale, sum[r][j]);
-        sum[r][j] = _mm512_fmadd_ps(minimum, splat(rows[r]->total), sum[r][j]);
+        const Vec product = sums[r][j].value() * splat(rows[r]->high_scale);
+        sum[r][j] = mul_add(product, scale, sum[r][j]);
+        sum[r][j] = mul_add(minimum, splat(rows[r]->total), sum[r][j]);
       }
     }
   }
@@ -504,19 +496,22 @@ struct Int4Panel {
                int64_t width) const {
     const ActivationGroup* groups[R];
     for (int r = 0; r < R; ++r) groups[r] = &activations(x + rows[r] * x_stride, 0);
-    __m512i dot[R][2];
-    multiply_bytes([&](int r) { return groups[r]->low; }, dot);
+    ByteSums sums[R][2];
+    multiply_bytes([&](int r) { return groups[r]->low; }, sums);
 #pragma GCC unroll 2
     for (int j = 0; j < 2; ++j) {
-      const __mmask16 some = _cvtu32_mask16(
-          width >= kPanelOutputs ? 0xffff : ((1u << width) - 1) >> j * kLanes & 0xffff);
+      const int64_t count = width - j * kLanes;
+      if (count <= 0) break;
       const Vec scale = this->scale(j);
 #pragma GCC unroll 6
       for (int r = 0; r < R; ++r) {
         float* at = out + rows[r] * stride + j * kLanes;
-        const Vec product = _mm512_cvtepi32_ps(dot[r][j]) * splat(groups[r]->low_scale);
-        const Vec sum = _mm512_maskz_loadu_ps(some, at);
-        _mm512_mask_storeu_ps(at, some, _mm512_fmadd_ps(product, scale, sum));
+        const Vec product = sums[r][j].value() * splat(groups[r]->low_scale);
+        if (count >= kLanes) {
+          store(at, mul_add(product, scale, load(at)));
+        } else {
+          store_first(at, mul_add(product, scale, load_first(at, count)), count);
+        }
       }
     }
   }
@@ -524,16 +519,15 @@ struct Int4Panel {
   static void round(const float* x, int64_t inputs, char* out) {
     ActivationGroup* groups = reinterpret_cast<ActivationGroup*>(out);
     const int64_t count = inputs / kGroup;
-    __m128 sum = {};
-    for (int64_t g = 0; g < count; g += 4) {
-      sum += largest_magnitudes(x + g * kGroup, static_cast<int>(min_of<int64_t>(4, count - g)));
+    float sums[4] = {};
+    for (int64_t g = 0; g < count; ++g) {
+      const float largest = largest_magnitude(x + g * kGroup, kGroup);
+      groups[g].high_scale = largest;  // until the group is rounded
+      sums[g % 4] += largest;
     }
-    const float mean = (sum[0] + sum[1] + (sum[2] + sum[3])) / static_cast<float>(count);
-    const float limit = kOutlier * mean;
-    for (int64_t g = 0; g < count; g += 4) {
-      const int some = static_cast<int>(min_of<int64_t>(4, count - g));
-      const float* at = x + g * kGroup;
-      round_groups(at, some, largest_magnitudes(at, some), limit, groups + g);
+    const float mean = (sums[0] + sums[1] + (sums[2] + sums[3])) / static_cast<float>(count);
+    for (int64_t g = 0; g < count; ++g) {
+      round_group(x + g * kGroup, groups[g].high_scale, kOutlier * mean, groups + g);
     }
   }
 
@@ -545,33 +539,28 @@ struct Int4Panel {
     return load(reinterpret_cast<const Fp16*>(group_) + kPanelOutputs + j * kLanes);
   }
 
-  // dot[r][j]: codes of weights times the bytes of row r.
+  // sums[r][j]: codes of weights times the bytes of row r.
   template <int R, class Bytes>
-  BROS_INLINE void multiply_bytes(const Bytes& bytes, __m512i (&dot)[R][2]) const {
+  BROS_INLINE void multiply_bytes(const Bytes& bytes, ByteSums (&sums)[R][2]) const {
     const uint32_t* eights = reinterpret_cast<const uint32_t*>(group_ + 4 * kPanelOutputs);
-    for (int r = 0; r < R; ++r) dot[r][0] = dot[r][1] = _mm512_setzero_si512();
 #pragma GCC unroll 8
     for (int quad = 0; quad < kGroup / 4; ++quad) {
-      __m512i w[2];
+      IntVec w[2];
       for (int j = 0; j < 2; ++j) {
-        const uint32_t* at = eights + quad / 2 * kPanelOutputs + j * kLanes;
-        const __m512i raw = bit_cast<__m512i>(load_int(at));
-        w[j] = _mm512_and_si512(quad % 2 ? _mm512_srli_epi16(raw, 4) : raw, _mm512_set1_epi8(15));
+        const IntVec raw = load_int(eights + quad / 2 * kPanelOutputs + j * kLanes);
+        w[j] = (quad % 2 ? raw >> 4 : raw) & 0x0f0f0f0f;
       }
 #pragma GCC unroll 6
       for (int r = 0; r < R; ++r) {
         int32_t a;
         __builtin_memcpy(&a, bytes(r) + 4 * quad, sizeof a);
-        for (int j = 0; j < 2; ++j) {
-          dot[r][j] = _mm512_dpbusd_epi32(dot[r][j], w[j], _mm512_set1_epi32(a));
-        }
+        for (int j = 0; j < 2; ++j) sums[r][j].add(w[j], a);
       }
     }
   }
 
   const char* group_;
 };
-#endif
 
 }  // namespace
 }  // namespace bros

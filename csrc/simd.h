@@ -27,6 +27,7 @@ constexpr int kLanes = 4;
 #endif
 
 constexpr float kInfinity = __builtin_inff();
+constexpr float kRoundMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
 
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
@@ -92,6 +93,34 @@ BROS_INLINE float reduce_max(Vec a) {
   float best = a[0];
   for (int i = 1; i < kLanes; ++i) best = max_of(best, a[i]);
   return best;
+}
+
+BROS_INLINE int32_t reduce_add(IntVec a) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32(bit_cast<__m512i>(a));
+#elif defined(__AVX2__)
+  const __m256i v = bit_cast<__m256i>(a);
+  __m128i x = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
+#else
+  return (a[0] + a[2]) + (a[1] + a[3]);
+#endif
+}
+
+BROS_INLINE int32_t reduce_max(IntVec a) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32(bit_cast<__m512i>(a));
+#elif defined(__AVX2__)
+  const __m256i v = bit_cast<__m256i>(a);
+  __m128i x = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  x = _mm_max_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
+#else
+  int32_t best = a[0];
+  for (int i = 1; i < kLanes; ++i) best = max_of(best, a[i]);
+  return best;
+#endif
 }
 
 // Bit i is set if lane i of a mask is.
@@ -237,6 +266,17 @@ BROS_INLINE Vec mul_add(Vec a, Vec b, Vec c) {
 #endif
 }
 
+// The nearest integers, of two the even one, for |x| < 2^22.
+BROS_INLINE IntVec round_to_int(Vec x) {
+#if defined(__AVX512F__)
+  return bit_cast<IntVec>(_mm512_cvtps_epi32(x));
+#elif defined(__AVX2__)
+  return bit_cast<IntVec>(_mm256_cvtps_epi32(x));
+#else
+  return bit_cast<IntVec>(x + kRoundMagic) - bit_cast<int32_t>(kRoundMagic);
+#endif
+}
+
 // Transposes kLanes vectors: lane j of vector i becomes lane i of vector j.
 BROS_INLINE void transpose(Vec* rows) {
 #if defined(__AVX512F__)
@@ -297,7 +337,6 @@ BROS_INLINE void transpose(Vec* rows) {
 
 // 2^n * 2^f for integral n (given as round_magic + n) and |f| <= 1/2. The polynomial is the
 // minimax one of degree 5: relative error below 2.1e-7, rounding included.
-constexpr float kRoundMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
 BROS_INLINE Vec scale_exp2(Vec magic_plus_n, Vec f) {
   Vec p = splat(1.327647198e-3f);
   p = p * f + 9.675541334e-3f;

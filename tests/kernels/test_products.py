@@ -1,7 +1,7 @@
 """Products with packed weights: every instruction set of this machine, every format.
 
 The oracle computes in fp64 from the values that the panels hold, and from activations as the
-instruction set rounds them.
+format and the instruction set round them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ each_format = pytest.mark.parametrize("form", ["fp32", "bf16", "int8", "int4"])
 
 
 BLOCK = 4 * GROUP
-"""Activations that share a scale where codes of int8 are multiplied, see csrc/linear_formats.h."""
+"""Activations that share a scale beside int8 weights, see csrc/linear_formats.h."""
 
 OUTLIER = 1.1
 """Groups of int4 with so many times the mean largest magnitude of the row have codes of 16 bits."""
@@ -62,8 +62,6 @@ def rounded(x: Tensor, level: str, form: str) -> Tensor:
     """The activations that are multiplied, in fp64."""
     if form == "bf16" and level == "avx512-bf16":
         return x.bfloat16().double()
-    if level not in ("avx512-bf16", "avx512-vnni"):
-        return x.double()
     if form == "int8":
         inputs = x.shape[1]
         blocks = F.pad(x, (0, -inputs % BLOCK)).unflatten(1, (-1, BLOCK))
