@@ -160,7 +160,7 @@ class EngineConfig(_Checked):
     weights: str = option(
         "auto",
         "precision of the weights; auto: bf16, or what a device without bf16 multiplies best",
-        choices=("auto", "fp32", "bf16", "fp16", "int4"),
+        choices=("auto", "fp32", "bf16", "fp16", "int8", "int4"),
     )
     kernels: str = option("auto", "kernel back end", choices=KERNELS)
     self_attention: str = option(

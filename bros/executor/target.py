@@ -26,7 +26,7 @@ _NATIVE_BF16 = (8, 0)
 class Target:
     """The device and precision that a decoder is built for.
 
-    weights: "fp32", "bf16", "fp16" or "int4".
+    weights: "fp32", "bf16", "fp16", "int8" or "int4".
     packed: True on a CPU: linear layers use packed formats, and activations are fp32. Otherwise
         weights are plain matrices, and activations have their dtype.
     """
@@ -102,9 +102,10 @@ def choose_target(config: EngineConfig, cuda: Cuda, rank: int = 0, size: int = 1
             raise ConfigError("--weights fp16: only on a GPU; on a CPU use bf16 or fp32")
         auto = "bf16" if multiplies_bf16() else "fp32"
         return Target(CPU, auto if config.weights == "auto" else config.weights, packed=True)
-    if config.weights == "int4":
+    if config.weights in ("int8", "int4"):
         raise ConfigError(
-            "--weights int4: only on a CPU; use bf16, fp16 or fp32 on the GPU, or --device cpu"
+            f"--weights {config.weights}: only on a CPU; use bf16, fp16 or fp32 on the GPU, or "
+            "--device cpu"
         )
     if size > cuda.num_devices:
         raise ConfigError(

@@ -30,6 +30,7 @@ from bros.kernels.panels import GROUP
 
 
 SUFFIXES = (".q4_0", ".q4_1", ".q8_0")
+_4_BITS = (".q4_0", ".q4_1")
 GROUP_BYTES = {".q4_0": 18, ".q4_1": 20, ".q8_0": 34}
 
 
@@ -133,6 +134,10 @@ class Weights(Protocol):
         """The matrix as 4-bit groups. The columns of a part must be a multiple of 32."""
         ...
 
+    def is_stored_in_4_bits(self, name: str) -> bool:
+        """Whether `int4` can give the stored groups."""
+        ...
+
     def copy_into(
         self, out: Tensor, name: str, shape: tuple[int, ...], part: Part | None = None
     ) -> None:
@@ -189,9 +194,13 @@ class WeightSource:
         group's border."""
         suffix = self._suffix(name)
         starts_at_group = part is None or part[1].start % GROUP == 0
-        if suffix in (".q4_0", ".q4_1") and starts_at_group:
+        if suffix in _4_BITS and starts_at_group:
             return Int4Groups.from_raw(self._groups(name, suffix, shape, part), suffix)
         return Int4Groups.from_dense(self.dense(name, shape, part))
+
+    def is_stored_in_4_bits(self, name: str) -> bool:
+        """See Weights."""
+        return self._suffix(name) in _4_BITS
 
     def _suffix(self, name: str) -> str | None:
         return next((suffix for suffix in SUFFIXES if name + suffix in self._file_of), None)
@@ -287,6 +296,10 @@ class RandomWeights:
 
     def int4(self, name: str, shape: tuple[int, int], part: Part | None = None) -> Int4Groups:
         return Int4Groups.from_dense(self.dense(name, shape, part))
+
+    def is_stored_in_4_bits(self, name: str) -> bool:
+        """See Weights."""
+        return False
 
     def copy_into(
         self, out: Tensor, name: str, shape: tuple[int, ...], part: Part | None = None

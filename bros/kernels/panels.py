@@ -65,9 +65,8 @@ class Panels:
 
         Values that have been rounded so before, as those of GGUF's Q8_0, keep their codes.
         """
-        groups = weight.float().view(len(weight), -1, GROUP)
-        scale = groups.abs().amax(dim=2) / 127
-        codes = (groups / scale.clamp(min=1e-30)[..., None]).round_().to(torch.int8).flatten(1)
+        groups, scale = int8_groups(weight)
+        codes = groups.to(torch.int8).flatten(1)
         panels = _split(codes, width)
         quads = panels.view(*panels.shape[:2], -1, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
         scales = _split(scale, width).transpose(1, 2)
@@ -89,6 +88,13 @@ class Panels:
         data = flat[0] if len(flat) == 1 else torch.cat(flat, dim=2)
         outputs, inputs = weight.shape
         return cls(form, data.flatten(), outputs, inputs, width)
+
+
+def int8_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes of int8, fp32 [outputs, groups, 32], and their scales, fp32 [outputs, groups]."""
+    groups = weight.float().view(len(weight), -1, GROUP)
+    scale = groups.abs().amax(dim=2) / 127
+    return (groups / scale.clamp(min=1e-30)[..., None]).round_(), scale
 
 
 def _split(matrix: Tensor, width: int) -> Tensor:

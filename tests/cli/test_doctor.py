@@ -83,7 +83,7 @@ def test_everything_that_is_in_use_is_tested(capsys: pytest.CaptureFixture[str])
     assert found["versions"]["torch"] and found["machine"]["CPU"]
 
 
-@pytest.mark.parametrize("weights", ["bf16", "int4"])
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
 def test_other_weights_are_tried_as_well(capsys: pytest.CaptureFixture[str], weights: str) -> None:
     status, found = doctor(capsys, "--device", "cpu", "--weights", weights)
     assert status == 0

@@ -62,7 +62,9 @@ def test_info(embedded: ModelFiles) -> None:
     assert info.max_model_len == 32 * 16
 
 
-@pytest.mark.parametrize(("weights", "mean_error"), [("fp32", 1e-4), ("bf16", 0.2), ("int4", 0.3)])
+@pytest.mark.parametrize(
+    ("weights", "mean_error"), [("fp32", 1e-4), ("bf16", 0.2), ("int8", 0.1), ("int4", 0.3)]
+)
 def test_logits_match_transformers(
     embedded: ModelFiles,
     token_ids: list[int],

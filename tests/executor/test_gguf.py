@@ -96,11 +96,17 @@ def test_every_architecture_matches(tmp_path: Path, kind: str, config: PreTraine
     torch.testing.assert_close(logits, expected_logits(path), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("stored", [Type.Q4_0, Type.Q4_1])
-def test_int4_uses_the_stored_groups_without_rounding_again(tmp_path: Path, stored: Type) -> None:
+@pytest.mark.parametrize(
+    ("weights", "stored", "tolerance"),
+    [("int4", Type.Q4_0, 0.1), ("int4", Type.Q4_1, 0.1), ("int8", Type.Q8_0, 1e-3)],
+)
+def test_stored_groups_are_not_rounded_again(
+    tmp_path: Path, weights: str, stored: Type, tolerance: float
+) -> None:
+    """Rounding the groups again would give errors of about 1 with int4 and 0.05 with int8."""
     path = written(tmp_path, LlamaConfig(**SHAPE), "llama", quantized=stored)
-    error = last_logits(load(converted(path), "int4")) - expected_logits(path)
-    assert error.abs().max() < 0.1  # rounding Q4 values again would give about 1
+    error = last_logits(load(converted(path), weights)) - expected_logits(path)
+    assert error.abs().max() < tolerance
 
 
 LLAMA3_ROPE = {

@@ -85,7 +85,7 @@ def test_bf16_is_packed_as_fp32_where_there_is_nothing_for_it(
     torch.testing.assert_close(out, F.linear(x.float(), weight.float()), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("weights", ["fp32", "bf16", "int4"])
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_logits_are_not_rounded_to_16_bits(weights: str, compiled: bool) -> None:
     kernels = compiled_kernels() if compiled else None

@@ -366,7 +366,7 @@ def kernel_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_one_order
-@pytest.mark.parametrize("weights", ["fp32", "bf16", "int4"])
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize(
     "spec",
     [tiny_spec(attention_bias=True), tiny_spec(architectures=["Qwen3ForCausalLM"], head_dim=32)],

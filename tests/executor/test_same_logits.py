@@ -80,7 +80,7 @@ def check(runner: ModelRunner, vocab: int, length: int, seed: int) -> None:
 
 
 @needs_one_order
-@pytest.mark.parametrize("weights", ["fp32", "bf16", "int4"])
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_a_request_has_the_same_logits_in_any_steps(spec: ModelSpec, weights: str) -> None:
     runner = runner_of(spec, weights, **OPTIONS)
@@ -97,7 +97,7 @@ def test_the_type_of_the_cache_makes_no_difference_to_that(kv_dtype: str) -> Non
 
 @needs_one_order
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["fp32", "bf16", "int4"])
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "int8", "int4"])
 def test_the_embedded_model_has_the_same_logits_in_any_steps(weights: str) -> None:
     runner = runner_of(None, weights, **OPTIONS)
     for seed in range(by_tier(fast=1, long=10)):

@@ -166,7 +166,7 @@ def check(
 
 
 @needs_one_order
-@pytest.mark.parametrize("weights", ["fp32", "bf16", "int4"])
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_suspensions_change_no_bit(spec: ModelSpec, weights: str) -> None:
     runner = runner_of(spec, weights, **OPTIONS)
@@ -176,7 +176,7 @@ def test_suspensions_change_no_bit(spec: ModelSpec, weights: str) -> None:
 
 @needs_one_order
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["fp32", "bf16", "int4"])
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "int8", "int4"])
 def test_suspensions_change_no_bit_of_the_embedded_model(weights: str) -> None:
     runner = runner_of(None, weights, **OPTIONS)
     for seed in range(by_tier(fast=1, long=8)):

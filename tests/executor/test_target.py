@@ -78,6 +78,7 @@ def test_activations_have_the_precision_of_weights_on_a_gpu_only() -> None:
         ({"weights": "fp16"}, NO_GPU, "^--weights fp16: only on a GPU"),
         ({"device": "cpu", "weights": "fp16"}, HOPPER, "^--weights fp16: only on a GPU"),
         ({"weights": "int4"}, HOPPER, "^--weights int4: only on a CPU"),
+        ({"weights": "int8"}, HOPPER, "^--weights int8: only on a CPU"),
     ],
 )
 def test_what_is_not_there_is_refused(options: dict[str, Any], cuda: Cuda, message: str) -> None:
@@ -120,6 +121,7 @@ def test_kernels_on_a_gpu() -> None:
     [
         ({"weights": "fp32"}, NO_GPU, "cpu-avx512-bf16", "fp32"),
         ({"weights": "int4"}, NO_GPU, "cpu-avx512-bf16", "bf16"),
+        ({"weights": "int8"}, NO_GPU, "cpu-avx512-bf16", "bf16"),
         ({"weights": "bf16"}, NO_GPU, "cpu-avx512-bf16", "bf16"),
         ({"weights": "bf16"}, NO_GPU, "cpu-avx2", "fp32"),
         ({"weights": "bf16", "kv_dtype": "fp32"}, NO_GPU, "cpu-avx512-bf16", "fp32"),

@@ -29,7 +29,7 @@ COMMON = "You are a helpful assistant who answers in short and simple sentences.
 """Long enough to be read together."""
 
 
-FORMATS = ("fp32", "bf16", "int4")
+FORMATS = ("fp32", "bf16", "int8", "int4")
 QUESTIONS = (
     "What is the capital of France?",
     "What is the capital of Italy?",

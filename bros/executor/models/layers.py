@@ -17,7 +17,7 @@ from torch import Tensor
 from bros.executor.target import Target, multiplies_bf16
 from bros.executor.weights import Int4Groups, Weights
 from bros.kernels.interface import Kernels, Product, Products, RowProducts
-from bros.kernels.panels import GROUP, Panels
+from bros.kernels.panels import GROUP, Panels, int8_groups
 from bros.kernels.row_padding import ROW_PADDING, with_padding
 
 
@@ -117,14 +117,19 @@ def make_linear(
 
     parts: (tensor name, rows) in order; columns: input features of all of them.
     products, row_products: see Kernels.
-    With int4 weights, a shape that int4 does not support is kept in bf16. Without products, int4
-    weights are held in bf16 or fp32: the same values, in the memory of these.
+    With int8 weights, matrices that are stored in 4 bits keep these: 8 bits would round them again.
+    With int8 or int4 weights, a shape that these do not support is kept in bf16. Without products,
+    int4 weights are held in bf16 or fp32, and int8 weights in fp32: the same values, in the memory
+    of these.
     """
     stacked_bias = None if bias is None else torch.cat(list(bias))
     if not target.packed:
         weight = load_matrix(source, parts, columns, target)
         return NativeLinear(weight, stacked_bias, row_products)
-    if target.weights == "int4" and columns % GROUP == 0:
+    in_4_bits = target.weights == "int4" or (
+        target.weights == "int8" and all(source.is_stored_in_4_bits(name) for name, _ in parts)
+    )
+    if in_4_bits and columns % GROUP == 0:
         groups = Int4Groups.concatenate([source.int4(name, (n, columns)) for name, n in parts])
         if products is None:
             dtype = torch.bfloat16 if multiplies_bf16() else torch.float32
@@ -133,6 +138,8 @@ def make_linear(
         panels = Panels.int4(groups.codes, groups.scale, groups.minimum, width)
         return PanelLinear(products, panels, stacked_bias)
     weight = torch.cat([source.dense(name, (n, columns)) for name, n in parts])
+    if target.weights == "int8" and columns % GROUP == 0:
+        return _int8_linear(weight, stacked_bias, products)
     weight = weight if target.weights == "fp32" else weight.bfloat16()
     return pack(weight, stacked_bias, products)
 
@@ -142,13 +149,23 @@ def make_lm_head(weight: Tensor, target: Target, products: Products | None) -> L
 
     Logits are sums in fp32: oneDNN would round those of bf16 weights to bf16, so that many of the
     best are equal. Never int4: rounding this layer changes logits more than rounding any other
-    layer. With int4 weights it has int8 groups, or bf16 where there are no products of int8.
+    layer. With int8 or int4 weights it has int8 groups; int4 has bf16 where there are no products.
     """
-    if products is not None and target.weights == "int4" and weight.shape[1] % GROUP == 0:
-        return PanelLinear(products, Panels.int8(weight, products.panel_width))
+    grouped = weight.shape[1] % GROUP == 0
+    if grouped and (
+        target.weights == "int8" or (target.weights == "int4" and products is not None)
+    ):
+        return _int8_linear(weight, None, products)
     if target.weights != "fp32":
         weight = weight.bfloat16() if products is not None else weight.bfloat16().float()
     return pack(weight, None, products)
+
+
+def _int8_linear(weight: Tensor, bias: Tensor | None, products: Products | None) -> Linear:
+    if products is not None:
+        return PanelLinear(products, Panels.int8(weight, products.panel_width), bias)
+    codes, scale = int8_groups(weight)
+    return pack((codes * scale[..., None]).flatten(1), bias)
 
 
 def load_matrix(

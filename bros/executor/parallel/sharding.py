@@ -190,6 +190,9 @@ class ShardedWeights:
         (rows, columns), part = self._place(name, shape, part)
         return self._source.int4(name, (rows, columns), part)
 
+    def is_stored_in_4_bits(self, name: str) -> bool:
+        return self._source.is_stored_in_4_bits(name)
+
     def copy_into(
         self, out: Tensor, name: str, shape: tuple[int, ...], part: Part | None = None
     ) -> None:
