@@ -18,7 +18,7 @@ Each is the least of `--rounds`. int4: all engines have the weights of one GGUF 
 packs them into groups of 32. There is no such file of random weights: with --shape, int4 is that of
 bros alone. The ceilings are measured in the same run: bytes of weights over the
 bandwidth of a sum, and multiplications over the speed of one large product (torch, of this
-precision; int4: the faster of both). They leave out attention, the KV cache and, for prompts, the
+precision, bf16 as fp32 where the CPU does not multiply it; int4: the faster of both). They leave out attention, the KV cache and, for prompts, the
 output layer. bros is measured first and last: where `again` differs, the machine changed. Run
 nothing else on it.
 """
@@ -46,6 +46,7 @@ import export_model
 from harness import benchmark_parser, save, table_of
 
 from bros.executor.model_store import default_cache_dir, embedded_gguf, resolve_model
+from bros.executor.target import multiplies_bf16
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -167,7 +168,9 @@ def ceilings(folder: Path, prompts: tuple[int, ...]) -> dict[str, Ms]:
     layer = 2 * width * (width + kv_width) + 3 * width * config["intermediate_size"]
     layers = layer * config["num_hidden_layers"]
     bytes_per_s = bandwidth()
-    speeds = {name: product_speed(dtype) for name, dtype in DTYPES.items()}
+    speeds = {"fp32": product_speed(torch.float32)}
+    # Elsewhere torch's product of bf16 takes minutes, and the numbers are multiplied as fp32.
+    speeds["bf16"] = product_speed(torch.bfloat16) if multiplies_bf16() else speeds["fp32"]
     found: dict[str, Ms] = {}
     for precision, size in BYTES.items():
         flop_s = speeds.get(precision, max(speeds.values()))
