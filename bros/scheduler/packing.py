@@ -22,6 +22,7 @@ it out costs there.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from array import array
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -255,26 +256,14 @@ class Packing(Generic[C]):
     best_effort_stop: str | None = None
 
 
-def _runs(candidates: Iterable[C]) -> Iterator[list[C]]:
-    """Runs of decode rows that hold all their memory, as most candidates do; each other candidate
-    by itself. In order.
-    """
-    run: list[C] = []
-    for candidate in candidates:
-        if (
-            candidate.remaining == 1
-            and candidate.running
-            and not candidate.num_missing
-            and candidate.suspended is None
-        ):
-            run.append(candidate)
-            continue
-        if run:
-            yield run
-            run = []
-        yield [candidate]
-    if run:
-        yield run
+def _is_whole_row(candidate: Candidate) -> bool:
+    """Whether it is a decode row that holds all its memory, as most candidates are."""
+    return (
+        candidate.running
+        and candidate.remaining == 1
+        and not candidate.num_missing
+        and candidate.suspended is None
+    )
 
 
 # ---- Packing without predicted times: in order, while rows, tokens and memory last.
@@ -306,13 +295,15 @@ def _take_in_order(
 ) -> int:
     """Returns how many tokens of the budget are left."""
     selected = packing.selected
-    for run in _runs(candidates):
-        taken = 0
-        if len(run) > 1:
-            taken = memory.reserve_rows(run[: min(bounds.rows - len(selected), tokens_left)])
-            selected += [(row, 1) for row in run[:taken]]
+    for are_rows, group in itertools.groupby(candidates, _is_whole_row):
+        rest: Iterable[C] = group
+        if are_rows:
+            rows = list(group)
+            taken = memory.reserve_rows(rows[: min(bounds.rows - len(selected), tokens_left)])
+            selected += [(row, 1) for row in rows[:taken]]
             tokens_left -= taken
-        for candidate in run[taken:]:
+            rest = rows[taken:]
+        for candidate in rest:
             if tokens_left == 0 or len(selected) == bounds.rows:
                 packing.full |= tokens_left > 0
                 packing.urgent_stop = packing.best_effort_stop = "rows" if tokens_left else "tokens"
@@ -598,10 +589,13 @@ class _Packer(Generic[C]):
         most: rows of the step.
         limit_s: time limit of the step; None for urgent candidates, which move the limit.
         """
-        for run in _runs(candidates):
-            yield run[0]
-            if len(run) > 1:
-                yield from run[1 + self._take_run(run[1:], most, limit_s) :]
+        for are_rows, group in itertools.groupby(candidates, _is_whole_row):
+            if not are_rows:
+                yield from group
+                continue
+            first, *rows = group
+            yield first
+            yield from rows[self._take_run(rows, most, limit_s) :]
 
     def _take_run(self, rows: Sequence[C], most: int, limit_s: float | None) -> int:
         """Take the first ones of these decode rows; returns how many.

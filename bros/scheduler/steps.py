@@ -20,10 +20,8 @@ _Size = tuple[int, int]
 
 
 def _size_of(packing: Packing[RequestState]) -> _Size:
-    tokens = context = 0
-    for state, num_tokens in packing.selected:
-        tokens += num_tokens
-        context += state.num_computed_tokens
+    tokens = sum([num_tokens for _, num_tokens in packing.selected])
+    context = sum([state.num_computed_tokens for state, _ in packing.selected])
     return tokens.bit_length(), context.bit_length()
 
 
@@ -322,12 +320,12 @@ def _idle(
     """See Step. running: after the commit, so that all selected requests are among them."""
     if len(running) == len(packing.selected):
         return []
-    selected = {state.request_id for state, _ in packing.selected}
-    reasons = {state.request_id: reason for state, reason in packing.passed_over}
+    selected = {state for state, _ in packing.selected}
+    reasons = {state: reason for state, reason in packing.passed_over if state.running}
     return [
-        (state, reasons.get(state.request_id) or _why_stopped(packing, state.service_class))
+        (state, reasons.get(state) or _why_stopped(packing, state.service_class))
         for state in running
-        if state.request_id not in selected
+        if state not in selected
     ]
 
 

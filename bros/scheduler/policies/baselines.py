@@ -95,7 +95,7 @@ class RoundRobinPolicy(OrderPolicy):
         self._next = _other(served)
 
     def _order(self, queues: Queues, service_class: ServiceClass) -> list[RequestState]:
-        running = queues.running_of(service_class)
+        running = queues.running_of[service_class]
         waiting = self._first_waiting(queues, service_class)
         return list(heapq.merge(running, waiting, key=rank_key))
 

@@ -200,8 +200,11 @@ class UrgentOrder:
             preempted = [state for state in preempted if state is not first[0]]
         rows: list[RequestState] = []
         if self._mode != "edf":
-            rows = by_deadline(s for s in running if s.remaining == 1 and s.deadline_s <= soon_s)
-            running = [s for s in running if s.remaining > 1 or s.deadline_s > soon_s]
+            others: list[RequestState] = []
+            for state in running:
+                is_due = state.deadline_s <= soon_s and state.remaining == 1
+                (rows if is_due else others).append(state)
+            rows, running = by_deadline(rows), others
         order: Iterator[RequestState] = iter(by_deadline(running))
         if on_time or preempted:
             order = heapq.merge(order, on_time[: self._most], preempted, key=deadline_key)
@@ -340,7 +343,7 @@ class OverloadGuard:
         """Seconds by which it would miss its objectives; not positive if it would meet them."""
         predictor, slo = self._predictor, state.slo
         decode = StepLoad()
-        running = queues.running_of(ServiceClass.RT)
+        running = queues.running_of[ServiceClass.RT]
         for other in running:
             decode.add_row(other.num_computed_tokens)
         decode_s = predictor.safe_seconds(decode)
@@ -575,7 +578,7 @@ class BrosPolicy:
                 self._forget_ended()
 
     def propose(self, queues: Queues, now: float) -> Proposal:
-        running = queues.running_of(ServiceClass.RT)
+        running = queues.running_of[ServiceClass.RT]
         self._used.note_waiting(queues)
         self._urgent.renew(running, queues, now)
         self._move_pressing(queues, now)
@@ -775,7 +778,7 @@ class BrosPolicy:
         that has used less than all others that run: where rows filled each step, a request behind
         100 of another tenant waited 11 s for its first token, and as long for the others.
         """
-        running = queues.running_of(ServiceClass.BE)
+        running = queues.running_of[ServiceClass.BE]
         rows = [s for s in running if s.remaining == 1]
         several = len(queues.open_of[ServiceClass.BE]) > 1
         if several:
