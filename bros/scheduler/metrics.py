@@ -164,18 +164,17 @@ class RequestRecord:
 
         alone_s: see StepLedger.
         """
-        slack = self.due_s - now
+        slack, last_s = self.due_s - now, self.last_token_s
         if slack < 0.0:
             self.late_tokens += 1
-        if self.first_token_s is None:
+        if last_s is None:
             self.first_token_s = now
             self.event(now, "resumed" if self.resumed else "first token")
             if not self.resumed:
                 self.pace_from_s = now
-        if self.last_token_s is not None:
-            gap_s = now - self.last_token_s
-            if self.last_token_s < self.objectives_from_s:
-                gap_s = now - self.objectives_from_s
+        else:
+            from_s = self.objectives_from_s
+            gap_s = now - (last_s if last_s > from_s else from_s)
             if self.longest_gap_s is None or gap_s > self.longest_gap_s:
                 self.longest_gap_s = max(gap_s, 0.0)
         compared = self._compared_from

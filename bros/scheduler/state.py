@@ -332,22 +332,15 @@ class RequestState:
     def sample_spec(self) -> SampleSpec:
         """How to sample the token after all computed tokens."""
         params, num_outputs = self.request.sampling, len(self.token_ids) - self.prompt_len
+        history = self.token_ids[:] if self.needs_history else ()
+        forbidden: tuple[int, ...] = ()
+        constraint = None
         if self.grammar is not None:
-            return SampleSpec(
-                params,
-                self.seed,
-                num_outputs,
-                self.prompt_len,
-                self.token_ids[:] if self.needs_history else (),
-                constraint=self.grammar.constraint(int(self.is_pending)),
-            )
+            constraint = self.grammar.constraint(int(self.is_pending))
+        elif num_outputs < params.min_tokens:
+            forbidden = tuple(self.stop_ids)
         return SampleSpec(
-            params,
-            self.seed,
-            num_outputs,
-            self.prompt_len,
-            self.token_ids[:] if self.needs_history else (),
-            tuple(self.stop_ids) if num_outputs < params.min_tokens else (),
+            params, self.seed, num_outputs, self.prompt_len, history, forbidden, constraint
         )
 
     def expect_output(self, at_s: float) -> None:
