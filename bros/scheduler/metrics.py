@@ -58,6 +58,7 @@ class RequestRecord:
     """
 
     __slots__ = (
+        "_alone_s",
         "_blocked_before",
         "_compared_from",
         "arrival_s",
@@ -74,7 +75,6 @@ class RequestRecord:
         "preemptions",
         "resumed",
         "resumed_s",
-        "slowdown",
         "waits",
     )
 
@@ -91,8 +91,9 @@ class RequestRecord:
         self.set_objectives(slo)
         self.late_tokens = 0
         self.longest_gap_s: float | None = None
-        self.slowdown: float | None = None
+        # When the time of steps was compared first, and `alone_s` then and at the latest token.
         self._compared_from: tuple[float, float] | None = None
+        self._alone_s = 0.0
         self.preemptions = 0
         self.left = False
         self.waits: dict[str, float] = {}
@@ -107,7 +108,7 @@ class RequestRecord:
     def reset_objectives(self, now: float, slo: Slo) -> None:
         """Set objectives that hold from now on, for the first token or the next ones."""
         self.objectives_from_s = now
-        self.longest_gap_s = self.slowdown = self._compared_from = None
+        self.longest_gap_s = self._compared_from = None
         self._expect(now, slo)
 
     def _expect(self, now: float, slo: Slo) -> None:
@@ -177,11 +178,9 @@ class RequestRecord:
             gap_s = now - (last_s if last_s > from_s else from_s)
             if self.longest_gap_s is None or gap_s > self.longest_gap_s:
                 self.longest_gap_s = max(gap_s, 0.0)
-        compared = self._compared_from
-        if compared is None:
+        if self._compared_from is None:
             self._compared_from = now, alone_s
-        elif alone_s > compared[1]:
-            self.slowdown = (now - compared[0]) / (alone_s - compared[1])
+        self._alone_s = alone_s
         self.last_token_s = now
         self.num_tokens += 1
         self.due_s = now + (slo.tpot_s or math.inf)
@@ -191,6 +190,15 @@ class RequestRecord:
         """The request ends without a token: its objectives are those of a first and last one."""
         self.first_token_s = self.last_token_s = now
         self.event(now, "prompt computed")
+
+    @property
+    def slowdown(self) -> float | None:
+        if self._compared_from is None or self.last_token_s is None:
+            return None
+        from_s, alone_s = self._compared_from
+        if self._alone_s <= alone_s:
+            return None
+        return (self.last_token_s - from_s) / (self._alone_s - alone_s)
 
     @property
     def ttft_s(self) -> float | None:
@@ -318,9 +326,10 @@ class ClassCounters:
         self._tpot_met += tpot_met
         self._both_met += ttft_met and tpot_met
         self._gap_met += record.met_gap(slo)
-        if record.slowdown is not None and slo.tpot_s is not None:  # a real-time stream
-            self._slowdown[bisect.bisect_left(_SLOWDOWN_BOUNDS, record.slowdown)] += 1
-            self._slowdown_total += record.slowdown
+        slowdown = record.slowdown
+        if slowdown is not None and slo.tpot_s is not None:  # a real-time stream
+            self._slowdown[bisect.bisect_left(_SLOWDOWN_BOUNDS, slowdown)] += 1
+            self._slowdown_total += slowdown
         if slo.deadline_s is not None:
             self._deadlines += 1
             self._deadlines_met += record.met_deadline(slo)

@@ -728,7 +728,7 @@ class BrosPolicy:
 
         Ablation: tight, attainment -1.5 points.
         """
-        intervals = (state.slo.tpot_s for state in running if state.slo.tpot_s is not None)
+        intervals = {state.slo.tpot_s or math.inf for state in running}
         return max(min(intervals, default=math.inf), self._settings.tpot_s / 2)
 
     def _best_effort_share(self, running: Sequence[RequestState]) -> float:
