@@ -234,11 +234,16 @@ class KvCacheManager:
         Returns what `append` does, of these requests in order. The next one, if there is any, needs
         `append`, which may evict or preempt.
         """
-        by_id, extend = self._by_id, self._allocator.extend
+        by_id, extend, grow = self._by_id, self._allocator.extend, self._stacks.grow
         places = []
         for index in range(first, len(request_ids)):
             holding = by_id.get(request_ids[index])
-            grown = None if holding is None or holding.missing else extend(holding, 1)
+            if holding is None or holding.missing:
+                break
+            # Most rows have room in their tail, so that they need no call of `extend`.
+            tail = holding.tail
+            pushed = grow(tail, holding.side, 1) if tail >= 0 else None
+            grown = extend(holding, 1) if pushed is None else (holding.grow(1), pushed)
             if grown is None:
                 break
             places.append(grown)

@@ -222,9 +222,12 @@ class CostModel:
 
     def prefill_seconds(self, tokens: int, context: int = 0) -> float:
         """Time of a prompt of `tokens` after `context` cached ones, in its own step."""
-        load = StepLoad()
-        load.add(tokens, context, True)
-        return self.seconds(load)
+        if tokens < 2:
+            load = StepLoad()
+            load.add(tokens, context, True)
+            return self.seconds(load)
+        pairs = tokens * context + tokens * (tokens + 1) / 2
+        return self._products(tokens) + self.sample_s + self.pair_s * pairs
 
     def prices(self, most_tokens: int) -> Prices:
         """What work costs beside other work, for routers and for predictions of whole calls.

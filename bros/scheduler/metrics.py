@@ -312,11 +312,14 @@ class ClassCounters:
     def note_tokens(self, slacks_s: Sequence[float]) -> None:
         """Tokens were committed so many seconds before their deadlines; infinite without one."""
         self.output_tokens += len(slacks_s)
+        counts, late_tokens, total_s = self._slack, 0, self._slack_total
         for slack_s in slacks_s:
             if slack_s < math.inf:
-                self._late_tokens += slack_s < 0.0
-                self._slack[bisect.bisect_left(_SLACK_BOUNDS_S, slack_s)] += 1
-                self._slack_total += slack_s
+                late_tokens += slack_s < 0.0
+                counts[bisect.bisect_left(_SLACK_BOUNDS_S, slack_s)] += 1
+                total_s += slack_s
+        self._late_tokens += late_tokens
+        self._slack_total = total_s
 
     def note_finish(self, record: RequestRecord, slo: Slo) -> None:
         """A request got its last token and is complete."""

@@ -502,7 +502,8 @@ class _Packer(Generic[C]):
 
     def take_urgent(self, candidates: Iterable[C]) -> bool:
         """Algorithm 1, lines 5-15; False if best-effort work may not follow."""
-        packing, bounds = self.packing, self._bounds
+        packing, bounds, now = self.packing, self._bounds, self._now
+        selected, passed_over = packing.selected, packing.passed_over
         go_on = True
         kept = min(self._rules.min_chunk, bounds.tokens // 2) if bounds.best_effort_credit_s else 0
         self._tokens_left -= kept
@@ -510,14 +511,14 @@ class _Packer(Generic[C]):
             if self._tokens_left <= 0:
                 packing.urgent_stop = "tokens"
                 break
-            if len(packing.selected) >= bounds.rows:
+            if len(selected) >= bounds.rows:
                 packing.full = True
-                due_s = candidate.deadline_s - self._now
-                if self._rules.strict_rows or due_s > packing.seconds + bounds.tbar_s:
+                waits_s = packing.seconds + bounds.tbar_s
+                if self._rules.strict_rows or candidate.deadline_s - now > waits_s:
                     packing.urgent_stop = "rows"
                     break
                 if candidate.remaining > 1:
-                    packing.passed_over.append((candidate, "rows"))
+                    passed_over.append((candidate, "rows"))
                     continue
             if not candidate.running and self._waits_for_prefix(candidate):
                 continue
