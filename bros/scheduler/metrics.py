@@ -7,8 +7,8 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
-from bros.core.interfaces import Buckets, ClassStats, RequestTrace
-from bros.core.request import FinishReason, ServiceClass, Slo
+from bros.core.interfaces import Buckets, ClassStats
+from bros.core.request import ServiceClass, Slo
 
 _MAX_EVENTS = 64
 """Further events of a request replace the last one."""
@@ -237,40 +237,13 @@ class RequestRecord:
             return slo.deadline_s is None
         return self.last_token_s - self.objectives_from_s <= slo.deadline_s
 
-    def trace(
-        self,
-        request_id: str,
-        *,
-        tenant: str,
-        service_class: ServiceClass,
-        requested_class: ServiceClass,
-        slo: Slo,
-        prompt_tokens: int,
-        blocked: Mapping[str, float] | None,
-        finish_reason: FinishReason | None,
-    ) -> RequestTrace:
-        """blocked: BlockedTime.so_far of its class and tenant if it is waiting right now."""
+    def waits_so_far(self, blocked: Mapping[str, float] | None) -> dict[str, float]:
+        """reason -> seconds. blocked: BlockedTime.so_far of its class and tenant if it is waiting
+        right now."""
         waits = dict(self.waits)
         for reason, waited in self._waited(blocked or {}):
             waits[reason] = waits.get(reason, 0.0) + waited
-        return RequestTrace(
-            request_id=request_id,
-            tenant=tenant,
-            service_class=service_class,
-            requested_class=requested_class,
-            slo=slo,
-            prompt_tokens=prompt_tokens,
-            output_tokens=self.num_tokens,
-            events=tuple((at - self.arrival_s, what) for at, what in self.events),
-            waits=waits,
-            ttft_s=self.ttft_s,
-            tpot_s=self.tpot_s,
-            longest_gap_s=self.longest_gap_s,
-            slowdown=self.slowdown if service_class is ServiceClass.RT else None,
-            late_tokens=self.late_tokens,
-            preemptions=self.preemptions,
-            finish_reason=finish_reason,
-        )
+        return waits
 
 
 # ---- Counters of one service class, and the estimate behind Retry-After.

@@ -296,14 +296,12 @@ def _take_in_order(
     """Returns how many tokens of the budget are left."""
     selected = packing.selected
     for are_rows, group in itertools.groupby(candidates, _is_whole_row):
-        rest: Iterable[C] = group
+        rest, taken = list(group), 0
         if are_rows:
-            rows = list(group)
-            taken = memory.reserve_rows(rows[: min(bounds.rows - len(selected), tokens_left)])
-            selected += [(row, 1) for row in rows[:taken]]
+            taken = memory.reserve_rows(rest[: min(bounds.rows - len(selected), tokens_left)])
+            selected += [(row, 1) for row in rest[:taken]]
             tokens_left -= taken
-            rest = rows[taken:]
-        for candidate in rest:
+        for candidate in rest[taken:]:
             if tokens_left == 0 or len(selected) == bounds.rows:
                 packing.full |= tokens_left > 0
                 packing.urgent_stop = packing.best_effort_stop = "rows" if tokens_left else "tokens"

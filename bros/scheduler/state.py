@@ -279,14 +279,23 @@ class RequestState:
         self, blocked: Mapping[str, float] | None, finish_reason: FinishReason | None
     ) -> RequestTrace:
         """blocked: BlockedTime.so_far of its class and tenant, if it is waiting right now."""
-        return self.record.trace(
-            self.request_id,
+        record, is_real_time = self.record, self.service_class is ServiceClass.RT
+        return RequestTrace(
+            request_id=self.request_id,
             tenant=self.request.tenant,
             service_class=self.service_class,
             requested_class=self.request.service_class,
             slo=self.slo,
             prompt_tokens=self.prompt_len,
-            blocked=blocked,
+            output_tokens=record.num_tokens,
+            events=tuple((at - record.arrival_s, what) for at, what in record.events),
+            waits=record.waits_so_far(blocked),
+            ttft_s=record.ttft_s,
+            tpot_s=record.tpot_s,
+            longest_gap_s=record.longest_gap_s,
+            slowdown=record.slowdown if is_real_time else None,
+            late_tokens=record.late_tokens,
+            preemptions=record.preemptions,
             finish_reason=finish_reason,
         )
 

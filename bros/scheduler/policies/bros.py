@@ -21,7 +21,7 @@ from bros.core.errors import OverloadedError
 from bros.core.request import ServiceClass
 from bros.scheduler.cost_model import StepLoad, StepTimePredictor
 from bros.scheduler.packing import Bounds, Packing, Rules
-from bros.scheduler.policies.base import Proposal
+from bros.scheduler.policies.base import Policy, Proposal
 from bros.scheduler.policies.best_effort_order import BestEffortOrder, StartOrder, TenantOrders
 from bros.scheduler.policies.pressure import Pressure
 from bros.scheduler.shares import DeviceTime, TenantShares
@@ -501,12 +501,13 @@ class BrosSettings:
         return self.rt_wait * self.ttft_s
 
 
-class BrosPolicy:
-    """See the top of this file; implements Policy."""
+class BrosPolicy(Policy):
+    """See the top of this file."""
 
     name = "bros"
     best_effort_yields = True
-    new_requests_preempt = True
+    predictor: StepTimePredictor
+    expected_tokens: Callable[[RequestState], int]
 
     def __init__(
         self,
@@ -538,13 +539,13 @@ class BrosPolicy:
             predictor,
             settings.rows,
             used.of[ServiceClass.RT],
-            used.prefill_s,
+            used.costs.prefill_s,
             settings.rules.min_chunk,
         )
         self._order = TenantOrders(
             make_order or (lambda: BestEffortOrder(settings.be_max_wait_s)),
             used.of[ServiceClass.BE],
-            used.prefill_s,
+            used.costs.prefill_s,
         )
         self._pressure = Pressure(
             settings.rt_slowdown, settings.tenant_rt_slowdowns, settings.be_share, self._rest_s
@@ -828,7 +829,7 @@ class BrosPolicy:
 
     def _rest_s(self, state: RequestState) -> float:
         """Predicted time that the rest of a best-effort request adds to steps."""
-        return self.predictor.slowdown * self._used.rest_s(state, self.expected_tokens(state))
+        return self.predictor.slowdown * self._used.costs.rest_s(state, self.expected_tokens(state))
 
     def _work_s(self, state: RequestState) -> float:
         """Estimated time of a best-effort request if every step takes as long as allowed."""
