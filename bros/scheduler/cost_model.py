@@ -276,8 +276,8 @@ class StepTimePredictor:
     safety factor that follows the `quantile` of actual / predicted: it rises a little after each
     step that takes longer, and falls less after each that does not.
 
-    Ablation: tight, attainment -39 points without a margin; slow machine, -12 points with a fixed
-    one, p99 gap +28 % without rho; one-token flood, -2.5 points without `rare_factor`.
+    Ablation: tight, attainment -41 points without a margin; slow machine, -12 points with a fixed
+    one, p99 gap +28 % without rho; cpu, -1 point without `rare_factor`.
 
     safety_factor: follows `quantile`.
     rare_factor: follows `rare_quantile`, for deadlines that cannot be made up for later.

@@ -50,7 +50,7 @@ from bros.scheduler.state import (
 # them, resumed answers waited for 3 s (tests/text/test_resumed.py). Behind a turn, which may take a
 # whole step of best-effort work, streams waited for 0.41 s beside a flood of long prompts.
 #
-# Ablation: relegated, attainment -33 points if late deadlines stay, -33 if late requests do not
+# Ablation: relegated, attainment -41 points if late deadlines stay, -41 if late requests do not
 # wait behind others; p99 of first tokens +12 % without turns.
 #
 # A request whose first token is late waits behind those that can still be on time. A preempted
@@ -418,8 +418,8 @@ class OverloadGuard:
 # is wrong. A reset to B0 does more harm than that: with 260 running requests it makes most of them
 # late, which is the next violation.
 #
-# Ablation: overload, throughput -32 % without a batch size, and tight memory, p99 of first tokens
-# +19 %; many small, throughput -15 % without slow start.
+# Ablation: tight memory, p99 of first tokens +19 % without a batch size, and many small, +14 %;
+# many small, throughput -15 % without slow start.
 
 
 class AdaptiveBatchSize:
@@ -451,7 +451,7 @@ _PRESSING, _OTHERS, _EARLY = 0.0, 1.0, 2.0
 
 _GAPS_IF_YIELDING = 5 / 3
 """For another request's first token, a step yields if no stream in it then waits longer than so
-many times its gap objective. Ablation: cpu, long, attainment -2.3 points with 1."""
+many times its gap objective. Ablation: cpu, long, attainment -1.8 points with 1."""
 
 _LOST_SHARE, _MAX_LOST_S = 0.03, 1.0
 """This share of all time may be lost: with aborted steps, and with what is dropped of suspended
@@ -727,7 +727,7 @@ class BrosPolicy(Policy):
     def _pace_bound_s(self, running: Sequence[RequestState]) -> float:
         """The shortest TPOT objective of the running requests, but at least half the default.
 
-        Ablation: tight, attainment -1.5 points.
+        Ablation: tight, attainment -1.2 points.
         """
         intervals = {state.slo.tpot_s or math.inf for state in running}
         return max(min(intervals, default=math.inf), self._settings.tpot_s / 2)
