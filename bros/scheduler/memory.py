@@ -113,7 +113,7 @@ class StepMemory:
         self._growth: list[tuple[int, int]] | None = None
         self.granted: dict[str, tuple[array[int], array[int]]] = {}
         self.losses: dict[str, Loss] = {}
-        self.restored: dict[ServiceClass, int] = {cls: 0 for cls in ServiceClass}
+        self.restored = dict.fromkeys(self._free_rows, 0)
         self.refusal = "memory"
         self.num_copied = 0
 

@@ -422,7 +422,7 @@ class Scheduler:
         ]
         states, new_request = self._states, step.new_request
         counters, alone_s = self._counters, self._steps.alone_s
-        slacks: dict[ServiceClass, list[float]] = {cls: [] for cls in ServiceClass}
+        slacks: dict[ServiceClass, list[float]] = {cls: [] for cls in counters}
         for sample in result.samples:
             state = states.get(sample.request_id)
             if state is None or state.arrival_index >= new_request:

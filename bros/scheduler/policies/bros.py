@@ -106,7 +106,7 @@ class UrgentOrder:
     mode: what happens after a lost deadline: renew (a new one follows), edf (it stays), or shed
         (waiting requests whose first token is late end with an error).
     rows: most requests that run at once.
-    min_chunk: smallest chunk of a prompt, in tokens.
+    rules: of packing.
     """
 
     def __init__(
@@ -116,14 +116,15 @@ class UrgentOrder:
         rows: int,
         shares: TenantShares,
         prefill_s: Callable[[RequestState], float],
-        min_chunk: int,
+        rules: Rules,
     ) -> None:
         self._mode = mode
         self._predictor = predictor
+        self._rows = rows
         self._most = rows + 1  # one more, so that the queue gets a wait reason
         self._shares = shares
         self._prefill_s = prefill_s
-        self._min_chunk = min_chunk
+        self._rules = rules
         self.held_back: Collection[str] = ()
 
     def key(self, state: RequestState, now: float) -> Rank:
@@ -180,17 +181,21 @@ class UrgentOrder:
             late = []
         parts = _Parts(running, on_time, preempted, late)
         self.held_back = self._held_back(parts, now)
+        # The published rules end the step at the first one that does not fit, so all have to come.
+        all_late = len(running) < self._rows or self._rules.early_return
         if not self.held_back:
-            return self._in_order(parts, step, now, soon_s)
+            return self._in_order(parts, all_late, step, now, soon_s)
         first, last = (
-            self._in_order(part, step, now, soon_s) for part in parts.divided(self.held_back)
+            self._in_order(part, all_late, step, now, soon_s)
+            for part in parts.divided(self.held_back)
         )
         return itertools.chain(first, last)
 
     def _in_order(
-        self, parts: _Parts, step: int, now: float, soon_s: float
+        self, parts: _Parts, all_late: bool, step: int, now: float, soon_s: float
     ) -> Iterable[RequestState]:
-        """All of the parts, with rows that are due soon and turns."""
+        """All of the parts, with rows that are due soon and turns. all_late: False if none of the
+        late requests can start, so that those will do that tell why they wait."""
         running, on_time, preempted, late = parts
         first: list[RequestState] = []
         if late and step % _TURN_STEPS == 0:
@@ -198,6 +203,7 @@ class UrgentOrder:
         elif preempted and step % _TURN_STEPS == _TURN_STEPS // 2:
             first = [min(preempted, key=rank_key)]
             preempted = [state for state in preempted if state is not first[0]]
+        late = late[: self._most] if all_late else _tell_reasons(late[: self._most])
         rows: list[RequestState] = []
         if self._mode != "edf":
             others: list[RequestState] = []
@@ -212,8 +218,8 @@ class UrgentOrder:
             head = itertools.islice(order, 1)
             return itertools.chain(heapq.merge(head, rows, key=deadline_key), order)
         if first and not self._leave_time(rows, now):
-            return itertools.chain(first, rows, order, late[: self._most])
-        return itertools.chain(rows, first, order, late[: self._most])
+            return itertools.chain(first, rows, order, late)
+        return itertools.chain(rows, first, order, late)
 
     def _leave_time(self, rows: Sequence[RequestState], now: float) -> bool:
         """Whether these rows, by deadline, can be on time beside the smallest chunk of a prompt."""
@@ -221,7 +227,7 @@ class UrgentOrder:
             return True
         load = StepLoad()
         load.add_rows(len(rows), sum([row.num_computed_tokens for row in rows]))
-        load.add(self._min_chunk, 0, False)
+        load.add(self._rules.min_chunk, 0, False)
         return now + self._predictor.safe_seconds(load) <= rows[0].deadline_s
 
     def _held_back(self, parts: _Parts, now: float) -> Collection[str]:
@@ -251,6 +257,15 @@ class UrgentOrder:
         least_s = _RESTART_MARGIN * self._predictor.prefill_seconds(state.remaining)
         state.deadline_s = now + max(state.slo.ttft_s or 0.0, least_s)
         state.late = True
+
+
+def _tell_reasons(late: Sequence[RequestState]) -> Sequence[RequestState]:
+    """Of requests by deadline that cannot start: the first one of each tenant, which gets the wait
+    reason of all, and the last one, since the batch ends at the first that is due late enough."""
+    firsts: dict[str, RequestState] = {}
+    for state in late[:-1]:
+        firsts.setdefault(state.request.tenant, state)
+    return [*firsts.values(), *late[-1:]]
 
 
 def _start_of(part: float, waiting: Sequence[RequestState]) -> int:
@@ -540,7 +555,7 @@ class BrosPolicy(Policy):
             settings.rows,
             used.of[ServiceClass.RT],
             used.costs.prefill_s,
-            settings.rules.min_chunk,
+            settings.rules,
         )
         self._order = TenantOrders(
             make_order or (lambda: BestEffortOrder(settings.be_max_wait_s)),
