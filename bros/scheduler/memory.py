@@ -231,9 +231,7 @@ class StepMemory:
             del ids[next(preempted, len(ids)) :]
         count = 0
         while True:
-            places = kv.append_rows(ids, count)
-            granted.update(zip(ids[count:], places, strict=False))
-            count += len(places)
+            count = kv.append_rows(ids, count, granted)
             if count == len(ids):
                 return count
             state = self._requester = states[count]
