@@ -263,8 +263,6 @@ class CostModel:
 
 _RHO_LOW, _RHO_HIGH = 0.5, 2.0
 _MAX_SLOWDOWN = 10.0
-_ALPHA, _FACTOR_STEP = 0.05, 0.01
-"""What one step adds to moving averages, and to the search for quantiles."""
 
 
 class StepTimePredictor:
@@ -289,8 +287,10 @@ class StepTimePredictor:
         self,
         model: CostModel,
         *,
+        alpha: float = 0.05,
         quantile: float = 0.95,
         rare_quantile: float = 0.99,
+        factor_step: float = 0.01,
         max_factor: float = 1.5,
         grouping: Grouping | None = None,
     ) -> None:
@@ -301,7 +301,9 @@ class StepTimePredictor:
         self.safety_factor = 1.05
         self.rare_factor = 1.1
         self.slowdown = 1.0
+        self._alpha = alpha
         self._quantile, self._rare_quantile = quantile, rare_quantile
+        self._factor_step = factor_step
         self._max_factor = max_factor
 
     def seconds(self, load: StepLoad) -> float:
@@ -330,15 +332,15 @@ class StepTimePredictor:
         if expected <= 0.0:
             return
         slowdown = min(actual_s / (decode + rest), _MAX_SLOWDOWN)
-        self.slowdown += _ALPHA * (slowdown - self.slowdown)
+        self.slowdown += self._alpha * (slowdown - self.slowdown)
         ratio = actual_s / expected
         self.safety_factor = self._followed(self.safety_factor, ratio, self._quantile)
         rare = self._followed(self.rare_factor, ratio, self._rare_quantile)
         self.rare_factor = max(rare, self.safety_factor)
         decode = self.rho_decode * decode / expected
         ratio = min(max(ratio, _RHO_LOW), _RHO_HIGH)
-        self.rho_decode = _corrected(self.rho_decode, ratio, _ALPHA * decode)
-        self.rho_prefill = _corrected(self.rho_prefill, ratio, _ALPHA * (1.0 - decode))
+        self.rho_decode = _corrected(self.rho_decode, ratio, self._alpha * decode)
+        self.rho_prefill = _corrected(self.rho_prefill, ratio, self._alpha * (1.0 - decode))
 
     def _phases(self, load: StepLoad) -> tuple[float, float]:
         """The model's time of the decode rows alone, and what the rest of the step adds."""
@@ -349,7 +351,7 @@ class StepTimePredictor:
 
     def _followed(self, factor: float, ratio: float, quantile: float) -> float:
         """One step of a stochastic search for a quantile of the ratios."""
-        factor += _FACTOR_STEP * (quantile - (ratio <= factor))
+        factor += self._factor_step * (quantile - (ratio <= factor))
         return min(max(factor, 1.0), self._max_factor)
 
 
