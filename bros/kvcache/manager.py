@@ -227,22 +227,30 @@ class KvCacheManager:
         return before, slots
 
     def append_rows(
-        self, request_ids: Sequence[str], first: int
-    ) -> list[tuple[array[int], array[int]]]:
+        self,
+        request_ids: Sequence[str],
+        first: int,
+        granted: dict[str, tuple[array[int], array[int]]],
+    ) -> int:
         """Append one token to each of request_ids[first:], as long as Allocator.extend is enough.
 
-        Returns what `append` does, of these requests in order. The next one, if there is any, needs
-        `append`, which may evict or preempt.
+        granted: what `append` would return is added to it, by id.
+        Returns the index of the first request left. It needs `append`, which may evict or preempt.
         """
-        by_id, extend = self._by_id, self._allocator.extend
-        places = []
+        by_id, extend, grow = self._by_id, self._allocator.extend, self._stacks.grow
         for index in range(first, len(request_ids)):
-            holding = by_id.get(request_ids[index])
-            grown = None if holding is None or holding.missing else extend(holding, 1)
+            request_id = request_ids[index]
+            holding = by_id.get(request_id)
+            if holding is None or holding.missing:
+                return index
+            # Most rows have room in their tail, so that they need no call of `extend`.
+            tail = holding.tail
+            pushed = grow(tail, holding.side, 1) if tail >= 0 else None
+            grown = extend(holding, 1) if pushed is None else (holding.grow(1), pushed)
             if grown is None:
-                break
-            places.append(grown)
-        return places
+                return index
+            granted[request_id] = grown
+        return len(request_ids)
 
     def truncate(self, request_id: str, num_tokens: int) -> None:
         """Undo the latest append of a request, or the last tokens of it: `num_tokens` are left.

@@ -7,8 +7,8 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
-from bros.core.interfaces import Buckets, ClassStats, RequestTrace
-from bros.core.request import FinishReason, ServiceClass, Slo
+from bros.core.interfaces import Buckets, ClassStats
+from bros.core.request import ServiceClass, Slo
 
 _MAX_EVENTS = 64
 """Further events of a request replace the last one."""
@@ -58,6 +58,7 @@ class RequestRecord:
     """
 
     __slots__ = (
+        "_alone_s",
         "_blocked_before",
         "_compared_from",
         "arrival_s",
@@ -74,7 +75,6 @@ class RequestRecord:
         "preemptions",
         "resumed",
         "resumed_s",
-        "slowdown",
         "waits",
     )
 
@@ -91,8 +91,9 @@ class RequestRecord:
         self.set_objectives(slo)
         self.late_tokens = 0
         self.longest_gap_s: float | None = None
-        self.slowdown: float | None = None
+        # When the time of steps was compared first, and `alone_s` then and at the latest token.
         self._compared_from: tuple[float, float] | None = None
+        self._alone_s = 0.0
         self.preemptions = 0
         self.left = False
         self.waits: dict[str, float] = {}
@@ -107,7 +108,7 @@ class RequestRecord:
     def reset_objectives(self, now: float, slo: Slo) -> None:
         """Set objectives that hold from now on, for the first token or the next ones."""
         self.objectives_from_s = now
-        self.longest_gap_s = self.slowdown = self._compared_from = None
+        self.longest_gap_s = self._compared_from = None
         self._expect(now, slo)
 
     def _expect(self, now: float, slo: Slo) -> None:
@@ -164,25 +165,22 @@ class RequestRecord:
 
         alone_s: see StepLedger.
         """
-        slack = self.due_s - now
+        slack, last_s = self.due_s - now, self.last_token_s
         if slack < 0.0:
             self.late_tokens += 1
-        if self.first_token_s is None:
+        if last_s is None:
             self.first_token_s = now
             self.event(now, "resumed" if self.resumed else "first token")
             if not self.resumed:
                 self.pace_from_s = now
-        if self.last_token_s is not None:
-            gap_s = now - self.last_token_s
-            if self.last_token_s < self.objectives_from_s:
-                gap_s = now - self.objectives_from_s
+        else:
+            from_s = self.objectives_from_s
+            gap_s = now - (last_s if last_s > from_s else from_s)
             if self.longest_gap_s is None or gap_s > self.longest_gap_s:
                 self.longest_gap_s = max(gap_s, 0.0)
-        compared = self._compared_from
-        if compared is None:
+        if self._compared_from is None:
             self._compared_from = now, alone_s
-        elif alone_s > compared[1]:
-            self.slowdown = (now - compared[0]) / (alone_s - compared[1])
+        self._alone_s = alone_s
         self.last_token_s = now
         self.num_tokens += 1
         self.due_s = now + (slo.tpot_s or math.inf)
@@ -192,6 +190,15 @@ class RequestRecord:
         """The request ends without a token: its objectives are those of a first and last one."""
         self.first_token_s = self.last_token_s = now
         self.event(now, "prompt computed")
+
+    @property
+    def slowdown(self) -> float | None:
+        if self._compared_from is None or self.last_token_s is None:
+            return None
+        from_s, alone_s = self._compared_from
+        if self._alone_s <= alone_s:
+            return None
+        return (self.last_token_s - from_s) / (self._alone_s - alone_s)
 
     @property
     def ttft_s(self) -> float | None:
@@ -230,40 +237,13 @@ class RequestRecord:
             return slo.deadline_s is None
         return self.last_token_s - self.objectives_from_s <= slo.deadline_s
 
-    def trace(
-        self,
-        request_id: str,
-        *,
-        tenant: str,
-        service_class: ServiceClass,
-        requested_class: ServiceClass,
-        slo: Slo,
-        prompt_tokens: int,
-        blocked: Mapping[str, float] | None,
-        finish_reason: FinishReason | None,
-    ) -> RequestTrace:
-        """blocked: BlockedTime.so_far of its class and tenant if it is waiting right now."""
+    def waits_so_far(self, blocked: Mapping[str, float] | None) -> dict[str, float]:
+        """reason -> seconds. blocked: BlockedTime.so_far of its class and tenant if it is waiting
+        right now."""
         waits = dict(self.waits)
         for reason, waited in self._waited(blocked or {}):
             waits[reason] = waits.get(reason, 0.0) + waited
-        return RequestTrace(
-            request_id=request_id,
-            tenant=tenant,
-            service_class=service_class,
-            requested_class=requested_class,
-            slo=slo,
-            prompt_tokens=prompt_tokens,
-            output_tokens=self.num_tokens,
-            events=tuple((at - self.arrival_s, what) for at, what in self.events),
-            waits=waits,
-            ttft_s=self.ttft_s,
-            tpot_s=self.tpot_s,
-            longest_gap_s=self.longest_gap_s,
-            slowdown=self.slowdown if service_class is ServiceClass.RT else None,
-            late_tokens=self.late_tokens,
-            preemptions=self.preemptions,
-            finish_reason=finish_reason,
-        )
+        return waits
 
 
 # ---- Counters of one service class, and the estimate behind Retry-After.
@@ -305,11 +285,14 @@ class ClassCounters:
     def note_tokens(self, slacks_s: Sequence[float]) -> None:
         """Tokens were committed so many seconds before their deadlines; infinite without one."""
         self.output_tokens += len(slacks_s)
+        counts, late_tokens, total_s = self._slack, 0, self._slack_total
         for slack_s in slacks_s:
             if slack_s < math.inf:
-                self._late_tokens += slack_s < 0.0
-                self._slack[bisect.bisect_left(_SLACK_BOUNDS_S, slack_s)] += 1
-                self._slack_total += slack_s
+                late_tokens += slack_s < 0.0
+                counts[bisect.bisect_left(_SLACK_BOUNDS_S, slack_s)] += 1
+                total_s += slack_s
+        self._late_tokens += late_tokens
+        self._slack_total = total_s
 
     def note_finish(self, record: RequestRecord, slo: Slo) -> None:
         """A request got its last token and is complete."""
@@ -319,9 +302,10 @@ class ClassCounters:
         self._tpot_met += tpot_met
         self._both_met += ttft_met and tpot_met
         self._gap_met += record.met_gap(slo)
-        if record.slowdown is not None and slo.tpot_s is not None:  # a real-time stream
-            self._slowdown[bisect.bisect_left(_SLOWDOWN_BOUNDS, record.slowdown)] += 1
-            self._slowdown_total += record.slowdown
+        slowdown = record.slowdown
+        if slowdown is not None and slo.tpot_s is not None:  # a real-time stream
+            self._slowdown[bisect.bisect_left(_SLOWDOWN_BOUNDS, slowdown)] += 1
+            self._slowdown_total += slowdown
         if slo.deadline_s is not None:
             self._deadlines += 1
             self._deadlines_met += record.met_deadline(slo)

@@ -221,14 +221,14 @@ class Prefixes:
             return
         size = self._kv.block_size
         for state, num_tokens in packing.selected:
+            computed = state.num_computed_tokens
             if state.num_reused is None:
-                self._note_start(state, state.num_computed_tokens - num_tokens)
+                self._note_start(state, computed - num_tokens)
             # A block was filled if the tokens beyond the last boundary are fewer than the new ones.
-            filled = state.num_computed_tokens % size < num_tokens
+            filled = computed % size < num_tokens
             if filled and not state.record.left and state.request_id not in failed:
-                num_tokens = state.num_computed_tokens
-                keys = state.keys(size, num_tokens)
-                self._kv.computed(state.request_id, keys, state.side, num_tokens)
+                keys = state.keys(size, computed)
+                self._kv.computed(state.request_id, keys, state.side, computed)
 
     def _note_start(self, state: RequestState, num_cached: int) -> None:
         """Count the prompt tokens that were cached when a request began."""

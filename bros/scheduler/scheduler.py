@@ -422,7 +422,7 @@ class Scheduler:
         ]
         states, new_request = self._states, step.new_request
         counters, alone_s = self._counters, self._steps.alone_s
-        slacks: dict[ServiceClass, list[float]] = {cls: [] for cls in ServiceClass}
+        slacks: dict[ServiceClass, list[float]] = {cls: [] for cls in counters}
         for sample in result.samples:
             state = states.get(sample.request_id)
             if state is None or state.arrival_index >= new_request:
@@ -434,16 +434,15 @@ class Scheduler:
                 self._finish(state, FinishReason.ERROR, now)
                 outputs.append(_error_output(state, sample.error))
                 continue
-            record = state.record
-            first = record.last_token_s is None
-            if first:
+            record, cached_tokens = state.record, 0
+            if record.last_token_s is None:
                 counters[state.service_class].prompt_tokens += state.prompt_len
+                cached_tokens = state.num_reused or 0
             slacks[state.service_class].append(record.token(now, state.slo, alone_s))
             reason = state.add_output(sample.token_id, now)
             if reason is not None:
                 self._complete(state, reason, now)
             logprobs = (sample.logprobs,) if sample.logprobs else ()
-            cached_tokens = state.num_reused or 0 if first else 0
             # Without names, which would take twice the time for each token of each request.
             outputs.append(
                 RequestOutput(
@@ -689,12 +688,12 @@ class Scheduler:
         for state, num_tokens in packing.selected:
             if not state.running:
                 self._begin(state, now)
-            start = state.num_computed_tokens
+            request_id, tokens, start = state.request_id, state.token_ids, state.num_computed_tokens
             state.num_computed_tokens = end = start + num_tokens
             state.num_missing = 0
-            tokens, (segments, slots) = state.token_ids, granted[state.request_id]
+            segments, slots = granted[request_id]
             sample = state.sample_spec() if end == len(tokens) and state.samples else None
-            chunk = Chunk(state.request_id, start, tokens[start:end], segments, slots, sample)
+            chunk = Chunk(request_id, start, tokens[start:end], segments, slots, sample)
             if state.num_read < state.read_end:
                 chunk.readout = state.readout(start, end)
             if state.suspended is None:

@@ -205,6 +205,7 @@ class DeviceTime:
     """What the tenants use of the device.
 
     of: class -> its shares.
+    costs: what requests add to steps.
     """
 
     def __init__(self, weights: Mapping[str, float], model: CostModel, most_tokens: int) -> None:
@@ -212,16 +213,8 @@ class DeviceTime:
         self.of: Mapping[ServiceClass, TenantShares] = {
             cls: TenantShares(weights) for cls in ServiceClass
         }
-        self._costs = StepCosts(model, most_tokens)
+        self.costs = StepCosts(model, most_tokens)
         self._charges: list[tuple[TenantShares, str, float]] = []  # of the latest step
-
-    def prefill_s(self, state: RequestState) -> float:
-        """What the rest of a prompt adds to steps."""
-        return self._costs.prefill_s(state)
-
-    def rest_s(self, state: RequestState, outputs: int) -> float:
-        """What the rest of its prompt and so many output tokens add to steps."""
-        return self._costs.rest_s(state, outputs)
 
     def note_waiting(self, queues: Queues) -> None:
         """Before a step is chosen: which tenants have waiting requests."""
@@ -239,7 +232,7 @@ class DeviceTime:
             if len(queues.open_of[service_class]) == 1:
                 used_s: Mapping[str, float] = {chunks[0][0].request.tenant: seconds}
             else:
-                used_s = self._costs.divided(chunks, seconds)
+                used_s = self.costs.divided(chunks, seconds)
             for tenant, part_s in used_s.items():
                 shares.charge(tenant, part_s)
                 self._charges.append((shares, tenant, part_s))

@@ -8,6 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from types import MappingProxyType
 
 from bros.core.interfaces import GrammarState, RequestTrace, StopRule
@@ -278,14 +279,23 @@ class RequestState:
         self, blocked: Mapping[str, float] | None, finish_reason: FinishReason | None
     ) -> RequestTrace:
         """blocked: BlockedTime.so_far of its class and tenant, if it is waiting right now."""
-        return self.record.trace(
-            self.request_id,
+        record, is_real_time = self.record, self.service_class is ServiceClass.RT
+        return RequestTrace(
+            request_id=self.request_id,
             tenant=self.request.tenant,
             service_class=self.service_class,
             requested_class=self.request.service_class,
             slo=self.slo,
             prompt_tokens=self.prompt_len,
-            blocked=blocked,
+            output_tokens=record.num_tokens,
+            events=tuple((at - record.arrival_s, what) for at, what in record.events),
+            waits=record.waits_so_far(blocked),
+            ttft_s=record.ttft_s,
+            tpot_s=record.tpot_s,
+            longest_gap_s=record.longest_gap_s,
+            slowdown=record.slowdown if is_real_time else None,
+            late_tokens=record.late_tokens,
+            preemptions=record.preemptions,
             finish_reason=finish_reason,
         )
 
@@ -331,22 +341,15 @@ class RequestState:
     def sample_spec(self) -> SampleSpec:
         """How to sample the token after all computed tokens."""
         params, num_outputs = self.request.sampling, len(self.token_ids) - self.prompt_len
+        history = self.token_ids[:] if self.needs_history else ()
+        forbidden: tuple[int, ...] = ()
+        constraint = None
         if self.grammar is not None:
-            return SampleSpec(
-                params,
-                self.seed,
-                num_outputs,
-                self.prompt_len,
-                self.token_ids[:] if self.needs_history else (),
-                constraint=self.grammar.constraint(int(self.is_pending)),
-            )
+            constraint = self.grammar.constraint(int(self.is_pending))
+        elif num_outputs < params.min_tokens:
+            forbidden = tuple(self.stop_ids)
         return SampleSpec(
-            params,
-            self.seed,
-            num_outputs,
-            self.prompt_len,
-            self.token_ids[:] if self.needs_history else (),
-            tuple(self.stop_ids) if num_outputs < params.min_tokens else (),
+            params, self.seed, num_outputs, self.prompt_len, history, forbidden, constraint
         )
 
     def expect_output(self, at_s: float) -> None:
@@ -416,6 +419,7 @@ class Queues:
     Ranks and queue keys are unique, so that bisection finds a request.
 
     running: requests that hold KV memory, sorted by rank.
+    running_of: the same by class.
     waiting: requests that hold none, by class, sorted by queue_key.
     waiting_of: how many wait of each tenant with waiting requests, by class.
     open_of: how many wait or run of each tenant with such requests, by class.
@@ -424,14 +428,13 @@ class Queues:
 
     def __init__(self) -> None:
         self.running: list[RequestState] = []
+        self.running_of: Mapping[ServiceClass, list[RequestState]] = {
+            cls: [] for cls in ServiceClass
+        }
         self.waiting: Mapping[ServiceClass, list[RequestState]] = {cls: [] for cls in ServiceClass}
         self.waiting_of: Mapping[ServiceClass, dict[str, int]] = {cls: {} for cls in ServiceClass}
         self.open_of: Mapping[ServiceClass, dict[str, int]] = {cls: {} for cls in ServiceClass}
         self.blocked = BlockedTime()
-
-    def running_of(self, service_class: ServiceClass) -> list[RequestState]:
-        """The running requests of one class, sorted by rank."""
-        return [state for state in self.running if state.service_class is service_class]
 
     def enqueue(self, state: RequestState) -> None:
         """Add a request that holds no memory to its waiting queue."""
@@ -470,11 +473,11 @@ class Queues:
         """Move a request from waiting to running."""
         self._dequeue(state)
         state.running = True
-        bisect.insort(self.running, state, key=rank_key)
+        self._add_running(state)
 
     def stop(self, state: RequestState) -> None:
         """Move a request from running to waiting."""
-        del self.running[_index(self.running, state, rank_key)]
+        self._remove_running(state)
         state.running = False
         self._enqueue(state)
 
@@ -482,7 +485,7 @@ class Queues:
         """Remove a request from its queue."""
         self._count(self.open_of, state, -1)
         if state.running:
-            del self.running[_index(self.running, state, rank_key)]
+            self._remove_running(state)
         else:
             self._dequeue(state)
 
@@ -490,9 +493,17 @@ class Queues:
         """Add a removed request again, after its class, rank and queue_key have changed."""
         if state.running:
             self._count(self.open_of, state, 1)
-            bisect.insort(self.running, state, key=rank_key)
+            self._add_running(state)
         else:
             self.enqueue(state)
+
+    def _add_running(self, state: RequestState) -> None:
+        for queue in (self.running, self.running_of[state.service_class]):
+            bisect.insort(queue, state, key=rank_key)
+
+    def _remove_running(self, state: RequestState) -> None:
+        for queue in (self.running, self.running_of[state.service_class]):
+            del queue[_index(queue, state, rank_key)]
 
     def __iter__(self) -> Iterator[RequestState]:
         return itertools.chain(self.running, *self.waiting.values())
@@ -503,6 +514,8 @@ class Queues:
         assert all(state.running for state in self.running)
         assert all(s.num_computed_tokens > 0 or s.suspended is not None for s in self.running)
         for service_class, queue in self.waiting.items():
+            running = [s for s in self.running if s.service_class is service_class]
+            assert self.running_of[service_class] == running
             assert all(a.queue_key < b.queue_key for a, b in itertools.pairwise(queue))
             assert not any(state.running for state in queue)
             assert all(state.service_class is service_class for state in queue)
@@ -523,8 +536,8 @@ def section(state: RequestState) -> float:
 
 
 def by_deadline(states: Iterable[RequestState]) -> list[RequestState]:
-    """Sorted by absolute deadline, and by rank where that is equal."""
-    return sorted(states, key=deadline_key)
+    """Sorted by absolute deadline, and by rank where that is equal. states: sorted by rank."""
+    return sorted(states, key=_deadline)  # sorting is stable
 
 
 def deadline_key(state: RequestState) -> tuple[float, Rank]:
@@ -538,6 +551,9 @@ def _index(
     index = bisect.bisect_left(queue, key(state), key=key)
     assert queue[index] is state
     return index
+
+
+_deadline = attrgetter("deadline_s")
 
 
 def _queue_key(state: RequestState) -> Rank:

@@ -20,10 +20,8 @@ _Size = tuple[int, int]
 
 
 def _size_of(packing: Packing[RequestState]) -> _Size:
-    tokens = context = 0
-    for state, num_tokens in packing.selected:
-        tokens += num_tokens
-        context += state.num_computed_tokens
+    tokens = sum([num_tokens for _, num_tokens in packing.selected])
+    context = sum([state.num_computed_tokens for state, _ in packing.selected])
     return tokens.bit_length(), context.bit_length()
 
 
@@ -165,13 +163,7 @@ class StepLedger:
             size=_size_of(packing),
             new_request=new_request,
             prefilled=[s for s, _ in packing.selected if not s.samples and s.remaining == 0],
-            blocked={
-                (service_class, tenant): _why_waiting(
-                    packing, service_class, tenant, tenant in behind.get(service_class, ())
-                )
-                for service_class, tenants in queues.waiting_of.items()
-                for tenant in tenants
-            },
+            blocked=_blocked(packing, queues, behind),
             idle=_idle(packing, queues.running),
         )
         self._running.append(step)
@@ -301,19 +293,26 @@ def _note_waits(step: Step, seconds: float, queues: Queues) -> bool:
     return be_waits
 
 
-def _why_waiting(
-    packing: Packing[RequestState], service_class: ServiceClass, tenant: str, behind: bool
-) -> str:
-    """Why a tenant's requests of a class wait: why its first candidate was passed over, or why
-    packing stopped before it. behind: those of another tenant came first."""
-    for state, reason in packing.passed_over:
-        if (
-            state.service_class is service_class
-            and not state.running
-            and state.request.tenant == tenant
-        ):
-            return reason
-    return SHARE if behind else _why_stopped(packing, service_class)
+def _blocked(
+    packing: Packing[RequestState],
+    queues: Queues,
+    behind: Mapping[ServiceClass, Collection[str]],
+) -> dict[tuple[ServiceClass, str], str]:
+    """See Step: why the first candidate of each tenant was passed over, or why packing stopped
+    before it. behind: those of another tenant came first."""
+    found = {}
+    for service_class, tenants in queues.waiting_of.items():
+        reasons: dict[str, str] = {}
+        for state, reason in packing.passed_over:
+            if len(reasons) == len(tenants):
+                break
+            if state.service_class is service_class and not state.running:
+                reasons.setdefault(state.request.tenant, reason)
+        stopped, last = _why_stopped(packing, service_class), behind.get(service_class, ())
+        for tenant in tenants:
+            without = SHARE if tenant in last else stopped
+            found[service_class, tenant] = reasons.get(tenant, without)
+    return found
 
 
 def _idle(
@@ -322,12 +321,12 @@ def _idle(
     """See Step. running: after the commit, so that all selected requests are among them."""
     if len(running) == len(packing.selected):
         return []
-    selected = {state.request_id for state, _ in packing.selected}
-    reasons = {state.request_id: reason for state, reason in packing.passed_over}
+    selected = {state for state, _ in packing.selected}
+    reasons = {state: reason for state, reason in packing.passed_over if state.running}
     return [
-        (state, reasons.get(state.request_id) or _why_stopped(packing, state.service_class))
+        (state, reasons.get(state) or _why_stopped(packing, state.service_class))
         for state in running
-        if state.request_id not in selected
+        if state not in selected
     ]
 
 

@@ -16,6 +16,7 @@ from bros.core.config import POLICIES, EngineConfig
 from bros.core.request import FinishReason, Hints, RequestGroup, ServiceClass, Slo
 from bros.scheduler.build import best_effort_yields, unused_options
 from bros.scheduler.cost_model import StepTimePredictor
+from bros.scheduler.packing import Packing, Rules
 from bros.scheduler.policies.bros import BrosPolicy, BrosSettings, Capacity, OverloadGuard
 from bros.scheduler.state import Queues, RequestState
 from support.scheduling import MODEL, request
@@ -94,9 +95,12 @@ def test_priority_newcomers_never_preempt_but_growth_does() -> None:
 # Order
 
 
-def policy(rows: int = 100) -> BrosPolicy:
+_RULES = Rules()
+
+
+def policy(rows: int = 100, rules: Rules = _RULES) -> BrosPolicy:
     predictor = StepTimePredictor(MODEL)
-    settings = BrosSettings(rows=rows, tokens=256)
+    settings = BrosSettings(rows=rows, tokens=256, rules=rules)
     guard = OverloadGuard("late", predictor, Capacity(8, 1000), lambda state: 10)
     return BrosPolicy(settings, predictor, guard, lambda state: 10)
 
@@ -132,6 +136,53 @@ def test_the_order_of_urgency_is_that_of_a_full_sort(
             real_time.append(state)
     found = [(s.deadline_s, s.arrival_index) for s in bros.propose(queues, 0.0).urgent]
     assert found == sorted((s.deadline_s, s.arrival_index) for s in real_time)
+
+
+@pytest.mark.parametrize(
+    ("rows", "paper", "waiting"),
+    [
+        (4, False, ["a0", "b1", "a4"]),  # none can start: the first of each tenant, and the last
+        (5, False, ["a0", "b1", "b2", "a3", "a4", "b5"]),  # one can: one more than rows
+        (4, True, ["a0", "b1", "b2", "a3", "a4"]),
+    ],
+)
+def test_late_requests_that_cannot_start_only_tell_why_they_wait(
+    rows: int, paper: bool, waiting: list[str]
+) -> None:
+    bros, queues = policy(rows, Rules.paper() if paper else _RULES), Queues()
+    running = [f"run{index}" for index in range(4)]
+    for index, name in enumerate((*running, "a0", "b1", "b2", "a3", "a4", "b5")):
+        state = RequestState(
+            replace(request(name, 9), tenant=name[0]),
+            service_class=RT,
+            slo=Slo(0.1, 0.2),
+            now=0.01 * index,
+            arrival_index=index,
+            seed=0,
+            max_length=50,
+            eos_token_ids=frozenset(),
+        )
+        bros.assign_rank(state, 0.0)
+        queues.enqueue(state)
+        if index < len(running):
+            queues.start(state)
+            state.num_computed_tokens = 3
+    bros.on_step_done(Packing(), 0.01, False)  # so that this step is none that begins with a turn
+    found = [state.request_id for state in bros.propose(queues, 5.0).urgent]
+    assert found == [*running, *waiting]
+
+
+def test_all_tenants_without_a_row_wait_for_rows() -> None:
+    run = VirtualRun("bros", max_num_seqs=4)
+    for index in range(4):
+        run.submit(f"run{index}", 5, max_tokens=200)
+    run.step()
+    names = [f"{tenant}{index}" for tenant in "abc" for index in range(2)]
+    for name in names:
+        run.submit(name, 5, max_tokens=1, slo=Slo(0.01, 1.0), tenant=name[0])
+    run.steps(20)
+    waits = [run.scheduler.trace(name).waits for name in names]  # type: ignore[union-attr]
+    assert all(found.keys() == {"rows"} for found in waits), waits
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from bros.core.request import ServiceClass
 from bros.scheduler.cost_model import StepTimePredictor
@@ -33,56 +33,45 @@ class Proposal:
     shed: Sequence[RequestState] = ()
 
 
-class Policy(Protocol):
-    """Orders requests and bounds steps; never allocates.
+class Policy(ABC):
+    """Orders requests and bounds steps; never allocates. A policy that only orders requests says
+    nothing about the rest.
 
     best_effort_yields: whether best-effort work gets only the time and memory that real-time
         requests leave.
-    predictor: predicts step times; None if the policy does not use them.
     new_requests_preempt: whether requests that hold no KV memory may preempt others.
+    aborts_steps: whether `yields` may ever return True.
+    predictor: predicts step times; None if the policy does not use them.
     expected_tokens: how many more tokens a request is likely to generate; None if best-effort
         requests are admitted without regard to expected growth.
+    batch_size: (most rows of the next step, how often that was reset)
     """
 
-    @property
-    def name(self) -> str: ...
+    name = "base"
+    best_effort_yields = False
+    new_requests_preempt = True
+    aborts_steps = False
+    predictor: StepTimePredictor | None = None
+    expected_tokens: Callable[[RequestState], int] | None = None
 
     @property
-    def best_effort_yields(self) -> bool: ...
+    @abstractmethod
+    def batch_size(self) -> tuple[int, int]: ...
 
-    @property
-    def predictor(self) -> StepTimePredictor | None: ...
-
-    @property
-    def new_requests_preempt(self) -> bool: ...
-
-    @property
-    def expected_tokens(self) -> Callable[[RequestState], int] | None: ...
-
-    @property
-    def batch_size(self) -> tuple[int, int]:
-        """(most rows of the next step, how often that was reset)"""
-        ...
-
-    def classify(self, state: RequestState, queues: Queues, now: float) -> ServiceClass:
-        """The class a new request is served as. Raises OverloadedError to refuse it."""
-        ...
-
+    @abstractmethod
     def assign_rank(self, state: RequestState, now: float) -> None:
         """Set the queue_key and the rank of a request that starts to wait or changes its class.
 
         Both are unique, and the rank is always the same within a class.
         """
-        ...
 
+    @abstractmethod
     def propose(self, queues: Queues, now: float) -> Proposal:
         """What may run next. May move waiting requests, and renew deadlines that are lost."""
-        ...
 
-    @property
-    def aborts_steps(self) -> bool:
-        """Whether `yields` may ever return True."""
-        ...
+    def classify(self, state: RequestState, queues: Queues, now: float) -> ServiceClass:
+        """The class a new request is served as. Raises OverloadedError to refuse it."""
+        return state.service_class
 
     def yields(
         self,
@@ -101,93 +90,37 @@ class Policy(Protocol):
         due_s: when its first token is due.
         lost_s: time whose work would be lost.
         """
-        ...
+        return False
+
+    # Events; nothing happens by default.
 
     def on_step_committed(self, packing: Packing[RequestState], queues: Queues) -> None:
         """A step is going to run. queues: before its requests leave them."""
-        ...
+        return
 
     def on_step_done(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
         """A step took `seconds`; be_waits: best-effort work waited during it.
 
         With async scheduling, the next step may be planned already.
         """
-        ...
+        return
 
     def on_step_aborted(self, packing: Packing[RequestState], seconds: float) -> None:
         """A step was aborted after `seconds`; none of its tokens counts."""
-        ...
-
-    def on_step_suspended(self, packing: Packing[RequestState], seconds: float) -> None:
-        """A step was suspended after `seconds`."""
-        ...
-
-    def on_work_lost(self, seconds: float) -> None:
-        """What a suspended step has computed in this time was dropped."""
-        ...
-
-    def on_request_ended(self, state: RequestState, now: float) -> None:
-        """A request has ended, for whatever reason."""
-        ...
-
-    def device_seconds(self, service_class: ServiceClass) -> Mapping[str, float]:
-        """The predicted time of the steps so far, by tenant; empty if the policy predicts none."""
-        ...
-
-
-class OrderPolicy:
-    """Base of the policies that only order requests, without predicted step times."""
-
-    name = "base"
-    best_effort_yields = False
-    new_requests_preempt = True
-    aborts_steps = False
-    predictor: StepTimePredictor | None = None
-    expected_tokens: Callable[[RequestState], int] | None = None
-
-    def __init__(self, bounds: Bounds) -> None:
-        self._bounds = bounds
-
-    @property
-    def batch_size(self) -> tuple[int, int]:
-        return self._bounds.rows, 0
-
-    def classify(self, state: RequestState, queues: Queues, now: float) -> ServiceClass:
-        return state.service_class
-
-    def yields(
-        self,
-        packing: Packing[RequestState],
-        began_s: float,
-        tokens: int,
-        due_s: float,
-        now: float,
-        lost_s: float,
-    ) -> bool:
-        return False
-
-    def on_step_committed(self, packing: Packing[RequestState], queues: Queues) -> None:
-        pass
-
-    def on_step_done(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
-        pass
-
-    def on_step_aborted(self, packing: Packing[RequestState], seconds: float) -> None:
         raise AssertionError("this policy never aborts a step")
 
     def on_step_suspended(self, packing: Packing[RequestState], seconds: float) -> None:
+        """A step was suspended after `seconds`."""
         raise AssertionError("this policy never suspends a step")
 
     def on_work_lost(self, seconds: float) -> None:
+        """What a suspended step has computed in this time was dropped."""
         raise AssertionError("this policy never suspends a step")
 
     def on_request_ended(self, state: RequestState, now: float) -> None:
-        pass
+        """A request has ended, for whatever reason."""
+        return
 
     def device_seconds(self, service_class: ServiceClass) -> Mapping[str, float]:
+        """The predicted time of the steps so far, by tenant; empty if the policy predicts none."""
         return {}
-
-    def _first_waiting(self, queues: Queues, service_class: ServiceClass) -> list[RequestState]:
-        """The first waiting requests of a class: one more than fit, so that it has a reason to
-        wait."""
-        return queues.waiting[service_class][: self._bounds.rows + 1]

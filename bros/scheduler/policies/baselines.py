@@ -6,8 +6,24 @@ import heapq
 
 from bros.core.request import ServiceClass
 from bros.scheduler.packing import Bounds, Packing
-from bros.scheduler.policies.base import OrderPolicy, Proposal
+from bros.scheduler.policies.base import Policy, Proposal
 from bros.scheduler.state import Queues, RequestState, by_deadline, deadline_key, rank_key
+
+
+class OrderPolicy(Policy):
+    """Base of the baselines, which only order requests."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+
+    @property
+    def batch_size(self) -> tuple[int, int]:
+        return self._bounds.rows, 0
+
+    def _first_waiting(self, queues: Queues, service_class: ServiceClass) -> list[RequestState]:
+        """The first waiting requests of a class: one more than fit, so that it has a reason to
+        wait."""
+        return queues.waiting[service_class][: self._bounds.rows + 1]
 
 
 class FcfsPolicy(OrderPolicy):
@@ -95,7 +111,7 @@ class RoundRobinPolicy(OrderPolicy):
         self._next = _other(served)
 
     def _order(self, queues: Queues, service_class: ServiceClass) -> list[RequestState]:
-        running = queues.running_of(service_class)
+        running = queues.running_of[service_class]
         waiting = self._first_waiting(queues, service_class)
         return list(heapq.merge(running, waiting, key=rank_key))
 

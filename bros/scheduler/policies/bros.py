@@ -21,7 +21,7 @@ from bros.core.errors import OverloadedError
 from bros.core.request import ServiceClass
 from bros.scheduler.cost_model import StepLoad, StepTimePredictor
 from bros.scheduler.packing import Bounds, Packing, Rules
-from bros.scheduler.policies.base import Proposal
+from bros.scheduler.policies.base import Policy, Proposal
 from bros.scheduler.policies.best_effort_order import BestEffortOrder, StartOrder, TenantOrders
 from bros.scheduler.policies.pressure import Pressure
 from bros.scheduler.shares import DeviceTime, TenantShares
@@ -50,7 +50,7 @@ from bros.scheduler.state import (
 # them, resumed answers waited for 3 s (tests/text/test_resumed.py). Behind a turn, which may take a
 # whole step of best-effort work, streams waited for 0.41 s beside a flood of long prompts.
 #
-# Ablation: relegated, attainment -33 points if late deadlines stay, -33 if late requests do not
+# Ablation: relegated, attainment -41 points if late deadlines stay, -41 if late requests do not
 # wait behind others; p99 of first tokens +12 % without turns.
 #
 # A request whose first token is late waits behind those that can still be on time. A preempted
@@ -106,7 +106,7 @@ class UrgentOrder:
     mode: what happens after a lost deadline: renew (a new one follows), edf (it stays), or shed
         (waiting requests whose first token is late end with an error).
     rows: most requests that run at once.
-    min_chunk: smallest chunk of a prompt, in tokens.
+    rules: of packing.
     """
 
     def __init__(
@@ -116,14 +116,15 @@ class UrgentOrder:
         rows: int,
         shares: TenantShares,
         prefill_s: Callable[[RequestState], float],
-        min_chunk: int,
+        rules: Rules,
     ) -> None:
         self._mode = mode
         self._predictor = predictor
+        self._rows = rows
         self._most = rows + 1  # one more, so that the queue gets a wait reason
         self._shares = shares
         self._prefill_s = prefill_s
-        self._min_chunk = min_chunk
+        self._rules = rules
         self.held_back: Collection[str] = ()
 
     def key(self, state: RequestState, now: float) -> Rank:
@@ -180,17 +181,21 @@ class UrgentOrder:
             late = []
         parts = _Parts(running, on_time, preempted, late)
         self.held_back = self._held_back(parts, now)
+        # The published rules end the step at the first one that does not fit, so all have to come.
+        all_late = len(running) < self._rows or self._rules.early_return
         if not self.held_back:
-            return self._in_order(parts, step, now, soon_s)
+            return self._in_order(parts, all_late, step, now, soon_s)
         first, last = (
-            self._in_order(part, step, now, soon_s) for part in parts.divided(self.held_back)
+            self._in_order(part, all_late, step, now, soon_s)
+            for part in parts.divided(self.held_back)
         )
         return itertools.chain(first, last)
 
     def _in_order(
-        self, parts: _Parts, step: int, now: float, soon_s: float
+        self, parts: _Parts, all_late: bool, step: int, now: float, soon_s: float
     ) -> Iterable[RequestState]:
-        """All of the parts, with rows that are due soon and turns."""
+        """All of the parts, with rows that are due soon and turns. all_late: False if none of the
+        late requests can start, so that those will do that tell why they wait."""
         running, on_time, preempted, late = parts
         first: list[RequestState] = []
         if late and step % _TURN_STEPS == 0:
@@ -198,10 +203,14 @@ class UrgentOrder:
         elif preempted and step % _TURN_STEPS == _TURN_STEPS // 2:
             first = [min(preempted, key=rank_key)]
             preempted = [state for state in preempted if state is not first[0]]
+        late = late[: self._most] if all_late else _tell_reasons(late[: self._most])
         rows: list[RequestState] = []
         if self._mode != "edf":
-            rows = by_deadline(s for s in running if s.remaining == 1 and s.deadline_s <= soon_s)
-            running = [s for s in running if s.remaining > 1 or s.deadline_s > soon_s]
+            others: list[RequestState] = []
+            for state in running:
+                is_due = state.deadline_s <= soon_s and state.remaining == 1
+                (rows if is_due else others).append(state)
+            rows, running = by_deadline(rows), others
         order: Iterator[RequestState] = iter(by_deadline(running))
         if on_time or preempted:
             order = heapq.merge(order, on_time[: self._most], preempted, key=deadline_key)
@@ -209,8 +218,8 @@ class UrgentOrder:
             head = itertools.islice(order, 1)
             return itertools.chain(heapq.merge(head, rows, key=deadline_key), order)
         if first and not self._leave_time(rows, now):
-            return itertools.chain(first, rows, order, late[: self._most])
-        return itertools.chain(rows, first, order, late[: self._most])
+            return itertools.chain(first, rows, order, late)
+        return itertools.chain(rows, first, order, late)
 
     def _leave_time(self, rows: Sequence[RequestState], now: float) -> bool:
         """Whether these rows, by deadline, can be on time beside the smallest chunk of a prompt."""
@@ -218,7 +227,7 @@ class UrgentOrder:
             return True
         load = StepLoad()
         load.add_rows(len(rows), sum([row.num_computed_tokens for row in rows]))
-        load.add(self._min_chunk, 0, False)
+        load.add(self._rules.min_chunk, 0, False)
         return now + self._predictor.safe_seconds(load) <= rows[0].deadline_s
 
     def _held_back(self, parts: _Parts, now: float) -> Collection[str]:
@@ -248,6 +257,15 @@ class UrgentOrder:
         least_s = _RESTART_MARGIN * self._predictor.prefill_seconds(state.remaining)
         state.deadline_s = now + max(state.slo.ttft_s or 0.0, least_s)
         state.late = True
+
+
+def _tell_reasons(late: Sequence[RequestState]) -> Sequence[RequestState]:
+    """Of requests by deadline that cannot start: the first one of each tenant, which gets the wait
+    reason of all, and the last one, since the batch ends at the first that is due late enough."""
+    firsts: dict[str, RequestState] = {}
+    for state in late[:-1]:
+        firsts.setdefault(state.request.tenant, state)
+    return [*firsts.values(), *late[-1:]]
 
 
 def _start_of(part: float, waiting: Sequence[RequestState]) -> int:
@@ -340,7 +358,7 @@ class OverloadGuard:
         """Seconds by which it would miss its objectives; not positive if it would meet them."""
         predictor, slo = self._predictor, state.slo
         decode = StepLoad()
-        running = queues.running_of(ServiceClass.RT)
+        running = queues.running_of[ServiceClass.RT]
         for other in running:
             decode.add_row(other.num_computed_tokens)
         decode_s = predictor.safe_seconds(decode)
@@ -415,8 +433,8 @@ class OverloadGuard:
 # is wrong. A reset to B0 does more harm than that: with 260 running requests it makes most of them
 # late, which is the next violation.
 #
-# Ablation: overload, throughput -32 % without a batch size, and tight memory, p99 of first tokens
-# +19 %; many small, throughput -15 % without slow start.
+# Ablation: tight memory, p99 of first tokens +19 % without a batch size, and many small, +14 %;
+# many small, throughput -15 % without slow start.
 
 
 class AdaptiveBatchSize:
@@ -448,7 +466,7 @@ _PRESSING, _OTHERS, _EARLY = 0.0, 1.0, 2.0
 
 _GAPS_IF_YIELDING = 5 / 3
 """For another request's first token, a step yields if no stream in it then waits longer than so
-many times its gap objective. Ablation: cpu, long, attainment -2.3 points with 1."""
+many times its gap objective. Ablation: cpu, long, attainment -1.8 points with 1."""
 
 _LOST_SHARE, _MAX_LOST_S = 0.03, 1.0
 """This share of all time may be lost: with aborted steps, and with what is dropped of suspended
@@ -498,12 +516,13 @@ class BrosSettings:
         return self.rt_wait * self.ttft_s
 
 
-class BrosPolicy:
-    """See the top of this file; implements Policy."""
+class BrosPolicy(Policy):
+    """See the top of this file."""
 
     name = "bros"
     best_effort_yields = True
-    new_requests_preempt = True
+    predictor: StepTimePredictor
+    expected_tokens: Callable[[RequestState], int]
 
     def __init__(
         self,
@@ -535,13 +554,13 @@ class BrosPolicy:
             predictor,
             settings.rows,
             used.of[ServiceClass.RT],
-            used.prefill_s,
-            settings.rules.min_chunk,
+            used.costs.prefill_s,
+            settings.rules,
         )
         self._order = TenantOrders(
             make_order or (lambda: BestEffortOrder(settings.be_max_wait_s)),
             used.of[ServiceClass.BE],
-            used.prefill_s,
+            used.costs.prefill_s,
         )
         self._pressure = Pressure(
             settings.rt_slowdown, settings.tenant_rt_slowdowns, settings.be_share, self._rest_s
@@ -575,7 +594,7 @@ class BrosPolicy:
                 self._forget_ended()
 
     def propose(self, queues: Queues, now: float) -> Proposal:
-        running = queues.running_of(ServiceClass.RT)
+        running = queues.running_of[ServiceClass.RT]
         self._used.note_waiting(queues)
         self._urgent.renew(running, queues, now)
         self._move_pressing(queues, now)
@@ -723,9 +742,9 @@ class BrosPolicy:
     def _pace_bound_s(self, running: Sequence[RequestState]) -> float:
         """The shortest TPOT objective of the running requests, but at least half the default.
 
-        Ablation: tight, attainment -1.5 points.
+        Ablation: tight, attainment -1.2 points.
         """
-        intervals = (state.slo.tpot_s for state in running if state.slo.tpot_s is not None)
+        intervals = {state.slo.tpot_s or math.inf for state in running}
         return max(min(intervals, default=math.inf), self._settings.tpot_s / 2)
 
     def _best_effort_share(self, running: Sequence[RequestState]) -> float:
@@ -775,7 +794,7 @@ class BrosPolicy:
         that has used less than all others that run: where rows filled each step, a request behind
         100 of another tenant waited 11 s for its first token, and as long for the others.
         """
-        running = queues.running_of(ServiceClass.BE)
+        running = queues.running_of[ServiceClass.BE]
         rows = [s for s in running if s.remaining == 1]
         several = len(queues.open_of[ServiceClass.BE]) > 1
         if several:
@@ -825,7 +844,7 @@ class BrosPolicy:
 
     def _rest_s(self, state: RequestState) -> float:
         """Predicted time that the rest of a best-effort request adds to steps."""
-        return self.predictor.slowdown * self._used.rest_s(state, self.expected_tokens(state))
+        return self.predictor.slowdown * self._used.costs.rest_s(state, self.expected_tokens(state))
 
     def _work_s(self, state: RequestState) -> float:
         """Estimated time of a best-effort request if every step takes as long as allowed."""
