@@ -31,6 +31,7 @@
 //     Wide                    the format that a block is widened to for many rows, or itself
 #pragma once
 
+#include "avx512_model.h"
 #include "kernels.h"
 #include "simd.h"
 
@@ -100,7 +101,7 @@ struct Fp32Panel : ExactProducts<Fp32Panel> {
   const float* values_;
 };
 
-#if !defined(__AVX512BF16__)
+#if !defined(BROS_MULTIPLIES_PAIRS)
 struct Bf16Panel : ExactProducts<Bf16Panel> {
   using Wide = Fp32Panel;
   static constexpr int kPanels = 4;
@@ -126,7 +127,7 @@ struct Bf16Panel : ExactProducts<Bf16Panel> {
 };
 #endif
 
-#if !defined(__AVX512VNNI__)
+#if !defined(BROS_MULTIPLIES_CODES)
 struct Int8Panel : ExactProducts<Int8Panel> {
   using Wide = Fp32Panel;
   static constexpr int kPanels = 1;
@@ -191,7 +192,7 @@ struct Int4Panel : ExactProducts<Int4Panel> {
 
 // ---- AVX-512 BF16: activations are rounded to bf16, their products with bf16 weights are exact.
 
-#if defined(__AVX512BF16__)
+#if defined(BROS_MULTIPLIES_PAIRS)
 struct Bf16Panel {
   using Wide = Bf16Panel;
   static constexpr bool kRounds = true;
@@ -246,7 +247,7 @@ struct Bf16Panel {
 //
 //     sum over a block = scale_a * sum over its groups of scale_w * (sum of w * a)
 
-#if defined(__AVX512VNNI__)
+#if defined(BROS_MULTIPLIES_CODES)
 constexpr int kBlockGroups = 4;
 
 struct ActivationBlock {

@@ -15,10 +15,22 @@
 
 #define BROS_INLINE inline __attribute__((always_inline))
 
+// Which products the object has beside those of fp32: of codes, of pairs of bf16, and by tiles. With
+// BROS_MODEL (kernels_amx_emulated.cpp) instructions for them are plain C++ (avx512_model.h, tiles.h).
+#if defined(__AVX512VNNI__) || defined(BROS_MODEL)
+#define BROS_MULTIPLIES_CODES
+#endif
+#if defined(__AVX512BF16__) || defined(BROS_MODEL)
+#define BROS_MULTIPLIES_PAIRS
+#endif
+#if defined(__AMX_TILE__) || defined(BROS_MODEL)
+#define BROS_MULTIPLIES_TILES
+#endif
+
 namespace bros {
 namespace {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(BROS_MODEL)
 constexpr int kLanes = 16;
 #elif defined(__AVX2__)
 constexpr int kLanes = 8;
@@ -84,7 +96,10 @@ BROS_INLINE float reduce_add(Vec a) {
   x = _mm_add_ps(x, _mm_movehl_ps(x, x));
   return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 #else
-  return (a[0] + a[2]) + (a[1] + a[3]);
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) a[i] += a[i + half];
+  }
+  return a[0];
 #endif
 }
 
