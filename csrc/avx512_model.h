@@ -10,7 +10,11 @@
 #if defined(BROS_MODEL)
 
 // Not inlined: as part of unrolled kernels they would take minutes to compile.
+#if defined(__clang__)
 #define BROS_MODELLED __attribute__((noinline, unused)) static
+#else
+#define BROS_MODELLED __attribute__((noinline, unused, optimize("O3"))) static
+#endif
 
 namespace bros {
 namespace {
@@ -18,25 +22,38 @@ namespace {
 // ---- Products of bf16: fp32 FMA, rounded to nearest even, with subnormals as zeros.
 
 // Subnormals become zeros of their sign.
-BROS_MODELLED Vec without_subnormals(Vec x) {
-  const IntVec bits = bit_cast<IntVec>(x);
-  const IntVec is_small = (bits & 0x7f800000) == 0;
-  return bit_cast<Vec>(bits & ~(is_small & 0x7fffffff));
+BROS_INLINE float without_subnormal(float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  return bit_cast<float>(bits & (bits & 0x7f800000 ? 0xffffffff : 0x80000000));
+}
+BROS_INLINE Vec without_subnormals(Vec x) {
+  for (int i = 0; i < kLanes; ++i) x[i] = without_subnormal(x[i]);
+  return x;
 }
 
 // a * b + c, where a and b have the precision of bf16. Their product then is exact in fp32, and the
-// sum is rounded once, unless the product leaves the range of fp32: these lanes take libm's FMA.
+// sum is rounded once, unless a product leaves the range of fp32: then libm's FMA computes all lanes.
 // (A sum that is just below the smallest normal number and rounds to it counts as normal.)
 BROS_MODELLED Vec bf16_mul_add(Vec a, Vec b, Vec c) {
-  a = without_subnormals(a);
-  b = without_subnormals(b);
-  c = without_subnormals(c);
-  const Vec product = a * b;
-  Vec sum = product + c;
-  const IntVec exponent = bit_cast<IntVec>(product) & 0x7f800000;
-  const IntVec leaves = (exponent == 0x7f800000) | ((exponent == 0) & (a != 0.0f) & (b != 0.0f));
-  for_each_lane_set(leaves, [&](int i) { sum[i] = __builtin_fmaf(a[i], b[i], c[i]); });
-  return without_subnormals(sum);
+  float x[kLanes], y[kLanes], z[kLanes], sum[kLanes];
+  __builtin_memcpy(x, &a, sizeof a);
+  __builtin_memcpy(y, &b, sizeof b);
+  __builtin_memcpy(z, &c, sizeof c);
+  uint32_t leaves = 0;
+  const auto exponent = [](float value) { return bit_cast<uint32_t>(value) & 0x7f800000; };
+  for (int i = 0; i < kLanes; ++i) {
+    x[i] = without_subnormal(x[i]);
+    y[i] = without_subnormal(y[i]);
+    z[i] = without_subnormal(z[i]);
+    const float product = x[i] * y[i];
+    const uint32_t size = exponent(product);
+    leaves |= (size == 0x7f800000) | ((size == 0) & (exponent(x[i]) != 0) & (exponent(y[i]) != 0));
+    sum[i] = without_subnormal(product + z[i]);
+  }
+  for (int i = 0; leaves && i < kLanes; ++i) {
+    sum[i] = without_subnormal(__builtin_fmaf(x[i], y[i], z[i]));
+  }
+  return bit_cast<Vec>(sum);
 }
 
 BROS_INLINE Vec low_bf16(IntVec pairs) { return bit_cast<Vec>(pairs << 16); }

@@ -22,7 +22,6 @@
 namespace bros {
 namespace {
 
-constexpr int64_t kInputBlock = 1024;  // inputs of a widened block: 64 or 128 KB
 constexpr int64_t kRowBlockBytes = 512 * 1024;
 
 BROS_INLINE void prefetch(const char* from, int64_t bytes) {
@@ -194,11 +193,6 @@ void add_outliers(const LinearArgs& a, const Rows& rows, const OutlierRows& outl
   }
 }
 
-template <class A, class B>
-constexpr bool is_same = false;
-template <class A>
-constexpr bool is_same<A, A> = true;
-
 // Rows that are multiplied with one panel after the other: their x stays in the cache. With vectors
 // of 8 lanes, which take twice the time for the same x, all rows at once are 3 % faster.
 template <class Panel>
@@ -228,7 +222,10 @@ void many_rows(const LinearArgs& a, const Rows& all, int64_t begin, int64_t end)
     const Rows rows = {all.x + row * all.x_stride, all.x_stride, all.out + row * a.outputs,
                        min_of(most, all.count - row)};
     const int64_t tiles = ceil_div(rows.count, Wide::kTileRows);
-    const BlockRows block = block_rows_for<Wide>(ceil_div(rows.count, tiles));
+    BlockRows block = block_rows_for<Wide>(ceil_div(rows.count, tiles));
+    if constexpr (kManyByTiles<Panel>) {
+      if (rows.count >= kFewestTileRows) block = block_rows_by_tiles<Panel>;
+    }
     OutlierRows outliers = {};
     if constexpr (Panel::kHasOutliers) outliers = outlier_rows<Panel>(rows, a.inputs / kGroup);
     for (int64_t p = begin; p < end; ++p) {

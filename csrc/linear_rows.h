@@ -7,6 +7,8 @@
 namespace bros {
 namespace {
 
+constexpr int64_t kInputBlock = 1024;  // inputs of a widened block: 64 or 128 KB
+
 // x and out of a product. Rows of x are as the format takes them.
 struct Rows {
   const char* x;
@@ -27,6 +29,11 @@ struct Inputs {
   const char* next;  // prefetched where Panel::kPrefetches, as many bytes as are read; or null
 };
 
+template <class A, class B>
+constexpr bool is_same = false;
+template <class A>
+constexpr bool is_same<A, A> = true;
+
 template <int N>
 struct Number {
   static constexpr int value = N;
@@ -45,6 +52,12 @@ constexpr bool kManyByTiles = false;
 // The panels [begin, end) of all rows, where kAllByTiles.
 template <class Panel>
 void tile_panels(const LinearArgs& a, const Rows& all, int64_t begin, int64_t end);
+
+// A block of a panel for at least kFewestTileRows rows, where kManyByTiles.
+template <class Panel>
+void block_rows_by_tiles(const LinearArgs& a, const Inputs& in, const Rows& rows, int64_t at,
+                         int64_t tiles);
+constexpr int64_t kFewestTileRows = 16;
 
 }  // namespace
 }  // namespace bros

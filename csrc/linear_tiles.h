@@ -228,6 +228,151 @@ void tile_panels(const LinearArgs& a, const Rows& all, int64_t begin, int64_t en
 
 using Bf16Format = Bf16Tiles;
 
+// ---- int4: the sums of codes of a group come from tiles, and scales are applied with vectors, by the
+// ---- operations of Int4Panel::multiply in their order.
+//
+//     A    16 rows x 32 first bytes of activations, as they lie in the groups of a row
+//     B    8 rows of 4 inputs x 16 outputs: codes of 4 bits, spread to bytes once per block of a panel
+//     C    16 rows x 16 outputs in int32, stored, since vectors cannot read a tile
+//
+// A group of 32 inputs, 16 rows and a vector of outputs take, in cycles of Sapphire Rapids (two
+// operations of vectors at a time, one product of tiles in 16, one row of a tile stored at a time):
+//
+//                  codes                            scales and minima                   together
+//     vectors      16 x 8 products:     64          16 x 4 operations:      32          96
+//     tiles        1 product:           16          32                                  32 to 64
+//                  stores of C:         16, beside them
+//
+// The lower number holds if everything overlaps. Fewer rows do not make up for spreading the codes, 8
+// cycles, and for products that take 16 with any number of rows. This is an estimate, not a measurement.
+static_assert(kFewestTileRows == kTileRows, "");
+template <>
+constexpr bool kManyByTiles<Int4Panel> = true;
+
+// Sums of groups that are stored before scales are applied: 16 KB, so that sums of rows are loaded
+// and stored once for four groups.
+constexpr int64_t kStoredGroups = 4;
+
+// A block of a panel for tiles.
+struct SpreadBlock {
+  static constexpr int64_t kGroups = kInputBlock / kGroup;
+  alignas(64) uint8_t codes[kGroups][2][kGroup / 4][kTileRowBytes];  // per vector of outputs
+  alignas(64) float scales[kGroups][kPanelOutputs], minima[kGroups][kPanelOutputs];
+  alignas(64) int32_t dots[kStoredGroups][2][2][kTileRows][kTileOutputs];  // row tile, vector
+};
+
+inline void spread_codes(const char* weights, int64_t groups, SpreadBlock* block) {
+  for (int64_t g = 0; g < groups; ++g, weights += Int4Panel::kGroupBytes) {
+    const Fp16* halves = reinterpret_cast<const Fp16*>(weights);
+    widen(block->scales[g], halves, kPanelOutputs);
+    widen(block->minima[g], halves + kPanelOutputs, kPanelOutputs);
+    const uint32_t* eights = reinterpret_cast<const uint32_t*>(weights + 4 * kPanelOutputs);
+    for (int eight = 0; eight < kGroup / 8; ++eight) {
+      for (int j = 0; j < 2; ++j) {
+        const IntVec raw = load_int(eights + eight * kPanelOutputs + j * kLanes);
+        const IntVec low = raw & 0x0f0f0f0f, high = (raw >> 4) & 0x0f0f0f0f;
+        __builtin_memcpy(block->codes[g][j][2 * eight], &low, sizeof low);
+        __builtin_memcpy(block->codes[g][j][2 * eight + 1], &high, sizeof high);
+      }
+    }
+  }
+}
+
+// dots = codes of weights times first bytes of activations, of `count` groups from `first` on.
+template <int kRowTiles>
+BROS_INLINE void multiply_codes(const char* x, int64_t x_stride, int64_t first, int64_t count,
+                                SpreadBlock* block) {
+  for (int64_t g = 0; g < count; ++g) {
+    const ActivationGroup* group = reinterpret_cast<const ActivationGroup*>(x) + first + g;
+    const char* bytes = reinterpret_cast<const char*>(group->high);
+    unrolled<kRowTiles>([&](auto r) {
+      load_tile<a_tile(r.value)>(bytes + r.value * kTileRows * x_stride, x_stride);
+    });
+    unrolled<2>([&](auto j) {
+      load_tile<b_tile(j.value)>(block->codes[first + g][j.value], kTileRowBytes);
+      unrolled<kRowTiles>([&](auto r) {
+        constexpr int kC = c_tile(r.value, j.value, 2);
+        zero_tile<kC>();
+        add_code_product<kC, a_tile(r.value), b_tile(j.value)>();
+      });
+    });
+    unrolled<kRowTiles>([&](auto r) {
+      unrolled<2>([&](auto j) {
+        store_tile<c_tile(r.value, j.value, 2)>(block->dots[g][r.value][j.value], kTileRowBytes);
+      });
+    });
+  }
+}
+
+// out[r * stride + i] (+)= these groups, for rows [row, row + R) of a part and i < width.
+template <int R>
+BROS_INLINE void scale_rows(const char* x, int64_t x_stride, int64_t row, int64_t first,
+                            int64_t count, const SpreadBlock& block, bool carry, float* out,
+                            int64_t stride, int64_t width) {
+  __mmask16 some[2];
+  for (int j = 0; j < 2; ++j) {
+    some[j] = _cvtu32_mask16(
+        width >= kPanelOutputs ? 0xffff : ((1u << width) - 1) >> j * kLanes & 0xffff);
+  }
+  const ActivationGroup* groups[R];
+  Vec sum[R][2] = {};
+  for (int r = 0; r < R; ++r) {
+    groups[r] = reinterpret_cast<const ActivationGroup*>(x + (row + r) * x_stride) + first;
+    for (int j = 0; carry && j < 2; ++j) {
+      sum[r][j] = _mm512_maskz_loadu_ps(some[j], out + (row + r) * stride + j * kLanes);
+    }
+  }
+  for (int64_t g = 0; g < count; ++g) {
+    for (int j = 0; j < 2; ++j) {
+      const Vec scale = load(block.scales[first + g] + j * kLanes);
+      const Vec minimum = load(block.minima[first + g] + j * kLanes);
+      for (int r = 0; r < R; ++r) {
+        const int64_t at = row + r;
+        const int32_t* dots = block.dots[g][at / kTileRows][j][at % kTileRows];
+        const Vec dot = _mm512_cvtepi32_ps(_mm512_load_si512(dots));
+        const Vec product = dot * splat(groups[r][g].high_scale);
+        sum[r][j] = _mm512_fmadd_ps(product, scale, sum[r][j]);
+        sum[r][j] = _mm512_fmadd_ps(minimum, splat(groups[r][g].total), sum[r][j]);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int j = 0; j < 2; ++j) {
+      _mm512_mask_storeu_ps(out + (row + r) * stride + j * kLanes, some[j], sum[r][j]);
+    }
+  }
+}
+
+// A block of a panel for all rows, as block_rows in linear.h has it.
+template <class Panel>
+void block_rows_by_tiles(const LinearArgs& a, const Inputs& in, const Rows& rows, int64_t at,
+                         int64_t) {
+  static_assert(is_same<Panel, Int4Panel>, "");
+  static thread_local Scratch scratch;
+  SpreadBlock* block = static_cast<SpreadBlock*>(scratch.reserve(sizeof(SpreadBlock)));
+  if (!block) __builtin_trap();  // 57 KB
+  const int64_t groups = in.count / kGroup, width = a.outputs - at;
+  spread_codes(in.weights + in.first / kGroup * Panel::kGroupBytes, groups, block);
+  ThreadTiles tiles;
+  for_row_tiles(rows.count, [&](auto row_tiles, int64_t row, int64_t count) {
+    tiles.configure(product_shapes(row_tiles.value, 2, count, kGroup));
+    const char* x = in.x + row * in.x_stride;
+    float* out = rows.out + row * a.outputs + at;
+    for (int64_t g = 0; g < groups; g += kStoredGroups) {
+      const int64_t some = min_of(kStoredGroups, groups - g);
+      const bool carry = in.carry || g > 0;
+      multiply_codes<row_tiles.value>(x, in.x_stride, g, some, block);
+      int64_t r = 0;
+      for (; r + 4 <= count; r += 4) {
+        scale_rows<4>(x, in.x_stride, r, g, some, *block, carry, out, a.outputs, width);
+      }
+      for (; r < count; ++r) {
+        scale_rows<1>(x, in.x_stride, r, g, some, *block, carry, out, a.outputs, width);
+      }
+    }
+  });
+}
+
 }  // namespace
 }  // namespace bros
 
