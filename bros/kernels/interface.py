@@ -132,9 +132,9 @@ class Products(Protocol):
     a row of it has the same bits whatever the other rows, their number and the threads are.
 
     Activations are multiplied in fp32, unless the CPU has instructions for less: with AVX-512 BF16
-    they are rounded to bf16 for bf16 weights, with AVX-512 VNNI to 16 bits in blocks of 128 inputs
-    for int8, and for int4 to 8 bits in groups of 32, of which the largest have 16 bits. Rounding
-    depends on the row alone, too.
+    or AMX they are rounded to bf16 for bf16 weights, with AVX-512 VNNI to 16 bits in blocks of 128
+    inputs for int8, and for int4 to 8 bits in groups of 32, of which the largest have 16 bits.
+    Rounding depends on the row alone, too.
     """
 
     @property
