@@ -1,6 +1,6 @@
-// AVX-512 instructions in plain C++, under the names of their intrinsics, for the object that runs the
-// kernels of AVX-512 VNNI and BF16 on any CPU (kernels_amx_emulated.cpp). Results are those that the
-// manual defines (Intel SDM, volume 2), bit by bit, but for the payloads of NaNs.
+// AVX-512 instructions in plain C++, under the names of their intrinsics, for the object that runs
+// the kernels of AVX-512 VNNI and BF16 on any CPU (kernels_amx_emulated.cpp). Results are those
+// that the manual defines (Intel SDM, volume 2), bit by bit, but for the payloads of NaNs.
 //
 // Only what the kernels use is here: what is missing does not compile.
 #pragma once
@@ -32,8 +32,8 @@ BROS_INLINE Vec without_subnormals(Vec x) {
 }
 
 // a * b + c, where a and b have the precision of bf16. Their product then is exact in fp32, and the
-// sum is rounded once, unless a product leaves the range of fp32: then libm's FMA computes all lanes.
-// (A sum that is just below the smallest normal number and rounds to it counts as normal.)
+// sum is rounded once, unless a product leaves the range of fp32: then libm's FMA computes all
+// lanes. (A sum that is just below the smallest normal number and rounds to it counts as normal.)
 BROS_MODELLED Vec bf16_mul_add(Vec a, Vec b, Vec c) {
   float x[kLanes], y[kLanes], z[kLanes], sum[kLanes];
   __builtin_memcpy(x, &a, sizeof a);
@@ -57,7 +57,9 @@ BROS_MODELLED Vec bf16_mul_add(Vec a, Vec b, Vec c) {
 }
 
 BROS_INLINE Vec low_bf16(IntVec pairs) { return bit_cast<Vec>(pairs << 16); }
-BROS_INLINE Vec high_bf16(IntVec pairs) { return bit_cast<Vec>(pairs & static_cast<int32_t>(0xffff0000)); }
+BROS_INLINE Vec high_bf16(IntVec pairs) {
+  return bit_cast<Vec>(pairs & static_cast<int32_t>(0xffff0000));
+}
 
 // ---- Types, and what moves and converts between them.
 
@@ -188,10 +190,18 @@ BROS_INLINE __m512i unpack(__m512i a, __m512i b) {
   }
   return bit_cast<__m512i>(to);
 }
-BROS_MODELLED __m512i _mm512_unpacklo_epi32(__m512i a, __m512i b) { return unpack<0, int32_t>(a, b); }
-BROS_MODELLED __m512i _mm512_unpackhi_epi32(__m512i a, __m512i b) { return unpack<1, int32_t>(a, b); }
-BROS_MODELLED __m512i _mm512_unpacklo_epi64(__m512i a, __m512i b) { return unpack<0, int64_t>(a, b); }
-BROS_MODELLED __m512i _mm512_unpackhi_epi64(__m512i a, __m512i b) { return unpack<1, int64_t>(a, b); }
+BROS_MODELLED __m512i _mm512_unpacklo_epi32(__m512i a, __m512i b) {
+  return unpack<0, int32_t>(a, b);
+}
+BROS_MODELLED __m512i _mm512_unpackhi_epi32(__m512i a, __m512i b) {
+  return unpack<1, int32_t>(a, b);
+}
+BROS_MODELLED __m512i _mm512_unpacklo_epi64(__m512i a, __m512i b) {
+  return unpack<0, int64_t>(a, b);
+}
+BROS_MODELLED __m512i _mm512_unpackhi_epi64(__m512i a, __m512i b) {
+  return unpack<1, int64_t>(a, b);
+}
 BROS_MODELLED __m512i _mm512_shuffle_epi32(__m512i v, _MM_PERM_ENUM order) {
   __m512i out;
   for (int i = 0; i < 16; ++i) out[i] = v[i / 4 * 4 + (static_cast<int>(order) >> i % 4 * 2 & 3)];

@@ -43,7 +43,8 @@ BROS_INLINE void copy_floats(float* to, const float* from, int64_t n) {
   __builtin_memcpy(to, from, n * sizeof(float));
 }
 
-// Whether products of a format consist of tiles (linear_tiles.h): all of them, or those of many rows.
+// Whether products of a format consist of tiles (linear_tiles.h): all of them, or those of many
+// rows.
 template <class Panel>
 constexpr bool kAllByTiles = false;
 template <class Panel>

@@ -20,15 +20,16 @@
 //     A 4 (x)      C 0      C 1             A 4 (x)      C 0      C 1      C 2      C 3
 //     A 5 (x)      C 2      C 3
 //
-// Four sums hide the latency of a product (52 cycles of Sapphire Rapids, 16 until the next can start).
-// With two row tiles, every tile that is loaded is multiplied twice: 4 loads of 1 KB (32 cycles) for 4
-// products (64 cycles).
+// Four sums hide the latency of a product (52 cycles of Sapphire Rapids, 16 until the next can
+// start). With two row tiles, every tile that is loaded is multiplied twice: 4 loads of 1 KB (32
+// cycles) for 4 products (64 cycles).
 //
-// **Same bits.** An output of bf16 is, step by step of 32 inputs, increased by the sum of its even and
-// the sum of its odd products. These depend on nothing but the row and the output: the other rows of a
-// tile, their number and the blocks only decide which register holds a sum. AVX-512's products of bf16
-// are rounded otherwise, so there is no second kernel for few rows. Sums of the codes of a group are
-// exact, so int4 has the bits of its kernel of vectors (linear_formats.h), which few rows use.
+// **Same bits.** An output of bf16 is, step by step of 32 inputs, increased by the sum of its even
+// and the sum of its odd products. These depend on nothing but the row and the output: the other
+// rows of a tile, their number and the blocks only decide which register holds a sum. AVX-512's
+// products of bf16 are rounded otherwise, so there is no second kernel for few rows. Sums of the
+// codes of a group are exact, so int4 has the bits of its kernel of vectors (linear_formats.h),
+// which few rows use.
 #pragma once
 
 #include "linear_formats.h"
@@ -55,7 +56,8 @@ constexpr int c_tile(int row_tile, int column, int columns) { return row_tile * 
 constexpr int a_tile(int row_tile) { return 4 + row_tile; }
 constexpr int b_tile(int column) { return 6 + column % 2; }
 
-// For `rows` rows in `row_tiles` row tiles, `columns` columns of outputs, and rows of A of `depth` bytes.
+// For `rows` rows in `row_tiles` row tiles, `columns` columns of outputs, and rows of A of `depth`
+// bytes.
 inline TileShapes product_shapes(int row_tiles, int columns, int64_t rows, int64_t depth) {
   TileShapes shapes;
   for (int r = 0; r < row_tiles; ++r) {
@@ -90,7 +92,8 @@ struct Bf16Tiles {
   static void round(const float* x, int64_t inputs, char* out) {
     for (int64_t k = 0; k < inputs; k += kLanes, out += kStepBytes / 2) {
       const int64_t count = min_of<int64_t>(kLanes, inputs - k);
-      const __m256bh half = _mm512_cvtneps_pbh(count < kLanes ? load_first(x + k, count) : load(x + k));
+      const Vec values = count < kLanes ? load_first(x + k, count) : load(x + k);
+      const __m256bh half = _mm512_cvtneps_pbh(values);
       __builtin_memcpy(out, &half, sizeof half);
     }
     if (ceil_div(inputs, kLanes) % 2) __builtin_memset(out, 0, kStepBytes / 2);
@@ -201,7 +204,8 @@ void bf16_panels(const LinearArgs& a, const Rows& rows, int64_t panel, ThreadTil
                          some};
       // Two row tiles and two panels would be eight sums.
       constexpr int kTogether = row_tiles.value == 2 ? 1 : kPanels;
-      bf16_tiles_at<row_tiles.value, kTogether>(a, steps, part, k > 0, panel * kPanelOutputs, tiles);
+      bf16_tiles_at<row_tiles.value, kTogether>(a, steps, part, k > 0, panel * kPanelOutputs,
+                                                tiles);
     });
   }
 }
@@ -228,11 +232,12 @@ void tile_panels(const LinearArgs& a, const Rows& all, int64_t begin, int64_t en
 
 using Bf16Format = Bf16Tiles;
 
-// ---- int4: the sums of codes of a group come from tiles, and scales are applied with vectors, by the
-// ---- operations of Int4Panel::multiply in their order.
+// ---- int4: the sums of codes of a group come from tiles, and scales are applied with vectors, by
+// ---- the operations of Int4Panel::multiply in their order.
 //
 //     A    16 rows x 32 first bytes of activations, as they lie in the groups of a row
-//     B    8 rows of 4 inputs x 16 outputs: codes of 4 bits, spread to bytes once per block of a panel
+//     B    8 rows of 4 inputs x 16 outputs: codes of 4 bits, as bytes; spread once per block of a
+//          panel
 //     C    16 rows x 16 outputs in int32, stored, since vectors cannot read a tile
 //
 // A group of 32 inputs, 16 rows and a vector of outputs take, in cycles of Sapphire Rapids (two
@@ -243,8 +248,9 @@ using Bf16Format = Bf16Tiles;
 //     tiles        1 product:           16          32                                  32 to 64
 //                  stores of C:         16, beside them
 //
-// The lower number holds if everything overlaps. Fewer rows do not make up for spreading the codes, 8
-// cycles, and for products that take 16 with any number of rows. This is an estimate, not a measurement.
+// The lower number holds if everything overlaps. Fewer rows do not make up for spreading the codes,
+// 8 cycles, and for products that take 16 with any number of rows. This is an estimate, not a
+// measurement.
 static_assert(kFewestTileRows == kTileRows, "");
 template <>
 constexpr bool kManyByTiles<Int4Panel> = true;

@@ -546,7 +546,8 @@ PyObject* tile_product(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return call(table->tile_product, a, 0);
 }
 
-// (name, whether this machine can run it, whether it is emulated) of all levels built, fastest first.
+// (name, whether this machine can run it, whether it is emulated) of all levels built, fastest
+// first.
 PyObject* levels(PyObject*, PyObject*) {
   PyObject* result = PyTuple_New(kNumLevels);
   for (Py_ssize_t i = 0; result && i < kNumLevels; ++i) {

@@ -15,8 +15,9 @@
 
 #define BROS_INLINE inline __attribute__((always_inline))
 
-// Which products the object has beside those of fp32: of codes, of pairs of bf16, and by tiles. With
-// BROS_MODEL (kernels_amx_emulated.cpp) instructions for them are plain C++ (avx512_model.h, tiles.h).
+// Which products the object has beside those of fp32: of codes, of pairs of bf16, and by tiles.
+// With BROS_MODEL (kernels_amx_emulated.cpp) instructions for them are plain C++ (avx512_model.h,
+// tiles.h).
 #if defined(__AVX512VNNI__) || defined(BROS_MODEL)
 #define BROS_MULTIPLIES_CODES
 #endif

@@ -1,19 +1,20 @@
 // The tile registers of AMX: eight matrices of up to 16 rows of 64 bytes, and products of them.
 //
-// A product adds A times B to C. Elements of A and B are groups of 4 bytes, which lie along the sum:
+// A product adds A times B to C. Elements of A and B are groups of 4 bytes, which lie along the
+// sum:
 //
 //     C [m][n] 4 bytes  +=  sum over k of  A [m][k] 4 bytes  .  B [k][n] 4 bytes
 //
 //     m rows of A and C <= 16,  n columns of B and C <= 16,  k columns of A, rows of B <= 16
 //
-//     add_bf16_product        2 bf16 each. Even and odd ones are summed from 0 over k, each in order,
-//                             in fp32 with FMA and subnormals as zeros; then C += (even + odd).
+//     add_bf16_product        2 bf16 each. Even and odd ones are summed from 0 over k, each in
+//                             order, in fp32 with FMA and subnormals as zeros; then C += even + odd
 //     add_code_product        4 bytes each, signed in A, unsigned in B; sums of int32, which wrap
 //
-// Two implementations have the same functions: instructions, and plain C++ that follows the operation
-// sections of Intel's manual (SDM, volume 2, "LDTILECFG", "TILELOADD", "TDPBF16PS", "TDPBSUD"). The
-// latter stops the process where the instructions would raise an exception, so that a kernel that
-// passes its tests with it also uses the instructions as it may.
+// Two implementations have the same functions: instructions, and plain C++ that follows the
+// operation sections of Intel's manual (SDM, volume 2, "LDTILECFG", "TILELOADD", "TDPBF16PS",
+// "TDPBSUD"). The latter stops the process where the instructions would raise an exception, so that
+// a kernel that passes its tests with it also uses the instructions as it may.
 #pragma once
 
 #include "avx512_model.h"
@@ -120,8 +121,8 @@ BROS_INLINE IntVec row_of(const TileRegister& t, int row) {
   return v;
 }
 
-// Calls product(the row of C, A [m][k] in all lanes, the row of B, whether it is the last k) for each
-// row of C and each k, in order. Bytes beyond the shape of C stay 0.
+// Each row of C becomes product(row of C, number of k, A [m][k] in all lanes as a function of k, row
+// k of B as a function of k). Bytes beyond the shape of C stay 0.
 template <int kC, int kA, int kB, class Product>
 inline void for_each_tile_row(const Product& product) {
   static_assert(kC != kA && kC != kB && kA != kB, "");
@@ -164,7 +165,8 @@ inline void add_code_product() {
 #else
 
 // Not the intrinsics of GCC: these take no tile number that is a template argument, and do not tell
-// the compiler that they read and write memory, so that it might move the stores of what a tile loads.
+// the compiler that they read and write memory, so that it might move the stores of what a tile
+// loads.
 
 BROS_INLINE void configure_tiles(const TileShapes& shapes) {
   __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
@@ -201,10 +203,11 @@ BROS_INLINE void add_code_product() {
 
 // Tiles of this thread, configured at first use and released at the end of its part of the work.
 //
-// The configuration is state of a thread, not of a process: each thread of a parallel region has its
-// own. It is released since the thread is not ours alone: it belongs to the pool of OpenMP, where other
-// libraries run next, which expect no tiles or set their own; and as long as tiles are in use, the
-// system saves 8 KB more at each switch of threads, and the core cannot enter its deep sleep.
+// The configuration is state of a thread, not of a process: each thread of a parallel region has
+// its own. It is released since the thread is not ours alone: it belongs to the pool of OpenMP,
+// where other libraries run next, which expect no tiles or set their own; and as long as tiles are
+// in use, the system saves 8 KB more at each switch of threads, and the core cannot enter its deep
+// sleep.
 class ThreadTiles {
  public:
   ThreadTiles() = default;
