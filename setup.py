@@ -12,6 +12,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+from setuptools.errors import CompileError
 
 COMMON_FLAGS = [
     "-O3",
@@ -31,12 +32,17 @@ AVX512_FLAGS = [
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
     *("-mfma", "-mf16c", "-mprefer-vector-width=512"),
 ]
+AMX_FLAGS = ["-mamx-tile", "-mamx-bf16", "-mamx-int8"]
 X86_FLAGS = {
     "csrc/kernels_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
     "csrc/kernels_avx512.cpp": AVX512_FLAGS,
     "csrc/kernels_avx512_vnni.cpp": [*AVX512_FLAGS, "-mavx512vnni"],
     "csrc/kernels_avx512_bf16.cpp": [*AVX512_FLAGS, "-mavx512vnni", "-mavx512bf16"],
+    "csrc/kernels_avx512_amx.cpp": [*AVX512_FLAGS, "-mavx512vnni", "-mavx512bf16", *AMX_FLAGS],
+    "csrc/kernels_amx_emulated.cpp": ["-mno-avx"],  # whatever CXXFLAGS has
 }
+# Only for tests: with -O3 it would take minutes to compile, since each instruction is a function.
+EMULATED_FLAGS = {"csrc/kernels_amx_emulated.cpp": ["-Og"]}
 HEADERS = sorted(str(path) for path in Path("csrc").glob("*.h"))
 
 
@@ -46,9 +52,9 @@ class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         objects = []
         for source in ext.sources:
-            flags = COMMON_FLAGS + OPENMP_FLAGS
+            flags = COMMON_FLAGS + OPENMP_FLAGS + EMULATED_FLAGS.get(source, [])
             if platform.machine().lower() in ("x86_64", "amd64"):
-                flags = flags + X86_FLAGS.get(source, [])
+                flags = flags + self.known(X86_FLAGS.get(source, []))
             objects += self.compiler.compile(
                 [source],
                 output_dir=self.build_temp,
@@ -56,6 +62,23 @@ class BuildKernels(build_ext):
                 extra_postargs=flags,
                 depends=ext.depends,
             )
+        self.link(ext, objects)
+
+    def known(self, flags: list[str]) -> list[str]:
+        """These flags, or none if they have those of AMX and the compiler or assembler does not
+        know it (GCC before 11): the object then is empty."""
+        if not set(AMX_FLAGS) <= set(flags):
+            return flags
+        probe = Path(self.build_temp, "probe_amx.cpp")
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.write_text('void probe() { __asm__ volatile("tilerelease"); }\n')
+        try:
+            self.compiler.compile([str(probe)], extra_postargs=flags)
+        except CompileError:
+            return []
+        return flags
+
+    def link(self, ext: Extension, objects: list[str]) -> None:
         self.compiler.link_shared_object(
             objects,
             self.get_ext_fullpath(ext.name),
@@ -93,6 +116,8 @@ setup(
                 "csrc/kernels_avx512.cpp",
                 "csrc/kernels_avx512_vnni.cpp",
                 "csrc/kernels_avx512_bf16.cpp",
+                "csrc/kernels_avx512_amx.cpp",
+                "csrc/kernels_amx_emulated.cpp",
             ],
             depends=HEADERS,
             language="c++",

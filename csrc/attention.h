@@ -54,7 +54,7 @@ using RunTask = void (*)(const Problem&, const Task&, float, const ThreadScratch
 RunTask task_runner(KvType type, int64_t dim) {
   switch (type) {
     case KvType::kBf16:
-#if defined(__AVX512BF16__)
+#if defined(BROS_MULTIPLIES_PAIRS)
       if (dim % Bf16Pairs::kPerWord == 0) return run_task<Bf16, Bf16Pairs>;
 #endif
       return run_task<Bf16, Floats>;

@@ -2,6 +2,7 @@
 // a sum. Words are as floats in memory, whatever they hold.
 #pragma once
 
+#include "avx512_model.h"
 #include "simd.h"
 
 namespace bros {
@@ -52,7 +53,7 @@ struct Floats {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(BROS_MULTIPLIES_PAIRS)
 // Two numbers in bf16, the first in the low half.
 struct Bf16Pairs {
   static constexpr int kPerWord = 2;

@@ -1,6 +1,6 @@
 // The interface between module.cpp and the kernels: one table of kernels per instruction set.
 //
-// It has only plain C data: three objects compiled with different flags fill the tables, and code
+// It has only plain C data: objects compiled with different flags fill the tables, and code
 // compiled with AVX flags must not be shared with code that runs on every CPU.
 #pragma once
 
@@ -153,6 +153,15 @@ struct SampleArgs {
   int threads;
 };
 
+// One product of tile registers, for tests: C += A . B as tiles.h has it, of 4 bytes each.
+struct TileProductArgs {
+  void* c;        // [rows, columns], rows 64 bytes apart like those of a and b
+  const void* a;  // [rows, depth]
+  const void* b;  // [depth, columns]
+  int64_t rows, columns, depth;  // 1 to 16
+  bool codes;     // of bytes; else of bf16
+};
+
 // Every kernel returns null, or an error message before it writes any memory. RopeArgs and
 // AttentionArgs must have been checked (checks.h).
 struct KernelTable {
@@ -163,14 +172,17 @@ struct KernelTable {
   const char* (*linear)(const LinearArgs&);
   int64_t panel_outputs;  // of packed weights
   const char* (*sample)(const SampleArgs&);
+  const char* (*tile_product)(const TileProductArgs&);  // null without tiles
 };
 
 extern const KernelTable kGenericKernels;
+extern const KernelTable kAmxEmulatedKernels;
 #if defined(__x86_64__)
 extern const KernelTable kAvx2Kernels;
 extern const KernelTable kAvx512Kernels;
 extern const KernelTable kAvx512VnniKernels;
 extern const KernelTable kAvx512Bf16Kernels;
+extern const KernelTable kAvx512AmxKernels;  // all null if the compiler does not know AMX
 #endif
 
 }  // namespace bros

@@ -15,33 +15,14 @@
 
 #include "kernels.h"
 #include "linear_formats.h"
+#include "linear_rows.h"
+#include "linear_tiles.h"
 #include "parallel.h"
 
 namespace bros {
 namespace {
 
-constexpr int64_t kInputBlock = 1024;  // inputs of a widened block: 64 or 128 KB
 constexpr int64_t kRowBlockBytes = 512 * 1024;
-
-// x and out of a product. Rows of x are as Panel::multiply takes them.
-struct Rows {
-  const char* x;
-  int64_t x_stride;  // in bytes
-  float* out;
-  int64_t count;
-};
-
-// Inputs [first, first + count) of the panels at `weights`, and the same of the rows of x.
-struct Inputs {
-  const char* x;
-  int64_t x_stride;
-  const char* weights;
-  int64_t panel_bytes;
-  int64_t first;
-  int64_t count;
-  bool carry;        // the sums go on from `out`
-  const char* next;  // prefetched where Panel::kPrefetches, as many bytes as are read; or null
-};
 
 BROS_INLINE void prefetch(const char* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
@@ -69,15 +50,6 @@ BROS_INLINE void tile(const Inputs& in, float* __restrict out, int64_t stride) {
   for (int r = 0; r < R; ++r) {
     for (int i = 0; i < 2 * C; ++i) store(out + r * stride + i * kLanes, sum[r][i]);
   }
-}
-
-template <int N>
-struct Number {
-  static constexpr int value = N;
-};
-
-BROS_INLINE void copy_floats(float* to, const float* from, int64_t n) {
-  __builtin_memcpy(to, from, n * sizeof(float));
 }
 
 // A tile at outputs [at, at + C * kPanelOutputs), of which the layer may have only the first ones.
@@ -221,11 +193,6 @@ void add_outliers(const LinearArgs& a, const Rows& rows, const OutlierRows& outl
   }
 }
 
-template <class A, class B>
-constexpr bool is_same = false;
-template <class A>
-constexpr bool is_same<A, A> = true;
-
 // Rows that are multiplied with one panel after the other: their x stays in the cache. With vectors
 // of 8 lanes, which take twice the time for the same x, all rows at once are 3 % faster.
 template <class Panel>
@@ -255,7 +222,10 @@ void many_rows(const LinearArgs& a, const Rows& all, int64_t begin, int64_t end)
     const Rows rows = {all.x + row * all.x_stride, all.x_stride, all.out + row * a.outputs,
                        min_of(most, all.count - row)};
     const int64_t tiles = ceil_div(rows.count, Wide::kTileRows);
-    const BlockRows block = block_rows_for<Wide>(ceil_div(rows.count, tiles));
+    BlockRows block = block_rows_for<Wide>(ceil_div(rows.count, tiles));
+    if constexpr (kManyByTiles<Panel>) {
+      if (rows.count >= kFewestTileRows) block = block_rows_by_tiles<Panel>;
+    }
     OutlierRows outliers = {};
     if constexpr (Panel::kHasOutliers) outliers = outlier_rows<Panel>(rows, a.inputs / kGroup);
     for (int64_t p = begin; p < end; ++p) {
@@ -319,6 +289,8 @@ const char* product(const LinearArgs& a) {
   if constexpr (Panel::kRounds) {
     static thread_local Scratch scratch;
     rows.x_stride = ceil_div(a.inputs, Panel::kStep) * Panel::kStepBytes;
+    // An odd number of cache lines: the rows of a tile then are not all in the same places of a cache.
+    if (kAllByTiles<Panel>) rows.x_stride |= 64;
     char* rounded = static_cast<char*>(scratch.reserve(a.rows * rows.x_stride));
     if (!rounded) return "no memory for rounded activations";
     parallel_for(a.rows, a.rows * a.inputs, a.threads, [&](int64_t begin, int64_t end) {
@@ -331,7 +303,11 @@ const char* product(const LinearArgs& a) {
   const int64_t panels = ceil_div(a.outputs, kPanelOutputs);
   const int64_t work = a.inputs * a.outputs * ceil_div(a.rows, 4);
   parallel_for(panels, work, a.threads, [&](int64_t begin, int64_t end) {
-    panels_of<Panel>(a, rows, begin, end);
+    if constexpr (kAllByTiles<Panel>) {
+      tile_panels<Panel>(a, rows, begin, end);
+    } else {
+      panels_of<Panel>(a, rows, begin, end);
+    }
     if (a.bias) add_bias(a, begin, end);
   });
   return nullptr;
@@ -341,7 +317,7 @@ const char* linear(const LinearArgs& a) {
   if (a.rows == 0) return nullptr;
   switch (a.format) {
     case WeightFormat::kFp32: return product<Fp32Panel>(a);
-    case WeightFormat::kBf16: return product<Bf16Panel>(a);
+    case WeightFormat::kBf16: return product<Bf16Format>(a);
     case WeightFormat::kInt8: return product<Int8Panel>(a);
     case WeightFormat::kInt4: return product<Int4Panel>(a);
   }

@@ -31,6 +31,7 @@
 //     Wide                    the format that a block is widened to for many rows, or itself
 #pragma once
 
+#include "avx512_model.h"
 #include "kernels.h"
 #include "simd.h"
 
@@ -104,7 +105,7 @@ struct Fp32Panel : ExactProducts<Fp32Panel> {
   const float* values_;
 };
 
-#if !defined(__AVX512BF16__)
+#if !defined(BROS_MULTIPLIES_PAIRS)
 struct Bf16Panel : ExactProducts<Bf16Panel> {
   using Wide = Fp32Panel;
   static constexpr int kPanels = 4;
@@ -132,7 +133,7 @@ struct Bf16Panel : ExactProducts<Bf16Panel> {
 
 // ---- AVX-512 BF16: activations are rounded to bf16, their products with bf16 weights are exact.
 
-#if defined(__AVX512BF16__)
+#if defined(BROS_MULTIPLIES_PAIRS)
 struct Bf16Panel {
   using Wide = Bf16Panel;
   static constexpr bool kRounds = true;
@@ -196,12 +197,24 @@ BROS_INLINE IntVec in_order(IntVec v) {
   return v;
 }
 
+#if !defined(__AVX2__) && !defined(BROS_HAS_VNNI)
+// Only tests use these (`has_products` in executor/models/layers.py). Inlined into tiles that are
+// unrolled, they would make half of the time to compile all kernels.
+__attribute__((noinline)) IntVec add_bytes(IntVec sums, IntVec w, int32_t a) {
+  for (int i = 0; i < 4; ++i) sums += (w >> 8 * i & 255) * static_cast<int8_t>(a >> 8 * i);
+  return sums;
+}
+__attribute__((noinline)) IntVec add_pairs(IntVec sums, IntVec w, int32_t a) {
+  return sums + (w << 16 >> 16) * static_cast<int16_t>(a) + (w >> 16) * (a >> 16);
+}
+#endif
+
 // Per lane, the sum of the products of a group: of a byte of weights, 0..15, and one of activations.
 class ByteSums {
  public:
   // w: four bytes per lane. a: the four bytes of a row that they are multiplied with.
   BROS_INLINE void add(IntVec w, int32_t a) {
-#if defined(__AVX512VNNI__)
+#if defined(BROS_HAS_VNNI)
     sums_ = bit_cast<IntVec>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sums_), bit_cast<__m512i>(w),
                                                  _mm512_set1_epi32(a)));
 #elif defined(__AVX512F__)
@@ -211,14 +224,14 @@ class ByteSums {
     const __m256i pairs = _mm256_maddubs_epi16(bit_cast<__m256i>(w), _mm256_set1_epi32(a));
     sums_ = in_order(bit_cast<IntVec>(_mm256_add_epi16(bit_cast<__m256i>(sums_), pairs)));
 #else
-    for (int i = 0; i < 4; ++i) sums_ += (w >> 8 * i & 255) * static_cast<int8_t>(a >> 8 * i);
+    sums_ = add_bytes(sums_, w, a);
 #endif
   }
 
   // As floats. Without VNNI there are two sums of 16 bits per lane, of 16 products each.
   BROS_INLINE Vec value() const {
     static_assert(kGroup / 2 * 15 * 128 < 32768, "sums of 16 bits");
-#if defined(__AVX512F__) && !defined(__AVX512VNNI__)
+#if defined(__AVX512F__) && !defined(BROS_HAS_VNNI)
     const __m512i ones = _mm512_set1_epi16(1);
     return to_float(bit_cast<IntVec>(_mm512_madd_epi16(bit_cast<__m512i>(sums_), ones)));
 #elif defined(__AVX2__) && !defined(__AVX512F__)
@@ -238,7 +251,7 @@ class PairSums {
  public:
   // w: two codes per lane. a: the two codes of a row that they are multiplied with.
   BROS_INLINE void add(ShortVec w, int32_t a) {
-#if defined(__AVX512VNNI__)
+#if defined(BROS_HAS_VNNI)
     sums_ = bit_cast<IntVec>(_mm512_dpwssd_epi32(bit_cast<__m512i>(sums_), bit_cast<__m512i>(w),
                                                  _mm512_set1_epi32(a)));
 #elif defined(__AVX512F__)
@@ -248,8 +261,7 @@ class PairSums {
     const __m256i products = _mm256_madd_epi16(bit_cast<__m256i>(w), _mm256_set1_epi32(a));
     sums_ = in_order(sums_ + bit_cast<IntVec>(products));
 #else
-    const IntVec both = bit_cast<IntVec>(w);
-    sums_ += (both << 16 >> 16) * static_cast<int16_t>(a) + (both >> 16) * (a >> 16);
+    sums_ = add_pairs(sums_, bit_cast<IntVec>(w), a);
 #endif
   }
 

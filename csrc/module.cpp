@@ -6,6 +6,13 @@
 // encode the segments of a step for other ranks (segment_changes.py).
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "checks.h"
 #include "decoder_layers.h"
@@ -20,6 +27,7 @@ struct Level {
   const char* name;
   const KernelTable* table;
   bool (*available)();
+  bool is_emulated = false;  // for tests: slower than any other
 };
 
 #if defined(__x86_64__)
@@ -29,11 +37,42 @@ bool has_avx512() {
 }
 bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 bool has_bf16() { return has_vnni() && __builtin_cpu_supports("avx512bf16"); }
+
+// Whether the CPU has tile registers with products of bf16 and of bytes, and the system saves them.
+bool cpu_has_tiles() {
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
+  constexpr unsigned kAll = kBf16 | kTile | kInt8;
+  if ((d & kAll) != kAll) return false;
+  unsigned low, high;  // the state that is saved; XGETBV exists where there is AVX
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  constexpr unsigned kTileShapes = 1u << 17, kTileData = 1u << 18;
+  return (low & kTileShapes) && (low & kTileData);
+}
+
+// Asks Linux for the contents of tiles, which a process must do before its first use of one. It
+// refuses that if a signal handler's stack is too small for them.
+bool may_use_tiles() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+bool has_amx() {
+  static const bool found = kAvx512AmxKernels.linear && has_bf16() && cpu_has_tiles() &&
+                            may_use_tiles();
+  return found;
+}
 #endif
 
 // Fastest first. The index of a level is the first argument of every kernel.
 const Level kLevels[] = {
 #if defined(__x86_64__)
+    {"avx512-amx", &kAvx512AmxKernels, has_amx},
     {"avx512-bf16", &kAvx512Bf16Kernels, has_bf16},
     {"avx512-vnni", &kAvx512VnniKernels, has_vnni},
     {"avx512", &kAvx512Kernels, has_avx512},
@@ -44,6 +83,7 @@ const Level kLevels[] = {
      }},
 #endif
     {"generic", &kGenericKernels, [] { return true; }},
+    {"amx-emulated", &kAmxEmulatedKernels, [] { return true; }, true},
 };
 constexpr long kNumLevels = sizeof kLevels / sizeof kLevels[0];
 
@@ -488,12 +528,32 @@ PyObject* changed_segments(PyObject*, PyObject* const* values, Py_ssize_t count)
   return result;
 }
 
-// (name, whether this machine can run it) of all levels built, fastest first.
+// tile_product(level, c, a, b, rows, columns, depth, codes): one product of tile registers, see
+// TileProductArgs.
+PyObject* tile_product(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  const KernelTable* table = in.table();
+  TileProductArgs a;
+  a.c = in.pointer<void>();
+  a.a = in.pointer<const void>();
+  a.b = in.pointer<const void>();
+  a.rows = in.integer();
+  a.columns = in.integer();
+  a.depth = in.integer();
+  a.codes = in.integer();
+  if (!in.ok()) return nullptr;
+  if (!table->tile_product) return index_error("this level has no tile registers");
+  return call(table->tile_product, a, 0);
+}
+
+// (name, whether this machine can run it, whether it is emulated) of all levels built, fastest
+// first.
 PyObject* levels(PyObject*, PyObject*) {
   PyObject* result = PyTuple_New(kNumLevels);
   for (Py_ssize_t i = 0; result && i < kNumLevels; ++i) {
     PyObject* item =
-        Py_BuildValue("(sO)", kLevels[i].name, kLevels[i].available() ? Py_True : Py_False);
+        Py_BuildValue("(sOO)", kLevels[i].name, kLevels[i].available() ? Py_True : Py_False,
+                      kLevels[i].is_emulated ? Py_True : Py_False);
     if (!item) {
       Py_CLEAR(result);
     } else {
@@ -519,6 +579,7 @@ PyMethodDef methods[] = {
     method<run_layers>("run_layers"),
     method<sample>("sample"),
     method<panel_outputs>("panel_outputs"),
+    method<tile_product>("tile_product"),
     method<segment_changes>("segment_changes"),
     method<changed_segments>("changed_segments"),
     {"levels", levels, METH_NOARGS, nullptr},

@@ -15,10 +15,22 @@
 
 #define BROS_INLINE inline __attribute__((always_inline))
 
+// Which instructions for products the object has beside FMA: of codes, of pairs of bf16, of tiles.
+// With BROS_MODEL (kernels_amx_emulated.cpp) they are plain C++ (avx512_model.h, tiles.h).
+#if defined(__AVX512VNNI__) || defined(BROS_MODEL)
+#define BROS_HAS_VNNI
+#endif
+#if defined(__AVX512BF16__) || defined(BROS_MODEL)
+#define BROS_MULTIPLIES_PAIRS
+#endif
+#if defined(__AMX_TILE__) || defined(BROS_MODEL)
+#define BROS_MULTIPLIES_TILES
+#endif
+
 namespace bros {
 namespace {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(BROS_MODEL)
 constexpr int kLanes = 16;
 #elif defined(__AVX2__)
 constexpr int kLanes = 8;
@@ -85,7 +97,10 @@ BROS_INLINE float reduce_add(Vec a) {
   x = _mm_add_ps(x, _mm_movehl_ps(x, x));
   return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 #else
-  return (a[0] + a[2]) + (a[1] + a[3]);
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) a[i] += a[i + half];
+  }
+  return a[0];
 #endif
 }
 
@@ -104,7 +119,9 @@ BROS_INLINE int32_t reduce_add(IntVec a) {
   x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
 #else
-  return (a[0] + a[2]) + (a[1] + a[3]);
+  int32_t sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += a[i];
+  return sum;
 #endif
 }
 

@@ -164,7 +164,8 @@ def kv_dtype_for(config: EngineConfig, target: Target, kernels: str) -> str:
         return config.kv_dtype
     if not target.packed:
         return target.weights
-    return "bf16" if target.weights != "fp32" and kernels == "cpu-avx512-bf16" else "fp32"
+    pairs = kernels in ("cpu-avx512-bf16", "cpu-avx512-amx")
+    return "bf16" if target.weights != "fp32" and pairs else "fp32"
 
 
 def device_name(device: torch.device) -> str:

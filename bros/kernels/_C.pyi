@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[np.int32]
 
-def levels() -> tuple[tuple[str, bool], ...]: ...
+def levels() -> tuple[tuple[str, bool, bool], ...]: ...
 def rms_norm(
     level: int,
     out: int,
@@ -162,6 +162,9 @@ def sample(
     /,
 ) -> None: ...
 def panel_outputs(level: int, /) -> int: ...
+def tile_product(
+    level: int, c: int, a: int, b: int, rows: int, columns: int, depth: int, codes: bool, /
+) -> None: ...
 def segment_changes(
     before_starts: Numbers,
     before: Numbers,

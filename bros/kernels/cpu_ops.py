@@ -45,7 +45,32 @@ _KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 def levels() -> list[str]:
     """The instruction sets that this machine has kernels for, fastest first, `generic` last."""
-    return [name for name, available in _C.levels() if available]
+    return [name for name, available, emulated in _C.levels() if available and not emulated]
+
+
+def emulated_levels() -> list[str]:
+    """Kernels of other machines, whose instructions are replaced by plain C++: for tests of them on
+    any machine. They are slow and never chosen by default."""
+    return [name for name, available, emulated in _C.levels() if available and emulated]
+
+
+def tile_product(level: str, c: Tensor, a: Tensor, b: Tensor, shape: tuple[int, int, int]) -> None:
+    """c += a . b of the tile registers (csrc/tiles.h) of a level that has them.
+
+    shape: rows, columns and depth, in elements of 4 bytes: 1 to 16 each. Tensors are [16, 16] such
+        elements, of which the first rows and columns are used.
+    c: fp32, and two bf16 in an element of a and b; or int32, and four bytes, signed in `a` and
+        unsigned in `b`.
+    """
+    codes = c.dtype is torch.int32
+    parts = (torch.int8, torch.uint8) if codes else (torch.bfloat16, torch.bfloat16)
+    assert all(x.numel() * x.element_size() == 1024 for x in (c, a, b))
+    addresses = _address(c, c.dtype), _address(a, parts[0]), _address(b, parts[1])
+    _C.tile_product(_level_index(level), *addresses, *shape, codes)
+
+
+def _level_index(level: str) -> int:
+    return [name for name, *_ in _C.levels()].index(level)
 
 
 def in_order(batch: AttentionBatch, positions: Tensor) -> AttentionBatch:
@@ -106,14 +131,17 @@ class CpuKernels:
     """
 
     def __init__(self, level: str | None = None) -> None:
-        """level: one of levels(), by default the fastest. Raises ConfigError for any other."""
+        """level: one of levels(), by default the fastest, or of emulated_levels().
+
+        Raises ConfigError for any other.
+        """
         available = levels()
         self.level = available[0] if level is None else level
-        if self.level not in available:
+        if self.level not in available + emulated_levels():
             raise ConfigError(
                 f"CPU kernels: level {level!r} is not one of {', '.join(available)} (this machine)"
             )
-        self._level = [name for name, _ in _C.levels()].index(self.level)
+        self._level = _level_index(self.level)
         self.panel_width = _C.panel_outputs(self._level)  # see Products
 
     @property

@@ -33,7 +33,9 @@ OPERATIONS = {
     *("rope_and_cache_", "rope_and_cache_, norms"),
 }
 PRODUCTS = {
-    f"linear, {form}, {rows} rows" for form in ("fp32", "bf16", "int8", "int4") for rows in (1, 9)
+    f"linear, {form}, {rows} rows"
+    for form in ("fp32", "bf16", "int8", "int4")
+    for rows in (1, 9, 40)
 }
 """Of kernels that have products (Kernels.products)."""
 

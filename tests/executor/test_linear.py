@@ -100,7 +100,7 @@ def test_logits_are_not_rounded_to_16_bits(weights: str, compiled: bool) -> None
 
 
 @pytest.mark.parametrize("amx", [True, False])
-def test_onednn_multiplies_bf16_by_amx_and_where_there_is_no_avx2(
+def test_onednn_multiplies_bf16_where_only_it_has_amx_and_where_there_is_no_avx2(
     monkeypatch: pytest.MonkeyPatch, amx: bool
 ) -> None:
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
@@ -110,6 +110,9 @@ def test_onednn_multiplies_bf16_by_amx_and_where_there_is_no_avx2(
         assert has_products(kernels, "bf16") is not amx
         assert token_padding("cpu", kernels, "int4") == ()
         assert bool(token_padding("cpu", kernels, "bf16")) is amx
+    for weights in ("fp32", "bf16", "int4"):
+        assert has_products("cpu-avx512-amx", weights)
+        assert token_padding("cpu", "cpu-avx512-amx", weights) == ()
     for kernels in ("cpu-generic", "reference"):
         assert not has_products(kernels, "fp32")
         assert token_padding("cpu", kernels, "fp32")

@@ -123,6 +123,7 @@ def test_kernels_on_a_gpu() -> None:
         ({"weights": "int4"}, NO_GPU, "cpu-avx512-bf16", "bf16"),
         ({"weights": "int8"}, NO_GPU, "cpu-avx512-bf16", "bf16"),
         ({"weights": "bf16"}, NO_GPU, "cpu-avx512-bf16", "bf16"),
+        ({"weights": "bf16"}, NO_GPU, "cpu-avx512-amx", "bf16"),
         ({"weights": "bf16"}, NO_GPU, "cpu-avx2", "fp32"),
         ({"weights": "bf16", "kv_dtype": "fp32"}, NO_GPU, "cpu-avx512-bf16", "fp32"),
         ({}, HOPPER, "triton", "bf16"),

@@ -15,6 +15,7 @@ from torch import Tensor
 from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels, SharedParts
 from support.kernel_cases import (
     KV_DTYPES,
+    PAIR_LEVELS,
     AttentionCase,
     Backend,
     Parts,
@@ -56,7 +57,7 @@ def skip_many_tiles(backend: Backend, rows: Sequence[tuple[int, int]]) -> None:
 def multiplies_pairs(level: str, case: AttentionCase) -> bool:
     """Whether attention multiplies pairs of bf16, see csrc/attention_words.h."""
     bf16 = case.k_cache.dtype is torch.bfloat16
-    return level == "avx512-bf16" and bf16 and case.layout.head_dim % 2 == 0
+    return level in PAIR_LEVELS and bf16 and case.layout.head_dim % 2 == 0
 
 
 def assert_matches(backend: Backend, case: AttentionCase) -> None:
@@ -240,7 +241,7 @@ def test_every_16_bit_value_is_read_exactly(level: str, dtype: torch.dtype, toke
     qkv = torch.zeros(rows * tokens, layout.qkv_size)
     out = cpu_kernels(level).attention(qkv, layout, torch.zeros_like(values), values, batch, 1.0)
     expected = values.float()
-    if level == "avx512-bf16" and dtype is torch.bfloat16:  # products of pairs: subnormals are 0
+    if level in PAIR_LEVELS and dtype is torch.bfloat16:  # products of pairs: subnormals are 0
         expected = torch.where(expected.abs() < torch.finfo(dtype).tiny, 0.0, expected)
     first = out[::tokens]  # sees the cached key and itself: half the value, exact in fp32
     assert torch.equal(first, expected.view(rows, 64) / 2)

@@ -59,4 +59,6 @@ def test_a_level_the_machine_lacks_is_refused() -> None:
     with pytest.raises(ConfigError, match="level 'mmx' is not one of"):
         cpu_ops.CpuKernels("mmx")
     assert cpu_ops.levels()[-1] == "generic"
+    assert "amx-emulated" not in cpu_ops.levels()
+    assert cpu_ops.CpuKernels("amx-emulated").name == "cpu-amx-emulated"
     assert cpu_ops.CpuKernels("generic").name == "cpu-generic"

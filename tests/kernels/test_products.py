@@ -15,9 +15,9 @@ from torch import Tensor
 
 from bros.executor.models.layers import make_lm_head, pack
 from bros.executor.target import CPU, Target
-from bros.executor.weights import Int4Groups
-from bros.kernels.panels import GROUP, Panels
-from support.kernel_cases import cpu_kernels, each_level, torch_threads
+from bros.kernels.panels import GROUP
+from support.kernel_cases import PAIR_LEVELS, cpu_kernels, each_level, torch_threads
+from support.packed_weights import activations, normal, packed
 from support.tier import examples
 
 each_format = pytest.mark.parametrize("form", ["fp32", "bf16", "int8", "int4"])
@@ -30,37 +30,9 @@ OUTLIER = 1.1
 """Groups of int4 with so many times the mean largest magnitude of the row have codes of 16 bits."""
 
 
-def normal(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def activations(seed: int, rows: int, inputs: int) -> Tensor:
-    """Some groups of each row are outliers."""
-    x = normal(seed, rows, inputs)
-    factors = normal(seed + 1, rows, inputs // GROUP).abs().clamp(min=0.5)
-    return x * factors.repeat_interleave(GROUP, dim=1)
-
-
-def packed(form: str, weight: Tensor, width: int) -> tuple[Panels, Tensor]:
-    """The panels of a weight, and the values that they hold."""
-    if form == "fp32":
-        return Panels.fp32(weight, width), weight
-    if form == "bf16":
-        return Panels.bf16(weight, width), weight.bfloat16()
-    if form == "int8":
-        groups = weight.unflatten(1, (-1, GROUP))
-        scale = groups.abs().amax(2, keepdim=True) / 127
-        codes = (groups / scale.clamp(min=1e-30)).round()
-        return Panels.int8(weight, width), (codes.double() * scale).flatten(1)
-    four = Int4Groups.from_dense(weight)
-    scale, minimum = (each.half().double()[..., None] for each in (four.scale, four.minimum))
-    values = four.codes.unflatten(1, (-1, GROUP)) * scale + minimum
-    return Panels.int4(four.codes, four.scale, four.minimum, width), values.flatten(1)
-
-
 def rounded(x: Tensor, level: str, form: str) -> Tensor:
     """The activations that are multiplied, in fp64."""
-    if form == "bf16" and level == "avx512-bf16":
+    if form == "bf16" and level in PAIR_LEVELS:
         return x.bfloat16().double()
     if form == "int8":
         inputs = x.shape[1]

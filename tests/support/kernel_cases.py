@@ -25,6 +25,9 @@ KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = (8, 16, 64, 80, 96, 128, 256, 5, 12, 72)
 """The usual ones, multiples of 8 that are no multiple of a vector, and odd ones."""
 
+PAIR_LEVELS = ("avx512-amx", "amx-emulated", "avx512-bf16")
+"""Levels that multiply pairs of bf16, with bf16 weights and a KV cache in bf16."""
+
 
 def compiled_levels() -> list[str]:
     """Instruction sets that CpuKernels can be tried on here; none if it was not built."""
@@ -33,6 +36,15 @@ def compiled_levels() -> list[str]:
     except ImportError:
         return []
     return cpu_ops.levels()
+
+
+def tested_levels() -> list[str]:
+    """Those of this machine, and emulated ones, which run the kernels of other machines."""
+    try:
+        from bros.kernels import cpu_ops
+    except ImportError:
+        return []
+    return cpu_ops.levels() + cpu_ops.emulated_levels()
 
 
 @dataclass(frozen=True)
@@ -83,7 +95,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 each_backend = pytest.mark.parametrize(
     "backend",
     [
-        *(Backend(level) for level in compiled_levels()),
+        *(Backend(level) for level in tested_levels()),
         pytest.param(triton_backend(), marks=needs_triton),
     ],
     ids=lambda backend: backend.name,
@@ -114,7 +126,7 @@ def cpu_kernels(level: str) -> Kernels:
 
 
 # With no level at all pytest skips the test.
-each_level = pytest.mark.parametrize("level", compiled_levels())
+each_level = pytest.mark.parametrize("level", tested_levels())
 
 _if_built = pytest.mark.skipif(not compiled_levels(), reason="the CPU kernels were not built")
 reference_and_cpu = pytest.mark.parametrize(

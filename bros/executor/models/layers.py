@@ -195,10 +195,12 @@ def has_products(kernels: str, weights: str) -> bool:
         bf16          9.3   11.7   36.0    259
         int4          3.6    9.4   30.5    247
 
-    oneDNN multiplies bf16 by AMX, which ours do not. Without AVX2, ours were not measured.
+    On a CPU with AMX oneDNN multiplies bf16 by it, and so do ours if they were built with it and
+    the system allows it. Without AVX2, ours were not measured.
     """
-    amx = weights == "bf16" and torch.cpu._is_amx_tile_supported()
-    return kernels.startswith("cpu-avx") and not amx
+    if weights == "bf16" and torch.cpu._is_amx_tile_supported():
+        return kernels == "cpu-avx512-amx"
+    return kernels.startswith("cpu-avx")
 
 
 def token_padding(device: str, kernels: str, weights: str) -> tuple[tuple[int, int], ...]:

@@ -1,0 +1,64 @@
+// What the parts of a product share (linear.h, linear_tiles.h).
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace bros {
+namespace {
+
+constexpr int64_t kInputBlock = 1024;  // inputs of a widened block: 64 or 128 KB
+
+// x and out of a product. Rows of x are as the format takes them.
+struct Rows {
+  const char* x;
+  int64_t x_stride;  // in bytes
+  float* out;
+  int64_t count;
+};
+
+// Inputs [first, first + count) of the panels at `weights`, and the same of the rows of x.
+struct Inputs {
+  const char* x;
+  int64_t x_stride;
+  const char* weights;
+  int64_t panel_bytes;
+  int64_t first;
+  int64_t count;
+  bool carry;        // the sums go on from `out`
+  const char* next;  // prefetched where Panel::kPrefetches, as many bytes as are read; or null
+};
+
+template <class A, class B>
+constexpr bool is_same = false;
+template <class A>
+constexpr bool is_same<A, A> = true;
+
+template <int N>
+struct Number {
+  static constexpr int value = N;
+};
+
+BROS_INLINE void copy_floats(float* to, const float* from, int64_t n) {
+  __builtin_memcpy(to, from, n * sizeof(float));
+}
+
+// Whether products of a format consist of tiles (linear_tiles.h): all of them, or those of many
+// rows.
+template <class Panel>
+constexpr bool kAllByTiles = false;
+template <class Panel>
+constexpr bool kManyByTiles = false;
+
+// The panels [begin, end) of all rows, where kAllByTiles.
+template <class Panel>
+void tile_panels(const LinearArgs& a, const Rows& all, int64_t begin, int64_t end);
+
+// A block of a panel for at least kFewestTileRows rows, where kManyByTiles.
+template <class Panel>
+void block_rows_by_tiles(const LinearArgs& a, const Inputs& in, const Rows& rows, int64_t at,
+                         int64_t tiles);
+constexpr int64_t kFewestTileRows = 16;
+
+}  // namespace
+}  // namespace bros

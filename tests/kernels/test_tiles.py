@@ -1,0 +1,235 @@
+"""Products of tile registers (csrc/tiles.h): the model against NumPy, and the instructions against
+the model where the CPU has them."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bros.kernels.panels import GROUP
+from support.kernel_cases import compiled_levels, cpu_kernels, torch_threads
+from support.packed_weights import activations, normal, packed
+from support.tier import examples
+
+SIZE = 16
+"""Most rows and columns of a tile."""
+
+MODEL = "amx-emulated"
+
+pytestmark = pytest.mark.skipif(not compiled_levels(), reason="the CPU kernels were not built")
+
+SHAPES = st.tuples(st.integers(1, SIZE), st.integers(1, SIZE), st.integers(1, SIZE))
+"""Rows, columns, depth."""
+
+Floats = NDArray[np.float32]
+
+
+def multiply(level: str, c: Tensor, a: Tensor, b: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """c after the product."""
+    from bros.kernels.cpu_ops import tile_product
+
+    out = c.clone()
+    tile_product(level, out, a, b, shape)
+    return out
+
+
+def bytes_of(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """c, a and b of a product of codes; some sums leave int32."""
+    generator = torch.Generator().manual_seed(seed)
+    c = torch.randint(-(2**31), 2**31, (SIZE, SIZE), generator=generator).int()
+    a = torch.randint(-128, 128, (SIZE, 4 * SIZE), generator=generator).to(torch.int8)
+    b = torch.randint(0, 256, (SIZE, 4 * SIZE), generator=generator).to(torch.uint8)
+    return c, a, b
+
+
+@given(shape=SHAPES, seed=st.integers(0, 2**31))
+@settings(max_examples=examples(40, long=1000))
+def test_sums_of_codes_are_exact_and_wrap(shape: tuple[int, int, int], seed: int) -> None:
+    rows, columns, depth = shape
+    c, a, b = bytes_of(seed)
+    quads = a.long().view(SIZE, SIZE, 4)[:rows, :depth], b.long().view(SIZE, SIZE, 4)
+    exact = torch.einsum("mkx,knx->mn", quads[0], quads[1][:depth, :columns])
+    expected = c.clone()
+    expected[:rows, :columns] = (c[:rows, :columns].long() + exact).int()
+    assert torch.equal(multiply(MODEL, c, a, b, shape), expected)
+
+
+def mul_add(a: Any, b: Any, c: Any) -> np.float32:
+    """a * b + c in fp32, rounded once to nearest even, subnormals as zeros."""
+    small = 2.0**-126
+    a, b, c = (float(x) if not abs(x) < small else 0.0 for x in (a, b, c))
+    if not np.isfinite([a, b, c]).all():
+        return np.float32(a * b + c)  # no product of two of bf16 overflows in fp64
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    if exact == 0:
+        return np.float32(0)
+    exponent = abs(exact.numerator).bit_length() - exact.denominator.bit_length()
+    exponent -= abs(exact) < Fraction(2) ** exponent
+    step = Fraction(2) ** (max(exponent, -126) - 23)
+    rounded = round(exact / step) * step
+    if abs(rounded) >= Fraction(2) ** 128:
+        return np.float32(np.inf if rounded > 0 else -np.inf)
+    return np.float32(float(rounded)) if abs(rounded) >= small else np.float32(0)
+
+
+def product_in_order(c: Floats, a: Floats, b: Floats) -> Floats:
+    """c + a . b as the manual of TDPBF16PS has it. a: [m, k, 2], b: [k, n, 2], c: [m, n]."""
+    out = np.empty_like(c)
+    for m, n in np.ndindex(*c.shape):
+        sums = [np.float32(0), np.float32(0)]
+        for k in range(a.shape[1]):
+            for parity in (0, 1):
+                sums[parity] = mul_add(a[m, k, parity], b[k, n, parity], sums[parity])
+        out[m, n] = mul_add(1, mul_add(1, sums[0], sums[1]), c[m, n])
+    return out
+
+
+def pairs_of(seed: int, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """c, a and b of a product of bf16: usual numbers, or any bits, some of them no numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "usual":
+        c = torch.randn(SIZE, SIZE, generator=generator)
+        a, b = (torch.randn(SIZE, 2 * SIZE, generator=generator).bfloat16() for _ in range(2))
+        return c, a, b
+
+    def bits(low: int, high: int, columns: int) -> Tensor:
+        return torch.randint(low, high, (SIZE, columns), generator=generator)
+
+    c = bits(-(2**31), 2**31, SIZE).int().view(torch.float32)
+    a, b = (bits(-(2**15), 2**15, 2 * SIZE).short().view(torch.bfloat16) for _ in range(2))
+    if kind == "small":  # near the smallest normal number, in sums and products
+        c = c * 0 + torch.randn(SIZE, SIZE, generator=generator) * 2.0**-125
+        a, b = (torch.randn(SIZE, 2 * SIZE, generator=generator) * 2.0**-63 for _ in range(2))
+        a, b = a.bfloat16(), b.bfloat16()
+        c = c.nan_to_num(2.0**-126)
+    return c, a, b
+
+
+@pytest.mark.parametrize("kind", ["usual", "any", "small"])
+@given(shape=SHAPES, seed=st.integers(0, 2**31))
+@settings(max_examples=examples(10, long=300))
+def test_products_of_bf16_are_rounded_in_their_order(
+    kind: str, shape: tuple[int, int, int], seed: int
+) -> None:
+    rows, columns, depth = shape
+    c, a, b = pairs_of(seed, kind)
+    expected = c.numpy().copy()
+    expected[:rows, :columns] = product_in_order(
+        expected[:rows, :columns],
+        a.float().numpy().reshape(SIZE, SIZE, 2)[:rows, :depth],
+        b.float().numpy().reshape(SIZE, SIZE, 2)[:depth, :columns],
+    )
+    found = multiply(MODEL, c, a, b, shape).numpy()
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_levels_without_tiles_have_no_products_of_them() -> None:
+    c, a, b = bytes_of(0)
+    with pytest.raises(IndexError, match="no tile registers"):
+        multiply("generic", c, a, b, (1, 1, 1))
+
+
+@pytest.mark.parametrize("shape", [(0, 1, 1), (1, 17, 1), (1, 1, -1)])
+def test_other_shapes_are_refused(shape: tuple[int, int, int]) -> None:
+    c, a, b = bytes_of(0)
+    with pytest.raises(IndexError, match="1 to 16 rows and columns"):
+        multiply(MODEL, c, a, b, shape)
+
+
+# ---- Where the CPU has the instructions.
+
+
+@pytest.mark.skipif("avx512-amx" not in compiled_levels(), reason="this CPU has no AMX")
+@pytest.mark.parametrize("kind", ["codes", "usual", "any", "small"])
+@given(shape=SHAPES, seed=st.integers(0, 2**31))
+@settings(max_examples=examples(50, long=1000))
+def test_the_instructions_have_the_bits_of_the_model(
+    kind: str, shape: tuple[int, int, int], seed: int
+) -> None:
+    parts = bytes_of(seed) if kind == "codes" else pairs_of(seed, kind)
+    found, expected = (multiply(level, *parts, shape) for level in ("avx512-amx", MODEL))
+    np.testing.assert_array_equal(found.numpy(), expected.numpy())
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("level", ["avx512-amx", "avx512-bf16", "avx512-vnni"])
+@given(
+    rows=st.integers(1, 70),
+    outputs=st.integers(1, 100),
+    groups=st.integers(1, 40),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=examples(15, long=300))
+def test_products_have_the_bits_of_the_model(
+    level: str, form: str, rows: int, outputs: int, groups: int, seed: int
+) -> None:
+    if level not in compiled_levels():
+        pytest.skip(f"this CPU has no {level}")
+    if form == "bf16" and level != "avx512-amx":
+        pytest.skip("other instructions round products of bf16 in another order")
+    x = activations(seed, rows, groups * GROUP)
+    weight = normal(seed + 1, outputs, groups * GROUP)
+    found, expected = (
+        kernels.linear(x, packed(form, weight, kernels.panel_width)[0], None)
+        for kernels in (cpu_kernels(level), cpu_kernels(MODEL))
+    )
+    assert torch.equal(found, expected)
+
+
+# ---- Shapes that are no multiples of tiles.
+
+
+@pytest.mark.parametrize("level", [MODEL, "avx512-amx"])
+@given(
+    rows=st.integers(1, 80),
+    outputs=st.integers(1, 150),
+    pairs=st.integers(1, 600),
+    threads=st.integers(1, 3),
+    data=st.data(),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=examples(20, long=400))
+def test_bf16_of_any_shape(
+    level: str, rows: int, outputs: int, pairs: int, threads: int, data: st.DataObject, seed: int
+) -> None:
+    """The values are those of fp64, and a row has the same bits with any others."""
+    if level == "avx512-amx" and level not in compiled_levels():
+        pytest.skip("this CPU has no AMX")
+    kernels, inputs = cpu_kernels(level), 2 * pairs
+    x, weight = normal(seed, rows, inputs), normal(seed + 1, outputs, inputs)
+    bias = normal(seed + 2, outputs)
+    panels, values = packed("bf16", weight, kernels.panel_width)
+    with torch_threads(threads):
+        out = kernels.linear(x, panels, bias)
+    exact = x.bfloat16().double() @ values.double().T + bias.double()
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-6 * inputs)
+    some = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=rows, unique=True))
+    with torch_threads(1):
+        assert torch.equal(kernels.linear(x[some], panels, bias), out[some])
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 33])
+def test_outputs_of_bf16_are_sums_of_tiles_in_their_order(rows: int) -> None:
+    """Inputs of two blocks, the last tile of them padded."""
+    kernels, inputs, outputs = cpu_kernels(MODEL), 512 + 32 + 10, 40
+    x, weight = normal(0, rows, inputs), normal(1, outputs, inputs)
+    panels, values = packed("bf16", weight, kernels.panel_width)
+    found = kernels.linear(x, panels, None)
+    row = torch.zeros(1, 544 + 32)
+    row[:, :inputs] = x[-1].bfloat16().float()
+    columns = torch.zeros(outputs, 544 + 32)
+    columns[:, :inputs] = values.float()
+    expected: Floats = np.zeros((1, outputs), np.float32)
+    for k in range(0, row.shape[1], 32):
+        a = row[:, k : k + 32].numpy().reshape(1, SIZE, 2)
+        b = columns[:, k : k + 32].numpy().reshape(outputs, SIZE, 2).transpose(1, 0, 2)
+        expected = product_in_order(expected, a, b)
+    np.testing.assert_array_equal(found[-1:].numpy(), expected)
