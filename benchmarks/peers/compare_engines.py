@@ -16,11 +16,12 @@ batches on one machine, bros through `bros.LLM`.
 
 Each is the least of `--rounds`. int4: all engines have the weights of one GGUF file (Q4_1); bros
 packs them into groups of 32. There is no such file of random weights: with --shape, int4 is that of
-bros alone. The ceilings are measured in the same run: bytes of weights over the
-bandwidth of a sum, and multiplications over the speed of one large product (torch, of this
-precision, bf16 as fp32 where the CPU does not multiply it; int4: the faster of both). They leave out attention, the KV cache and, for prompts, the
-output layer. bros is measured first and last: where `again` differs, the machine changed. Run
-nothing else on it.
+bros alone. The ceilings are measured in the same run: bytes of weights over the bandwidth of a sum,
+and multiplications over the speed of one large product (torch, of this precision, bf16 as fp32
+where the CPU does not multiply it; int4: the faster of both). They leave out attention, the KV
+cache and, for prompts, the output layer. bros is measured first and last: where `again` differs,
+the machine changed. Run nothing else on it. On a CPU that does not multiply bf16, leave that out
+(--precisions fp32,int4): transformers takes minutes for it there.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ def ceilings(folder: Path, prompts: tuple[int, ...]) -> dict[str, Ms]:
     layers = layer * config["num_hidden_layers"]
     bytes_per_s = bandwidth()
     speeds = {"fp32": product_speed(torch.float32)}
-    # Elsewhere torch's product of bf16 takes minutes, and the numbers are multiplied as fp32.
+    # Elsewhere torch's product of bf16 takes minutes, and bros multiplies such numbers as fp32.
     speeds["bf16"] = product_speed(torch.bfloat16) if multiplies_bf16() else speeds["fp32"]
     found: dict[str, Ms] = {}
     for precision, size in BYTES.items():
@@ -185,9 +186,6 @@ def ceilings(folder: Path, prompts: tuple[int, ...]) -> dict[str, Ms]:
         f"{name} GFLOP/s": speed / 1e9 for name, speed in speeds.items()
     }
     return found
-
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def bandwidth() -> float:
