@@ -3,8 +3,8 @@
     python benchmarks/weights_quality.py [--model MODEL] [--dense] [--text FILE] [--tokens 448]
         [--weights bf16,int8,int4] [--json FILE] [--quick]
 
-The text is by default a page of this project's documentation. The whole
-distribution of every next token is compared with that of fp32 weights and an fp32 KV cache:
+The text is by default a page of this project's documentation. The whole distribution of every next
+token is compared with that of fp32 weights and an fp32 KV cache:
 
     loss          nats per token of the text; perplexity is its exponential
     difference    mean difference of log-probabilities: of all tokens, and of fp32's best

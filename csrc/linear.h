@@ -2,7 +2,7 @@
 //
 // Every output of a row is summed in fp32 in one order, from the first input to the last. It depends
 // on nothing but this row: not on other rows, on their number or on threads. A row of a product has
-// the same bits in any batch. (int4 by VNNI: after every 1,024 inputs come the second bytes of those
+// the same bits in any batch. (int4: after every 1,024 inputs come the second bytes of those
 // groups of inputs that have some.)
 //
 //     tile of R rows x C panels:   R * C * 2 accumulators; per input R broadcasts, 2 C vectors
@@ -129,7 +129,7 @@ BROS_INLINE void widen_block(const char* weights, int64_t first, int64_t count, 
   for (int64_t k = 0; k < count; k += Panel::kStep) {
     Panel panel;
     panel.seek(weights, first + k);
-#pragma GCC unroll 32
+#pragma GCC unroll 2
     for (int part = 0; part < Panel::kStep; ++part) {
       const Pair w = panel.at(part);
       store(out + (k + part) * kPanelOutputs, w.v[0]);
@@ -289,7 +289,7 @@ const char* product(const LinearArgs& a) {
   if constexpr (Panel::kRounds) {
     static thread_local Scratch scratch;
     rows.x_stride = ceil_div(a.inputs, Panel::kStep) * Panel::kStepBytes;
-    // An odd number of cache lines: the rows of a tile then are not all in the same places of a cache.
+    // An odd number of cache lines: otherwise the rows of a tile share a few places of a cache.
     if (kAllByTiles<Panel>) rows.x_stride |= 64;
     char* rounded = static_cast<char*>(scratch.reserve(a.rows * rows.x_stride));
     if (!rounded) return "no memory for rounded activations";

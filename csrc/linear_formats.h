@@ -67,7 +67,7 @@ struct ExactProducts {
   template <int R, int C>
   BROS_INLINE static void multiply(const Panel (&panels)[C], const char* x, int64_t x_stride,
                                    int64_t, Vec (&sum)[R][2 * C]) {
-#pragma GCC unroll 32
+#pragma GCC unroll 2
     for (int part = 0; part < Panel::kStep; ++part) {
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) {
@@ -192,7 +192,7 @@ constexpr int kGroupVectors = kGroup / kLanes;
 // registers (1.5 times as long with AVX2).
 BROS_INLINE IntVec in_order(IntVec v) {
 #if defined(__AVX2__)
-  asm("" : "+x"(v));
+  asm("" : "+v"(v));
 #endif
   return v;
 }
@@ -209,7 +209,7 @@ __attribute__((noinline)) IntVec add_pairs(IntVec sums, IntVec w, int32_t a) {
 }
 #endif
 
-// Per lane, the sum of the products of a group: of a byte of weights, 0..15, and one of activations.
+// Per lane, the sum of products of a group: of bytes of weights, 0..15, and bytes of activations.
 class ByteSums {
  public:
   // w: four bytes per lane. a: the four bytes of a row that they are multiplied with.
@@ -340,7 +340,7 @@ BROS_INLINE void round_block(const float* x, int groups, ActivationBlock* out) {
 struct Int8Panel {
   using Wide = Int8Panel;
   static constexpr bool kRounds = true;
-  static constexpr int kTileRows = 4;  // sums of a group, of a block and of the row: 24 of 32
+  static constexpr int kTileRows = 4;  // sums of a group, of a block and of the row: 24 registers
   static constexpr int kPanels = 1;
   static constexpr bool kPrefetches = true;
   static constexpr bool kHasOutliers = false;
@@ -463,7 +463,9 @@ BROS_INLINE void round_group(const float* x, float largest, float limit, Activat
 struct Int4Panel {
   using Wide = Int4Panel;
   static constexpr bool kRounds = true;
-  static constexpr int kTileRows = 6;  // sums of a group and of the row: 24 of 32 registers
+  // Sums of a group and of the row: 24 of 32 registers. With 16 of them those of the row are in
+  // memory between groups, which takes as long as tiles of 4 rows.
+  static constexpr int kTileRows = 6;
   static constexpr int kPanels = 1;
   static constexpr bool kPrefetches = true;
   static constexpr bool kHasOutliers = true;

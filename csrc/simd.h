@@ -271,6 +271,14 @@ BROS_INLINE Vec round_to(Vec x) {
   return load(rounded);
 }
 
+#if defined(BROS_MODEL)
+// The object has no FMA. A call: inlined into kernels it would take minutes to compile.
+__attribute__((noinline, unused)) Vec fused(Vec a, Vec b, Vec c) {
+  for (int i = 0; i < kLanes; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+}
+#endif
+
 // a * b + c. In an expression with two products the compiler chooses which of them is rounded; here
 // it is always `c`, if that is one, and never a * b where the CPU has FMA.
 BROS_INLINE Vec mul_add(Vec a, Vec b, Vec c) {
@@ -278,6 +286,8 @@ BROS_INLINE Vec mul_add(Vec a, Vec b, Vec c) {
   return _mm512_fmadd_ps(a, b, c);
 #elif defined(__AVX2__)
   return _mm256_fmadd_ps(a, b, c);
+#elif defined(BROS_MODEL)
+  return fused(a, b, c);
 #else
   return a * b + c;
 #endif

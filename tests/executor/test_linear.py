@@ -108,9 +108,9 @@ def test_onednn_multiplies_bf16_where_only_it_has_amx_and_where_there_is_no_avx2
     for kernels in ("cpu-avx512-bf16", "cpu-avx512-vnni", "cpu-avx512", "cpu-avx2"):
         assert has_products(kernels, "fp32") and has_products(kernels, "int4")
         assert has_products(kernels, "bf16") is not amx
-        assert token_padding("cpu", kernels, "int4") == ()
+        assert token_padding("cpu", kernels, "int4") == token_padding("cpu", kernels, "int8") == ()
         assert bool(token_padding("cpu", kernels, "bf16")) is amx
-    for weights in ("fp32", "bf16", "int4"):
+    for weights in ("fp32", "bf16", "int8", "int4"):
         assert has_products("cpu-avx512-amx", weights)
         assert token_padding("cpu", "cpu-avx512-amx", weights) == ()
     for kernels in ("cpu-generic", "reference"):

@@ -160,7 +160,7 @@ def test_the_instructions_have_the_bits_of_the_model(
 
 
 @pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
-@pytest.mark.parametrize("level", ["avx512-amx", "avx512-bf16", "avx512-vnni"])
+@pytest.mark.parametrize("level", ["avx512-amx", "avx512-bf16", "avx512-vnni", "avx512", "avx2"])
 @given(
     rows=st.integers(1, 70),
     outputs=st.integers(1, 100),

@@ -117,7 +117,8 @@ def make_linear(
 
     parts: (tensor name, rows) in order; columns: input features of all of them.
     products, row_products: see Kernels.
-    With int8 weights, matrices that are stored in 4 bits keep these: 8 bits would round them again.
+    With int8 weights, a layer whose matrices are all stored in 4 bits keeps these: 8 bits would
+    round them again.
     With int8 or int4 weights, a shape that these do not support is kept in bf16. Without products,
     int4 weights are held in bf16 or fp32, and int8 weights in fp32: the same values, in the memory
     of these.
