@@ -460,6 +460,13 @@ BROS_INLINE void round_group(const float* x, float largest, float limit, Activat
   out->is_outlier = both;
 }
 
+// sum, increased by one group. Products by vectors and by tiles (linear_tiles.h) call this, so that
+// both have the same bits. dot: the sum of products of codes.
+BROS_INLINE Vec add_scaled(Vec sum, Vec dot, Vec scale, Vec minimum, const ActivationGroup& group) {
+  sum = mul_add(dot * splat(group.high_scale), scale, sum);
+  return mul_add(minimum, splat(group.total), sum);
+}
+
 struct Int4Panel {
   using Wide = Int4Panel;
   static constexpr bool kRounds = true;
@@ -492,9 +499,7 @@ struct Int4Panel {
       const Vec scale = panels[0].scale(j), minimum = panels[0].minimum(j);
 #pragma GCC unroll 6
       for (int r = 0; r < R; ++r) {
-        const Vec product = sums[r][j].value() * splat(rows[r]->high_scale);
-        sum[r][j] = mul_add(product, scale, sum[r][j]);
-        sum[r][j] = mul_add(minimum, splat(rows[r]->total), sum[r][j]);
+        sum[r][j] = add_scaled(sum[r][j], sums[r][j].value(), scale, minimum, *rows[r]);
       }
     }
   }

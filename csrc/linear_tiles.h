@@ -233,7 +233,7 @@ void tile_panels(const LinearArgs& a, const Rows& all, int64_t begin, int64_t en
 using Bf16Format = Bf16Tiles;
 
 // ---- int4: the sums of codes of a group come from tiles, and scales are applied with vectors, by
-// ---- the operations of Int4Panel::multiply in their order.
+// ---- add_scaled as in Int4Panel::multiply.
 //
 //     A    16 rows x 32 first bytes of activations, as they lie in the groups of a row
 //     B    8 rows of 4 inputs x 16 outputs: codes of 4 bits, as bytes; spread once per block of a
@@ -289,8 +289,7 @@ template <int kRowTiles>
 BROS_INLINE void multiply_codes(const char* x, int64_t x_stride, int64_t first, int64_t count,
                                 SpreadBlock* block) {
   for (int64_t g = 0; g < count; ++g) {
-    const ActivationGroup* group = reinterpret_cast<const ActivationGroup*>(x) + first + g;
-    const char* bytes = reinterpret_cast<const char*>(group->high);
+    const char* bytes = reinterpret_cast<const char*>(Int4Panel::activations(x, first + g).high);
     unrolled<kRowTiles>([&](auto r) {
       load_tile<a_tile(r.value)>(bytes + r.value * kTileRows * x_stride, x_stride);
     });
@@ -323,7 +322,7 @@ BROS_INLINE void scale_rows(const char* x, int64_t x_stride, int64_t row, int64_
   const ActivationGroup* groups[R];
   Vec sum[R][2] = {};
   for (int r = 0; r < R; ++r) {
-    groups[r] = reinterpret_cast<const ActivationGroup*>(x + (row + r) * x_stride) + first;
+    groups[r] = &Int4Panel::activations(x + (row + r) * x_stride, first);
     for (int j = 0; carry && j < 2; ++j) {
       sum[r][j] = _mm512_maskz_loadu_ps(some[j], out + (row + r) * stride + j * kLanes);
     }
@@ -336,9 +335,7 @@ BROS_INLINE void scale_rows(const char* x, int64_t x_stride, int64_t row, int64_
         const int64_t at = row + r;
         const int32_t* dots = block.dots[g][at / kTileRows][j][at % kTileRows];
         const Vec dot = to_float(bit_cast<IntVec>(_mm512_load_si512(dots)));
-        const Vec product = dot * splat(groups[r][g].high_scale);
-        sum[r][j] = mul_add(product, scale, sum[r][j]);
-        sum[r][j] = mul_add(minimum, splat(groups[r][g].total), sum[r][j]);
+        sum[r][j] = add_scaled(sum[r][j], dot, scale, minimum, groups[r][g]);
       }
     }
   }

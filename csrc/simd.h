@@ -110,14 +110,22 @@ BROS_INLINE float reduce_max(Vec a) {
   return best;
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// All lanes, joined by an operation on two vectors of four.
+template <class Join>
+BROS_INLINE int32_t joined(IntVec a, const Join& join) {
+  const __m256i v = bit_cast<__m256i>(a);
+  __m128i x = join(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  x = join(x, _mm_shuffle_epi32(x, 0x4e));
+  return _mm_cvtsi128_si32(join(x, _mm_shuffle_epi32(x, 0xb1)));
+}
+#endif
+
 BROS_INLINE int32_t reduce_add(IntVec a) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_epi32(bit_cast<__m512i>(a));
 #elif defined(__AVX2__)
-  const __m256i v = bit_cast<__m256i>(a);
-  __m128i x = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
-  x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
-  return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
+  return joined(a, [](__m128i x, __m128i y) { return _mm_add_epi32(x, y); });
 #else
   int32_t sum = 0;
   for (int i = 0; i < kLanes; ++i) sum += a[i];
@@ -129,10 +137,7 @@ BROS_INLINE int32_t reduce_max(IntVec a) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_epi32(bit_cast<__m512i>(a));
 #elif defined(__AVX2__)
-  const __m256i v = bit_cast<__m256i>(a);
-  __m128i x = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
-  x = _mm_max_epi32(x, _mm_shuffle_epi32(x, 0x4e));
-  return _mm_cvtsi128_si32(_mm_max_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
+  return joined(a, [](__m128i x, __m128i y) { return _mm_max_epi32(x, y); });
 #else
   int32_t best = a[0];
   for (int i = 1; i < kLanes; ++i) best = max_of(best, a[i]);

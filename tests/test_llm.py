@@ -30,7 +30,7 @@ from bros.core.interfaces import EngineStats
 from bros.core.request import FinishReason, ServiceClass
 from bros.executor.runner import ModelRunner
 from support.tiny_models import save_tiny_llama
-from support.tiny_tokenizer import TEMPLATE, save_tokenizer, tiny_tokenizer
+from support.tiny_tokenizer import TEMPLATE, save_chat_llama, save_tokenizer, tiny_tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 LONG = SamplingParams(max_tokens=500, ignore_eos=True)
@@ -39,8 +39,7 @@ LONG = SamplingParams(max_tokens=500, ignore_eos=True)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_llama(folder, vocab_size=1000)
-    save_tokenizer(folder, chat_template=TEMPLATE)
+    save_chat_llama(folder)
     assert tiny_tokenizer().vocab_size <= 1000
     return folder
 

@@ -226,6 +226,7 @@ class CostModel:
             load = StepLoad()
             load.add(tokens, context, True)
             return self.seconds(load)
+        # Written out: 0.5 instead of 1.9 us, for each late prompt of a step.
         pairs = tokens * context + tokens * (tokens + 1) / 2
         return self._products(tokens) + self.sample_s + self.pair_s * pairs
 

@@ -18,8 +18,7 @@ from bros.executor.model_store import default_cache_dir, resolve_model
 from support.batch_store import PostgresServer
 from support.server_process import ServerProcess, running_server, wait_until
 from support.tier import by_tier, is_long, seed
-from support.tiny_models import save_tiny_llama
-from support.tiny_tokenizer import TEMPLATE, save_tokenizer
+from support.tiny_tokenizer import save_chat_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(900)]
 
@@ -121,8 +120,7 @@ def options(folder: Path) -> list[str]:
     if is_long():
         return ["--data-dir", str(data_dir(folder / "data"))]
     model = folder / "tiny"
-    save_tiny_llama(model, vocab_size=1000)
-    save_tokenizer(model, chat_template=TEMPLATE)
+    save_chat_llama(model)
     few = ("--threads", "1", "--max-num-seqs", "2")
     return [str(model), "--data-dir", str(folder / "data"), *few]
 

@@ -16,8 +16,7 @@ from bros.cli.main import main
 from bros.cli.run_batch import RequestedRun, begin
 from bros.core.clock import SystemClock
 from bros.engine.engine import Engine
-from support.tiny_models import save_tiny_llama
-from support.tiny_tokenizer import TEMPLATE, save_tokenizer
+from support.tiny_tokenizer import save_chat_llama
 
 COMPLETIONS = "/v1/completions"
 FLAGS = ("--kernels", "reference", "--kv-blocks", "64", "--threads", "1", "--policy", "fcfs")
@@ -26,8 +25,7 @@ FLAGS = ("--kernels", "reference", "--kv-blocks", "64", "--threads", "1", "--pol
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_llama(folder, vocab_size=1000)
-    return save_tokenizer(folder, chat_template=TEMPLATE)
+    return save_chat_llama(folder)
 
 
 @pytest.fixture

@@ -21,8 +21,7 @@ from input_stalls import ATTACKS, send
 
 from support.server_process import ServerProcess, running_server
 from support.tier import by_tier
-from support.tiny_models import save_tiny_llama
-from support.tiny_tokenizer import TEMPLATE, save_tokenizer
+from support.tiny_tokenizer import save_chat_llama
 from support.token_gaps import Gap, OtherLoad, TokenGaps, reading_streams
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(600)]
@@ -114,8 +113,7 @@ def longest_allowed_s(usual: Seen, seen: Seen) -> float:
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
     folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_llama(folder, vocab_size=1000)
-    save_tokenizer(folder, chat_template=TEMPLATE)
+    save_chat_llama(folder)
     # Steps of this model are too small for several threads.
     options = ("--threads", "1", "--kv-blocks", "512")
     spawn = multiprocessing.get_context("spawn")

@@ -16,8 +16,7 @@ from bros.cli.main import main
 from support.processes import descendants, exists, wait_until_gone
 from support.ray_cluster import actors
 from support.server_process import HTTP, ServerProcess, running_server, wait_until
-from support.tiny_models import save_tiny_llama
-from support.tiny_tokenizer import TEMPLATE, save_tokenizer
+from support.tiny_tokenizer import save_chat_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
@@ -38,8 +37,7 @@ BODIES: list[dict[str, Any]] = [
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     folder.mkdir()
-    save_tiny_llama(folder, vocab_size=1000)
-    save_tokenizer(folder, chat_template=TEMPLATE)
+    save_chat_llama(folder)
     return folder
 
 

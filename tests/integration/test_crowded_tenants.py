@@ -19,8 +19,7 @@ import pytest
 from support.scripted_server import assert_envelope
 from support.server_process import ServerProcess, running_server
 from support.session_server import ok
-from support.tiny_models import save_tiny_llama
-from support.tiny_tokenizer import TEMPLATE, save_tokenizer
+from support.tiny_tokenizer import save_chat_llama
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.multiprocess]
 
@@ -31,8 +30,7 @@ SHORT = {"prompt": "Say", "max_tokens": 16, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_llama(folder, vocab_size=1000)
-    save_tokenizer(folder, chat_template=TEMPLATE)
+    save_chat_llama(folder)
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("ann ann-key\nbob bob-key\n")
     options = ("--threads", "1", "--kv-blocks", "512", "--api-keys", str(keys))

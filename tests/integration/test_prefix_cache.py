@@ -13,8 +13,7 @@ import pytest
 
 from bros.cli.main import main
 from support.server_process import ServerProcess, running_server, wait_until
-from support.tiny_models import save_tiny_llama
-from support.tiny_tokenizer import TEMPLATE, save_tokenizer
+from support.tiny_tokenizer import save_chat_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
@@ -25,8 +24,7 @@ BLOCKS = 32
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_llama(folder, vocab_size=1000)
-    return save_tokenizer(folder, chat_template=TEMPLATE)
+    return save_chat_llama(folder)
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,7 @@ from support.machine_speed import slowdown
 from support.processes import children, descendants, engine_of_replica, wait_until_gone
 from support.server_process import HTTP, ServerProcess, running_server, wait_until
 from support.tier import by_tier, is_long
-from support.tiny_models import save_tiny_llama
-from support.tiny_tokenizer import TEMPLATE, save_tokenizer
+from support.tiny_tokenizer import save_chat_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
@@ -103,8 +102,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     options += ("--hang-timeout", str(HANG_S))
     if not is_long():
         folder = tmp_path_factory.mktemp("tiny")
-        save_tiny_llama(folder, vocab_size=1000)
-        tiny = save_tokenizer(folder, chat_template=TEMPLATE)
+        tiny = save_chat_llama(folder)
         options = (str(tiny), "--policy", "fcfs", *options)
     with running_server(*options) as server:
         assert server.url

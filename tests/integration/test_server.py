@@ -18,8 +18,7 @@ from bros.cli.main import main
 from support.machine_speed import slowdown
 from support.server_process import ServerProcess, rss_mib, running_server, wait_until
 from support.tier import by_tier
-from support.tiny_models import save_tiny_llama
-from support.tiny_tokenizer import TEMPLATE, save_tokenizer
+from support.tiny_tokenizer import save_chat_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
@@ -39,8 +38,7 @@ def server() -> Iterator[ServerProcess]:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a random model."""
     folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_llama(folder, vocab_size=1000)
-    return str(save_tokenizer(folder, chat_template=TEMPLATE))
+    return str(save_chat_llama(folder))
 
 
 @pytest.fixture

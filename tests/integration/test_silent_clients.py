@@ -16,8 +16,7 @@ import pytest
 
 from support.held_connections import SLOW_BODY, SLOW_HEADERS, Held, holding
 from support.server_process import ServerProcess, few_descriptors, running_server
-from support.tiny_models import save_tiny_llama
-from support.tiny_tokenizer import TEMPLATE, save_tokenizer
+from support.tiny_tokenizer import save_chat_llama
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.multiprocess]
 
@@ -31,8 +30,7 @@ MOST_LOGGED = 2000
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_llama(folder, vocab_size=1000)
-    save_tokenizer(folder, chat_template=TEMPLATE)
+    save_chat_llama(folder)
     options = (str(folder), "--threads", "1", "--log-level", "warning")
     with running_server(*options, launcher=few_descriptors(DESCRIPTORS)) as server:
         assert server.url

@@ -10,8 +10,7 @@ import httpx
 import pytest
 
 from support.server_process import ServerProcess, running_server, wait_until
-from support.tiny_models import save_tiny_llama
-from support.tiny_tokenizer import TEMPLATE, save_tokenizer
+from support.tiny_tokenizer import save_chat_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
@@ -26,8 +25,7 @@ PUBLIC = "Ice is what you know about. Be brief, be kind, never rude, and make no
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Objectives are loose, so that nothing depends on how fast this machine is."""
     folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_llama(folder, vocab_size=1000)
-    save_tokenizer(folder, chat_template=TEMPLATE)
+    save_chat_llama(folder)
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("ann ann-key\nbob bob-key\n")
     public = keys.with_name("public.txt")

@@ -26,8 +26,7 @@ from support.batch_server import RowEngine, batch_server, eventually, jsonl, row
 from support.model_server import model_server
 from support.scripted_server import JSON, HeldBody, assert_envelope
 from support.session_server import SessionClient, ok
-from support.tiny_models import save_tiny_llama
-from support.tiny_tokenizer import TEMPLATE, save_tokenizer
+from support.tiny_tokenizer import save_chat_llama, save_tokenizer
 
 from .test_replies import Reader
 
@@ -452,8 +451,7 @@ async def serving(folder: Path, resource: Resource, limit: str) -> AsyncIterator
     )
     options = {"api_keys": str(keys), "api_key": "one-key", "metrics_access": "key"}
     if resource is Resource.TRACES:
-        save_tiny_llama(folder, vocab_size=1000)
-        save_tokenizer(folder, chat_template=TEMPLATE)
+        save_chat_llama(folder)
         async with model_server(folder, data, server=options) as made:
             yield Served(made.http, made.state.accounts)
         return

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from bros.core.clock import ManualClock
 from bros.text.tokenizer import ChatTemplates, Tokenizer
+from support.tiny_models import save_tiny_llama
 
 SENTENCES = (
     "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
@@ -86,3 +87,9 @@ def save_tokenizer(
     content = {"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL, **config}
     (folder / "tokenizer_config.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
+
+
+def save_chat_llama(folder: Path) -> Path:
+    """Write a tiny Llama with a tokenizer and TEMPLATE, which serves chats. Returns the folder."""
+    save_tiny_llama(folder, vocab_size=1000)
+    return save_tokenizer(folder, chat_template=TEMPLATE)
