@@ -17,9 +17,10 @@
 //     kTileRows               rows of a tile, as the registers allow
 //     kPanels                 panels that one row is multiplied with at once: 1 for groups, since
 //                             two take 1.4 times as long (AVX2) or twice as long (VNNI)
-//     kPrefetches             whether the last of several tiles prefetches the weights after its own:
-//                             int4 by VNNI takes 12 % less time for 8 rows; fp32, whose loop is
-//                             short, would take 10 % more for 16, and bf16 as long as before
+//     kPrefetches             whether weights are prefetched. The last of several tiles prefetches
+//                             those after its own: int4 by VNNI takes 12 % less time for 8 rows;
+//                             fp32, whose loop is short, would take 10 % more for 16, and bf16 as
+//                             long as before. A single tile prefetches its own (kPrefetchAhead)
 //     kHasOutliers            whether some groups of a row have second bytes, for add_low
 //     bytes(inputs)           of a panel
 //     seek(weights, k)        goes to input k, a multiple of kStep, of the panel at `weights`
