@@ -31,6 +31,7 @@ from bros.core.plan import SampledToken
 from bros.core.request import ServiceClass
 from bros.engine.engine import Engine
 from bros.executor.inputs import InputUploader
+from bros.executor.models.decoder import Outputs
 from bros.executor.runner import ModelRunner
 from bros.kernels.dispatch import select_kernels
 from bros.kernels.interface import HeadLayout
@@ -45,13 +46,9 @@ MODEL = replace(FAST, unique_context_s=1e-9)
 class ConstantDecoder:
     """A decoder without layers."""
 
-    def hidden(
-        self, inputs: Any, layers: Any, before_layer: Any, joining: Any = ()
-    ) -> torch.Tensor:
-        return torch.empty(len(inputs.sample_rows), 1)
-
-    def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
+    def run(self, inputs: Any, layers: Any, before_layer: Any, joining: Any = ()) -> Outputs:
+        logits = torch.empty(len(inputs.sample_rows), 1)
+        return Outputs(logits, logits)
 
 
 class ConstantSampler:

@@ -64,4 +64,12 @@ inline const char* check_attention(const AttentionArgs& a) {
   return check_segments(a, a.segment_start, a.rows, a.segments, a.num_segments);
 }
 
+inline const char* check_embed(const EmbedArgs& a) {
+  if (a.format == WeightFormat::kInt4) return "embeddings cannot be int4";
+  for (int64_t i = 0; i < a.count; ++i) {
+    if (a.tokens[i] < 0 || a.tokens[i] >= a.outputs) return "token outside the vocabulary";
+  }
+  return nullptr;
+}
+
 }  // namespace bros

@@ -1,7 +1,10 @@
-// Layers of a decoder, one kernel after the other without Python between them.
+// A decoder, or some of its layers, one kernel after the other without Python between them.
 //
-//   residual   + delta ─▶ norm ─▶ q, k, v ─▶ RoPE, K and V cached ─▶ attention ─▶ out ─▶ + residual
-//   residual           ─▶ norm ─▶ gate, up ─▶ silu(gate) * up ─▶ down ─▶ delta of the next layer
+//   tokens ─▶ residual
+//   each layer
+//     residual + delta ─▶ norm ─▶ q, k, v ─▶ RoPE, K and V cached ─▶ attention ─▶ out ─▶ + residual
+//     residual         ─▶ norm ─▶ gate, up ─▶ silu(gate) * up ─▶ down ─▶ delta of the next layer
+//   residual + delta ─▶ norm ─▶ lm_head ─▶ logits
 //
 // Buffers of [tokens, features] take turns: a kernel reads one and writes the other.
 //
@@ -40,6 +43,13 @@ struct LayerWeights {
   Product down;
 };
 
+// kernels/cpu_ops.py has the same layout as ENDS.
+struct DecoderEnds {
+  Product embedding;  // [vocab, hidden], as weights of a product; not int4
+  const float* final_norm;
+  Product head;
+};
+
 struct LayerKv {
   void* k;
   void* v;
@@ -50,6 +60,8 @@ struct LayersArgs {
   const LayerKv* kv;            // [layers]
   int64_t layers;
   int64_t first, end;           // the layers to compute
+  const DecoderEnds* ends;      // where there are token_ids or logits
+  const int32_t* token_ids;     // [tokens], whose embeddings fill `residual` first; or null
   float* residual;              // [tokens, hidden]
   const float* delta;           // [tokens, hidden] or null, before the first layer
   float* new_delta;             // [max(tokens, num_rows), hidden], after any layer
@@ -59,13 +71,28 @@ struct LayersArgs {
   const int32_t* rows;          // [num_rows]
   int64_t num_rows;             // 0 if it keeps all
   float* residual_of_rows;      // [num_rows, hidden], after the last layer
+  float* hidden;                // [kept rows, hidden] after the final norm; null: without an end
+  float* logits;                // [num_logits, vocab], of the first of these rows
+  int64_t num_logits;
 };
+
+EmbedArgs embed_of(const LayersArgs& a) {
+  const Product& p = a.ends->embedding;
+  return {a.residual, a.token_ids, p.weights, static_cast<WeightFormat>(p.format),
+          a.rope.tokens, p.inputs, p.outputs, a.rope.threads};
+}
 
 const char* check_layers(const LayersArgs& a) {
   if (a.first < 0 || a.first > a.end || a.end > a.layers) return "layers outside the decoder";
   if (const char* error = check_rope(a.rope)) return error;
+  if (a.token_ids) {
+    if (const char* error = check_embed(embed_of(a))) return error;
+  }
   for (int64_t i = 0; i < a.num_rows; ++i) {
     if (a.rows[i] < 0 || a.rows[i] >= a.rope.tokens) return "row outside the step";
+  }
+  if (a.hidden && a.num_logits > (a.keeps_all ? a.rope.tokens : a.num_rows)) {
+    return "more rows have logits than there are";
   }
   return check_attention(a.attention);
 }
@@ -76,7 +103,7 @@ void copy_rows(float* to, const float* from, const int32_t* rows, int64_t count,
   }
 }
 
-// The layers of one step. Its arguments must have been checked.
+// One step. Its arguments must have been checked.
 class DecoderLayers {
  public:
   DecoderLayers(const KernelTable& kernels, const LayersArgs& args)
@@ -89,20 +116,36 @@ class DecoderLayers {
     take(&arena);
   }
 
-  // Computes one layer. Returns null, or why that and all later ones have failed.
+  // These return null, or why they and all that comes later have failed.
+
+  // What is before the first layer.
+  const char* begin() {
+    if (a_.token_ids) call(kernels_.embed, embed_of(a_));
+    return error_;
+  }
+
+  // What is behind the last layer.
+  const char* finish() {
+    if (!a_.hidden) return error_;
+    norm(a_.ends->final_norm, a_.delta, a_.hidden);
+    product(a_.ends->head, a_.hidden, a_.logits, a_.num_logits);
+    return error_;
+  }
+
+  // One layer.
   const char* run(int64_t layer) {
     if (error_) return error_;
     const LayerWeights& w = a_.weights[layer];
-    norm(w.attention_norm, a_.delta);
-    product(w.qkv, even_, odd_);
+    norm(w.attention_norm, a_.delta, even_);
+    product(w.qkv, even_, odd_, tokens_);
     attend(w, a_.kv[layer]);
     float* attended = even_;
     if (!a_.keeps_all && layer + 1 == a_.end) attended = keep_rows();
-    product(w.attention_out, attended, odd_);
-    norm(w.mlp_norm, odd_);
-    product(w.gate_up, even_, odd_);
+    product(w.attention_out, attended, odd_, tokens_);
+    norm(w.mlp_norm, odd_, even_);
+    product(w.gate_up, even_, odd_, tokens_);
     call(kernels_.silu_and_mul, SiluArgs{even_, odd_, tokens_, w.down.inputs, threads()});
-    product(w.down, even_, a_.new_delta);
+    product(w.down, even_, a_.new_delta, tokens_);
     a_.delta = a_.new_delta;
     return error_;
   }
@@ -127,17 +170,17 @@ class DecoderLayers {
     if (!error_) error_ = kernel(args);
   }
 
-  // even = norm of the residual, to which `delta` is added first unless it is null.
-  void norm(const float* weight, const float* delta) {
+  // out = norm of the residual, to which `delta` is added first unless it is null.
+  void norm(const float* weight, const float* delta, float* out) {
     float* sum = delta ? a_.residual : nullptr;
     const float* x = delta ? delta : a_.residual;
     call(kernels_.rms_norm,
-         RmsNormArgs{even_, sum, x, weight, tokens_, hidden(), a_.rope.eps, threads()});
+         RmsNormArgs{out, sum, x, weight, tokens_, hidden(), a_.rope.eps, threads()});
   }
 
-  void product(const Product& p, const float* x, float* out) {
+  void product(const Product& p, const float* x, float* out, int64_t rows) {
     call(kernels_.linear,
-         LinearArgs{out, x, p.weights, p.bias, static_cast<WeightFormat>(p.format), tokens_,
+         LinearArgs{out, x, p.weights, p.bias, static_cast<WeightFormat>(p.format), rows,
                     p.inputs, p.outputs, threads()});
   }
 

@@ -103,6 +103,18 @@ struct LinearArgs {
   int threads;
 };
 
+// Rows of packed weights, widened exactly: the embeddings of tokens.
+struct EmbedArgs {
+  float* out;             // [count, inputs]
+  const int32_t* tokens;  // [count], < outputs
+  const void* weights;    // packed as in linear.h
+  WeightFormat format;    // not kInt4
+  int64_t count;
+  int64_t inputs;
+  int64_t outputs;
+  int threads;
+};
+
 // One draw of a token; kernels/cpu_ops.py has the same layout as DRAW. `_begin` and `_end` are
 // ranges of the buffers in SampleArgs.
 struct Draw {
@@ -162,14 +174,15 @@ struct TileProductArgs {
   bool codes;     // of bytes; else of bf16
 };
 
-// Every kernel returns null, or an error message before it writes any memory. RopeArgs and
-// AttentionArgs must have been checked (checks.h).
+// Every kernel returns null, or an error message before it writes any memory. RopeArgs,
+// AttentionArgs and EmbedArgs must have been checked (checks.h).
 struct KernelTable {
   const char* (*rms_norm)(const RmsNormArgs&);
   const char* (*rope_and_cache)(const RopeArgs&);
   const char* (*attention)(const AttentionArgs&);
   const char* (*silu_and_mul)(const SiluArgs&);
   const char* (*linear)(const LinearArgs&);
+  const char* (*embed)(const EmbedArgs&);
   int64_t panel_outputs;  // of packed weights
   const char* (*sample)(const SampleArgs&);
   const char* (*tile_product)(const TileProductArgs&);  // null without tiles

@@ -3,5 +3,6 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "embedding.h"
 #include "linear.h"
 #include "sampling.h"

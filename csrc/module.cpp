@@ -307,6 +307,23 @@ PyObject* linear(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return in.ok() ? call(table->linear, a, a.inputs * a.outputs) : nullptr;
 }
 
+PyObject* embed(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  const KernelTable* table = in.table();
+  EmbedArgs a;
+  a.out = in.pointer<float>();
+  a.tokens = in.pointer<const int32_t>();
+  a.count = in.integer();
+  a.weights = in.pointer<const void>();
+  a.format = static_cast<WeightFormat>(in.integer());
+  a.inputs = in.integer();
+  a.outputs = in.integer();
+  a.threads = static_cast<int>(in.integer());
+  if (!in.ok()) return nullptr;
+  if (const char* error = check_embed(a)) return index_error(error);
+  return call(table->embed, a, a.count * a.inputs);
+}
+
 // Whether Python stops the step before this layer; -1 if it raised an exception.
 int stops(PyObject* before_layer, int64_t layer) {
   PyObject* index = PyLong_FromLongLong(layer);
@@ -317,18 +334,20 @@ int stops(PyObject* before_layer, int64_t layer) {
   return stop;
 }
 
-// run_layers(level, weights, kv, first, end, ..., before_layer): layers [first, end) of a decoder,
-// without the GIL. before_layer, unless it is None, is asked before each of them. Returns the layer
-// before which the step was stopped; `end` if it was not.
+// run_layers(level, weights, kv, ends, first, end, ..., before_layer): layers [first, end) of a
+// decoder and what is before and behind them, without the GIL. before_layer, unless it is None, is
+// asked before each layer. Returns the layer before which the step was stopped; `end` if it was not.
 PyObject* run_layers(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   const KernelTable* table = in.table();
   LayersArgs a = {};
-  int64_t num_kv = 0;
+  int64_t num_kv = 0, num_ends = 0;
   a.weights = in.buffer<LayerWeights>(&a.layers);
   a.kv = in.buffer<LayerKv>(&num_kv);
+  a.ends = in.buffer<DecoderEnds>(&num_ends);
   a.first = in.integer();
   a.end = in.integer();
+  a.token_ids = in.pointer<const int32_t>();
   a.residual = in.pointer<float>();
   a.delta = in.pointer<const float>();
   a.new_delta = in.pointer<float>();
@@ -342,17 +361,21 @@ PyObject* run_layers(PyObject*, PyObject* const* values, Py_ssize_t count) {
   a.rows = in.pointer<const int32_t>();
   a.num_rows = in.integer();
   a.residual_of_rows = in.pointer<float>();
+  a.hidden = in.pointer<float>();
+  a.logits = in.pointer<float>();
+  a.num_logits = in.integer();
   a.rope.eps = in.real();
   a.rope.threads = a.attention.threads = static_cast<int>(in.integer());
   PyObject* before_layer = in.object();
   if (!in.ok()) return nullptr;
   if (num_kv != a.layers) return index_error("K and V of some layers are missing");
+  if (!num_ends && (a.token_ids || a.hidden)) return index_error("the layers have no ends");
   if (const char* error = check_layers(a)) return index_error(error);
 
   DecoderLayers layers(*table, a);
-  const char* error = nullptr;
   int64_t layer = a.first;
   PyThreadState* released = PyEval_SaveThread();
+  const char* error = layers.begin();
   for (; layer < a.end && !error; ++layer) {
     if (before_layer != Py_None) {
       PyEval_RestoreThread(released);
@@ -362,6 +385,7 @@ PyObject* run_layers(PyObject*, PyObject* const* values, Py_ssize_t count) {
     }
     error = layers.run(layer);
   }
+  if (!error) error = layers.finish();
   PyEval_RestoreThread(released);
   if (!error) return PyLong_FromLongLong(a.end);
   PyErr_SetString(PyExc_MemoryError, error);
@@ -576,6 +600,7 @@ PyMethodDef methods[] = {
     method<ordered>("order_segments"),
     method<silu_and_mul>("silu_and_mul"),
     method<linear>("linear"),
+    method<embed>("embed"),
     method<run_layers>("run_layers"),
     method<sample>("sample"),
     method<panel_outputs>("panel_outputs"),

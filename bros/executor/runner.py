@@ -154,13 +154,13 @@ class ModelRunner:
 
         first, joining = self._kept.take(inputs, upload)
         before_layer = self._before_layer(should_abort)
-        hidden = decoder.hidden(first, self._kv.layers, before_layer, joining)
-        if isinstance(hidden, Stopped):
-            return self._kept.suspend(inputs, hidden, joining, self.num_layers)
+        found = decoder.run(first, self._kv.layers, before_layer, joining)
+        if isinstance(found, Stopped):
+            return self._kept.suspend(inputs, found, joining, self.num_layers)
+        hidden, logits = found
         num_samples = len(inputs.sample_rows)
         if len(hidden) == num_samples:
-            return StepOutputs(decoder.lm_head(hidden))
-        logits = decoder.lm_head(hidden[:num_samples])
+            return StepOutputs(logits)
         first_pooled = num_samples + inputs.num_scored
         reads = score_hidden(
             hidden[num_samples:first_pooled],

@@ -20,10 +20,12 @@ from bros.core.errors import ConfigError
 from bros.kernels import _C
 from bros.kernels.interface import (
     AttentionBatch,
+    DecoderEnds,
     GraphBuffers,
     GraphLimits,
     HeadLayout,
     LayerWeights,
+    Product,
     SharedParts,
 )
 from bros.kernels.panels import Panels
@@ -34,6 +36,9 @@ DRAW = struct.Struct("=2Q 7q 3d 3f 3i")
 
 LAYER = struct.Struct("=4Q" + 4 * "2Q3q")
 """The weights of a layer, as in csrc/decoder_layers.h."""
+
+ENDS = struct.Struct("=2Q3qQ2Q3q")
+"""DecoderEnds of csrc/decoder_layers.h."""
 
 NOTHING_ALLOWED = -2
 """A token of `sample`: its mask allows none. Any other negative one: no logit is finite."""
@@ -284,15 +289,33 @@ class CpuKernels:
         )
         return out
 
+    def embed(self, token_ids: Tensor, weight: Panels) -> Tensor:
+        """See Products."""
+        assert weight.width == self.panel_width
+        out = torch.empty(len(token_ids), weight.inputs)
+        _C.embed(
+            self._level,
+            out.data_ptr(),
+            _address(token_ids, torch.int32),
+            len(token_ids),
+            _address(weight.data, torch.uint8),
+            weight.format,
+            weight.inputs,
+            weight.outputs,
+            torch.get_num_threads(),
+        )
+        return out
+
     def layers(
         self,
         weights: Sequence[LayerWeights],
         layout: HeadLayout,
         cos_sin: Tensor | None,
         eps: float,
+        ends: DecoderEnds | None = None,
     ) -> CpuLayers | None:
         """See Products."""
-        return CpuLayers(self._level, self.panel_width, weights, layout, cos_sin, eps)
+        return CpuLayers(self._level, self.panel_width, weights, layout, cos_sin, eps, ends)
 
     def sample(
         self, logits: Tensor, draws: DrawBuffers, most: int
@@ -354,14 +377,17 @@ class CpuLayers:
         layout: HeadLayout,
         cos_sin: Tensor | None,
         eps: float,
+        ends: DecoderEnds | None,
     ) -> None:
         """level, panel_width: of the kernels. Everything else: see Products.layers."""
         assert weights and layout.num_heads % layout.num_kv_heads == 0
         self._level = level
-        self._weights = tuple(weights)  # the table has only their addresses
+        self._weights = tuple(weights), ends  # the tables have only their addresses
         self._hidden, inner = weights[0].qkv.weight.inputs, weights[0].down.weight.inputs
         packed = [_layer_record(each, layout, self._hidden, inner, panel_width) for each in weights]
         self._table = b"".join(packed)
+        self._vocab = 0 if ends is None else ends.lm_head.weight.outputs
+        self._ends = b"" if ends is None else _ends_record(ends, self._hidden, panel_width)
         self._layout = layout
         self._cos_sin = cos_sin
         self._eps = eps
@@ -371,30 +397,41 @@ class CpuLayers:
     def __call__(
         self,
         layers: range,
-        residual: Tensor,
+        token_ids: Tensor | None,
+        residual: Tensor | None,
         delta: Tensor | None,
         positions: Tensor,
         slots: Tensor,
         caches: Sequence[tuple[Tensor, Tensor]],
         batch: AttentionBatch,
         rows: Tensor | None,
+        samples: int | None,
         before_layer: Callable[[int], bool] | None,
     ) -> tuple[int, Tensor, Tensor | None]:
         """See DecoderLayers."""
-        layout, tokens = self._layout, len(residual)
+        layout, tokens = self._layout, len(positions)
         kept = 0 if rows is None else len(rows)
+        if residual is None:
+            assert token_ids is not None and token_ids.shape == (tokens,) and delta is None
+            residual = torch.empty(tokens, self._hidden)
         assert residual.shape == (tokens, self._hidden) and layers.step == 1
         assert delta is None or delta.shape == residual.shape
         if caches is not self._caches:
             self._kv, self._caches = _cache_addresses(caches, layout), caches
         new_delta = torch.empty(max(tokens, kept), self._hidden)
         new_residual = residual if rows is None else torch.empty(kept, self._hidden)
+        hidden = logits = None
+        if samples is not None:
+            hidden = torch.empty(len(new_residual), self._hidden)
+            logits = torch.empty(samples, self._vocab)
         layer = _C.run_layers(
             self._level,
             self._table,
             self._kv,
+            self._ends,
             layers.start,
             layers.stop,
+            0 if token_ids is None else _address(token_ids, torch.int32),
             _address(residual),
             _optional_address(delta),
             new_delta.data_ptr(),
@@ -410,6 +447,9 @@ class CpuLayers:
             0 if rows is None else _address(rows, torch.int32),
             kept,
             new_residual.data_ptr(),
+            _optional_address(hidden),
+            _optional_address(logits),
+            samples or 0,
             self._eps,
             torch.get_num_threads(),
             before_layer,
@@ -418,6 +458,8 @@ class CpuLayers:
             return layer, residual, delta
         if layer < layers.stop:
             return layer, residual, new_delta[:tokens]
+        if hidden is not None:
+            return layer, hidden, logits
         return layer, new_residual, new_delta[: len(new_residual)]
 
 
@@ -425,18 +467,12 @@ def _layer_record(
     layer: LayerWeights, layout: HeadLayout, hidden: int, inner: int, panel_width: int
 ) -> bytes:
     """One LAYER. It has addresses only: the weights must be kept as long as it is used."""
-    shapes = (
-        (layer.qkv, layout.qkv_size, hidden),
-        (layer.attention_out, hidden, layout.q_size),
-        (layer.gate_up, 2 * inner, hidden),
-        (layer.down, hidden, inner),
+    products = (
+        *_product_record(layer.qkv, layout.qkv_size, hidden, panel_width),
+        *_product_record(layer.attention_out, hidden, layout.q_size, panel_width),
+        *_product_record(layer.gate_up, 2 * inner, hidden, panel_width),
+        *_product_record(layer.down, hidden, inner, panel_width),
     )
-    numbers: list[int] = []
-    for (weight, bias), outputs, inputs in shapes:
-        assert (weight.outputs, weight.inputs, weight.width) == (outputs, inputs, panel_width)
-        assert bias is None or bias.shape == (outputs,)
-        data = _address(weight.data, torch.uint8)
-        numbers += (data, _optional_address(bias), weight.format, outputs, inputs)
     assert layer.attention_norm.shape == layer.mlp_norm.shape == (hidden,)
     for norm in (layer.q_norm, layer.k_norm):
         assert norm is None or norm.shape == (layout.head_dim,)
@@ -445,8 +481,30 @@ def _layer_record(
         _address(layer.mlp_norm),
         _optional_address(layer.q_norm),
         _optional_address(layer.k_norm),
-        *numbers,
+        *products,
     )
+
+
+def _ends_record(ends: DecoderEnds, hidden: int, panel_width: int) -> bytes:
+    """One ENDS, as above."""
+    assert ends.final_norm.shape == (hidden,)
+    vocab = ends.lm_head.weight.outputs
+    return ENDS.pack(
+        *_product_record(Product(ends.embedding, None), vocab, hidden, panel_width),
+        _address(ends.final_norm),
+        *_product_record(ends.lm_head, vocab, hidden, panel_width),
+    )
+
+
+def _product_record(
+    product: Product, outputs: int, inputs: int, panel_width: int
+) -> tuple[int, int, int, int, int]:
+    """A Product of csrc/decoder_layers.h."""
+    weight, bias = product
+    assert (weight.outputs, weight.inputs, weight.width) == (outputs, inputs, panel_width)
+    assert bias is None or bias.shape == (outputs,)
+    data = _address(weight.data, torch.uint8)
+    return data, _optional_address(bias), weight.format, outputs, inputs
 
 
 def _address(x: Tensor, dtype: torch.dtype = torch.float32) -> int:

@@ -150,17 +150,27 @@ class Products(Protocol):
         """
         ...
 
+    def embed(self, token_ids: Tensor, weight: Panels) -> Tensor:
+        """Rows of packed weights, fp32 [tokens, inputs]: the numbers that `linear` multiplies with.
+
+        token_ids: int32 [tokens], each an output of `weight`; else this raises IndexError.
+        weight: not int4.
+        """
+        ...
+
     def layers(
         self,
         weights: Sequence[LayerWeights],
         layout: HeadLayout,
         cos_sin: Tensor | None,
         eps: float,
+        ends: DecoderEnds | None = None,
     ) -> DecoderLayers | None:
         """The layers of a decoder as one call; None if there is no such call.
 
         cos_sin: see Kernels.rope_and_cache_.
         eps: of all norms.
+        ends: for calls with token_ids or `samples`.
         """
         ...
 
@@ -194,42 +204,64 @@ class LayerWeights:
     down: Product
 
 
-class DecoderLayers(Protocol):
-    """The layers of a decoder. Each of them computes, with the operations and the bits of Kernels,
+@dataclass(frozen=True, slots=True)
+class DecoderEnds:
+    """What a decoder has before its first layer and behind its last one.
 
-    residual += delta
-    x = attention(rope_and_cache_(rms_norm(residual) @ qkv))
-    residual += x @ attention_out
-    delta = silu_and_mul(rms_norm(residual) @ gate_up) @ down
+    embedding: [vocab, hidden], see Products.embed.
+    final_norm: fp32 [hidden].
+    lm_head: hidden -> vocab.
+    """
+
+    embedding: Panels
+    final_norm: Tensor
+    lm_head: Product
+
+
+class DecoderLayers(Protocol):
+    """A decoder, or some of its layers. It computes, with the operations and the bits of Kernels,
+
+    residual = embed(token_ids)
+    in each layer
+        residual += delta
+        x = attention(rope_and_cache_(rms_norm(residual) @ qkv))
+        residual += x @ attention_out
+        delta = silu_and_mul(rms_norm(residual) @ gate_up) @ down
+    hidden = rms_norm(residual + delta)
+    logits = hidden[:samples] @ lm_head
     """
 
     def __call__(
         self,
         layers: range,
-        residual: Tensor,
+        token_ids: Tensor | None,
+        residual: Tensor | None,
         delta: Tensor | None,
         positions: Tensor,
         slots: Tensor,
         caches: Sequence[tuple[Tensor, Tensor]],
         batch: AttentionBatch,
         rows: Tensor | None,
+        samples: int | None,
         before_layer: Callable[[int], bool] | None,
     ) -> tuple[int, Tensor, Tensor | None]:
         """Compute some layers. Returns (the layer before which it stopped or where it ended,
-        residual, delta).
+        residual, delta); (that layer, hidden, logits) if it ended and `samples` is given.
 
         layers: consecutive ones.
-        residual: fp32 [tokens, hidden]; overwritten.
+        token_ids: int32 [tokens]: begin with their embeddings; or None.
+        residual: fp32 [tokens, hidden]; overwritten. None if there are token_ids.
         delta: fp32 [tokens, hidden]; None before the first layer of the decoder.
         positions, slots, batch: see Kernels.
         caches: K and V of all layers of the decoder, in a sequence that does not change.
         rows: int32; the tokens that the last of `layers` keeps once K and V are cached; None keeps
             all.
+        samples: go on behind the last layer, with logits of this many of the first rows; or None.
         before_layer: asked before each layer; if it returns True, the call stops there. What it
             raises is passed on; then `residual` has no meaning any more.
 
-        Raises IndexError, before anything is written, if a slot, a position, a segment or a row is
-        out of range.
+        Raises IndexError, before anything is written, if a token, a slot, a position, a segment or
+        a row is out of range.
         """
         ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_model
 from bros.executor.runner import ModelRunner
 from bros.executor.target import multiplies_bf16
+from bros.kernels.dispatch import compiled_kernels
 from support.checkpoints import ScatteredRequest, all_logits
 
 pytestmark = pytest.mark.slow
@@ -43,6 +45,43 @@ def expected(embedded: ModelFiles, token_ids: list[int]) -> torch.Tensor:
 
 def load(files: ModelFiles, weights: str) -> tuple[ModelRunner, EngineInfo]:
     return load_executor(EngineConfig(weights=weights, kv_blocks=32, threads=1), files)
+
+
+def tensor_bytes(root: object) -> int:
+    """Of all tensors that an object refers to, each counted once."""
+    sizes: dict[int, int] = {}
+    seen: set[int] = set()
+    found = [root]
+    while found:
+        thing = found.pop()
+        if id(thing) in seen or isinstance(thing, str | bytes | type):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            storage = thing.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+            continue
+        if isinstance(thing, dict):
+            found += thing.values()
+        elif isinstance(thing, Sequence):
+            found += thing
+        found += getattr(thing, "__dict__", {}).values()
+        slots = getattr(type(thing), "__slots__", ())
+        found += [getattr(thing, name) for name in slots if hasattr(thing, name)]
+    return sum(sizes.values())
+
+
+@pytest.mark.skipif(compiled_kernels() is None, reason="the CPU kernels were not built")
+@pytest.mark.parametrize(("weights", "most"), [("fp32", 560), ("bf16", 280), ("int4", 105)])
+def test_one_copy_of_the_weights_is_in_memory(
+    embedded: ModelFiles, weights: str, most: int
+) -> None:
+    """135 million weights with the tied embedding, and a rotary table of 0.1 MB.
+
+    most: megabytes.
+    """
+    decoder = load(embedded, weights)[0]._decoder
+    assert 0.9 * most < tensor_bytes(decoder) / 1e6 < most
 
 
 def stepwise_logits(runner: ModelRunner, token_ids: list[int]) -> torch.Tensor:

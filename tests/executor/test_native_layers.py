@@ -15,8 +15,26 @@ from torch import Tensor
 
 from bros.executor.inputs import StepInputs
 from bros.executor.models.build import build_decoder
-from bros.executor.models.decoder import Attention, Block, Blocks, GatedMlp, State, Stopped
-from bros.executor.models.layers import PanelLinear, PlainLinear, RmsNorm
+from bros.executor.models.decoder import (
+    Attention,
+    Block,
+    Blocks,
+    Decoder,
+    Embedding,
+    GatedMlp,
+    Joining,
+    Outputs,
+    State,
+    Stopped,
+)
+from bros.executor.models.layers import (
+    PanelEmbedding,
+    PanelLinear,
+    PlainLinear,
+    RmsNorm,
+    TokenEmbedding,
+    vocabulary_panels,
+)
 from bros.executor.models.native import NativeLayers, native_layers
 from bros.executor.models.spec import ModelSpec
 from bros.executor.parallel.ranks import SINGLE_RANK
@@ -39,7 +57,7 @@ from support.kernel_cases import (
 from support.same_bits import needs_one_order, runner_of
 from support.tier import by_tier, examples
 
-LAYERS, HIDDEN, INNER, EPS = 3, 64, 96, 1e-5
+LAYERS, HIDDEN, INNER, VOCAB, EPS = 3, 64, 96, 75, 1e-5
 FORMATS = ("fp32", "bf16", "int8", "int4")
 BUILT = pytest.mark.skipif(not compiled_levels(), reason="the CPU kernels were not built")
 
@@ -66,7 +84,7 @@ class Model:
         rows = random.Random(tokens)
         picked = [rows.randrange(tokens) for _ in range(rows.choice([0, 1, 3, tokens]))]
         self.inputs = StepInputs(
-            token_ids=torch.zeros(tokens, dtype=torch.int32),
+            token_ids=torch.randint(0, VOCAB, (tokens,), generator=self.generator).int(),
             positions=torch.randint(0, tokens + 5, (tokens,), generator=self.generator).int(),
             slots=(slots + blocks * BLOCK_SIZE).int(),
             attention=case.batch,
@@ -96,8 +114,30 @@ class Model:
             for _ in range(LAYERS)
         ]
 
+        target = Target(CPU, form, packed=True)
+        assert kernels.products is not None
+        tokens, head = (
+            vocabulary_panels(self.normal(VOCAB, HIDDEN), target, kernels.products)
+            for _ in range(2)
+        )
+        self.tokens = PanelEmbedding(kernels.products, tokens)
+        self.final_norm = RmsNorm(kernels, self.normal(HIDDEN), EPS)
+        self.head = PanelLinear(kernels.products, head, self.normal(VOCAB) if biases else None)
+
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator)
+
+    def decoder(self, layers: NativeLayers | Blocks) -> Decoder:
+        """A whole decoder of these layers."""
+        return Decoder(Embedding(self.tokens), layers, self.final_norm, self.head)
+
+    def native_decoder(self) -> Decoder:
+        """One whose steps are one native call each."""
+        ends = self.tokens, self.final_norm, self.head
+        assert self.kernels.products is not None
+        layers = native_layers(self.blocks, self.kernels.products, EPS, ends)
+        assert layers is not None and layers.has_ends
+        return self.decoder(layers)
 
     def head_norm(self) -> Tensor:
         return self.normal(self.case.layout.head_dim)
@@ -139,7 +179,9 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
     return a.shape == b.shape and torch.equal(bits(a), bits(b))
 
 
-def check_same(found: State | Stopped, expected: State | Stopped, caches: Sequence[Any]) -> None:
+def check_same(
+    found: State | Stopped | Outputs, expected: State | Stopped | Outputs, caches: Sequence[Any]
+) -> None:
     """caches: of both."""
     assert not isinstance(found, Stopped) and not isinstance(expected, Stopped)
     assert all(same(a, b) for a, b in zip(found, expected, strict=True))
@@ -182,6 +224,33 @@ def test_one_call_has_the_bits_of_all_kernels(
     model = Model(cpu_kernels(level), case, form, biases=biases, head_norms=head_norms)
     with torch_threads(threads):
         check(model, cuts)
+
+
+@each_level
+@given(
+    case=ATTENTION_CASES,
+    form=st.sampled_from(FORMATS),
+    biases=st.booleans(),
+    threads=st.sampled_from([1, 2]),
+    stop=st.integers(0, LAYERS),
+)
+@settings(max_examples=examples(25, long=500))
+def test_a_whole_step_has_the_bits_of_all_kernels(
+    level: str, case: AttentionCase, form: str, biases: bool, threads: int, stop: int
+) -> None:
+    """From tokens to logits, also if it stops before a layer and its rows join it again there."""
+    model = Model(cpu_kernels(level), case, form, biases=biases, head_norms=False)
+    expected, caches, inputs = model.caches(), model.caches(), model.inputs
+    with torch_threads(threads):
+        whole = model.decoder(Blocks(model.blocks)).run(inputs, expected)
+        native = model.native_decoder()
+        found = native.run(inputs, caches, lambda layer: layer == stop)
+        if stop < LAYERS:
+            assert isinstance(found, Stopped) and found.layer == stop
+            found = native.run(None, caches, None, [Joining(stop, inputs, found.state)])
+    assert isinstance(found, Outputs) and isinstance(whole, Outputs)
+    assert len(found.logits) == len(inputs.sample_rows)
+    check_same(found, whole, (caches, expected))
 
 
 def small(level: str) -> Model:
@@ -267,6 +336,8 @@ WRONG: dict[str, Callable[[StepInputs], StepInputs]] = {
     "reader": lambda i: with_part(i, rows=int32([0, 3])),
     "row": lambda i: dataclasses.replace(i, sample_rows=int32([0, 11])),
     "negative row": lambda i: dataclasses.replace(i, read_rows=int32([-1])),
+    "token": lambda i: dataclasses.replace(i, token_ids=replaced(i.token_ids, -1, VOCAB)),
+    "negative token": lambda i: dataclasses.replace(i, token_ids=replaced(i.token_ids, 0, -1)),
 }
 
 
@@ -275,17 +346,12 @@ WRONG: dict[str, Callable[[StepInputs], StepInputs]] = {
 def test_what_is_out_of_range_is_refused_before_anything_is_written(
     level: str, wrong: Callable[[StepInputs], StepInputs]
 ) -> None:
-    model, asked = small(level), list[int]()
-    caches, state = model.caches(), model.state()
+    model, asked, caches = small(level), list[int](), small(level).caches()
     with pytest.raises(IndexError):
-        model.native()(
-            range(LAYERS),
-            state,
-            wrong(model.inputs),
-            caches,
-            lambda layer: bool(asked.append(layer)),
+        model.native_decoder().run(
+            wrong(model.inputs), caches, lambda layer: bool(asked.append(layer))
         )
-    assert not asked and same(state[0], model.residual)
+    assert not asked
     for pair, before in zip(caches, model.kv, strict=True):
         assert all(same(a, b) for a, b in zip(pair, before, strict=True))
 
@@ -336,6 +402,26 @@ def test_blocks_of_another_form_stay_kernel_by_kernel() -> None:
     assert native_layers([], products, EPS) is None
 
 
+@BUILT
+def test_ends_of_another_form_are_computed_kernel_by_kernel() -> None:
+    model = small(compiled_levels()[0])
+    tokens, norm, head = model.tokens, model.final_norm, model.head
+    plain = torch.zeros(VOCAB, HIDDEN)
+    assert model.kernels.products is not None
+    for ends in (
+        (TokenEmbedding(plain), norm, head),
+        (tokens, None, head),
+        (tokens, norm, PlainLinear(plain)),
+    ):
+        layers = native_layers(model.blocks, model.kernels.products, EPS, ends)
+        assert layers is not None and not layers.has_ends
+        decoder = Decoder(Embedding(ends[0]), layers, ends[1], ends[2])
+        reference = dataclasses.replace(decoder, layers=Blocks(model.blocks))
+        found, expected = (each.run(model.inputs, model.caches()) for each in (decoder, reference))
+        assert isinstance(found, Outputs) and isinstance(expected, Outputs)
+        assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+
+
 class Ranks:
     """The first of two, which never run."""
 
@@ -350,8 +436,9 @@ def test_decoders_of_the_usual_form_are_native() -> None:
         target = Target(CPU, "fp32", packed=True)
         return build_decoder(spec, RandomWeights(), kernels, target, 8, ranks).layers
 
-    assert isinstance(layers(tiny_spec()), NativeLayers)
-    assert isinstance(layers(tiny_spec(architectures=["Qwen3ForCausalLM"])), NativeLayers)
+    for spec in (tiny_spec(), tiny_spec(architectures=["Qwen3ForCausalLM"])):
+        found = layers(spec)
+        assert isinstance(found, NativeLayers) and found.has_ends
     assert isinstance(layers(OPT), Blocks)
     assert isinstance(layers(tiny_spec(), Ranks()), Blocks)
 

@@ -19,7 +19,7 @@ from bros.core.request import EngineRequest, FinishReason, SamplingParams, Servi
 from bros.engine.engine import Engine
 from bros.executor.kv_storage import KV_BLOCK_SIZE
 from bros.executor.loader import random_executor
-from bros.executor.models.decoder import BeforeLayer, Layers, State, Stopped
+from bros.executor.models.decoder import BeforeLayer, Layers, Outputs, State, Stopped
 from bros.executor.models.spec import ModelSpec
 from bros.executor.runner import ModelRunner
 from bros.executor.target import grouping_for
@@ -234,14 +234,15 @@ class CountingLayers:
 
     def __init__(self, layers: Layers, tokens: Counter[int]) -> None:
         self._layers, self._tokens = layers, tokens
+        self.has_ends = layers.has_ends
 
     def __call__(
         self, layers: range, state: Any, inputs: Any, caches: Any, before_layer: BeforeLayer
-    ) -> State | Stopped:
+    ) -> State | Stopped | Outputs:
         def counted(layer: int) -> bool:
             if before_layer is not None and before_layer(layer):
                 return True
-            self._tokens[layer] += len(state[0])
+            self._tokens[layer] += len(inputs.positions)
             return False
 
         return self._layers(layers, state, inputs, caches, counted)

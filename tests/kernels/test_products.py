@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bros.executor.models.layers import make_lm_head, pack
+from bros.executor.models.layers import pack, vocabulary_panels
 from bros.executor.target import CPU, Target
-from bros.kernels.panels import GROUP
+from bros.kernels.panels import GROUP, Panels
 from support.kernel_cases import PAIR_LEVELS, cpu_kernels, each_level, torch_threads
 from support.packed_weights import activations, normal, packed
 from support.tier import examples
@@ -168,11 +168,63 @@ def test_activations_of_any_size(level: str, form: str) -> None:
 
 @each_level
 def test_int8_keeps_the_codes_of_values_that_were_rounded_before(level: str) -> None:
-    """So the lm_head of a converted GGUF model, Q8_0, is exact."""
+    """So the lm_head and the embedding of a converted GGUF model, Q8_0, are exact."""
     codes = torch.randint(-127, 128, (40, 3, GROUP))
     codes[:, :, 0] = 127
     scale = (torch.rand(40, 3, 1) + 0.1).half().float()
     weight = (codes * scale).flatten(1)
     kernels = cpu_kernels(level)
-    layer = make_lm_head(weight, Target(CPU, "int4", packed=True), kernels)
-    torch.testing.assert_close(layer(torch.eye(96)).T, weight, rtol=1e-6, atol=0)
+    panels = vocabulary_panels(weight, Target(CPU, "int4", packed=True), kernels)
+    product = kernels.linear(torch.eye(96), panels, None)
+    torch.testing.assert_close(product.T, weight, rtol=1e-6, atol=0)
+    rows = kernels.embed(torch.arange(40).int(), panels)
+    torch.testing.assert_close(rows, weight, rtol=1e-6, atol=0)
+
+
+# ---- Rows of packed weights, as embeddings.
+
+
+@each_level
+@pytest.mark.parametrize("form", ["fp32", "bf16", "int8"])
+@settings(max_examples=examples(12, long=300))
+@given(
+    vocab=st.integers(1, 150),
+    groups=st.integers(1, 40),
+    tokens=st.lists(st.integers(0, 149), max_size=60),
+    threads=st.sampled_from([1, 2]),
+    seed=st.integers(0, 2**31),
+)
+def test_embeddings_are_the_packed_values(
+    level: str, form: str, vocab: int, groups: int, tokens: list[int], threads: int, seed: int
+) -> None:
+    kernels = cpu_kernels(level)
+    panels, values = packed(form, normal(seed, vocab, groups * GROUP), kernels.panel_width)
+    ids = torch.tensor([token % vocab for token in tokens], dtype=torch.int32)
+    with torch_threads(threads):
+        assert torch.equal(kernels.embed(ids, panels), values[ids.long()].float())
+
+
+@each_level
+def test_embeddings_with_an_odd_number_of_inputs(level: str) -> None:
+    kernels = cpu_kernels(level)
+    weight = normal(0, 20, 33)
+    panels = Panels.bf16(weight, kernels.panel_width)
+    rows = kernels.embed(torch.tensor([19, 0, 7], dtype=torch.int32), panels)
+    assert torch.equal(rows, weight.bfloat16().float()[[19, 0, 7]])
+
+
+@each_level
+@pytest.mark.parametrize("token", [-1, 20, 10**6])
+def test_a_token_outside_the_vocabulary_is_refused(level: str, token: int) -> None:
+    kernels = cpu_kernels(level)
+    panels, _ = packed("fp32", normal(0, 20, 32), kernels.panel_width)
+    with pytest.raises(IndexError, match="outside the vocabulary"):
+        kernels.embed(torch.tensor([3, token], dtype=torch.int32), panels)
+
+
+@each_level
+def test_embeddings_are_never_int4(level: str) -> None:
+    kernels = cpu_kernels(level)
+    panels, _ = packed("int4", normal(0, 20, 32), kernels.panel_width)
+    with pytest.raises(IndexError, match="int4"):
+        kernels.embed(torch.tensor([3], dtype=torch.int32), panels)

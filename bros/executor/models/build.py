@@ -25,12 +25,17 @@ from bros.executor.models.layers import (
     LayerNorm,
     Linear,
     Norm,
+    PanelEmbedding,
+    PanelLinear,
     PlainLinear,
     RmsNorm,
+    TokenEmbedding,
+    TokenLookup,
     has_products,
     load_matrix,
     make_linear,
     make_lm_head,
+    vocabulary_panels,
 )
 from bros.executor.models.native import native_layers
 from bros.executor.models.spec import ModelSpec
@@ -141,34 +146,46 @@ class _Builder:
 
     def build(self) -> Decoder:
         spec, root = self._spec, self._names.root
-        tokens = self._embedding(root + "embed_tokens.weight", spec.vocab_size)
-        return Decoder(
-            embedding=Embedding(
-                vocab_parallel_embedding(tokens, self._vocabs[self._ranks.rank], self._ranks),
-                self._learned_positions(),
-            ),
-            layers=self._layers(),
-            final_norm=self._norm(root + self._names.final_norm) if spec.final_norm else None,
-            lm_head=self._lm_head(tokens),
-        )
+        tokens, lm_head = self._vocabulary(root + "embed_tokens.weight")
+        final_norm = self._norm(root + self._names.final_norm) if spec.final_norm else None
+        embedding = Embedding(tokens, self._learned_positions())
+        return Decoder(embedding, self._layers(embedding, final_norm, lm_head), final_norm, lm_head)
 
-    def _layers(self) -> Layers:
+    def _layers(self, embedding: Embedding, final_norm: Norm | None, lm_head: Linear) -> Layers:
         """In one native call where the kernels have one for layers of this form."""
         blocks = [self._block(index) for index in range(self._spec.num_layers)]
         native = None
         if self._kernels.products is not None:
-            native = native_layers(blocks, self._kernels.products, self._spec.norm_eps)
+            ends = embedding.tokens, final_norm, lm_head
+            has_positions = embedding.positions is not None
+            eps = self._spec.norm_eps
+            native = native_layers(
+                blocks, self._kernels.products, eps, None if has_positions else ends
+            )
         return native or Blocks(blocks)
 
-    def _lm_head(self, tokens: Tensor) -> Linear:
-        weight = tokens
-        if not self._spec.tied:
-            weight = self._embedding("lm_head.weight", self._spec.vocab_size)
-        widths = [len(vocab) for vocab in self._vocabs]
-        if not self._target.packed:
-            return parallel_lm_head(PlainLinear(weight), widths, self._ranks)
-        packed = make_lm_head(weight, self._target, self._kernels.products)
-        return parallel_lm_head(packed, widths, self._ranks)
+    def _vocabulary(self, name: str) -> tuple[TokenLookup, Linear]:
+        """The embedding, whose tensor is given, and the lm_head: one matrix in memory if they are
+        tied."""
+        spec, target, ranks = self._spec, self._target, self._ranks
+        products = self._kernels.products if target.packed else None
+        weight = self._embedding(name, spec.vocab_size)
+        tokens: TokenLookup
+        head: Linear
+        if products is not None:
+            panels = vocabulary_panels(weight, target, products)
+            tokens = PanelEmbedding(products, panels)
+            if not spec.tied:
+                weight = self._embedding("lm_head.weight", spec.vocab_size)
+                panels = vocabulary_panels(weight, target, products)
+            head = PanelLinear(products, panels)
+        else:
+            tokens = TokenEmbedding(weight)
+            if not spec.tied:
+                weight = self._embedding("lm_head.weight", spec.vocab_size)
+            head = make_lm_head(weight, target) if target.packed else PlainLinear(weight)
+        lookup = vocab_parallel_embedding(tokens, self._vocabs[ranks.rank], ranks)
+        return lookup, parallel_lm_head(head, [len(vocab) for vocab in self._vocabs], ranks)
 
     def _embedding(self, name: str, rows: int) -> Tensor:
         """[rows, hidden] in the dtype of activations."""

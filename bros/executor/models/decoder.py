@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bros.executor.inputs import StepInputs
-from bros.executor.models.layers import Linear, NativeLinear, Norm
+from bros.executor.models.layers import Linear, NativeLinear, Norm, TokenLookup
 from bros.kernels.interface import HeadLayout, Kernels
 
 LayerCache = tuple[Tensor, Tensor]
@@ -128,22 +128,6 @@ class Block:
         return self.mlp_norm.add_(residual, self.mlp(residual)), None
 
 
-class TokenLookup(Protocol):
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """The embeddings of the tokens, [tokens, hidden], in a new tensor."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class TokenEmbedding:
-    """weight: [vocab, hidden]."""
-
-    weight: Tensor
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.weight)
-
-
 @dataclass(frozen=True, slots=True)
 class Embedding:
     """Token embedding plus learned position embedding.
@@ -184,6 +168,18 @@ class Stopped(NamedTuple):
     state: State
 
 
+class Outputs(NamedTuple):
+    """What a decoder has computed.
+
+    hidden: after the final norm, of the sampled rows and then of the read rows of the step,
+        [samples + read, hidden].
+    logits: of the sampled rows, fp32 [samples, vocab] on rank 0 and [0, vocab] on other ranks.
+    """
+
+    hidden: Tensor
+    logits: Tensor
+
+
 def _joined(state: State, other: State) -> State:
     """The rows of both."""
     (residual, delta), (more, more_delta) = state, other
@@ -200,18 +196,25 @@ BeforeLayer = Callable[[int], bool] | None
 class Layers(Protocol):
     """The layers of a decoder."""
 
+    @property
+    def has_ends(self) -> bool:
+        """Whether they compute the embedding, the final norm and the lm_head as well."""
+        ...
+
     def __call__(
         self,
         layers: range,
-        state: State,
+        state: State | None,
         inputs: StepInputs,
         caches: Sequence[LayerCache],
         before_layer: BeforeLayer,
-    ) -> State | Stopped:
+    ) -> State | Stopped | Outputs:
         """Compute some layers, one after the other; their state is overwritten.
 
         The last layer of the decoder drops the rows that are neither sampled nor read.
-        caches, before_layer: as in Decoder.hidden.
+        state: None, if they have ends, for the embeddings of the tokens.
+        caches, before_layer: as in Decoder.run.
+        Returns Outputs, if they have ends, behind the last layer of the decoder.
         """
         ...
 
@@ -222,15 +225,21 @@ class Blocks:
 
     blocks: Sequence[Block]
 
+    @property
+    def has_ends(self) -> bool:
+        """See Layers."""
+        return False
+
     def __call__(
         self,
         layers: range,
-        state: State,
+        state: State | None,
         inputs: StepInputs,
         caches: Sequence[LayerCache],
         before_layer: BeforeLayer,
     ) -> State | Stopped:
         """See Layers."""
+        assert state is not None
         for index in layers:
             if before_layer is not None and before_layer(index):
                 return Stopped(index, state)
@@ -254,20 +263,18 @@ class Decoder:
         caches: Sequence[LayerCache],
         before_layer: BeforeLayer = None,
     ) -> Tensor | None:
-        """Run one step without readouts. Returns fp32 logits [len(inputs.sample_rows), vocab] on
-        rank 0 and [0, vocab] on other ranks; None if `before_layer` stops it."""
-        hidden = self.hidden(inputs, caches, before_layer)
-        return None if isinstance(hidden, Stopped) else self.lm_head(hidden)
+        """Run one step without readouts. Returns its logits; None if `before_layer` stops it."""
+        found = self.run(inputs, caches, before_layer)
+        return None if isinstance(found, Stopped) else found.logits
 
-    def hidden(
+    def run(
         self,
         inputs: StepInputs | None,
         caches: Sequence[LayerCache],
         before_layer: BeforeLayer = None,
         joining: Sequence[Joining] = (),
-    ) -> Tensor | Stopped:
-        """The hidden states after the final norm, of the sampled rows and then of the read rows of
-        the whole step, [samples + read, hidden].
+    ) -> Outputs | Stopped:
+        """Run one step.
 
         inputs: of the rows that begin with the first layer; None if there are none.
         caches: of all layers.
@@ -279,19 +286,26 @@ class Decoder:
             rows      | inputs          | and those of  | and those of
                                           joining[0]      joining[1]
         """
-        stretches = [*joining]
+        starts: list[tuple[int, StepInputs, State | None]] = [*joining]
         if inputs is not None:
-            stretches.insert(0, Joining(0, inputs, (self.embedding(inputs), None)))
-        ends = [later.layer for later in stretches[1:]] + [len(caches)]
+            begun = None if self.layers.has_ends else (self.embedding(inputs), None)
+            starts.insert(0, (0, inputs, begun))
+        ends = [layer for layer, *_ in starts[1:]] + [len(caches)]
         state: State | None = None
-        for (layer, so_far, new), end in zip(stretches, ends, strict=True):
-            state = new if state is None else _joined(state, new)
+        for (layer, so_far, new), end in zip(starts, ends, strict=True):
+            if state is None:
+                state = new
+            elif new is not None:
+                state = _joined(state, new)
             found = self.layers(range(layer, end), state, so_far, caches, before_layer)
-            if isinstance(found, Stopped):
+            if isinstance(found, Stopped | Outputs):
                 return found
             state = found
         assert state is not None
-        residual, delta = state
+        hidden = self._normalized(*state)
+        return Outputs(hidden, self.lm_head(hidden[: len(so_far.sample_rows)]))
+
+    def _normalized(self, residual: Tensor, delta: Tensor | None) -> Tensor:
         if self.final_norm is None:
             return residual if delta is None else residual + delta
         if delta is None:

@@ -8,6 +8,7 @@ multiplied by our own kernels (PanelLinear) or by oneDNN (PackedLinear); `has_pr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -87,6 +88,33 @@ class PanelLinear:
         return self._products.linear(x, *self.product)
 
 
+class TokenLookup(Protocol):
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """The embeddings of the tokens, [tokens, hidden], in a new tensor."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEmbedding:
+    """weight: [vocab, hidden]."""
+
+    weight: Tensor
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class PanelEmbedding:
+    """weight: [vocab, hidden], perhaps that of the lm_head, which is then in memory once."""
+
+    products: Products
+    weight: Panels
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return self.products.embed(token_ids, self.weight)
+
+
 class PackedLinear:
     """fp32 or bf16 weights in oneDNN's blocked layout. The packed copy replaces the weight."""
 
@@ -145,21 +173,29 @@ def make_linear(
     return pack(weight, stacked_bias, products)
 
 
-def make_lm_head(weight: Tensor, target: Target, products: Products | None) -> Linear:
-    """The layer of logits on a CPU. weight: fp32 [vocab, hidden].
+def vocabulary_panels(weight: Tensor, target: Target, products: Products) -> Panels:
+    """The lm_head or the embedding on a CPU. weight: fp32 [vocab, hidden].
+
+    Never int4: rounding the lm_head changes logits more than rounding any other layer. With int8 or
+    int4 weights it has int8 groups.
+    """
+    width = products.panel_width
+    if target.weights == "fp32":
+        return Panels.fp32(weight, width)
+    if target.weights == "bf16" or weight.shape[1] % GROUP:
+        return Panels.bf16(weight, width)
+    return Panels.int8(weight, width)
+
+
+def make_lm_head(weight: Tensor, target: Target) -> Linear:
+    """The layer of logits on a CPU without products. weight: fp32 [vocab, hidden].
 
     Logits are sums in fp32: oneDNN would round those of bf16 weights to bf16, so that many of the
-    best are equal. Never int4: rounding this layer changes logits more than rounding any other
-    layer. With int8 or int4 weights it has int8 groups; int4 has bf16 where there are no products.
+    best are equal. Weights are rounded to bf16 with int4, and else as `vocabulary_panels` does.
     """
-    grouped = weight.shape[1] % GROUP == 0
-    if grouped and (
-        target.weights == "int8" or (target.weights == "int4" and products is not None)
-    ):
-        return _int8_linear(weight, None, products)
-    if target.weights != "fp32":
-        weight = weight.bfloat16() if products is not None else weight.bfloat16().float()
-    return pack(weight, None, products)
+    if target.weights == "int8" and weight.shape[1] % GROUP == 0:
+        return _int8_linear(weight, None, None)
+    return pack(weight if target.weights == "fp32" else weight.bfloat16().float())
 
 
 def _int8_linear(weight: Tensor, bias: Tensor | None, products: Products | None) -> Linear:

@@ -1,4 +1,4 @@
-"""Layers of a decoder that one native call computes."""
+"""A decoder that one native call computes."""
 
 from __future__ import annotations
 
@@ -11,56 +11,97 @@ from bros.executor.models.decoder import (
     Block,
     GatedMlp,
     LayerCache,
+    Outputs,
     State,
     Stopped,
     rows_needed,
 )
-from bros.executor.models.layers import PanelLinear, RmsNorm
-from bros.kernels.interface import DecoderLayers, LayerWeights, Products
+from bros.executor.models.layers import (
+    Linear,
+    Norm,
+    PanelEmbedding,
+    PanelLinear,
+    RmsNorm,
+    TokenLookup,
+)
+from bros.kernels.interface import DecoderEnds, DecoderLayers, LayerWeights, Products
 
 
 @dataclass(frozen=True, slots=True)
 class NativeLayers:
-    """Implements Layers, with the same bits as Blocks."""
+    """Implements Layers, with the same bits as Blocks.
+
+    count: of the layers.
+    has_ends: see Layers.
+    """
 
     call: DecoderLayers
     count: int
+    has_ends: bool
 
     def __call__(
         self,
         layers: range,
-        state: State,
+        state: State | None,
         inputs: StepInputs,
         caches: Sequence[LayerCache],
         before_layer: BeforeLayer,
-    ) -> State | Stopped:
+    ) -> State | Stopped | Outputs:
         """See Layers."""
-        layer, residual, delta = self.call(
+        residual, delta = (None, None) if state is None else state
+        last = layers.stop == self.count
+        layer, first, second = self.call(
             layers,
-            *state,
+            inputs.token_ids if state is None else None,
+            residual,
+            delta,
             inputs.positions,
             inputs.slots,
             caches,
             inputs.attention,
-            rows_needed(inputs) if layers.stop == self.count else None,
+            rows_needed(inputs) if last else None,
+            len(inputs.sample_rows) if last and self.has_ends else None,
             before_layer,
         )
-        state = residual, delta
-        return state if layer == layers.stop else Stopped(layer, state)
+        if layer < layers.stop:
+            return Stopped(layer, (first, second))
+        if last and self.has_ends:
+            assert second is not None
+            return Outputs(first, second)
+        return first, second
 
 
-def native_layers(blocks: Sequence[Block], products: Products, eps: float) -> NativeLayers | None:
+def native_layers(
+    blocks: Sequence[Block],
+    products: Products,
+    eps: float,
+    ends: tuple[TokenLookup, Norm | None, Linear] | None = None,
+) -> NativeLayers | None:
     """These blocks as one call; None if they have another form, or if there is no such call.
 
     blocks: with the same shapes.
     eps: of all norms.
+    ends: the embedding, the final norm and the lm_head, which become part of the call if they have
+        the form of DecoderEnds.
     """
     weights = [found for block in blocks if (found := _weights(block)) is not None]
     if not weights or len(weights) < len(blocks):
         return None
     attention = blocks[0].attention
-    call = products.layers(weights, attention.layout, attention.cos_sin, eps)
-    return None if call is None else NativeLayers(call, len(blocks))
+    packed = None if ends is None else _ends(*ends)
+    call = products.layers(weights, attention.layout, attention.cos_sin, eps, packed)
+    return None if call is None else NativeLayers(call, len(blocks), packed is not None)
+
+
+def _ends(tokens: TokenLookup, final_norm: Norm | None, lm_head: Linear) -> DecoderEnds | None:
+    """None if they have another form."""
+    if not (
+        isinstance(tokens, PanelEmbedding)
+        and isinstance(final_norm, RmsNorm)
+        and isinstance(lm_head, PanelLinear)
+    ):
+        return None
+    return DecoderEnds(tokens.weight, final_norm.weight, lm_head.product)
 
 
 def _weights(block: Block) -> LayerWeights | None:

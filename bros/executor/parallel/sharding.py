@@ -24,12 +24,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bros.core.errors import ConfigError
-from bros.executor.models.decoder import TokenEmbedding, TokenLookup
-from bros.executor.models.layers import Linear
+from bros.executor.models.layers import Linear, TokenLookup
 from bros.executor.models.spec import ModelSpec
 from bros.executor.parallel.ranks import Ranks
 from bros.executor.weights import Int4Groups, Part, Weights
@@ -232,11 +230,9 @@ def parallel_lm_head(linear: Linear, widths: Sequence[int], ranks: Ranks) -> Lin
     return linear if ranks.size == 1 else ParallelLmHead(linear, widths, ranks)
 
 
-def vocab_parallel_embedding(weight: Tensor, vocab: range, ranks: Ranks) -> TokenLookup:
-    """weight: [len(vocab), hidden], the rows of this rank's tokens `vocab`."""
-    if ranks.size == 1:
-        return TokenEmbedding(weight)
-    return VocabParallelEmbedding(weight, vocab.start, ranks)
+def vocab_parallel_embedding(tokens: TokenLookup, vocab: range, ranks: Ranks) -> TokenLookup:
+    """tokens: the embeddings of this rank's tokens `vocab`, by their place in it."""
+    return tokens if ranks.size == 1 else VocabParallelEmbedding(tokens, vocab, ranks)
 
 
 class RowParallelLinear:
@@ -265,14 +261,14 @@ class ParallelLmHead:
 class VocabParallelEmbedding:
     """The embeddings of all tokens, on all ranks."""
 
-    def __init__(self, weight: Tensor, first: int, ranks: Ranks) -> None:
-        """weight: [tokens of this rank, hidden], starting with token `first`."""
-        self._weight = weight
-        self._first = first
+    def __init__(self, tokens: TokenLookup, vocab: range, ranks: Ranks) -> None:
+        """See vocab_parallel_embedding."""
+        self._tokens = tokens
+        self._vocab = vocab
         self._ranks = ranks
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        rows = token_ids - self._first
-        foreign = (rows < 0) | (rows >= len(self._weight))
-        x = F.embedding(rows.masked_fill_(foreign, 0), self._weight)
+        rows = token_ids - self._vocab.start
+        foreign = (rows < 0) | (rows >= len(self._vocab))
+        x = self._tokens(rows.masked_fill_(foreign, 0))
         return self._ranks.all_reduce_(x.masked_fill_(foreign[:, None], 0))

@@ -1,0 +1,68 @@
+// Rows of packed weights (linear_formats.h), widened exactly: the embeddings of tokens, from the
+// weights of the lm_head where both are the same matrix.
+//
+// A row of a panel is one column of its table, so a row of n inputs lies in about as many cache
+// lines as it has numbers of 32 bits. That is little beside the products of a token.
+#pragma once
+
+#include "kernels.h"
+#include "linear_tiles.h"
+#include "parallel.h"
+
+namespace bros {
+namespace {
+
+// out[i] = input i of output `o` of a panel.
+void widen_output(WeightFormat format, const char* panel, int64_t o, int64_t inputs, float* out) {
+  const float* values = reinterpret_cast<const float*>(panel) + o;
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(panel) + o;
+  switch (format) {
+    case WeightFormat::kFp32:
+      for (int64_t k = 0; k < inputs; ++k) out[k] = values[k * kPanelOutputs];
+      return;
+    case WeightFormat::kBf16:
+      for (int64_t k = 0; k < inputs; k += 2) {
+        const uint32_t pair = words[k / 2 * kPanelOutputs];
+        out[k] = bit_cast<float>(pair << 16);
+        out[k + 1] = bit_cast<float>(pair & 0xffff0000);
+      }
+      return;
+    case WeightFormat::kInt8:
+      for (int64_t k = 0; k < inputs; k += 4) {
+        if (k % kGroup == 0) {
+          values = reinterpret_cast<const float*>(panel + k / kGroup * Int8Panel::kGroupBytes) + o;
+          words = reinterpret_cast<const uint32_t*>(values) + kPanelOutputs;
+        }
+        const uint32_t quad = words[k % kGroup / 4 * kPanelOutputs];
+        for (int i = 0; i < 4; ++i) out[k + i] = static_cast<int8_t>(quad >> 8 * i) * *values;
+      }
+      return;
+    case WeightFormat::kInt4:
+      return;  // checked before
+  }
+}
+
+int64_t panel_bytes(WeightFormat format, int64_t inputs) {
+  switch (format) {
+    case WeightFormat::kFp32: return Fp32Panel::bytes(inputs);
+    case WeightFormat::kBf16: return Bf16Format::bytes(inputs);
+    case WeightFormat::kInt8: return Int8Panel::bytes(inputs);
+    case WeightFormat::kInt4: return Int4Panel::bytes(inputs);
+  }
+  return 0;
+}
+
+const char* embed(const EmbedArgs& a) {
+  const int64_t bytes = panel_bytes(a.format, a.inputs);
+  parallel_for(a.count, a.count * a.inputs, a.threads, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      const int64_t token = a.tokens[t];
+      const char* panel = static_cast<const char*>(a.weights) + token / kPanelOutputs * bytes;
+      widen_output(a.format, panel, token % kPanelOutputs, a.inputs, a.out + t * a.inputs);
+    }
+  });
+  return nullptr;
+}
+
+}  // namespace
+}  // namespace bros
