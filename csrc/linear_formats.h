@@ -315,8 +315,8 @@ struct ActivationBlock {
 
 constexpr float kMostCode = 32766.0f;  // 258 * 127: steps of 8 bits stay exact
 
-// Rounds `groups` groups of x, which share the scale that is returned: put(g, j, codes) of the inputs
-// of vector j of group g.
+// Rounds `groups` groups of x, which share the scale that is returned: put(g, j, codes) for vector j
+// of group g.
 template <class Put>
 BROS_INLINE float round_codes(const float* x, int groups, const Put& put) {
   const float largest = largest_magnitude(x, groups * kGroup);

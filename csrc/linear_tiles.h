@@ -219,8 +219,8 @@ void bf16_panels(const LinearArgs& a, const Rows& rows, int64_t panel, ThreadTil
 
 using Bf16Format = Bf16Tiles;
 
-// ---- Codes, int8 and int4: the sums of a group come from tiles, and scales are applied with vectors,
-// ---- by the functions that the kernels of vectors call.
+// ---- Codes, int8 and int4: the sums of a group come from tiles, and scales are applied with
+// ---- vectors, by the functions that the kernels of vectors call.
 //
 //     A    16 rows x 32 bytes of activations: the two bytes of int8 are two tiles
 //     B    8 rows of 4 inputs x 16 outputs: codes of weights, as bytes
@@ -237,9 +237,9 @@ using Bf16Format = Bf16Tiles;
 //            tiles       2 products:          32        16 x 4.25 operations:   34      34 to 98
 //                        stores of 2 C:       32, beside them
 //
-// The lower number holds if everything overlaps. Fewer rows do not make up for spreading the codes of
-// int4, 8 cycles, and for products that take 16 with any number of rows. This is an estimate, not a
-// measurement.
+// The lower number holds if everything overlaps. Fewer rows do not make up for spreading the codes
+// of int4, 8 cycles, and for products that take 16 with any number of rows. (Those of int8 are not
+// spread, so it might use tiles from 12 rows on.) This is an estimate, not a measurement.
 static_assert(kFewestTileRows == kTileRows, "");
 
 // Sums of groups that are stored before scales are applied: 16 KB, so that sums of rows are loaded
@@ -332,8 +332,8 @@ BROS_INLINE void add_codes(const Codes& codes, int64_t groups, GroupDots* dots,
 // inputs are two B tiles side by side. Activations are rounded to tiles at once, in a format for
 // products of many rows.
 
-// As ActivationBlock in linear_formats.h, with two bytes of a code apart. A row of a tile lies in one
-// cache line.
+// As ActivationBlock in linear_formats.h, with the two bytes of a code apart. A row of a tile lies in
+// one cache line.
 struct alignas(64) ActivationBytes {
   uint8_t bytes[kBlockGroups][2][kGroup];  // high, low
   float scale;

@@ -72,7 +72,7 @@ def tile_product(level: str, c: Tensor, a: Tensor, b: Tensor, shape: tuple[int, 
     product = _TILE_PRODUCTS[a.dtype, b.dtype]
     assert c.dtype is (torch.int32 if product else torch.float32)
     assert all(x.numel() * x.element_size() == 1024 for x in (c, a, b))
-    addresses = (_address(x, x.dtype) for x in (c, a, b))
+    addresses = _address(c, c.dtype), _address(a, a.dtype), _address(b, b.dtype)
     _C.tile_product(_level_index(level), *addresses, *shape, product)
 
 
