@@ -139,12 +139,18 @@ BROS_MODELLED __m512i _mm512_slli_epi32(__m512i v, int n) { return v << n; }
 
 // ---- Dot products of neighbours, added to `sum`.
 
-// Of unsigned bytes `a` and signed bytes `b`.
-BROS_MODELLED __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
+// Four bytes of each lane, with a sign or without one.
+template <bool kSignsA, bool kSignsB>
+BROS_MODELLED __m512i add_byte_products(__m512i sum, __m512i a, __m512i b) {
   for (int at = 0; at < 32; at += 8) {
-    sum += (a >> at & 255) * (b << (24 - at) >> 24);
+    const __m512i x = kSignsA ? a << (24 - at) >> 24 : a >> at & 255;
+    const __m512i y = kSignsB ? b << (24 - at) >> 24 : b >> at & 255;
+    sum += x * y;
   }
   return sum;
+}
+BROS_INLINE __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
+  return add_byte_products<false, true>(sum, a, b);
 }
 // Of signed words.
 BROS_MODELLED __m512i _mm512_dpwssd_epi32(__m512i sum, __m512i a, __m512i b) {

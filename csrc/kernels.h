@@ -165,13 +165,22 @@ struct SampleArgs {
   int threads;
 };
 
+// What the 4 bytes of an element of A and of B are in a product of tile registers: two of bf16, or
+// four bytes, which are named by their signs in A and in B. kernels/cpu_ops.py has the same numbers.
+enum class TileProduct : int {
+  kBf16 = 0,
+  kSignedUnsigned = 1,
+  kSignedSigned = 2,
+  kUnsignedSigned = 3
+};
+
 // One product of tile registers, for tests: C += A . B as tiles.h has it, of 4 bytes each.
 struct TileProductArgs {
   void* c;        // [rows, columns], rows 64 bytes apart like those of a and b
   const void* a;  // [rows, depth]
   const void* b;  // [depth, columns]
   int64_t rows, columns, depth;  // 1 to 16
-  bool codes;     // of bytes; else of bf16
+  TileProduct product;
 };
 
 // Every kernel returns null, or an error message before it writes any memory. RopeArgs,

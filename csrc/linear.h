@@ -327,7 +327,8 @@ const char* linear(const LinearArgs& a) {
   switch (a.format) {
     case WeightFormat::kFp32: return product<Fp32Panel>(a);
     case WeightFormat::kBf16: return product<Bf16Format>(a);
-    case WeightFormat::kInt8: return product<Int8Panel>(a);
+    case WeightFormat::kInt8:
+      return a.rows < kFewestTileRows ? product<Int8Panel>(a) : product<Int8ManyFormat>(a);
     case WeightFormat::kInt4: return product<Int4Panel>(a);
   }
   return nullptr;

@@ -44,7 +44,7 @@ BROS_INLINE void copy_floats(float* to, const float* from, int64_t n) {
 }
 
 // Whether products of a format consist of tiles (linear_tiles.h): all of them, or those of many
-// rows.
+// rows. (int8 has a format of its own for many rows, whose activations lie otherwise.)
 template <class Panel>
 constexpr bool kAllByTiles = false;
 template <class Panel>
@@ -58,6 +58,8 @@ void tile_panels(const LinearArgs& a, const Rows& all, int64_t begin, int64_t en
 template <class Panel>
 void block_rows_by_tiles(const LinearArgs& a, const Inputs& in, const Rows& rows, int64_t at,
                          int64_t tiles);
+
+// Rows from which on codes are multiplied by tiles.
 constexpr int64_t kFewestTileRows = 16;
 
 }  // namespace

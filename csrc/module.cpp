@@ -552,7 +552,7 @@ PyObject* changed_segments(PyObject*, PyObject* const* values, Py_ssize_t count)
   return result;
 }
 
-// tile_product(level, c, a, b, rows, columns, depth, codes): one product of tile registers, see
+// tile_product(level, c, a, b, rows, columns, depth, product): one product of tile registers, see
 // TileProductArgs.
 PyObject* tile_product(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
@@ -564,7 +564,7 @@ PyObject* tile_product(PyObject*, PyObject* const* values, Py_ssize_t count) {
   a.rows = in.integer();
   a.columns = in.integer();
   a.depth = in.integer();
-  a.codes = in.integer();
+  a.product = static_cast<TileProduct>(in.integer());
   if (!in.ok()) return nullptr;
   if (!table->tile_product) return index_error("this level has no tile registers");
   return call(table->tile_product, a, 0);

@@ -108,14 +108,15 @@ def test_a_row_has_the_same_bits_in_any_batch(
 
 @each_level
 @each_format
-def test_a_row_that_is_not_finite_stays_alone(level: str, form: str) -> None:
+@pytest.mark.parametrize("rows", [13, 20])
+def test_a_row_that_is_not_finite_stays_alone(level: str, form: str, rows: int) -> None:
     kernels = cpu_kernels(level)
     panels, _ = packed(form, normal(0, 70, 96), kernels.panel_width)
-    x = normal(1, 13, 96)
+    x = normal(1, rows, 96)
     clean = kernels.linear(x, panels, None)
     x[4, 7], x[5, 9] = torch.nan, torch.inf
     out = kernels.linear(x, panels, None)
-    others = [row for row in range(13) if row not in (4, 5)]
+    others = [row for row in range(rows) if row not in (4, 5)]
     assert torch.equal(out[others], clean[others])
     assert out[4].isnan().all() and not out[5].isfinite().any()
 
@@ -154,11 +155,12 @@ def test_many_rows_in_blocks(level: str, form: str, rows: int) -> None:
 
 @each_level
 @pytest.mark.parametrize("form", ["int8", "int4"])
-def test_activations_of_any_size(level: str, form: str) -> None:
+@pytest.mark.parametrize("rows", [6, 20])
+def test_activations_of_any_size(level: str, form: str, rows: int) -> None:
     """Groups as large and as small as fp32 allows without overflow of a sum."""
     kernels = cpu_kernels(level)
     panels, _ = packed(form, normal(0, 40, 96), kernels.panel_width)
-    x = activations(1, 6, 96)
+    x = activations(1, rows, 96)
     plain = kernels.linear(x, panels, None)
     for exponent in (-60, 60):
         scaled = kernels.linear(x * 2.0**exponent, panels, None)

@@ -3,6 +3,7 @@ the model where the CPU has them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -24,6 +25,14 @@ SIZE = 16
 
 MODEL = "amx-emulated"
 
+needs_amx = pytest.mark.skipif("avx512-amx" not in compiled_levels(), reason="this CPU has no AMX")
+each_amx_level = pytest.mark.parametrize(
+    "level", [MODEL, pytest.param("avx512-amx", marks=needs_amx)]
+)
+
+SIGNS = [(torch.int8, torch.uint8), (torch.int8, torch.int8), (torch.uint8, torch.int8)]
+"""Types of bytes in A and in B."""
+
 pytestmark = pytest.mark.skipif(not compiled_levels(), reason="the CPU kernels were not built")
 
 SHAPES = st.tuples(st.integers(1, SIZE), st.integers(1, SIZE), st.integers(1, SIZE))
@@ -41,20 +50,25 @@ def multiply(level: str, c: Tensor, a: Tensor, b: Tensor, shape: tuple[int, int,
     return out
 
 
-def bytes_of(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def bytes_of(seed: int, signs: Sequence[torch.dtype]) -> tuple[Tensor, Tensor, Tensor]:
     """c, a and b of a product of codes; some sums leave int32."""
     generator = torch.Generator().manual_seed(seed)
     c = torch.randint(-(2**31), 2**31, (SIZE, SIZE), generator=generator).int()
-    a = torch.randint(-128, 128, (SIZE, 4 * SIZE), generator=generator).to(torch.int8)
-    b = torch.randint(0, 256, (SIZE, 4 * SIZE), generator=generator).to(torch.uint8)
+    a, b = (
+        torch.randint(0, 256, (SIZE, 4 * SIZE), generator=generator).to(torch.uint8).view(sign)
+        for sign in signs
+    )
     return c, a, b
 
 
+@pytest.mark.parametrize("signs", SIGNS, ids=str)
 @given(shape=SHAPES, seed=st.integers(0, 2**31))
 @settings(max_examples=examples(40, long=1000))
-def test_sums_of_codes_are_exact_and_wrap(shape: tuple[int, int, int], seed: int) -> None:
+def test_sums_of_codes_are_exact_and_wrap(
+    signs: Sequence[torch.dtype], shape: tuple[int, int, int], seed: int
+) -> None:
     rows, columns, depth = shape
-    c, a, b = bytes_of(seed)
+    c, a, b = bytes_of(seed, signs)
     quads = a.long().view(SIZE, SIZE, 4)[:rows, :depth], b.long().view(SIZE, SIZE, 4)
     exact = torch.einsum("mkx,knx->mn", quads[0], quads[1][:depth, :columns])
     expected = c.clone()
@@ -132,14 +146,14 @@ def test_products_of_bf16_are_rounded_in_their_order(
 
 
 def test_levels_without_tiles_have_no_products_of_them() -> None:
-    c, a, b = bytes_of(0)
+    c, a, b = bytes_of(0, SIGNS[0])
     with pytest.raises(IndexError, match="no tile registers"):
         multiply("generic", c, a, b, (1, 1, 1))
 
 
 @pytest.mark.parametrize("shape", [(0, 1, 1), (1, 17, 1), (1, 1, -1)])
 def test_other_shapes_are_refused(shape: tuple[int, int, int]) -> None:
-    c, a, b = bytes_of(0)
+    c, a, b = bytes_of(0, SIGNS[0])
     with pytest.raises(IndexError, match="1 to 16 rows and columns"):
         multiply(MODEL, c, a, b, shape)
 
@@ -147,14 +161,14 @@ def test_other_shapes_are_refused(shape: tuple[int, int, int]) -> None:
 # ---- Where the CPU has the instructions.
 
 
-@pytest.mark.skipif("avx512-amx" not in compiled_levels(), reason="this CPU has no AMX")
-@pytest.mark.parametrize("kind", ["codes", "usual", "any", "small"])
+@needs_amx
+@pytest.mark.parametrize("kind", [*SIGNS, "usual", "any", "small"], ids=str)
 @given(shape=SHAPES, seed=st.integers(0, 2**31))
 @settings(max_examples=examples(50, long=1000))
 def test_the_instructions_have_the_bits_of_the_model(
-    kind: str, shape: tuple[int, int, int], seed: int
+    kind: str | Sequence[torch.dtype], shape: tuple[int, int, int], seed: int
 ) -> None:
-    parts = bytes_of(seed) if kind == "codes" else pairs_of(seed, kind)
+    parts = pairs_of(seed, kind) if isinstance(kind, str) else bytes_of(seed, kind)
     found, expected = (multiply(level, *parts, shape) for level in ("avx512-amx", MODEL))
     np.testing.assert_array_equal(found.numpy(), expected.numpy())
 
@@ -184,10 +198,37 @@ def test_products_have_the_bits_of_the_model(
     assert torch.equal(found, expected)
 
 
+# ---- Codes of many rows, by tiles, beside those of few, by vectors.
+
+
+@each_amx_level
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("groups", [1, 4, 7, 16, 35])
+@pytest.mark.parametrize("rows", [SIZE - 1, SIZE, SIZE + 1, 2 * SIZE + 5, 3 * SIZE])
+def test_many_rows_of_codes_have_the_bits_of_few(
+    level: str, form: str, groups: int, rows: int
+) -> None:
+    """Every second row has codes with the largest bytes and with those beside them."""
+    kernels, inputs, outputs = cpu_kernels(level), groups * GROUP, 41
+    x = activations(rows, rows, inputs)
+    edges = torch.tensor([0, 1, 127, 128, 129, 255, 256, 257, 32511, 32512, 32639, 32766])
+    generator = torch.Generator().manual_seed(groups)
+    some = torch.randint(len(edges), x[1::2].shape, generator=generator)
+    signs = torch.randint(0, 2, x[1::2].shape, generator=generator) * 2 - 1
+    x[1::2] = edges[some] * signs
+    x[1::4] = 32766  # the largest sums
+    weight = normal(groups, outputs, inputs)
+    weight[::3] = weight[::3].sign()
+    weight[1] = 1
+    panels, _ = packed(form, weight, kernels.panel_width)
+    few = torch.cat([kernels.linear(part, panels, None) for part in x.split(5)])
+    assert torch.equal(kernels.linear(x, panels, None), few)
+
+
 # ---- Shapes that are no multiples of tiles.
 
 
-@pytest.mark.parametrize("level", [MODEL, "avx512-amx"])
+@each_amx_level
 @given(
     rows=st.integers(1, 80),
     outputs=st.integers(1, 150),
@@ -201,8 +242,6 @@ def test_bf16_of_any_shape(
     level: str, rows: int, outputs: int, pairs: int, threads: int, data: st.DataObject, seed: int
 ) -> None:
     """The values are those of fp64, and a row has the same bits with any others."""
-    if level == "avx512-amx" and level not in compiled_levels():
-        pytest.skip("this CPU has no AMX")
     kernels, inputs = cpu_kernels(level), 2 * pairs
     x, weight = normal(seed, rows, inputs), normal(seed + 1, outputs, inputs)
     bias = normal(seed + 2, outputs)
