@@ -185,6 +185,7 @@ void bf16_tiles_at(const LinearArgs& a, const Bf16Steps& steps, const Rows& rows
 
 // Inputs of a block: the weights of a panel for them, 32 KB, stay in the first cache for all rows.
 constexpr int64_t kTileInputs = 512;
+
 // kPanels panels from `panel` on.
 template <int kPanels>
 void bf16_panels(const LinearArgs& a, const Rows& rows, int64_t panel, ThreadTiles* tiles) {
