@@ -119,15 +119,14 @@ class Holding:
     def grow(self, count: int) -> array[int]:
         """Record the next `count` tokens on top of the tail; returns the segments before that."""
         segments, run, last = self.segments, self._tail_run, self.num_tokens
-        if run is None:
-            run = self._tail_run = self.runs[self.tail][-1]
-            self._tail_end = self._segment_index[self.tail] + self._top
         before = segments[:]
-        self.pushed_last = [(self.tail, count)]
-        if run[0] + run[1] == last:
-            run[1] += count
-        else:
+        if run is None:
             self._lengthen(self.runs[self.tail], last, count)
+            self._tail_run = self.runs[self.tail][-1]
+            self._tail_end = self._segment_index[self.tail] + self._top
+        else:
+            run[1] += count
+        self.pushed_last = [(self.tail, count)]
         segments[self._tail_end] += self._up * count
         self.num_tokens = last + count
         return before
@@ -278,7 +277,6 @@ class Holding:
         else:
             self.sorted &= last[0] < start
             runs.append([start, count])
-            self._tail_run = None
 
     def _forget_block(self, block: int) -> None:
         """Remove a block that holds no private tokens any more."""

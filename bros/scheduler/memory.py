@@ -144,7 +144,7 @@ class StepMemory:
 
     def look_up(self, state: RequestState) -> bool:
         """Find the cached prefix of a new request; False if it should wait for a producer."""
-        if not self._may_start(state):
+        if not self.may_start(state):
             return True  # `reserve` will refuse it
         look_up(self._kv, state)
         return not self._should_wait_for_prefix(state)
@@ -180,7 +180,8 @@ class StepMemory:
         alone_s = self._prefill_seconds(state.remaining, state.num_computed_tokens)
         return self._now + alone_s > state.deadline_s
 
-    def _may_start(self, state: RequestState) -> bool:
+    def may_start(self, state: RequestState) -> bool:
+        """See packing.Reservations; sets `refusal`."""
         behind = self._is_behind(state)
         if self._refused is not None:
             self.refusal = "memory"
@@ -288,7 +289,7 @@ class StepMemory:
 
     def _admit(self, state: RequestState, num_tokens: int) -> bool:
         """Reserve for a new request, if its whole prompt fits; after a refusal none is admitted."""
-        if not self._may_start(state):
+        if not self.may_start(state):
             return False
         self.refusal = "memory"
         if not (

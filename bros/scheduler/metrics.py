@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from bros.core.interfaces import Buckets, ClassStats
@@ -285,14 +286,12 @@ class ClassCounters:
     def note_tokens(self, slacks_s: Sequence[float]) -> None:
         """Tokens were committed so many seconds before their deadlines; infinite without one."""
         self.output_tokens += len(slacks_s)
-        counts, late_tokens, total_s = self._slack, 0, self._slack_total
-        for slack_s in slacks_s:
-            if slack_s < math.inf:
-                late_tokens += slack_s < 0.0
-                counts[bisect.bisect_left(_SLACK_BOUNDS_S, slack_s)] += 1
-                total_s += slack_s
-        self._late_tokens += late_tokens
-        self._slack_total = total_s
+        found = [slack_s for slack_s in slacks_s if slack_s < math.inf]
+        self._late_tokens += sum([slack_s < 0.0 for slack_s in found])
+        self._slack_total = sum(found, self._slack_total)
+        places = map(bisect.bisect_left, itertools.repeat(_SLACK_BOUNDS_S), found)
+        for place, count in Counter(places).items():
+            self._slack[place] += count
 
     def note_finish(self, record: RequestRecord, slo: Slo) -> None:
         """A request got its last token and is complete."""

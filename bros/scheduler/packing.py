@@ -108,6 +108,10 @@ class Reservations(Protocol[_C]):
         """
         ...
 
+    def may_start(self, candidate: _C) -> bool:
+        """False if `reserve` will refuse a candidate that holds no memory, whatever its tokens."""
+        ...
+
     def reserve(self, candidate: _C, num_tokens: int) -> bool:
         """Reserve the next `num_tokens` tokens; False if they do not fit."""
         ...
@@ -563,6 +567,8 @@ class _Packer(Generic[C]):
             if candidate.early and not candidate.running and packing.selected:
                 self._take_early_prefill(candidate, free_s)
                 continue
+            if self._is_refused(candidate, limit_s):
+                continue
             num_tokens = self._chunk_within(candidate, limit_s)
             if num_tokens == 0 and first:
                 # If nothing else is selected it must run, or it never would. With credit, the first
@@ -673,17 +679,22 @@ class _Packer(Generic[C]):
             return refused
         if self._exceeds_budget(candidate):
             return self._pass_over(candidate, "tokens")
-        num_tokens = self._chunk_within(candidate, self._limit_s)
-        finish_s = self._finish_s(candidate, num_tokens)
+        soft_limit_s = min(self._limit_s, self._bounds.best_effort_s)
+        if self._is_refused(candidate, soft_limit_s):
+            return self._memory.refusal
+        num_tokens, finish_s = 0, math.inf
+        if due_s > 0.0 or self._rules.early_return:  # else it is hopeless whatever its chunk
+            num_tokens = self._chunk_within(candidate, self._limit_s)
+            if num_tokens == 0:
+                return self._pass_over(candidate, "time")
+            finish_s = self._finish_s(candidate, num_tokens)
         hopeless = self._is_hopeless(finish_s, due_s)
-        can_wait = hopeless or self._has_time(candidate, due_s)
-        if num_tokens > 0 and can_wait and not self._rules.early_return:
+        if not self._rules.early_return and (hopeless or self._has_time(candidate, due_s)):
             # It is late anyway, or has time: it must not make others late.
-            limit_s = min(self._limit_s, self._bounds.best_effort_s)
-            num_tokens = self._chunk_within(candidate, limit_s)
+            num_tokens = self._chunk_within(candidate, soft_limit_s)
             if num_tokens == 0 and not (hopeless and self.packing.selected):
-                # The smallest chunk fits, since a larger one did. A hopeless candidate waits for
-                # a step in which nothing is selected before it.
+                # The smallest chunk fits, since a larger one did, or nothing is selected. A
+                # hopeless candidate waits for a step in which nothing is selected before it.
                 num_tokens = min(self._min_tokens(candidate), self._tokens_left)
         if num_tokens == 0:
             return self._pass_over(candidate, "time")
@@ -781,20 +792,33 @@ class _Packer(Generic[C]):
             remaining = candidate.suspended.num_tokens
         return min(remaining, self._rules.min_chunk) if self._rules.chunked else remaining
 
+    def _is_refused(self, candidate: C, limit_s: float) -> bool:
+        """Pass over a candidate that cannot start although its smallest chunk would fit. Its
+        largest one need not be found then."""
+        if candidate.running or self._memory.may_start(candidate):
+            return False
+        if not self._smallest_fits(candidate, limit_s):
+            return False
+        self._pass_over(candidate, self._memory.refusal)
+        return True
+
+    def _smallest_fits(self, candidate: C, limit_s: float) -> bool:
+        if self._exceeds_budget(candidate):
+            return False
+        least = min(self._min_tokens(candidate), self._tokens_left)
+        return self._seconds_with(candidate, least) <= limit_s
+
     def _chunk_within(self, candidate: C, limit_s: float) -> int:
         """Most tokens of a candidate that keep the step within `limit_s`; 0 if its smallest chunk
         does not."""
+        if not self._smallest_fits(candidate, limit_s):
+            return 0
         most = min(candidate.remaining, self._tokens_left)
         if candidate.suspended is not None:
             most = min(most, candidate.suspended.num_tokens)
-        if self._exceeds_budget(candidate):
-            return 0
         if limit_s == math.inf or self._seconds_with(candidate, most) <= limit_s:
             return most
-        least = min(self._min_tokens(candidate), most)
-        if most <= least or self._seconds_with(candidate, least) > limit_s:
-            return 0
-        sizes = range(least, most)
+        sizes = range(min(self._min_tokens(candidate), most), most)
         fit = bisect.bisect_right(sizes, limit_s, key=lambda n: self._seconds_with(candidate, n))
         return sizes[fit - 1]
 

@@ -439,7 +439,7 @@ class Scheduler:
                 counters[state.service_class].prompt_tokens += state.prompt_len
                 cached_tokens = state.num_reused or 0
             slacks[state.service_class].append(record.token(now, state.slo, alone_s))
-            reason = state.add_output(sample.token_id, now)
+            reason = state.add_output(sample.token_id)
             if reason is not None:
                 self._complete(state, reason, now)
             logprobs = (sample.logprobs,) if sample.logprobs else ()
@@ -719,7 +719,7 @@ class Scheduler:
         if state.record.last_token_s is None:
             self._counters[state.service_class].prompt_tokens += state.prompt_len
         self._count_tokens(state, num_before + 1, now)
-        return state.add_output(token_id, now)
+        return state.add_output(token_id)
 
     def _count_tokens(self, state: RequestState, count: int, now: float) -> None:
         record, alone_s = state.record, self._steps.alone_s

@@ -357,11 +357,11 @@ class RequestState:
         assert not self.needs_history, "sampling needs the token ids before"
         self.token_ids.append(PENDING)
         self.late = False
-        if self.slo.tpot_s is not None:
-            self.deadline_s = self.paced_deadline_s(at_s)
+        self.deadline_s = self.paced_deadline_s(at_s)
 
-    def add_output(self, token_id: int, now: float) -> FinishReason | None:
-        """Append a token sampled at `now`; returns why the request is finished, None if not."""
+    def add_output(self, token_id: int) -> FinishReason | None:
+        """Append a sampled token, which `record` has; returns why the request is finished, None if
+        not."""
         tokens = self.token_ids
         if tokens[-1] == PENDING:
             tokens[-1] = token_id
@@ -369,8 +369,7 @@ class RequestState:
             tokens.append(token_id)
         if self.running:  # else it lost its memory meanwhile and has a new deadline already
             self.late = False
-            if self.slo.tpot_s is not None:
-                self.deadline_s = self.paced_deadline_s()
+            self.deadline_s = self.paced_deadline_s()
         if token_id in self.stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(tokens) >= self.max_length else None
@@ -383,8 +382,8 @@ class RequestState:
 
         last_s: when the last token is expected, if a running step samples it.
         """
-        interval_s, record = self.slo.tpot_s, self.record
-        first_s = record.pace_from_s
+        slo, record = self.slo, self.record
+        interval_s, first_s = slo.tpot_s, record.pace_from_s
         if last_s is None:
             last_s = record.last_token_s
         elif first_s is None:
@@ -392,7 +391,7 @@ class RequestState:
         if interval_s is None or first_s is None or last_s is None:
             return self.deadline_s  # of the first token or of a best-effort request, or infinite
         # Without min and max, which would take most of the time, twice for each row of a step.
-        due_s, gap_s = last_s + interval_s, self.slo.gap_s
+        due_s, gap_s = last_s + interval_s, slo.gap_s
         on_pace_s = first_s + (len(self.token_ids) - self.prompt_len) * interval_s
         if on_pace_s > due_s:
             due_s = on_pace_s
@@ -524,9 +523,11 @@ class Queues:
             assert self.open_of[service_class] == Counter(s.request.tenant for s in served)
 
 
-def rank_key(state: RequestState) -> Rank:
-    """The order of `Queues.running`, for merging sorted queues."""
-    return state.rank
+rank_key = attrgetter("rank")
+"""The order of `Queues.running`, for merging sorted queues."""
+
+deadline_key = attrgetter("deadline_s", "rank")
+"""The order of `by_deadline`, for merging sorted queues."""
 
 
 def section(state: RequestState) -> float:
@@ -540,11 +541,6 @@ def by_deadline(states: Iterable[RequestState]) -> list[RequestState]:
     return sorted(states, key=_deadline)  # sorting is stable
 
 
-def deadline_key(state: RequestState) -> tuple[float, Rank]:
-    """The order of `by_deadline`, for merging sorted queues."""
-    return state.deadline_s, state.rank
-
-
 def _index(
     queue: list[RequestState], state: RequestState, key: Callable[[RequestState], Rank]
 ) -> int:
@@ -554,7 +550,4 @@ def _index(
 
 
 _deadline = attrgetter("deadline_s")
-
-
-def _queue_key(state: RequestState) -> Rank:
-    return state.queue_key
+_queue_key = attrgetter("queue_key")

@@ -543,7 +543,7 @@ def test_a_request_that_has_to_start_over_keeps_its_deadline_for_that() -> None:
     state.deadline_s = 7.0
     assert not state.running
     state.record.token(0.5, state.slo)
-    assert state.add_output(8, 0.5) is None
+    assert state.add_output(8) is None
     assert (state.deadline_s, state.token_ids[-1]) == (7.0, 8)
 
 

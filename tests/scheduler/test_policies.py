@@ -729,7 +729,7 @@ def test_a_preempted_stream_that_waits_gets_a_new_deadline_whenever_it_misses_on
             eos_token_ids=frozenset(),
         )
         for _ in range(outputs):
-            state.add_output(7, now)
+            state.add_output(7)
         bros.assign_rank(state, now)
         queues.enqueue(state)
 
@@ -765,6 +765,6 @@ def test_the_next_token_is_due_at_the_mean_pace_but_not_before_an_interval_nor_a
     for number, gap in enumerate(gaps):
         now += gap
         state.record.token(now, slo)
-        state.add_output(7, now)
+        state.add_output(7)
         on_pace_s = gaps[0] + number + 1
         assert state.deadline_s == min(max(now + 1.0, on_pace_s), now + longest_s)

@@ -85,6 +85,9 @@ class Blocks:
     def look_up(self, item: Item) -> bool:
         return True
 
+    def may_start(self, item: Item) -> bool:
+        return True
+
     def reserve(self, item: Item, num_tokens: int) -> bool:
         assert num_tokens >= 1 and item.name not in self.reserved
         needed = 0 if item.suspended else blocks_for(item, num_tokens)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
+import itertools
 
 from bros.core.request import ServiceClass
 from bros.scheduler.packing import Bounds, Packing
 from bros.scheduler.policies.base import Policy, Proposal
-from bros.scheduler.state import Queues, RequestState, by_deadline, deadline_key, rank_key
+from bros.scheduler.state import Queues, RequestState, deadline_key, rank_key
 
 
 class OrderPolicy(Policy):
@@ -36,7 +36,7 @@ class FcfsPolicy(OrderPolicy):
 
     def propose(self, queues: Queues, now: float) -> Proposal:
         waiting = [self._first_waiting(queues, cls) for cls in ServiceClass]
-        order = heapq.merge(queues.running[:], *waiting, key=rank_key)
+        order = sorted(itertools.chain(queues.running, *waiting), key=rank_key)
         return Proposal(urgent=order, bounds=self._bounds)
 
 
@@ -78,7 +78,7 @@ class EdfPolicy(OrderPolicy):
 
     def propose(self, queues: Queues, now: float) -> Proposal:
         waiting = [self._first_waiting(queues, cls) for cls in ServiceClass]
-        order = heapq.merge(by_deadline(queues.running), *waiting, key=deadline_key)
+        order = sorted(itertools.chain(queues.running, *waiting), key=deadline_key)
         return Proposal(urgent=order, bounds=self._bounds)
 
 
@@ -113,7 +113,7 @@ class RoundRobinPolicy(OrderPolicy):
     def _order(self, queues: Queues, service_class: ServiceClass) -> list[RequestState]:
         running = queues.running_of[service_class]
         waiting = self._first_waiting(queues, service_class)
-        return list(heapq.merge(running, waiting, key=rank_key))
+        return sorted(running + waiting, key=rank_key)
 
 
 def _other(service_class: ServiceClass) -> ServiceClass:

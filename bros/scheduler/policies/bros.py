@@ -183,19 +183,21 @@ class UrgentOrder:
         self.held_back = self._held_back(parts, now)
         # The published rules end the step at the first one that does not fit, so all have to come.
         all_late = len(running) < self._rows or self._rules.early_return
+        tells_of = 0 if all_late else len(queues.waiting_of[ServiceClass.RT])
         if not self.held_back:
-            return self._in_order(parts, all_late, step, now, soon_s)
+            return self._in_order(parts, tells_of, step, now, soon_s)
         first, last = (
-            self._in_order(part, all_late, step, now, soon_s)
+            self._in_order(part, tells_of, step, now, soon_s)
             for part in parts.divided(self.held_back)
         )
         return itertools.chain(first, last)
 
     def _in_order(
-        self, parts: _Parts, all_late: bool, step: int, now: float, soon_s: float
+        self, parts: _Parts, tells_of: int, step: int, now: float, soon_s: float
     ) -> Iterable[RequestState]:
-        """All of the parts, with rows that are due soon and turns. all_late: False if none of the
-        late requests can start, so that those will do that tell why they wait."""
+        """All of the parts, with rows that are due soon and turns. tells_of: not 0 if none of the
+        late requests can start, so that those will do that tell why those of so many tenants wait.
+        """
         running, on_time, preempted, late = parts
         first: list[RequestState] = []
         if late and step % _TURN_STEPS == 0:
@@ -203,7 +205,9 @@ class UrgentOrder:
         elif preempted and step % _TURN_STEPS == _TURN_STEPS // 2:
             first = [min(preempted, key=rank_key)]
             preempted = [state for state in preempted if state is not first[0]]
-        late = late[: self._most] if all_late else _tell_reasons(late[: self._most])
+        late = late[: self._most]
+        if tells_of:
+            late = _tell_reasons(late, tells_of)
         rows: list[RequestState] = []
         if self._mode != "edf":
             others: list[RequestState] = []
@@ -259,12 +263,15 @@ class UrgentOrder:
         state.late = True
 
 
-def _tell_reasons(late: Sequence[RequestState]) -> Sequence[RequestState]:
-    """Of requests by deadline that cannot start: the first one of each tenant, which gets the wait
-    reason of all, and the last one, since the batch ends at the first that is due late enough."""
+def _tell_reasons(late: Sequence[RequestState], num_tenants: int) -> Sequence[RequestState]:
+    """Of requests by deadline, of at most so many tenants, that cannot start: the first one of each
+    tenant, which gets the wait reason of all, and the last one, since the batch ends at the first
+    that is due late enough."""
     firsts: dict[str, RequestState] = {}
     for state in late[:-1]:
         firsts.setdefault(state.request.tenant, state)
+        if len(firsts) == num_tenants:
+            break
     return [*firsts.values(), *late[-1:]]
 
 
