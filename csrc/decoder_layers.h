@@ -71,7 +71,7 @@ struct LayersArgs {
   const int32_t* rows;          // [num_rows]
   int64_t num_rows;             // 0 if it keeps all
   float* residual_of_rows;      // [num_rows, hidden], after the last layer
-  float* hidden;                // [kept rows, hidden] after the final norm; null: without an end
+  float* hidden;                // [kept rows, hidden] after the final norm; null: without them
   float* logits;                // [num_logits, vocab], of the first of these rows
   int64_t num_logits;
 };
@@ -91,7 +91,7 @@ const char* check_layers(const LayersArgs& a) {
   for (int64_t i = 0; i < a.num_rows; ++i) {
     if (a.rows[i] < 0 || a.rows[i] >= a.rope.tokens) return "row outside the step";
   }
-  if (a.hidden && a.num_logits > (a.keeps_all ? a.rope.tokens : a.num_rows)) {
+  if (a.num_logits > (a.keeps_all ? a.rope.tokens : a.num_rows)) {
     return "more rows have logits than there are";
   }
   return check_attention(a.attention);

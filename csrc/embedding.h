@@ -1,8 +1,8 @@
 // Rows of packed weights (linear_formats.h), widened exactly: the embeddings of tokens, from the
 // weights of the lm_head where both are the same matrix.
 //
-// A row of a panel is one column of its table, so a row of n inputs lies in about as many cache
-// lines as it has numbers of 32 bits. That is little beside the products of a token.
+// A row of a panel is one column of its table, so it lies in as many cache lines as it has numbers of
+// 32 bits.
 #pragma once
 
 #include "kernels.h"

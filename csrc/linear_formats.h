@@ -20,7 +20,7 @@
 //     kPrefetches             whether weights are prefetched. The last of several tiles prefetches
 //                             those after its own: int4 by VNNI takes 12 % less time for 8 rows;
 //                             fp32, whose loop is short, would take 10 % more for 16, and bf16 as
-//                             long as before. A single tile prefetches its own (kPrefetchAhead)
+//                             long as before. A single tile prefetches its own (`ahead`)
 //     kHasOutliers            whether some groups of a row have second bytes, for add_low
 //     bytes(inputs)           of a panel
 //     seek(weights, k)        goes to input k, a multiple of kStep, of the panel at `weights`

@@ -369,7 +369,7 @@ PyObject* run_layers(PyObject*, PyObject* const* values, Py_ssize_t count) {
   PyObject* before_layer = in.object();
   if (!in.ok()) return nullptr;
   if (num_kv != a.layers) return index_error("K and V of some layers are missing");
-  if (!num_ends && (a.token_ids || a.hidden)) return index_error("the layers have no ends");
+  if (!num_ends && (a.token_ids || a.hidden || a.num_logits)) return index_error("the layers have no ends");
   if (const char* error = check_layers(a)) return index_error(error);
 
   DecoderLayers layers(*table, a);

@@ -418,8 +418,10 @@ class CpuLayers:
         """See DecoderLayers."""
         layout, tokens = self._layout, len(positions)
         kept = 0 if rows is None else len(rows)
+        assert (token_ids is None) != (residual is None)
         if residual is None:
-            assert token_ids is not None and token_ids.shape == (tokens,) and delta is None
+            assert token_ids is not None and token_ids.shape == (tokens,)
+            assert delta is None and layers.start == 0
             residual = torch.empty(tokens, self._hidden)
         assert residual.shape == (tokens, self._hidden) and layers.step == 1
         assert delta is None or delta.shape == residual.shape

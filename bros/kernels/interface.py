@@ -153,8 +153,9 @@ class Products(Protocol):
     def embed(self, token_ids: Tensor, weight: Panels) -> Tensor:
         """Rows of packed weights, fp32 [tokens, inputs]: the numbers that `linear` multiplies with.
 
-        token_ids: int32 [tokens], each an output of `weight`; else this raises IndexError.
-        weight: not int4.
+        Raises IndexError if a token is no output of `weight`, or if `weight` is int4.
+
+        token_ids: int32 [tokens].
         """
         ...
 

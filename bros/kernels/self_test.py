@@ -184,6 +184,10 @@ def _products(products: Products, inputs: _Inputs) -> Iterator[Check]:
             out = products.linear(x, panels, None)
             expected = _exact(x) @ _exact(values).T
             yield inputs.compared(f"linear, {name}, {rows} rows", out, expected)
+            if rows == 1 and name != "int4":
+                tokens = torch.arange(0, outputs, 9, dtype=torch.int32, device=inputs.device)
+                found = products.embed(tokens, panels)
+                yield inputs.compared(f"embedding, {name}", found, _exact(values)[tokens.long()])
 
 
 def _rope(kernels: Kernels, inputs: _Inputs, cache: torch.dtype, norm: bool) -> Check:

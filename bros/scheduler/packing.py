@@ -570,14 +570,12 @@ class _Packer(Generic[C]):
             if self._is_refused(candidate, limit_s):
                 continue
             num_tokens = self._chunk_within(candidate, limit_s)
-            if num_tokens == 0 and first:
-                # If nothing else is selected it must run, or it never would. With credit, the first
-                # best-effort candidate runs in any case.
-                num_tokens = min(self._min_tokens(candidate), self._tokens_left)
-            if num_tokens == 0:
+            if num_tokens == 0 and not first:
                 packing.best_effort_stop = "time"
                 return
-            self._take(candidate, num_tokens)
+            # If nothing else is selected it must run, or it never would. With credit, the first
+            # best-effort candidate runs in any case.
+            self._take(candidate, num_tokens or min(self._min_tokens(candidate), self._tokens_left))
 
     def _without_runs(
         self, candidates: Iterable[C], most: int, limit_s: float | None = None

@@ -36,7 +36,7 @@ PRODUCTS = {
     f"linear, {form}, {rows} rows"
     for form in ("fp32", "bf16", "int8", "int4")
     for rows in (1, 9, 40)
-}
+} | {f"embedding, {form}" for form in ("fp32", "bf16", "int8")}
 """Of kernels that have products (Kernels.products)."""
 
 FP32 = [(torch.float32, torch.float32)]

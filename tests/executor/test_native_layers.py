@@ -346,14 +346,42 @@ WRONG: dict[str, Callable[[StepInputs], StepInputs]] = {
 def test_what_is_out_of_range_is_refused_before_anything_is_written(
     level: str, wrong: Callable[[StepInputs], StepInputs]
 ) -> None:
-    model, asked, caches = small(level), list[int](), small(level).caches()
+    model, asked = small(level), list[int]()
+    caches, state, inputs = model.caches(), model.state(), wrong(model.inputs)
+
+    def before_layer(layer: int) -> bool:
+        return bool(asked.append(layer))
+
     with pytest.raises(IndexError):
-        model.native_decoder().run(
-            wrong(model.inputs), caches, lambda layer: bool(asked.append(layer))
-        )
-    assert not asked
+        model.native_decoder().run(inputs, caches, before_layer)
+    if inputs.token_ids is model.inputs.token_ids:
+        with pytest.raises(IndexError):
+            model.native()(range(LAYERS), state, inputs, caches, before_layer)
+    assert not asked and same(state[0], model.residual)
     for pair, before in zip(caches, model.kv, strict=True):
         assert all(same(a, b) for a, b in zip(pair, before, strict=True))
+
+
+@BUILT
+@pytest.mark.parametrize("kept", [[], [0, 3]])
+def test_rows_that_are_not_kept_have_no_logits(kept: list[int]) -> None:
+    model = small(compiled_levels()[0])
+    call, inputs, caches = model.native_decoder().layers, model.inputs, model.caches()
+    assert isinstance(call, NativeLayers)
+    with pytest.raises(IndexError, match="logits"):
+        call.call(
+            range(LAYERS),
+            inputs.token_ids,
+            None,
+            None,
+            inputs.positions,
+            inputs.slots,
+            caches,
+            inputs.attention,
+            int32(kept),
+            len(kept) + 1,
+            None,
+        )
 
 
 @BUILT

@@ -50,6 +50,7 @@ from bros.executor.parallel.sharding import (
 from bros.executor.target import Target
 from bros.executor.weights import Weights
 from bros.kernels.interface import HeadLayout, Kernels
+from bros.kernels.panels import Panels
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,25 +166,30 @@ class _Builder:
         return native or Blocks(blocks)
 
     def _vocabulary(self, name: str) -> tuple[TokenLookup, Linear]:
-        """The embedding, whose tensor is given, and the lm_head: one matrix in memory if they are
-        tied."""
+        """The embedding and the lm_head. If they are tied, they share one matrix where there are
+        products and on a GPU.
+
+        name: of the embedding's tensor.
+        """
         spec, target, ranks = self._spec, self._target, self._ranks
         products = self._kernels.products if target.packed else None
         weight = self._embedding(name, spec.vocab_size)
-        tokens: TokenLookup
+        tokens: TokenLookup = TokenEmbedding(weight)
+        if products is not None and not spec.tied:
+            # In 16 bits as it is stored: rounding to groups would gain nothing.
+            panels = Panels.fp32 if target.weights == "fp32" else Panels.bf16
+            tokens = PanelEmbedding(products, panels(weight, products.panel_width))
+        if not spec.tied:
+            weight = self._embedding("lm_head.weight", spec.vocab_size)
         head: Linear
         if products is not None:
-            panels = vocabulary_panels(weight, target, products)
-            tokens = PanelEmbedding(products, panels)
-            if not spec.tied:
-                weight = self._embedding("lm_head.weight", spec.vocab_size)
-                panels = vocabulary_panels(weight, target, products)
-            head = PanelLinear(products, panels)
+            packed = vocabulary_panels(weight, target, products)
+            head = PanelLinear(products, packed)
+            tokens = PanelEmbedding(products, packed) if spec.tied else tokens
+        elif target.packed:
+            head = make_lm_head(weight, target)
         else:
-            tokens = TokenEmbedding(weight)
-            if not spec.tied:
-                weight = self._embedding("lm_head.weight", spec.vocab_size)
-            head = make_lm_head(weight, target) if target.packed else PlainLinear(weight)
+            head = PlainLinear(weight)
         lookup = vocab_parallel_embedding(tokens, self._vocabs[ranks.rank], ranks)
         return lookup, parallel_lm_head(head, [len(vocab) for vocab in self._vocabs], ranks)
 

@@ -174,7 +174,7 @@ def make_linear(
 
 
 def vocabulary_panels(weight: Tensor, target: Target, products: Products) -> Panels:
-    """The lm_head or the embedding on a CPU. weight: fp32 [vocab, hidden].
+    """The lm_head on a CPU, or a tied embedding. weight: fp32 [vocab, hidden].
 
     Never int4: rounding the lm_head changes logits more than rounding any other layer. With int8 or
     int4 weights it has int8 groups.
