@@ -209,6 +209,8 @@ class Bounds:
     best_effort_share: best-effort work is added up to this share of best_effort_s.
     stretch: most seconds of a step with best-effort work beside real-time rows, in times of what
         its urgent part takes.
+    short_of_s: the shortest interval between tokens of streams that are short of their reserve.
+        In a step as long as that, best-effort work leaves _FOR_RESERVES of its part free.
     saved_s: seconds by which such a step may be longer than that; negative: has to be shorter.
     best_effort_credit_s: seconds that best-effort work may take in any case. If positive,
         best-effort work may also take two rows and min_chunk tokens in any case. With one, a
@@ -223,6 +225,7 @@ class Bounds:
     best_effort_s: float = math.inf
     best_effort_share: float = 1.0
     stretch: float = math.inf
+    short_of_s: float = math.inf
     saved_s: float = 0.0
     best_effort_credit_s: float = 0.0
     tbar_s: float = 0.0
@@ -474,6 +477,12 @@ work take, and later than this many times the time that its prompt takes alone. 
 p99 gap +11 %."""
 
 
+_FOR_RESERVES = 0.05
+"""The share of its part of a step that best-effort work leaves to streams that are short of their
+reserve. A share of that part, and not of the step, so that it never costs best-effort work more
+than this share of its throughput, however long rows alone take."""
+
+
 class _Packer(Generic[C]):
     """The state of one call of `pack`."""
 
@@ -540,11 +549,8 @@ class _Packer(Generic[C]):
         """Algorithm 1, lines 17-32."""
         packing, bounds = self.packing, self._bounds
         self._has_credit = bounds.best_effort_credit_s > 0.0
-        limit_s = min(self._limit_s, bounds.best_effort_share * bounds.best_effort_s)
-        if packing.load.decode_rows and bounds.stretch < math.inf:
-            limit_s = min(limit_s, bounds.stretch * packing.urgent_s + bounds.saved_s)
-        free_s = limit_s  # without credit
-        limit_s = max(limit_s, packing.urgent_s + bounds.best_effort_credit_s)
+        free_s = self._best_effort_limit_s()
+        limit_s = max(free_s, packing.urgent_s + bounds.best_effort_credit_s)
         rows = max(bounds.rows, packing.num_urgent + 2 * (bounds.best_effort_credit_s > 0))
         for candidate in self._without_runs(candidates, rows, limit_s):
             if self._tokens_left == 0:
@@ -576,6 +582,17 @@ class _Packer(Generic[C]):
             # If nothing else is selected it must run, or it never would. With credit, the first
             # best-effort candidate runs in any case.
             self._take(candidate, num_tokens or min(self._min_tokens(candidate), self._tokens_left))
+
+    def _best_effort_limit_s(self) -> float:
+        """Limit of a step to which best-effort work is added without credit."""
+        packing, bounds = self.packing, self._bounds
+        limit_s = min(self._limit_s, bounds.best_effort_share * bounds.best_effort_s)
+        interval_s, urgent_s = bounds.short_of_s, packing.urgent_s
+        if urgent_s < interval_s < math.inf:  # else no stream gains anything
+            limit_s = min(limit_s, interval_s - _FOR_RESERVES * (interval_s - urgent_s))
+        if packing.load.decode_rows and bounds.stretch < math.inf:
+            limit_s = min(limit_s, bounds.stretch * urgent_s + bounds.saved_s)
+        return limit_s
 
     def _without_runs(
         self, candidates: Iterable[C], most: int, limit_s: float | None = None

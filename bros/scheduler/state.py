@@ -374,6 +374,16 @@ class RequestState:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(tokens) >= self.max_length else None
 
+    @property
+    def ahead_s(self) -> float | None:
+        """How far the latest token was ahead of the mean pace; negative: behind. None before the
+        first token, and without a TPOT objective."""
+        interval_s, record = self.slo.tpot_s, self.record
+        first_s, last_s = record.pace_from_s, record.last_token_s
+        if interval_s is None or first_s is None or last_s is None:
+            return None
+        return first_s + (record.num_tokens - 1) * interval_s - last_s
+
     def paced_deadline_s(self, last_s: float | None = None) -> float:
         """Deadline of the next token: a TPOT after the last one, or later if ahead of the pace.
 

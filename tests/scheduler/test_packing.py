@@ -84,6 +84,7 @@ def all_bounds(draw: st.DrawFn, *, credit: bool = False) -> Bounds:
         tokens=draw(st.sampled_from([1, 2, 4, 8, 100])),
         best_effort_s=draw(st.sampled_from([0.01, 0.03, 0.05, math.inf])),
         best_effort_share=draw(st.sampled_from([0.6, 1.0])),
+        short_of_s=draw(st.sampled_from([0.04, math.inf])),
         best_effort_credit_s=draw(st.sampled_from([0.0, 0.004, 0.1])) if credit else 0.0,
         tbar_s=draw(st.sampled_from([0.0, 0.02, 0.05])),
         rules=draw(RULES),
@@ -467,6 +468,30 @@ def test_best_effort_alone_runs_however_little_time_there_is() -> None:
         n for _, n in run([], best_effort_items, replace(PAPER, best_effort_s=0.001)).selected
     ] == [60]
     assert names(run([], best_effort_items[1:], bounds).selected) == ["g"]
+
+
+def test_best_effort_work_leaves_a_part_of_its_time_to_streams_without_a_reserve() -> None:
+    stream = row("stream", 0.2)
+    longest = Bounds(rows=9, tokens=500, best_effort_s=0.2)
+
+    def step_s(bounds: Bounds, *urgent: Item) -> float:
+        packing = run(urgent, [Item("f", 400)], bounds)
+        assert best_effort_part(packing)
+        return packing.seconds
+
+    token_s = SAFETY * 0.0015  # and its pairs
+    full_s = step_s(longest, stream)
+    assert full_s > 0.2 - token_s
+    short_s = step_s(replace(longest, short_of_s=0.2), stream)
+    left_s = 0.05 * (0.2 - seconds([(stream, 1)]))
+    assert 0.2 - left_s - token_s < short_s <= 0.2 - left_s
+    assert step_s(replace(longest, short_of_s=0.3), stream) == full_s, "it gains enough"
+    prompt = Item("prompt", 90, 0, 0.4)
+    left_s = 0.05 * (0.2 - seconds([(stream, 1), (prompt, 90)]))
+    short_s = step_s(replace(longest, short_of_s=0.2), stream, prompt)
+    assert 0.2 - left_s - token_s < short_s <= 0.2 - left_s, "of its own part, not of the step"
+    impossible = replace(longest, short_of_s=0.001)
+    assert step_s(impossible, stream) == full_s, "or a request could stop all best-effort work"
 
 
 # Time owed to best-effort work

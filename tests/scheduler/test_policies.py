@@ -366,6 +366,21 @@ def test_streams_keep_their_gap_beside_a_flood_of_prompts(
         assert max(gaps) <= 0.3
 
 
+def test_a_stream_beside_a_backlog_gets_ahead_by_its_reserve_and_goes_on_at_its_pace() -> None:
+    run = VirtualRun(rt_slowdown=1000.0, max_batch_tokens=1000, max_queue=1000, prefix_cache="off")
+    for number in range(60):
+        run.submit(f"be{number}", 900, BE, max_tokens=1, salt=number)
+    run.steps(120)  # predictions are exact since, so that their margin leaves nothing
+    run.submit("stream", 5, max_tokens=60, ignore_eos=True)
+    run.steps(60)
+    first_s, *rest = run.token_times["stream"]
+    ahead = [first_s + 0.2 * number - at for number, at in enumerate(rest, 1)]
+    assert ahead[20] > 0.05, "half of what its gap objective lets it wait beyond its interval"
+    gained = [after - before for before, after in itertools.pairwise(ahead)]
+    assert min(gained[:4]) > 0.008
+    assert max(gained[20:]) < 0.003, "steps are full again"
+
+
 def test_max_num_seqs_bounds_those_that_hold_memory() -> None:
     run = VirtualRun(max_num_seqs=4, max_batch_tokens=64)
     for number in range(30):
