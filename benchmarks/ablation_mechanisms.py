@@ -334,7 +334,7 @@ TIME = (
         patches=[(packing, "_FOR_RESERVES", 0.0)],
         kept=(
             "beside an endless backlog on two cores, 40 of 2288 streams (int4) and 209 of 2296 "
-            "(fp32) miss their pace without it, 4 and 31 with it (decision 26)"
+            "(fp32) miss their pace without it, 0 and 21 with it (decision 26)"
         ),
     ),
     Mechanism(

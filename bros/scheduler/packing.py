@@ -210,7 +210,7 @@ class Bounds:
     stretch: most seconds of a step with best-effort work beside real-time rows, in times of what
         its urgent part takes.
     short_of_s: the shortest interval between tokens of streams that are short of their reserve.
-        In a step as long as that, best-effort work leaves _FOR_RESERVES of its part free.
+        In a step as long as that, best-effort work leaves a part of its time free.
     saved_s: seconds by which such a step may be longer than that; negative: has to be shorter.
     best_effort_credit_s: seconds that best-effort work may take in any case. If positive,
         best-effort work may also take two rows and min_chunk tokens in any case. With one, a
@@ -479,8 +479,9 @@ p99 gap +11 %."""
 
 _FOR_RESERVES = 0.05
 """The share of its part of a step that best-effort work leaves to streams that are short of their
-reserve. A share of that part, and not of the step, so that it never costs best-effort work more
-than this share of its throughput, however long rows alone take."""
+reserve, if the urgent part takes nothing; less in proportion to what that takes of the interval.
+The same share of any part cost `no slack` 3 +- 2 % of its throughput, where rows alone take the
+interval (docs/decisions/0026)."""
 
 
 class _Packer(Generic[C]):
@@ -589,7 +590,8 @@ class _Packer(Generic[C]):
         limit_s = min(self._limit_s, bounds.best_effort_share * bounds.best_effort_s)
         interval_s, urgent_s = bounds.short_of_s, packing.urgent_s
         if urgent_s < interval_s < math.inf:  # else no stream gains anything
-            limit_s = min(limit_s, interval_s - _FOR_RESERVES * (interval_s - urgent_s))
+            left_s = _FOR_RESERVES * (interval_s - urgent_s) ** 2 / interval_s
+            limit_s = min(limit_s, interval_s - left_s)
         if packing.load.decode_rows and bounds.stretch < math.inf:
             limit_s = min(limit_s, bounds.stretch * urgent_s + bounds.saved_s)
         return limit_s

@@ -483,13 +483,13 @@ def test_best_effort_work_leaves_a_part_of_its_time_to_streams_without_a_reserve
     full_s = step_s(longest, stream)
     assert full_s > 0.2 - token_s
     short_s = step_s(replace(longest, short_of_s=0.2), stream)
-    left_s = 0.05 * (0.2 - seconds([(stream, 1)]))
+    left_s = 0.05 * (0.2 - seconds([(stream, 1)])) ** 2 / 0.2
     assert 0.2 - left_s - token_s < short_s <= 0.2 - left_s
     assert step_s(replace(longest, short_of_s=0.3), stream) == full_s, "it gains enough"
     prompt = Item("prompt", 90, 0, 0.4)
-    left_s = 0.05 * (0.2 - seconds([(stream, 1), (prompt, 90)]))
+    left_s = 0.05 * (0.2 - seconds([(stream, 1), (prompt, 90)])) ** 2 / 0.2
     short_s = step_s(replace(longest, short_of_s=0.2), stream, prompt)
-    assert 0.2 - left_s - token_s < short_s <= 0.2 - left_s, "of its own part, not of the step"
+    assert 0.2 - left_s - token_s < short_s <= 0.2 - left_s, "and less of a small part"
     impossible = replace(longest, short_of_s=0.001)
     assert step_s(impossible, stream) == full_s, "or a request could stop all best-effort work"
 

@@ -375,9 +375,9 @@ def test_a_stream_beside_a_backlog_gets_ahead_by_its_reserve_and_goes_on_at_its_
     run.steps(60)
     first_s, *rest = run.token_times["stream"]
     ahead = [first_s + 0.2 * number - at for number, at in enumerate(rest, 1)]
-    assert ahead[20] > 0.05, "half of what its gap objective lets it wait beyond its interval"
+    assert ahead[20] >= 0.3 - 0.2, "what its gap objective lets it wait beyond its interval"
     gained = [after - before for before, after in itertools.pairwise(ahead)]
-    assert min(gained[:4]) > 0.008
+    assert min(gained[:8]) > 0.007
     assert max(gained[20:]) < 0.003, "steps are full again"
 
 

@@ -475,11 +475,6 @@ _GAPS_IF_YIELDING = 5 / 3
 """For another request's first token, a step yields if no stream in it then waits longer than so
 many times its gap objective. Ablation: cpu, long, attainment -1.8 points with 1."""
 
-_RESERVE = 0.5
-"""The reserve of a stream, in times of what its gap objective lets it wait beyond one interval.
-With all of that, fewer streams are late beside a backlog on two cores, but `tight` and `mixed` lose
-1.4 and 1.3 instead of 0.9 and 0.7 % of their throughput (docs/decisions/0026)."""
-
 _LOST_SHARE, _MAX_LOST_S = 0.03, 1.0
 """This share of all time may be lost: with aborted steps, and with what is dropped of suspended
 ones. What is not used adds up to this many seconds."""
@@ -886,15 +881,15 @@ def _short_of_s(running: Iterable[RequestState]) -> float:
     """The shortest TPOT objective of the streams that are short of their reserve; infinite if none
     is.
 
-    The reserve of a stream is a part of the lead that a deadline can use, see paced_deadline_s:
-    what its gap objective lets it wait beyond one interval.
+    The reserve of a stream is the lead that a deadline can use, see paced_deadline_s: what its gap
+    objective lets it wait beyond one interval.
     """
     found = math.inf
     for state in running:
         interval_s, gap_s, ahead_s = state.slo.tpot_s, state.slo.gap_s, state.ahead_s
         if interval_s is None or ahead_s is None or interval_s >= found:
             continue
-        if gap_s is None or ahead_s < _RESERVE * (gap_s - interval_s):
+        if gap_s is None or ahead_s < gap_s - interval_s:
             found = interval_s
     return found
 
