@@ -173,23 +173,20 @@ class _Builder:
         """
         spec, target, ranks = self._spec, self._target, self._ranks
         products = self._kernels.products if target.packed else None
-        weight = self._embedding(name, spec.vocab_size)
-        tokens: TokenLookup = TokenEmbedding(weight)
-        if products is not None and not spec.tied:
-            # In 16 bits as it is stored: rounding to groups would gain nothing.
-            panels = Panels.fp32 if target.weights == "fp32" else Panels.bf16
-            tokens = PanelEmbedding(products, panels(weight, products.panel_width))
+        weight = head_weight = self._embedding(name, spec.vocab_size)
         if not spec.tied:
-            weight = self._embedding("lm_head.weight", spec.vocab_size)
+            head_weight = self._embedding("lm_head.weight", spec.vocab_size)
+        tokens: TokenLookup
         head: Linear
-        if products is not None:
-            packed = vocabulary_panels(weight, target, products)
-            head = PanelLinear(products, packed)
-            tokens = PanelEmbedding(products, packed) if spec.tied else tokens
-        elif target.packed:
-            head = make_lm_head(weight, target)
+        if products is None:
+            tokens = TokenEmbedding(weight)
+            head = make_lm_head(head_weight, target) if target.packed else PlainLinear(head_weight)
         else:
-            head = PlainLinear(weight)
+            packed = vocabulary_panels(head_weight, target, products)
+            # An embedding of its own is not rounded: only a product gains by groups of codes.
+            panels = packed if spec.tied else Panels.fp32(weight, products.panel_width)
+            tokens = PanelEmbedding(products, panels)
+            head = PanelLinear(products, packed)
         lookup = vocab_parallel_embedding(tokens, self._vocabs[ranks.rank], ranks)
         return lookup, parallel_lm_head(head, [len(vocab) for vocab in self._vocabs], ranks)
 
