@@ -293,10 +293,8 @@ class Decoder:
         ends = [layer for layer, *_ in starts[1:]] + [len(caches)]
         state: State | None = None
         for (layer, so_far, new), end in zip(starts, ends, strict=True):
-            if state is None:
-                state = new
-            elif new is not None:
-                state = _joined(state, new)
+            # Only the first rows may have no state yet.
+            state = new if state is None or new is None else _joined(state, new)
             found = self.layers(range(layer, end), state, so_far, caches, before_layer)
             if isinstance(found, Stopped | Outputs):
                 return found

@@ -1,8 +1,8 @@
-"""Linear layers: packed weights on a CPU, plain matrices on a GPU.
+"""Linear layers, embeddings and norms: packed weights on a CPU, plain matrices on a GPU.
 
-A layer maps activations [tokens, in_features] to [tokens, out_features]. On a CPU both are fp32,
-whatever the precision of the weights; on a GPU they have the weights' dtype. Packed weights are
-multiplied by our own kernels (PanelLinear) or by oneDNN (PackedLinear); `has_products` chooses.
+A linear layer maps activations [tokens, in_features] to [tokens, out_features]. On a CPU both are
+fp32, whatever the precision of the weights; on a GPU they have the weights' dtype. Packed weights
+are multiplied by our own kernels (PanelLinear) or by oneDNN (PackedLinear); `has_products` chooses.
 """
 
 from __future__ import annotations
@@ -86,33 +86,6 @@ class PanelLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._products.linear(x, *self.product)
-
-
-class TokenLookup(Protocol):
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """The embeddings of the tokens, [tokens, hidden], in a new tensor."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class TokenEmbedding:
-    """weight: [vocab, hidden]."""
-
-    weight: Tensor
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.weight)
-
-
-@dataclass(frozen=True, slots=True)
-class PanelEmbedding:
-    """weight: [vocab, hidden], perhaps that of the lm_head, which is then in memory once."""
-
-    products: Products
-    weight: Panels
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        return self.products.embed(token_ids, self.weight)
 
 
 class PackedLinear:
@@ -272,6 +245,36 @@ def _has_packed(dtype: torch.dtype) -> bool:
 
 def _has_onednn() -> bool:
     return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
+# ---- Embeddings of tokens.
+
+
+class TokenLookup(Protocol):
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """The embeddings of the tokens, [tokens, hidden], in a new tensor."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEmbedding:
+    """weight: [vocab, hidden]."""
+
+    weight: Tensor
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class PanelEmbedding:
+    """weight: [vocab, hidden], perhaps that of the lm_head, which is then in memory once."""
+
+    products: Products
+    weight: Panels
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return self.products.embed(token_ids, self.weight)
 
 
 # ---- Normalization layers, alone and fused with the residual sum before them.
