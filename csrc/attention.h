@@ -72,7 +72,7 @@ const char* attention(const AttentionArgs& a) {
   if (!shared.ok) return "no memory for attention";
   const TaskList counted(p, shared, nullptr, nullptr, nullptr);
   const bool parallel =
-      a.threads > 1 && counted.num_tasks > 1 && counted.multiply_adds / 8 >= kMinParallelWork;
+      a.threads > 1 && counted.num_tasks > 1 && counted.multiply_adds / 2 >= kMinParallelWork;
   const int threads = parallel ? a.threads : 1;
 
   Arena measured(nullptr);

@@ -83,7 +83,10 @@ Ms = dict[str, float]
 
 
 class Worker:
-    """An engine in a process of its own."""
+    """An engine in a process of its own.
+
+    version: of the engine's package.
+    """
 
     def __init__(self, python: str, engine: str, model: str, precision: str, tokens: int) -> None:
         threads = str(len(os.sched_getaffinity(0)))
@@ -101,7 +104,7 @@ class Worker:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
             env=environment,
         )  # fmt: skip
-        self._answer()
+        self.version = self._answer().strip()
 
     def seconds(self, rows: int, tokens: int, outputs: int) -> float:
         assert self._process.stdin is not None
@@ -253,6 +256,7 @@ def main() -> None:
     }
     embedded = resolve_model(None, default_cache_dir(), console.print).folder
     found: dict[str, dict[str, Ms]] = {}
+    versions: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as exported:
         if args.shape:
             save_random(Path(exported), args.shape, embedded)
@@ -276,9 +280,10 @@ def main() -> None:
                 ours = engine == "bros"
                 model = str(embedded_gguf() if gguf else folder if ours else exported)
                 with started(python, engine, model, precision, max(prompts)) as worker:
+                    versions[engine] = worker.version
                     row[name] = measure(worker, prompts, args.rounds)
     show(found, floors, console)
-    settings = {"shape": args.shape, "rounds": args.rounds}
+    settings = {"shape": args.shape, "rounds": args.rounds, "versions": versions}
     save(args.json, {**settings, "ms": found, "ceilings": floors})
 
 

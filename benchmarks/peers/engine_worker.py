@@ -5,9 +5,10 @@
 ENGINE: bros, transformers, vllm, openvino or llama.cpp. MODEL: a folder in Hugging Face's format, a
 GGUF file for openvino and llama.cpp. TOKENS: the longest prompt.
 
-Each line of standard input is "ROWS TOKENS OUTPUTS": so many prompts of so many random tokens, each
-with exactly so many output tokens, greedy, at once. The answer is one line: the seconds. Nothing is
-taken from a prefix cache. Imports only what the engine's own environment has.
+The first line of standard output is the version of the engine's package, once it is ready. Each
+line of standard input is "ROWS TOKENS OUTPUTS": so many prompts of so many random tokens, each with
+exactly so many output tokens, greedy, at once. The answer is one line: the seconds. Nothing is taken
+from a prefix cache. Imports only what the engine's own environment has.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 Prompts = list[list[int]]
@@ -168,6 +170,8 @@ ENGINES = {
     "openvino": openvino,
     "llama.cpp": llama_cpp,
 }
+PACKAGES = {"openvino": "openvino-genai", "llama.cpp": "llama-cpp-python"}
+"""Where the package has another name than the engine."""
 
 
 def main() -> None:
@@ -183,13 +187,20 @@ def main() -> None:
     os.dup2(2, 1)
     generate = ENGINES[arguments.engine](arguments.model, arguments.precision, arguments.tokens)
     rng = random.Random(5)
-    print("ready", file=answers)
+    print(_version(arguments.engine), file=answers)
     for line in sys.stdin:
         rows, tokens, outputs = map(int, line.split())
         prompts = [rng.choices(range(FIRST_TOKEN, LAST_TOKEN), k=tokens) for _ in range(rows)]
         began = time.perf_counter()
         generate(prompts, outputs)
         print(time.perf_counter() - began, file=answers)
+
+
+def _version(engine: str) -> str:
+    try:
+        return version(PACKAGES.get(engine, engine))
+    except PackageNotFoundError:
+        return "not installed as a package"
 
 
 if __name__ == "__main__":

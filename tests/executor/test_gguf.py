@@ -54,7 +54,7 @@ def converted(path: Path) -> Path:
 
 
 def load(folder: Path, weights: str = "fp32") -> ModelRunner:
-    config = EngineConfig(kv_blocks=16, weights=weights, threads=1)
+    config = EngineConfig(kv_blocks=16, weights=weights, kv_dtype="fp32", threads=1)
     return load_executor(config, ModelFiles(folder, "tiny"))[0]
 
 

@@ -3,6 +3,8 @@ near-ties, greedy and drawn with a seed, in every format of weights."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -30,44 +32,73 @@ COMMON = "You are a helpful assistant who answers in short and simple sentences.
 
 
 FORMATS = ("fp32", "bf16", "int8", "int4")
-QUESTIONS = (
-    "What is the capital of France?",
-    "What is the capital of Italy?",
-    "What color is the sky on a clear day?",
-    "How many days are in a week?",
-    "What is 2 plus 2?",
-    "Who wrote Romeo and Juliet?",
-    "What is the largest planet in our solar system?",
-    "What do bees make?",
-    "What is the opposite of hot?",
-    "How many wheels does a bicycle have?",
-    "What is the chemical symbol for water?",
-    "In which continent is Egypt?",
-    "What is the first month of the year?",
-    "What animal says meow?",
-    "What is the freezing point of water in degrees Celsius?",
-    "Which ocean is the largest?",
-    "What language is spoken in Spain?",
-    "How many hours are in a day?",
-    "What is the capital of Japan?",
-    "What gas do plants absorb from the air?",
-)
+QUESTIONS = {
+    "What is the capital of France?": "Paris",
+    "What is the capital of Italy?": "Rome",
+    "What color is the sky on a clear day?": "blue",
+    "How many days are in a week?": "7",
+    "What is 2 plus 2?": "4",
+    "Who wrote Romeo and Juliet?": "Shakespeare",
+    "What is the largest planet in our solar system?": "Jupiter",
+    "What do bees make?": "honey",
+    "What is the opposite of hot?": "cold",
+    "How many wheels does a bicycle have?": "2",
+    "What is the chemical symbol for water?": "H2O",
+    "In which continent is Egypt?": "Africa",
+    "What is the first month of the year?": "January",
+    "What animal says meow?": "cat",
+    "What is the freezing point of water in degrees Celsius?": "0",
+    "Which ocean is the largest?": "Pacific",
+    "What language is spoken in Spain?": "Spanish",
+    "How many hours are in a day?": "24",
+    "What is the capital of Japan?": "Tokyo",
+    "What gas do plants absorb from the air?": "carbon dioxide",
+}
+"""With what a right answer says; the model does not know all."""
+
+
+MOST_MARGIN, MOST_OTHERS = 0.15, 2
+"""int8 and int4 change log-probabilities by 0.03 on average, of some tokens by 0.1
+(docs/decisions/0004). So another token may follow only where fp32 prefers its own by less than
+this, and in so many answers."""
 
 
 def test_plain_questions_are_answered_the_same_in_every_format() -> None:
-    """Weights are stored in 4 bits, so only activations are rounded.
-
-    The nearest ties of fp32 are 0.011 and 0.015 in logits (docs/decisions/0004).
-    """
-    greedy = SamplingParams(temperature=0, max_tokens=24)
+    """Weights are stored in 4 bits, so only activations and the KV cache are rounded."""
+    greedy = SamplingParams(temperature=0, max_tokens=24, logprobs=5)
     asked = [[{"role": "user", "content": question}] for question in QUESTIONS]
     found = {}
     for weights in FORMATS:
         with LLM(weights=weights) as llm:
-            found[weights] = [each[0].text for each in llm.chat(asked, greedy, progress=False)]
-    for weights in FORMATS:
-        assert found[weights] == found["fp32"], weights
-    assert "Paris" in found["fp32"][0]
+            found[weights] = [each[0] for each in llm.chat(asked, greedy, progress=False)]
+    exact = found["fp32"]
+    assert "Paris" in exact[0].text
+    for weights, answers in found.items():
+        assert right(answers) == right(exact), weights
+        margins = [margin(*pair) for pair in zip(exact, answers, strict=True)]
+        others = [value for value in margins if value is not None]
+        assert len(others) <= MOST_OTHERS and max(others, default=0.0) < MOST_MARGIN, (
+            weights,
+            margins,
+        )
+
+
+def right(answers: Sequence[ChoiceResult]) -> list[bool]:
+    """Which answers are right."""
+    return [
+        re.search(rf"\b{fact}\b", answer.text) is not None
+        for fact, answer in zip(QUESTIONS.values(), answers, strict=True)
+    ]
+
+
+def margin(exact: ChoiceResult, other: ChoiceResult) -> float | None:
+    """By how much `exact` prefers its token at the first place where `other` has another one; None
+    if they are the same."""
+    for token, place in zip(other.token_ids, exact.logprobs, strict=False):
+        if token != place.token_id:
+            return place.logprob - dict(place.top).get(token, -math.inf)
+    assert exact.token_ids == other.token_ids
+    return None
 
 
 @pytest.mark.parametrize("weights", FORMATS)
