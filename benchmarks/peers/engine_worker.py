@@ -7,8 +7,8 @@ GGUF file for openvino and llama.cpp. TOKENS: the longest prompt.
 
 The first line of standard output is the version of the engine's package, once it is ready. Each
 line of standard input is "ROWS TOKENS OUTPUTS": so many prompts of so many random tokens, each with
-exactly so many output tokens, greedy, at once. The answer is one line: the seconds. Nothing is taken
-from a prefix cache. Imports only what the engine's own environment has.
+exactly so many output tokens, greedy, at once. The answer is one line: the seconds. Nothing is
+taken from a prefix cache. Imports only what the engine's own environment has.
 """
 
 from __future__ import annotations
