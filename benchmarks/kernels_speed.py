@@ -41,7 +41,7 @@ ATTENTION_ROWS = {
 SHARED_PREFIXES = [(16, 64), (16, 256), (16, 1500), (16, 6000)]
 SHARED_PREFIXES += [(2, 64), (2, 256), (2, 1500), (4, 64), (4, 1500), (8, 1500), (32, 1500)]
 PRIVATE_TOKENS = 100
-KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

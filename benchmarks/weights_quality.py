@@ -1,7 +1,7 @@
 """What the formats of weights cost in quality: log-probabilities of a text, against fp32.
 
     python benchmarks/weights_quality.py [--model MODEL] [--dense] [--text FILE] [--tokens 448]
-        [--weights bf16,int8,int4] [--json FILE] [--quick]
+        [--weights bf16,int8,int4] [--kv-dtype auto] [--json FILE] [--quick]
 
 The text is by default a page of this project's documentation. The whole distribution of every next
 token is compared with that of fp32 weights and an fp32 KV cache:
@@ -59,10 +59,9 @@ class Quality(NamedTuple):
     same_best: float
 
 
-def log_probabilities(files: ModelFiles, weights: str, tokens: list[int]) -> Tensor:
+def log_probabilities(files: ModelFiles, weights: str, kv_dtype: str, tokens: list[int]) -> Tensor:
     """fp64 [len(tokens) - 1, vocab]: of each token but the first, given those before it."""
     blocks = -(-len(tokens) // _BLOCK_SIZE)
-    kv_dtype = "fp32" if weights == "fp32" else "auto"
     config = EngineConfig(
         weights=weights, kv_dtype=kv_dtype, kv_blocks=blocks, max_model_len=blocks * _BLOCK_SIZE
     )
@@ -99,12 +98,14 @@ def quality(found: Tensor, exact: Tensor, tokens: list[int]) -> Quality:
     )
 
 
-def compare(files: ModelFiles, formats: list[str], tokens: list[int]) -> dict[str, Quality]:
-    """The quality of fp32 and of each format."""
-    exact = log_probabilities(files, "fp32", tokens)
+def compare(
+    files: ModelFiles, formats: list[str], tokens: list[int], kv_dtype: str = "auto"
+) -> dict[str, Quality]:
+    """The quality of fp32 and of each format. kv_dtype: of the formats."""
+    exact = log_probabilities(files, "fp32", "fp32", tokens)
     found = {"fp32": quality(exact, exact, tokens)}
     for weights in formats:
-        found[weights] = quality(log_probabilities(files, weights, tokens), exact, tokens)
+        found[weights] = quality(log_probabilities(files, weights, kv_dtype, tokens), exact, tokens)
     return found
 
 
@@ -115,6 +116,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--tokens", type=int, default=448)
     parser.add_argument("--weights", default="bf16,int8,int4")
+    parser.add_argument("--kv-dtype", default="auto", help="of all formats but the exact fp32")
     args = parser.parse_args()
     with ExitStack() as stack:
         model = args.model
@@ -124,7 +126,7 @@ def main() -> None:
         files = resolve_model(model, default_cache_dir())
         text = args.text.read_text("utf-8")
         tokens = AutoTokenizer.from_pretrained(files.folder).encode(text)[: args.tokens]
-        found = compare(files, args.weights.split(","), tokens)
+        found = compare(files, args.weights.split(","), tokens, args.kv_dtype)
     rows = [
         (
             weights,

@@ -20,8 +20,8 @@ inline int thread_number() {
 }
 
 // With less work (about 5 microseconds of one thread) starting a parallel region costs more than it
-// saves. In elements read or written; attention counts multiply-adds / 2: with 8 instead of 2, one row
-// with 110 and 200 cached tokens took 1.2 times as long (Zen 3, two threads).
+// saves. In elements read or written; attention counts multiply-adds / 2: with 8 instead of 2, one
+// row with 110 cached tokens, or with 200, took 1.2 times as long (Zen 3, two threads).
 constexpr int64_t kMinParallelWork = 32768;
 
 // Calls body(begin, end) on consecutive parts of [0, n), one per thread. Callers compute each index

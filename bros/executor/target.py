@@ -155,18 +155,18 @@ def kv_dtype_for(config: EngineConfig, target: Target, kernels: str) -> str:
     """Resolve config.kv_dtype. kernels: as in Kernels.name.
 
     auto is the dtype of activations on a GPU, so that caching rounds nothing, and fp32 with fp32
-    weights. With other weights a CPU has 16 bits, since attention of decode rows is bound by
-    reading the cache, which also has room for twice as many tokens. The differences below are means
-    of log-probabilities from fp32 (SmolLM2-135M).
+    weights, without AVX2 and with the reference kernels. Otherwise a CPU has 16 bits, since
+    attention of decode rows is bound by reading the cache, which also has room for twice as many
+    tokens. The differences below are means of log-probabilities from fp32 (SmolLM2-135M).
 
     bf16, where the CPU multiplies pairs of it: attention in a prefill of 1,024 tokens takes 235
     instead of 391 ms (one thread of a Zen 4), and the difference is 0.026 instead of 0.025 with
     bf16 weights, 0.009 instead of 0.001 with int4 weights whose activations have 16 bits.
 
-    fp16, where it only converts it (F16C, which comes with AVX2): decode steps of int4 with 300
-    tokens per row take 33.6 instead of 40.3 ms with 8 rows (36.2 with bf16, whose conversion is two
-    instructions), 56.2 instead of 65.5 with 16 rows (61.1; two cores of a Zen 3, median of nine in
-    turns). The difference is 0.029 instead of 0.028 (0.030 with bf16).
+    fp16, where it only converts 16 bits (F16C, which comes with AVX2): decode steps of int4 with
+    300 tokens per row take 30.8 instead of 39.0 ms with 8 rows, 59.2 instead of 69.5 with 16 (two
+    cores of a Zen 3, median of seven in turns), and the difference is 0.029 instead of 0.028. bf16
+    takes as long, and its difference is 0.030. AVX-512 without BF16 was not measured.
     """
     if config.kv_dtype != "auto":
         return config.kv_dtype

@@ -36,13 +36,13 @@ QUESTIONS = {
     "What is the capital of France?": "Paris",
     "What is the capital of Italy?": "Rome",
     "What color is the sky on a clear day?": "blue",
-    "How many days are in a week?": "7",
-    "What is 2 plus 2?": "4",
+    "How many days are in a week?": "7|seven",
+    "What is 2 plus 2?": "4|four",
     "Who wrote Romeo and Juliet?": "Shakespeare",
     "What is the largest planet in our solar system?": "Jupiter",
     "What do bees make?": "honey",
     "What is the opposite of hot?": "cold",
-    "How many wheels does a bicycle have?": "2",
+    "How many wheels does a bicycle have?": "2|two",
     "What is the chemical symbol for water?": "H2O",
     "In which continent is Egypt?": "Africa",
     "What is the first month of the year?": "January",
@@ -50,17 +50,18 @@ QUESTIONS = {
     "What is the freezing point of water in degrees Celsius?": "0",
     "Which ocean is the largest?": "Pacific",
     "What language is spoken in Spain?": "Spanish",
-    "How many hours are in a day?": "24",
+    "How many hours are in a day?": "24|twenty-four",
     "What is the capital of Japan?": "Tokyo",
     "What gas do plants absorb from the air?": "carbon dioxide",
 }
-"""With what a right answer says; the model does not know all."""
+"""With what a right answer says. The model does not know all: with fp32 twelve are right."""
+LEAST_RIGHT = 10
 
 
-MOST_MARGIN, MOST_OTHERS = 0.15, 2
-"""int8 and int4 change log-probabilities by 0.03 on average, of some tokens by 0.1
-(docs/decisions/0004). So another token may follow only where fp32 prefers its own by less than
-this, and in so many answers."""
+MOST_MARGIN, MOST_OTHERS = 0.2, 4
+"""int8 and int4 change log-probabilities by 0.03 on average, so near-ties are decided otherwise. In
+so many answers another token may follow, where fp32 prefers its own by less than this. Measured
+with a KV cache in fp16 (AVX2): two answers, 0.07 and 0.12; docs/decisions/0004 has the others."""
 
 
 def test_plain_questions_are_answered_the_same_in_every_format() -> None:
@@ -72,9 +73,10 @@ def test_plain_questions_are_answered_the_same_in_every_format() -> None:
         with LLM(weights=weights) as llm:
             found[weights] = [each[0] for each in llm.chat(asked, greedy, progress=False)]
     exact = found["fp32"]
-    assert "Paris" in exact[0].text
+    assert right(exact)[0] and sum(right(exact)) >= LEAST_RIGHT, right(exact)
     for weights, answers in found.items():
-        assert right(answers) == right(exact), weights
+        pairs = zip(right(exact), right(answers), strict=True)
+        assert all(now or not before for before, now in pairs), (weights, right(answers))
         margins = [margin(*pair) for pair in zip(exact, answers, strict=True)]
         others = [value for value in margins if value is not None]
         assert len(others) <= MOST_OTHERS and max(others, default=0.0) < MOST_MARGIN, (
@@ -86,7 +88,7 @@ def test_plain_questions_are_answered_the_same_in_every_format() -> None:
 def right(answers: Sequence[ChoiceResult]) -> list[bool]:
     """Which answers are right."""
     return [
-        re.search(rf"\b{fact}\b", answer.text) is not None
+        re.search(rf"\b({fact})\b", answer.text, re.IGNORECASE) is not None
         for fact, answer in zip(QUESTIONS.values(), answers, strict=True)
     ]
 
@@ -97,8 +99,7 @@ def margin(exact: ChoiceResult, other: ChoiceResult) -> float | None:
     for token, place in zip(other.token_ids, exact.logprobs, strict=False):
         if token != place.token_id:
             return place.logprob - dict(place.top).get(token, -math.inf)
-    assert exact.token_ids == other.token_ids
-    return None
+    return None if exact.token_ids == other.token_ids else math.inf
 
 
 @pytest.mark.parametrize("weights", FORMATS)
