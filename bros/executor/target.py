@@ -189,13 +189,13 @@ def grouping_for(kernels: str, block_size: int) -> Grouping | None:
 
     On a CPU this pays off if the lanes of all rows fill the vectors of a tile. Speedup of a decode
     step's attention by reading the prefix once (finding it included) over each row reading it:
-    benchmarks/kernels_speed.py, SmolLM2-135M (3 lanes per row), two cores with AVX2, fp32 and bf16
-    KV:
+    benchmarks/kernels_speed.py, SmolLM2-135M (3 lanes per row), two cores of a Zen 3 (AVX2), fp32
+    and fp16 KV:
 
-        rows          2          4          8         16         32
-        64 tokens   .72 .72    .74 .83               .90 .95
-        256         .77 .79                         1.05 1.29
-        1,500       .75 1.0   1.20 1.20  1.80 1.68  1.87 1.88  1.79 2.19
+        rows           2           4          8          16         32
+        64 tokens    .87  .78    .89  .76             1.01  .93
+        256          .92  .86                         1.24 1.31
+        1,500       1.13 1.09   1.50 1.25  1.85 1.80  2.22 2.06  2.31 2.20
     """
     if kernels.startswith("triton"):
         return Grouping(block_size, min_blocks=4)
