@@ -131,13 +131,7 @@ template <class T>
 BROS_INLINE void load_columns(const T* const* rows, int64_t d, Vec* columns) {
   Vec x[4];
   for (int i = 0; i < 4; ++i) x[i] = load_halves(rows[i] + d, rows[i + 4] + d);
-  const __m256 low = _mm256_unpacklo_ps(x[0], x[1]), high = _mm256_unpackhi_ps(x[0], x[1]);
-  const __m256 next_low = _mm256_unpacklo_ps(x[2], x[3]);
-  const __m256 next_high = _mm256_unpackhi_ps(x[2], x[3]);
-  columns[0] = _mm256_shuffle_ps(low, next_low, 0x44);
-  columns[1] = _mm256_shuffle_ps(low, next_low, 0xee);
-  columns[2] = _mm256_shuffle_ps(high, next_high, 0x44);
-  columns[3] = _mm256_shuffle_ps(high, next_high, 0xee);
+  transpose_halves(x, columns);
 }
 
 // scores[lane][key] = sum over d of q[lane][d] k[key][d], for LANES lanes and GROUPS vectors of

@@ -309,6 +309,20 @@ BROS_INLINE IntVec round_to_int(Vec x) {
 #endif
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Transposes both halves of four vectors: lane 4 h + j of vector i becomes lane 4 h + i of out[j].
+BROS_INLINE void transpose_halves(const Vec* rows, Vec* out) {
+  const __m256 low = _mm256_unpacklo_ps(rows[0], rows[1]);
+  const __m256 high = _mm256_unpackhi_ps(rows[0], rows[1]);
+  const __m256 next_low = _mm256_unpacklo_ps(rows[2], rows[3]);
+  const __m256 next_high = _mm256_unpackhi_ps(rows[2], rows[3]);
+  out[0] = _mm256_shuffle_ps(low, next_low, 0x44);
+  out[1] = _mm256_shuffle_ps(low, next_low, 0xee);
+  out[2] = _mm256_shuffle_ps(high, next_high, 0x44);
+  out[3] = _mm256_shuffle_ps(high, next_high, 0xee);
+}
+#endif
+
 // Transposes kLanes vectors: lane j of vector i becomes lane i of vector j.
 BROS_INLINE void transpose(Vec* rows) {
 #if defined(__AVX512F__)
@@ -339,17 +353,8 @@ BROS_INLINE void transpose(Vec* rows) {
     rows[12 + c] = _mm512_shuffle_f32x4(odd, next_odd, 0xdd);
   }
 #elif defined(__AVX2__)
-  __m256 u[8];
-  for (int i = 0; i < 8; i += 4) {
-    const __m256 low = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
-    const __m256 high = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
-    const __m256 next_low = _mm256_unpacklo_ps(rows[i + 2], rows[i + 3]);
-    const __m256 next_high = _mm256_unpackhi_ps(rows[i + 2], rows[i + 3]);
-    u[i] = _mm256_shuffle_ps(low, next_low, 0x44);
-    u[i + 1] = _mm256_shuffle_ps(low, next_low, 0xee);
-    u[i + 2] = _mm256_shuffle_ps(high, next_high, 0x44);
-    u[i + 3] = _mm256_shuffle_ps(high, next_high, 0xee);
-  }
+  Vec u[8];
+  for (int i = 0; i < 8; i += 4) transpose_halves(rows + i, u + i);
   for (int c = 0; c < 4; ++c) {
     rows[c] = _mm256_permute2f128_ps(u[c], u[4 + c], 0x20);
     rows[4 + c] = _mm256_permute2f128_ps(u[c], u[4 + c], 0x31);

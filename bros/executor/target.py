@@ -170,10 +170,8 @@ def kv_dtype_for(config: EngineConfig, target: Target, kernels: str) -> str:
     """
     if config.kv_dtype != "auto":
         return config.kv_dtype
-    if not target.packed:
+    if not target.packed or target.weights == "fp32":
         return target.weights
-    if target.weights == "fp32":
-        return "fp32"
     if kernels in ("cpu-avx512-bf16", "cpu-avx512-amx"):
         return "bf16"
     return "fp16" if kernels.startswith("cpu-avx") else "fp32"
