@@ -291,6 +291,7 @@ class RequestedLoad:
 
     rt, be: workloads, one of workloads.contents.NAMES each.
     in_flight: best-effort requests in flight.
+    drain_s: how long open requests may go on after duration_s.
     sessions: expected number in the longest run, which determines how many groups share prefixes.
     longest_prompt: of real-time requests, in tokens; longer ones are cut.
     burstiness: of arrivals, see RandomArrivals.
@@ -305,6 +306,7 @@ class RequestedLoad:
     be: str = "synthetic"
     in_flight: int = 16
     duration_s: float = 120.0
+    drain_s: float = 0.0
     seed: int = 0
     sessions: int = 1000
     longest_prompt: int | None = None

@@ -536,6 +536,7 @@ class BenchRunner:
     ) -> tuple[LoadResult, tuple[ServerSample, ...]]:
         load = OfferedLoad(
             duration_s=self._wanted.duration_s,
+            drain_s=self._wanted.drain_s,
             sessions=plan.sessions,
             backlog=plan.backlog,
             in_flight=0 if job is not None else plan.in_flight,

@@ -204,6 +204,7 @@ def _wanted(own: BenchFlags, config: Config, slo: Slo) -> RequestedLoad:
         be=own.be,
         in_flight=whole("--in-flight", own.in_flight, low=0),
         duration_s=number("--duration", own.duration, above=0),
+        drain_s=number("--drain", own.drain, low=0),
         seed=config.engine.seed,
         longest_prompt=optional_whole("--longest-prompt", own.longest_prompt),
         burstiness=number("--burstiness", own.burstiness, above=0),

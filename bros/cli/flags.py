@@ -404,6 +404,11 @@ class BenchFlags:
     )
     duration: str = flag("SECONDS", "duration of each run", "120")
     warm_up: str = flag("SECONDS", "start of each run that is not measured", "20")
+    drain: str = flag(
+        "SECONDS",
+        "how long open requests may go on after each run, so that the last ones are judged too",
+        "0",
+    )
     longest_prompt: str | None = flag("N", "cut prompts of real-time requests to N tokens")
     burstiness: str = flag("X", "shape of arrivals: 1 is a Poisson process, less is burstier", "1")
     zipf: str = flag("X", "Zipf exponent of the popularity of shared prefixes; 0: uniform", "0")

@@ -279,10 +279,23 @@ def test_an_interrupted_comparison_has_a_report_of_its_runs(
 async def test_the_capacity_of_a_target(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ("--rates", "4:12:4", "--capacity", "0.9", "--in-flight", "0", "--scale", "0.03")
-    loose = ("--slo-ttft", "60000", "--slo-tpot", "60000")
+    loose = ("--slo-ttft", "60000", "--slo-tpot", "60000", "--drain", "60")
     assert await bench(FakeServer(), model, out, *arguments, *loose) == 0
     (capacity,) = result(out).capacities
     assert capacity.rate == 12.0 and [t.rate for t in capacity.tried] == [4.0, 12.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("drain", "completed"), [("0", False), ("60", True)])
+async def test_the_last_requests_may_end_after_the_run(
+    drain: str, completed: bool, model: Path, tmp_path: Path
+) -> None:
+    """A response takes longer than the whole run."""
+    arguments = ("--rates", "12", "--scenarios", "S0", "--scale", "0.03", "--drain", drain)
+    assert await bench(FakeServer(gap_s=0.7), model, tmp_path / "out", *arguments) == 0
+    [run] = result(tmp_path / "out").results
+    assert run.rt.requests > 0
+    assert run.rt.completed == (run.rt.requests if completed else 0)
 
 
 @pytest.mark.parametrize(
