@@ -521,8 +521,8 @@ class _OneFactor(StepTimePredictor):
 
 
 class _FixedMargins(StepTimePredictor):
-    def _followed(self, factor: float, ratio: float, quantile: float) -> float:
-        return factor
+    def _follow(self, ratio: float) -> None:
+        pass
 
 
 COST = (
@@ -548,14 +548,14 @@ COST = (
     Mechanism(
         name="learnt margins",
         part="cost model",
-        without="the safety margins are always 5 and 10 %",
+        without="the safety margin is always 5 %",
         patches=[(build, "StepTimePredictor", _FixedMargins)],
     ),
     Mechanism(
         name="larger margin of first tokens",
         part="cost model",
         without="first tokens have the margin of all tokens",
-        patches=[(build, "StepTimePredictor", partial(StepTimePredictor, rare_quantile=0.0))],
+        patches=[(packing, "_FIRST_TOKEN_MARGINS", 1.0)],
     ),
 )
 

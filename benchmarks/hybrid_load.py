@@ -10,7 +10,8 @@ The driver is the simulator's on the wall clock; the executor is the real one, l
 are measured in the engine, from arrival to commit, without HTTP.
 
 "fcfs, simulated" and "bros, simulated" are the same loads in virtual time, where a step takes what
-the profile of this machine predicts: they show how far `bros simulate` can be trusted.
+the profile of this machine predicts, with the noise of the real run of the policy if that is made
+first: they show how far `bros simulate --noise --noise-correlation --slowdown` can be trusted.
 
 Prompts are cut at --longest-prompt tokens (200): on two cores the prefill of a longer one takes, in
 fp32, more than half of the TTFT objective even on an idle engine, and would measure the machine
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from harness import TimedExecutor, benchmark_parser, save, table_of
 from rich.console import Console
 
@@ -32,6 +34,7 @@ from bros.core import grammars
 from bros.core.clock import ManualClock, SystemClock
 from bros.core.config import EngineConfig
 from bros.core.interfaces import EngineInfo, Executor, StopRule
+from bros.core.plan import StepPlan, StepResult
 from bros.core.request import EngineRequest, ServiceClass, Slo
 from bros.engine.engine import Engine
 from bros.engine.grammars import Grammars
@@ -43,13 +46,20 @@ from bros.scheduler.build import build_scheduler
 from bros.scheduler.cost_model import CostModel
 from bros.scheduler.profiles import profile_folders
 from bros.scheduler.scheduler import Scheduler
-from bros.simulator.metrics import report_of
-from bros.simulator.simulation import SimExecutor, Simulation, SimulationResult
+from bros.simulator.metrics import report_of, timeline_of
+from bros.simulator.simulation import (
+    Disturbance,
+    SimExecutor,
+    SimulatedRequest,
+    Simulation,
+    SimulationResult,
+    load_of,
+)
 from bros.text.chat_format import ChatFormat
 from bros.text.tokenizer import Tokenizer
 from bros.text.tools import Tool, ToolUse
-from bros.workload.arrivals import Arrival, BeLoad, PoissonLoad, Size
-from bros.workload.attainment import Attainment, Summary, gaps_s
+from bros.workload.arrivals import Arrival, BeLoad, PoissonLoad, Size, generator
+from bros.workload.attainment import Attainment, Summary, gaps_s, judge
 
 RT, BE = ServiceClass.RT, ServiceClass.BE
 IN_FLIGHT = 16
@@ -68,6 +78,8 @@ RUNS = (
     ("bros" + SIMULATED, "bros", 1, IN_FLIGHT),
     (GRAMMARS, "bros", 1, IN_FLIGHT),
 )
+MOST_LATE = 40
+"""How many late requests are listed."""
 TARGETS = "asked of bros: at least 99 %, p99 gap <= 0.3 s, BE >= 95 % of fcfs"
 
 
@@ -95,6 +107,46 @@ PERSON: dict[str, object] = {
     "required": ["name", "born", "field", "remark"],
     "additionalProperties": False,
 }
+
+
+_FEWEST_TIMES = 20
+
+
+class RecordedExecutor(TimedExecutor):
+    """Keeps the times of completed steps, except of those that continue a suspended one.
+
+    times: (seconds, what the cost model predicts).
+    recording_s: what that took.
+    """
+
+    def __init__(self, inner: ModelRunner, model: CostModel) -> None:
+        super().__init__(inner)
+        self._model = model
+        self.times: list[tuple[float, float]] = []
+        self.recording_s = 0.0
+
+    def execute(
+        self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
+    ) -> StepResult | None:
+        before_s = self.busy_s
+        result = super().execute(plan, should_abort)
+        began = time.perf_counter()
+        if isinstance(result, StepResult) and plan.chunks[-1].kept is None:
+            self.times.append((self.busy_s - before_s, self._model.seconds(load_of(plan))))
+        self.recording_s += time.perf_counter() - began
+        return result
+
+    def disturbance(self) -> Disturbance:
+        """How the times differ from the predictions; not at all if there are hardly any."""
+        if len(self.times) < _FEWEST_TIMES:
+            return Disturbance()
+        measured, predicted = map(np.array, zip(*self.times, strict=True))
+        logs = np.log(measured / predicted)
+        return Disturbance(
+            noise=float(np.std(logs)),
+            correlation=min(max(0.0, float(np.corrcoef(logs[:-1], logs[1:])[0, 1])), 0.99),
+            slowdown=float(measured.sum() / predicted.sum()),
+        )
 
 
 class MixedEngine(Engine):
@@ -162,18 +214,15 @@ def figures(result: SimulationResult, slo: Slo, scheduling_s: float) -> dict[str
     """The figures of one run."""
     report = report_of(result, slo)
     rt, be = report.by_class[RT], report.by_class[BE]
-    gaps = Summary.of(
-        [
-            gap
-            for record in result.records
-            if record.service_class is RT
-            for gap in gaps_s(record.token_times_s)
-        ]
-    )
+    rt_records = [record for record in result.records if record.service_class is RT]
+    late = [late_of(record, slo, result.end_s) for record in rt_records]
+    gaps = Summary.of([gap for record in rt_records for gap in gaps_s(record.token_times_s)])
     stats = result.stats
     return {
         "rt": dataclasses.asdict(rt),
         "be": dataclasses.asdict(be),
+        "num_late": sum(found is not None for found in late),
+        "late": [found for found in late if found is not None][:MOST_LATE],
         "gap_p50_s": gaps.p50,
         "gap_p99_s": gaps.p99,
         "steps": report.steps,
@@ -200,6 +249,20 @@ def figures(result: SimulationResult, slo: Slo, scheduling_s: float) -> dict[str
     }
 
 
+def late_of(record: SimulatedRequest, slo: Slo, end_s: float) -> dict[str, float | None] | None:
+    """A real-time request that missed its TTFT or TPOT objective; None if it did not."""
+    judged = judge(timeline_of(record), slo, end_s)
+    if judged.both_met is not False:
+        return None
+    return {
+        "arrival_s": record.arrival_s,
+        "prompt_tokens": record.size.prompt_tokens,
+        "received_tokens": len(record.token_times_s),
+        "ttft_s": judged.ttft_s,
+        "tpot_s": judged.tpot_s,
+    }
+
+
 def run(
     executor: ModelRunner | None,
     info: EngineInfo,
@@ -210,10 +273,12 @@ def run(
     seed: int,
     duration_s: float,
     files: ModelFiles | None = None,
+    disturbance: Disturbance | None = None,
 ) -> dict[str, object]:
     """Run one policy: a new scheduler on the shared executor; without one, in virtual time.
 
     files: of the model, if some requests have grammars.
+    disturbance: of steps in virtual time.
     """
     info = dataclasses.replace(info, policy=config.policy)
     scheduler = build_scheduler(config, info, model)
@@ -221,9 +286,10 @@ def run(
     timed: Any
     if executor is None:
         clock = ManualClock()
-        timed = SimExecutor(model, clock)
+        rng = generator(seed, "noise")
+        timed = SimExecutor(model, clock, disturbance=disturbance, rng=rng)
     else:
-        clock, timed = WallClock(), TimedExecutor(executor)
+        clock, timed = WallClock(), RecordedExecutor(executor, model)
     if files is None:
         engine = Engine(scheduler, timed, clock, info)
     else:
@@ -239,7 +305,11 @@ def run(
     )
     result = simulation.run()
     scheduling_s = result.end_s - result.idle_s - timed.busy_s
-    return figures(result, info.default_slo, scheduling_s)
+    if executor is not None:
+        scheduling_s -= timed.recording_s
+        disturbance = timed.disturbance()
+    found_figures = figures(result, info.default_slo, scheduling_s)
+    return found_figures | {"disturbance": dataclasses.asdict(disturbance or Disturbance())}
 
 
 def show(results: dict[str, dict[str, object]], console: Console) -> None:
@@ -275,6 +345,16 @@ def show(results: dict[str, dict[str, object]], console: Console) -> None:
     )
     headings += ("BE tok/s", "of fcfs", "step ms", "scheduling")
     console.print(table_of(f"hybrid load ({TARGETS})", headings, rows))
+    decimals = {"arrival_s": 1, "prompt_tokens": 0, "received_tokens": 0, "ttft_s": 4, "tpot_s": 4}
+    late = [
+        (label, *("-" if missed[f] is None else f"{missed[f]:.{d}f}" for f, d in decimals.items()))
+        for label, result in results.items()
+        if label.startswith("bros")
+        for missed in result["late"]  # type: ignore[attr-defined]
+    ]
+    if late:
+        headings = ("", "arrival s", "prompt tokens", "received tokens", "TTFT s", "TPOT s")
+        console.print(table_of("late real-time requests", headings, late))
 
 
 def percent(share: dict[str, int]) -> str:
@@ -317,6 +397,7 @@ def main() -> None:
         rate = share * args.rate
         found = arrivals(rate, args.duration, args.seed, args.longest_prompt, args.burst)
         policy_config = dataclasses.replace(config, policy=policy)
+        real = results.get(policy, {}).get("disturbance", {}) if SIMULATED in label else {}
         results[label] = run(
             None if SIMULATED in label else executor,
             info,
@@ -327,6 +408,7 @@ def main() -> None:
             args.seed,
             args.duration,
             files if label == GRAMMARS else None,
+            Disturbance(**real),
         )
     show(results, console)
     settings = {key: value for key, value in vars(args).items() if key != "json"}

@@ -18,10 +18,11 @@ Each is the least of `--rounds`. int4: all engines have the weights of one GGUF 
 packs them into groups of 32. There is no such file of random weights: with --shape, int4 is that of
 bros alone. The ceilings are measured in the same run: bytes of weights over the bandwidth of a sum,
 and multiplications over the speed of one large product (torch, of this precision, bf16 as fp32
-where the CPU does not multiply it; int4: the faster of both). They leave out attention, the KV
-cache and, for prompts, the output layer. bros is measured first and last: where `again` differs,
-the machine changed. Run nothing else on it. On a CPU that does not multiply bf16, leave that out
-(--precisions fp32,int4): transformers takes minutes for it there.
+where the CPU does not multiply it; int4: the faster of both), each the best of those before every
+engine. They leave out attention, the KV cache and, for prompts, the output layer. bros is measured
+first and last: where `again` differs, the machine changed. Run nothing else on it. On a CPU that
+does not multiply bf16, leave that out (--precisions fp32,int4): transformers takes minutes for it
+there.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +165,27 @@ def started(*arguments: Any) -> Iterator[Worker]:
         worker.close()
 
 
-def ceilings(folder: Path, prompts: tuple[int, ...]) -> dict[str, Ms]:
+@dataclass
+class Machine:
+    """What the machine did at most, each time it was measured.
+
+    bytes_per_s: of memory that is read.
+    flop_s: precision -> floating-point operations per second.
+    """
+
+    bytes_per_s: float = 0.0
+    flop_s: dict[str, float] = field(default_factory=dict)
+
+    def measure(self) -> None:
+        self.bytes_per_s = max(self.bytes_per_s, bandwidth())
+        # Elsewhere torch's product of bf16 takes minutes, and bros multiplies such numbers as fp32.
+        fp32 = product_speed(torch.float32)
+        bf16 = product_speed(torch.bfloat16) if multiplies_bf16() else fp32
+        for precision, speed in (("fp32", fp32), ("bf16", bf16)):
+            self.flop_s[precision] = max(self.flop_s.get(precision, 0.0), speed)
+
+
+def ceilings(folder: Path, prompts: tuple[int, ...], machine: Machine) -> dict[str, Ms]:
     """Precision -> case -> the milliseconds that memory or arithmetic need at least."""
     config = json.loads((folder / "config.json").read_text())
     vocabulary = config["vocab_size"] * config["hidden_size"]
@@ -171,10 +193,7 @@ def ceilings(folder: Path, prompts: tuple[int, ...]) -> dict[str, Ms]:
     kv_width = width // heads * config["num_key_value_heads"]
     layer = 2 * width * (width + kv_width) + 3 * width * config["intermediate_size"]
     layers = layer * config["num_hidden_layers"]
-    bytes_per_s = bandwidth()
-    speeds = {"fp32": product_speed(torch.float32)}
-    # Elsewhere torch's product of bf16 takes minutes, and bros multiplies such numbers as fp32.
-    speeds["bf16"] = product_speed(torch.bfloat16) if multiplies_bf16() else speeds["fp32"]
+    bytes_per_s, speeds = machine.bytes_per_s, machine.flop_s
     found: dict[str, Ms] = {}
     for precision, size in BYTES.items():
         flop_s = speeds.get(precision, max(speeds.values()))
@@ -264,7 +283,7 @@ def main() -> None:
         else:
             export_model.main(Path(exported))
             folder, peers = embedded, PEERS
-        floors = ceilings(folder, prompts)
+        machine = Machine()
         for precision in args.precisions.split(","):
             runs = [("bros", "bros", sys.executable)]
             runs += [
@@ -279,9 +298,11 @@ def main() -> None:
                 gguf = engine in ("openvino", "llama.cpp")
                 ours = engine == "bros"
                 model = str(embedded_gguf() if gguf else folder if ours else exported)
+                machine.measure()
                 with started(python, engine, model, precision, max(prompts)) as worker:
                     versions[engine] = worker.version
                     row[name] = measure(worker, prompts, args.rounds)
+        floors = ceilings(folder, prompts, machine)
     show(found, floors, console)
     settings = {"shape": args.shape, "rounds": args.rounds, "versions": versions}
     save(args.json, {**settings, "ms": found, "ceilings": floors})

@@ -501,7 +501,8 @@ class BenchRunner:
             await probe.wait_idle(_SETTLE_S)
             samples = None
             if plan.in_flight and options.be_as is BeAs.BATCH:
-                lines = list(_rows(plan, request_format, render, self._wanted.duration_s))
+                longest_s = self._wanted.duration_s + self._wanted.drain_s
+                lines = list(_rows(plan, request_format, render, longest_s))
                 async with batch_job(target.url, target.api_key, request_format.path, lines) as job:
                     driven, timeline = await self._drive(case, plan, client, probe, job)
                     samples = job.samples

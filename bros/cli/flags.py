@@ -265,6 +265,11 @@ class SimulateFlags:
     duration: str = flag("SECONDS", "simulated time of each run", "600")
     warm_up: str = flag("SECONDS", "start of each run that is not measured", "0")
     noise: str = flag("X", "standard deviation of the logarithm of step times", "0")
+    noise_correlation: str = flag(
+        "X",
+        "correlation of the noise of two steps in sequence; 0.8 on cores that others use, too",
+        "0",
+    )
     slowdown: str = flag("X", "actual step times are X times the predicted ones", "1")
     json: str | None = flag("FILE", "write settings and results to FILE")
     jobs: str | None = flag("N", "parallel runs (default: one per core)")
@@ -349,11 +354,12 @@ _NOT_SIMULATED = (
 )
 ONE_ENGINE = (
     *("--rt-rate", "--rt-lengths", "--trace-speed", "--be", "--be-batches"),
-    *("--duration", "--warm-up", "--noise", "--slowdown"),
+    *("--duration", "--warm-up", "--noise", "--noise-correlation", "--slowdown"),
 )
 """Options without effect on several replicas."""
 NOT_FOR_PROGRAMS = (
-    *("--be", "--be-batches", "--duration", "--warm-up", "--noise", "--slowdown"),
+    *("--be", "--be-batches", "--duration", "--warm-up"),
+    *("--noise", "--noise-correlation", "--slowdown"),
     *("--workload", "--families", "--popularity", "--be-requests"),
     *("--notice-delay", "--decision-time"),
 )
@@ -806,8 +812,14 @@ def names(flag: str, text: str, known: Sequence[str], most: int | None = None) -
     return found
 
 
-def number(flag: str, text: str, low: float | None = None, above: float | None = None) -> float:
-    """A finite number of at least `low`, or above `above`. Raises ConfigError."""
+def number(
+    flag: str,
+    text: str,
+    low: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> float:
+    """A finite number: at least `low`, above `above`, below `below`. Raises ConfigError."""
     try:
         value = float(text)
     except ValueError:
@@ -818,6 +830,8 @@ def number(flag: str, text: str, low: float | None = None, above: float | None =
         raise ConfigError(f"{flag}: {text} must be at least {low:g}")
     if above is not None and value <= above:
         raise ConfigError(f"{flag}: {text} must be more than {above:g}")
+    if below is not None and value >= below:
+        raise ConfigError(f"{flag}: {text} must be less than {below:g}")
     return value
 
 

@@ -543,6 +543,11 @@ def read_settings(
     warm_up_s = number("--warm-up", own.warm_up, low=0)
     if warm_up_s >= duration_s:
         raise ConfigError(f"--warm-up: {warm_up_s:g} s must be less than --duration {duration_s:g}")
+    noise = number("--noise", own.noise, low=0)
+    correlation = number("--noise-correlation", own.noise_correlation, low=0, below=1)
+    if correlation and not noise:
+        raise ConfigError("--noise-correlation: has no effect without --noise")
+    slowdown = number("--slowdown", own.slowdown, above=0)
     scenarios = tuple(
         SimulatedScenario(
             config=_engine_config(engine, policy, alone=len(selected) == 1),
@@ -552,10 +557,7 @@ def read_settings(
             seed=engine.seed,
             duration_s=duration_s,
             warm_up_s=warm_up_s,
-            disturbance=Disturbance(
-                noise=number("--noise", own.noise, low=0),
-                slowdown=number("--slowdown", own.slowdown, above=0),
-            ),
+            disturbance=Disturbance(noise=noise, correlation=correlation, slowdown=slowdown),
         )
         for load in _loads(own)
         for policy in selected

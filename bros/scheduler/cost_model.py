@@ -263,7 +263,10 @@ class CostModel:
 
 
 _RHO_LOW, _RHO_HIGH = 0.5, 2.0
+_RATIO_LOW, _RATIO_HIGH = 0.8, 1.25
 _MAX_SLOWDOWN = 10.0
+_SLOWDOWN_ALPHA = 0.05
+_LEAST_MARGIN = 0.02
 
 
 class StepTimePredictor:
@@ -271,16 +274,19 @@ class StepTimePredictor:
 
     Each phase has a factor rho, a moving average of actual / predicted clipped to [0.5, 2] (BROS
     3.1): rho_decode scales the time of the decode rows alone, rho_prefill what the prompt chunks
-    add to it. An objective is a percentile and not a mean, so `safe_seconds` multiplies with a
-    safety factor that follows the `quantile` of actual / predicted: it rises a little after each
-    step that takes longer, and falls less after each that does not.
+    add to it. They follow quickly, as a slow step rarely comes alone where others use the same
+    cores (the deviations of two steps in sequence have a correlation of 0.8), but no single step
+    moves them by more than a quarter times `alpha`.
+
+    An objective is a percentile and not a mean, so `safe_seconds` multiplies with a safety factor
+    that follows the `quantile` of actual / predicted: it rises a little after each step that takes
+    longer, and falls less after each that does not.
 
     Ablation: tight, attainment -41 points without a margin; slow machine, -12 points with a fixed
-    one, p99 gap +28 % without rho; cpu, -1 point without `rare_factor`.
+    one, p99 gap +28 % without rho.
 
     safety_factor: follows `quantile`.
-    rare_factor: follows `rare_quantile`, for deadlines that cannot be made up for later.
-    slowdown: moving average of actual / predicted by the model alone.
+    slowdown: slow moving average of actual / predicted by the model alone.
     grouping: which shared prefixes are read once; None if the model does not account for them.
     """
 
@@ -288,9 +294,8 @@ class StepTimePredictor:
         self,
         model: CostModel,
         *,
-        alpha: float = 0.05,
+        alpha: float = 0.15,
         quantile: float = 0.95,
-        rare_quantile: float = 0.99,
         factor_step: float = 0.01,
         max_factor: float = 1.5,
         grouping: Grouping | None = None,
@@ -300,12 +305,18 @@ class StepTimePredictor:
         self.rho_prefill = 1.0
         self.rho_decode = 1.0
         self.safety_factor = 1.05
-        self.rare_factor = 1.1
         self.slowdown = 1.0
         self._alpha = alpha
-        self._quantile, self._rare_quantile = quantile, rare_quantile
+        self._quantile = quantile
         self._factor_step = factor_step
         self._max_factor = max_factor
+
+    def safety_share(self, margins: float) -> float:
+        """The share of a time that leaves `margins` times the safety margin, if a safe prediction
+        takes all of it. What is rarer than 1 - `quantile` leaves no margin, so it counts as at
+        least 2 % here."""
+        margin = max(self.safety_factor - 1.0, _LEAST_MARGIN)
+        return self.safety_factor / (1.0 + margins * margin)
 
     def seconds(self, load: StepLoad) -> float:
         """The expected time of a step."""
@@ -333,13 +344,11 @@ class StepTimePredictor:
         if expected <= 0.0:
             return
         slowdown = min(actual_s / (decode + rest), _MAX_SLOWDOWN)
-        self.slowdown += self._alpha * (slowdown - self.slowdown)
+        self.slowdown += _SLOWDOWN_ALPHA * (slowdown - self.slowdown)
         ratio = actual_s / expected
-        self.safety_factor = self._followed(self.safety_factor, ratio, self._quantile)
-        rare = self._followed(self.rare_factor, ratio, self._rare_quantile)
-        self.rare_factor = max(rare, self.safety_factor)
+        self._follow(ratio)
         decode = self.rho_decode * decode / expected
-        ratio = min(max(ratio, _RHO_LOW), _RHO_HIGH)
+        ratio = min(max(ratio, _RATIO_LOW), _RATIO_HIGH)
         self.rho_decode = _corrected(self.rho_decode, ratio, self._alpha * decode)
         self.rho_prefill = _corrected(self.rho_prefill, ratio, self._alpha * (1.0 - decode))
 
@@ -350,10 +359,11 @@ class StepTimePredictor:
             return decode, 0.0
         return decode, self.model.seconds(load) - decode
 
-    def _followed(self, factor: float, ratio: float, quantile: float) -> float:
-        """One step of a stochastic search for a quantile of the ratios."""
-        factor += self._factor_step * (quantile - (ratio <= factor))
-        return min(max(factor, 1.0), self._max_factor)
+    def _follow(self, ratio: float) -> None:
+        """One step of a stochastic search for the quantile of the ratios."""
+        factor = self.safety_factor
+        factor += self._factor_step * (self._quantile - (ratio <= factor))
+        self.safety_factor = min(max(factor, 1.0), self._max_factor)
 
 
 def _corrected(rho: float, ratio: float, weight: float) -> float:

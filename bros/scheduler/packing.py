@@ -483,6 +483,11 @@ reserve, if the urgent part takes nothing; less in proportion to what that takes
 The same share of any part cost `no slack` 3 +- 2 % of its throughput, where rows alone take the
 interval (docs/decisions/0026)."""
 
+_FIRST_TOKEN_MARGINS = 3.0
+"""How many safety margins a step leaves before a first token is due. With less, more first tokens
+are late on cores that others use as well; with more, a load of only first tokens (`one-token flood`
+of the ablation) loses attainment and throughput (docs/decisions/0005)."""
+
 
 class _Packer(Generic[C]):
     """The state of one call of `pack`."""
@@ -510,7 +515,7 @@ class _Packer(Generic[C]):
         self._urgent_copied = 0
         self._common = CommonContext(memory, predictor)
         self._safety_factor = predictor.safety_factor
-        self._rare_share = self._safety_factor / predictor.rare_factor
+        self._first_token_share = predictor.safety_share(_FIRST_TOKEN_MARGINS)
 
     def take_urgent(self, candidates: Iterable[C]) -> bool:
         """Algorithm 1, lines 5-15; False if best-effort work may not follow."""
@@ -771,13 +776,12 @@ class _Packer(Generic[C]):
 
         finish_s: seconds until its token, with safety margin, in this step or a later one. If that
         is too late but the expected time is not, nothing more is added to the step. A decode row
-        can catch up with its pace but a first token cannot, so its margin is larger
-        (`rare_factor`).
+        can catch up with its pace but a first token cannot, so its margin is larger.
         """
         packing = self.packing
         if finish_s <= due_s:
             if candidate.remaining > 1 and not self._rules.early_return:
-                due_s *= self._rare_share
+                due_s *= self._first_token_share
             limit_s = max(due_s - (finish_s - packing.seconds), packing.seconds)
             self._limit_s = min(self._limit_s, limit_s)
         elif finish_s <= due_s * self._safety_factor:

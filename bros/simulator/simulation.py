@@ -65,15 +65,19 @@ class Disturbance:
     """How step times differ from the scheduler's cost model.
 
     noise: standard deviation of the logarithm of a factor with mean 1, drawn for each step.
+    correlation: of the logarithms of two steps in sequence; 0.8 on cores that others use as well.
     slowdown: factor on every step time.
     """
 
     noise: float = 0.0
+    correlation: float = 0.0
     slowdown: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.noise < math.inf or not 0.0 < self.slowdown < math.inf:
             raise ValueError(f"noise must not be negative and slowdown positive: {self}")
+        if not 0.0 <= self.correlation < 1.0:
+            raise ValueError(f"correlation must be at least 0 and below 1: {self}")
 
 
 def load_of(plan: StepPlan) -> StepLoad:
@@ -138,7 +142,9 @@ class SimExecutor:
             raise ValueError("noise needs a random generator")
         self._model = model
         self._clock = clock
-        self._sigma = disturbance.noise
+        self._noise = disturbance.noise
+        self._correlation = disturbance.correlation
+        self._deviation: float | None = None  # logarithm of the last factor
         self._slowdown = disturbance.slowdown
         self._rng = rng
         self._observe = observe
@@ -157,8 +163,8 @@ class SimExecutor:
         seconds = self._model.seconds(self._load(plan)) * self._slowdown
         if seconds <= 0.0:
             raise ConfigError("--profile: its steps take no time, so the clock would never advance")
-        if self._rng is not None and self._sigma:
-            seconds *= math.exp(self._rng.gauss(-0.5 * self._sigma**2, self._sigma))
+        if self._rng is not None and self._noise:
+            seconds *= self._next_factor(self._rng)
         first = min([0 if c.kept is None else c.kept.layer for c in plan.chunks])
         points = SAFEPOINTS - first if should_abort is not None else 1
         for point in range(points):
@@ -172,6 +178,15 @@ class SimExecutor:
         choose = self._choose
         samples = [SampledToken(c.request_id, choose(c)) for c in plan.chunks if c.sample]
         return StepResult(plan.step, tuple(samples))
+
+    def _next_factor(self, rng: random.Random) -> float:
+        """A first-order autoregressive process with standard deviation `noise`."""
+        fresh = rng.gauss(0.0, self._noise)
+        if self._deviation is not None:
+            fresh *= math.sqrt(1.0 - self._correlation**2)
+            fresh += self._correlation * self._deviation
+        self._deviation = fresh
+        return math.exp(self._deviation - 0.5 * self._noise**2)
 
     def _notify(self, plan: StepPlan, seconds: float) -> None:
         if self._observe is not None:

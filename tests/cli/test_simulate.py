@@ -71,7 +71,17 @@ def test_json_says_what_was_run_and_what_came_of_it(profile: Path, tmp_path: Pat
     content = run_json(
         tmp_path / "out.json",
         *("--policy", "bros,fcfs", "--rt-rate", "3", "--rt-lengths", "sharegpt", "--seed", "7"),
-        *("--slo-ttft", "250", "--noise", "0.1", "--profile", str(profile), *QUICK),
+        *(
+            "--slo-ttft",
+            "250",
+            "--noise",
+            "0.1",
+            "--noise-correlation",
+            "0.5",
+            "--profile",
+            str(profile),
+            *QUICK,
+        ),
         BROS_MAX_NUM_SEQS="32",
     )
     assert content["profile"] == json.loads(profile.read_text())
@@ -83,7 +93,7 @@ def test_json_says_what_was_run_and_what_came_of_it(profile: Path, tmp_path: Pat
     assert settings["engine"]["slo_ttft"] == 250.0
     assert settings["engine"]["max_num_seqs"] == 32
     assert settings["engine"]["max_batch_tokens"] == 256, "whatever the device of the profile is"
-    assert settings["disturbance"] == {"noise": 0.1, "slowdown": 1.0}
+    assert settings["disturbance"] == {"noise": 0.1, "correlation": 0.5, "slowdown": 1.0}
     assert settings["kv_blocks"] == 4000
     results = bros["results"]
     assert results["end_s"] >= 5.0
@@ -199,6 +209,8 @@ def test_suspended_steps_are_reported(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--duration", "inf"], "--duration: 'inf' is not a finite number"),
         (["--duration", "nan"], "--duration: 'nan' is not a finite number"),
         (["--slowdown", "0"], "--slowdown: 0 must be more than 0"),
+        (["--noise-correlation", "1"], "--noise-correlation: 1 must be less than 1"),
+        (["--noise-correlation", "0.5"], "--noise-correlation: has no effect without --noise"),
         (["--jobs", "0"], "--jobs: 0 must be at least 1"),
         (["--kv-blocks", "10"], "--be: requests of up to 1152 tokens do not fit"),
         (["--slo-ttft", "soon"], "--slo-ttft: 'soon' is not a number"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import replace
 
@@ -236,33 +237,61 @@ def test_corrections_stay_within_a_factor_of_two(factor: float, clipped: float) 
 def test_one_outlier_moves_a_prediction_only_a_little() -> None:
     predictor = StepTimePredictor(MODEL)
     predictor.observe(DECODE, 1000.0)
-    assert predictor.seconds(DECODE) <= 1.06 * MODEL.seconds(DECODE)
+    assert predictor.seconds(DECODE) <= 1.04 * MODEL.seconds(DECODE)
+    predictor = StepTimePredictor(MODEL)
+    predictor.observe(DECODE, 0.0)
+    assert predictor.seconds(DECODE) >= 0.96 * MODEL.seconds(DECODE)
 
 
-@pytest.mark.parametrize(("quantile", "rare"), [(0.8, 0.9), (0.95, 0.99)])
-def test_safe_times_are_exceeded_as_often_as_asked(quantile: float, rare: float) -> None:
-    predictor = StepTimePredictor(MODEL, quantile=quantile, rare_quantile=rare, max_factor=3.0)
+@pytest.mark.parametrize("correlation", [0.0, 0.8])
+@pytest.mark.parametrize("quantile", [0.8, 0.95])
+def test_safe_times_are_exceeded_as_often_as_asked(quantile: float, correlation: float) -> None:
+    predictor = StepTimePredictor(MODEL, quantile=quantile, max_factor=3.0)
     rng = random.Random(5)
     late = very_late = 0
+    deviation = 0.0
     for number in range(12_000):
-        actual = MODEL.seconds(MIXED) * rng.lognormvariate(0.0, 0.15)
+        fresh = math.sqrt(1.0 - correlation**2) * rng.gauss(0.0, 0.15)
+        deviation = correlation * deviation + fresh
+        actual = MODEL.seconds(MIXED) * math.exp(deviation)
         if number >= 2000:
             late += actual > predictor.safe_seconds(MIXED)
-            very_late += actual > predictor.rare_factor * predictor.seconds(MIXED)
+            very_late += actual > predictor.safe_seconds(MIXED) / predictor.safety_share(3.0)
         predictor.observe(MIXED, actual)
     assert late / 10_000 == pytest.approx(1.0 - quantile, abs=0.015)
-    assert very_late / 10_000 == pytest.approx(1.0 - rare, abs=0.5 * (1.0 - rare))
+    assert very_late / 10_000 < 0.15 * (1.0 - quantile)
+
+
+def test_a_machine_that_is_slow_for_a_second_is_noticed_within_some_steps() -> None:
+    """Deviations with a correlation of 0.8 and the size measured on shared cores: what remains is
+    nearer to what cannot be known than with a slow average."""
+
+    def error(alpha: float) -> float:
+        predictor, rng = StepTimePredictor(MODEL, alpha=alpha), random.Random(7)
+        deviation = total = 0.0
+        for _ in range(5000):
+            deviation = 0.8 * deviation + 0.6 * rng.gauss(0.0, 0.13)
+            actual = MODEL.seconds(MIXED) * math.exp(deviation)
+            total += abs(actual / predictor.seconds(MIXED) - 1.0)
+            predictor.observe(MIXED, actual)
+        return total / 5000
+
+    usual = StepTimePredictor.__init__.__kwdefaults__["alpha"]
+    assert error(usual) < 0.95 * error(0.05)
 
 
 def test_the_safety_factor_has_bounds() -> None:
     predictor = StepTimePredictor(MODEL, max_factor=1.2)
     for number in range(300):
         predictor.observe(DECODE, MODEL.seconds(DECODE) * 1.9 ** (number % 2))
-        assert 1.0 <= predictor.safety_factor <= predictor.rare_factor <= 1.2
+        assert 1.0 <= predictor.safety_factor <= 1.2
+        three_margins = 1.0 + 3.0 * max(predictor.safety_factor - 1.0, 0.02)
+        assert three_margins * predictor.safety_share(3.0) == pytest.approx(predictor.safety_factor)
     calm = StepTimePredictor(MODEL)
     for _ in range(1000):
         calm.observe(DECODE, MODEL.seconds(DECODE))
-    assert calm.safety_factor == 1.0 and calm.rare_factor < 1.05
+    assert calm.safety_factor == 1.0
+    assert calm.safety_share(3.0) == pytest.approx(1 / 1.06)  # for what is slow more rarely
 
 
 def test_an_empty_step_teaches_nothing() -> None:

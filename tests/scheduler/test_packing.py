@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from bros.scheduler.packing import Bounds, Packing, Rules, pack
 from support.packing import (
+    FIRST_TOKEN_SHARE,
     MODEL,
-    RARE_SHARE,
     SAFETY,
     Blocks,
     Held,
@@ -294,7 +294,7 @@ def test_more_time_never_means_a_smaller_chunk(dues: list[float]) -> None:
 
 @pytest.mark.parametrize(
     ("urgent", "ends_s"),
-    [(Item("first", 40, 0, 0.2), 0.2 * RARE_SHARE), (row("row", 0.2), 0.2)],
+    [(Item("first", 40, 0, 0.2), 0.2 * FIRST_TOKEN_SHARE), (row("row", 0.2), 0.2)],
 )
 def test_a_step_is_filled_less_if_a_first_token_comes_from_it(urgent: Item, ends_s: float) -> None:
     packing = run([urgent], [Item("be", 400)], Bounds(rows=9, tokens=999))

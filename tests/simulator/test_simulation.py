@@ -7,6 +7,7 @@ import itertools
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from bros.core.clock import ManualClock
@@ -246,24 +247,20 @@ def test_steps_with_copies_take_what_was_predicted(layout: str, overlap: bool) -
     assert stats.step_error_s == pytest.approx(0.0, abs=1e-9)
 
 
-def test_noise_has_mean_one_and_the_deviation_asked_for() -> None:
-    noisy = [seconds for _, seconds in run(scenario(disturbance=Disturbance(noise=0.2)))[1]]
-    assert len(set(noisy)) == len(noisy)
-    _, exact = run(scenario(rt=trace((0.0, 1, 4000)), be=BeLoad(0), duration_s=40.0))
-    _, varied = run(
-        scenario(
-            rt=trace((0.0, 1, 4000)),
-            be=BeLoad(0),
-            duration_s=40.0,
-            disturbance=Disturbance(noise=0.2),
-        )
-    )
-    factors = [got / meant for (_, got), (_, meant) in zip(varied, exact, strict=False)]
-    mean = sum(factors) / len(factors)
-    deviation = (sum((f - mean) ** 2 for f in factors) / len(factors)) ** 0.5
-    assert len(factors) > 3000
-    assert mean == pytest.approx(1.0, abs=0.02)
-    assert deviation == pytest.approx(0.2, rel=0.1)
+@pytest.mark.parametrize("correlation", [0.0, 0.7])
+def test_noise_has_mean_one_and_the_deviation_and_correlation_asked_for(
+    correlation: float,
+) -> None:
+    noisy = Disturbance(noise=0.2, correlation=correlation)
+    alone = scenario(rt=trace((0.0, 1, 4000)), be=BeLoad(0), duration_s=40.0)
+    _, exact = run(alone)
+    _, varied = run(dataclasses.replace(alone, disturbance=noisy))
+    factors = np.array([got / meant for (_, got), (_, meant) in zip(varied, exact, strict=False)])
+    logs = np.log(factors)
+    assert len(factors) > 3000 and len(set(factors)) == len(factors)
+    assert np.mean(factors) == pytest.approx(1.0, abs=0.04)
+    assert np.std(logs) == pytest.approx(0.2, rel=0.1)
+    assert np.corrcoef(logs[:-1], logs[1:])[0, 1] == pytest.approx(correlation, abs=0.05)
 
 
 def test_predictor_learns_that_the_device_is_slower() -> None:
@@ -281,7 +278,15 @@ def test_predictor_learns_that_the_device_is_slower() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"noise": -0.1}, {"slowdown": 0.0}, {"noise": float("nan")}, {"slowdown": -1.0}]
+    "wrong",
+    [
+        {"noise": -0.1},
+        {"slowdown": 0.0},
+        {"noise": float("nan")},
+        {"slowdown": -1.0},
+        {"correlation": 1.0},
+        {"correlation": -0.1},
+    ],
 )
 def test_wrong_disturbances_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError):

@@ -11,7 +11,7 @@ from bros.scheduler.packing import Bounds, Packing
 
 BLOCK_SIZE = 4
 SAFETY = 1.05
-RARE_SHARE = SAFETY / 1.1
+FIRST_TOKEN_SHARE = SAFETY / 1.15  # a first token has three times the margin
 MODEL = CostModel(
     constant_s=0.020, token_s=0.001, sample_s=0.0002, pair_s=4e-7, context_s=2e-6
 )  # fmt: skip
@@ -218,7 +218,7 @@ def check_deadlines(packing: Packing[Item], bounds: Bounds, now: float) -> None:
             limit_s = min(limit_s, now_s)
         else:
             if item.remaining > 1 and not bounds.rules.early_return:
-                due_s *= RARE_SHARE
+                due_s *= FIRST_TOKEN_SHARE
             limit_s = min(limit_s, max(due_s - rest_seconds(item, count), now_s))
         assert packing.seconds <= limit_s + 1e-9
     assert packing.violated == violated or (packing.violated and bounds.rules.early_return)

@@ -234,6 +234,7 @@ _TRAITS = (
         lambda r: (r.metrics.window.start_s, r.metrics.window.end_s),
         _all_runs,
     ),
+    _Trait("a different --drain", lambda r: r.command.settings.get("--drain", "0"), _all_runs),
     _Trait("a different endpoint", lambda r: r.command.settings.get("--endpoint"), _all_runs),
     _Trait("a different model", lambda r: r.command.settings.get("--model", ""), _all_runs),
     _Trait("a different machine", _machine, _all_runs),
