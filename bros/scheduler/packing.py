@@ -483,9 +483,9 @@ reserve, if the urgent part takes nothing; less in proportion to what that takes
 The same share of any part cost `no slack` 3 +- 2 % of its throughput, where rows alone take the
 interval (docs/decisions/0026)."""
 
-_FIRST_TOKEN_MARGINS = 3.0
-"""How many safety margins a step leaves before a first token is due. With less, more first tokens
-are late on cores that others use as well; with more, a load of only first tokens (`one-token flood`
+_FIRST_TOKEN_MARGINS = 2.0
+"""How many safety margins a step leaves before a first token is due. With one, more first tokens
+are late on cores that others use as well; with four, a load of only first tokens (`one-token flood`
 of the ablation) loses attainment and throughput (docs/decisions/0005)."""
 
 
