@@ -110,6 +110,7 @@ PERSON: dict[str, object] = {
 
 
 _FEWEST_TIMES = 20
+"""With fewer steps, their noise is not estimated."""
 
 
 class RecordedExecutor(TimedExecutor):
