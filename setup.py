@@ -73,7 +73,7 @@ class BuildKernels(build_ext):
         probe.parent.mkdir(parents=True, exist_ok=True)
         probe.write_text('void probe() { __asm__ volatile("tilerelease"); }\n')
         try:
-            self.compiler.compile([str(probe)], extra_postargs=flags)
+            self.compiler.compile([str(probe)], output_dir=str(probe.parent), extra_postargs=flags)
         except CompileError:
             return []
         return flags
