@@ -154,7 +154,8 @@ def test_large_steps_fit_a_small_device() -> None:
 
 
 def test_a_quick_profile_of_large_steps_survives_noise() -> None:
-    """Chunks far behind the begin of a prompt are predicted as well as those at its begin."""
+    """Chunks far behind the begin of a prompt are predicted as well as those at its begin, and many
+    rows with long contexts as well as few with short ones."""
     truth = CostModel(  # as an H100 has it for 8 billion weights
         constant_s=5.7e-3,
         token_s=1e-6,
@@ -171,13 +172,16 @@ def test_a_quick_profile_of_large_steps_survives_noise() -> None:
         + prompt(rng.randint(2, 1024), rng.randrange(6000), False)
         for _ in range(100)
     ]
-    exact = [Sample(shape, truth.seconds(load_of(shape))) for shape in mixed]
+    many = [decode_rows(rng.randint(64, 256), rng.randint(500, 4000)) for _ in range(50)]
     for _ in range(8):
         noisy = [
             Sample(shape, truth.seconds(load_of(shape)) * rng.uniform(0.95, 1.05))
             for shape in quick_grid(limits)
         ]
-        assert error_of(fit(noisy, MIXED_PADDING).model, exact).mape < 0.05
+        fitted = fit(noisy, MIXED_PADDING).model
+        for shapes in (mixed, many):
+            exact = [Sample(shape, truth.seconds(load_of(shape))) for shape in shapes]
+            assert error_of(fitted, exact).mape < 0.05
 
 
 def test_on_a_gpu_larger_steps_are_measured() -> None:
