@@ -250,7 +250,7 @@ class InputUploader:
             self._device,
         )
         if pending is not None:
-            fill_pending_tokens(on_device[0], pending.tokens, on_device.pop())
+            on_device[0] = pending_filled_in(on_device[0], pending.tokens, on_device.pop())
         token_ids, positions, slots, sample_rows, read_rows = on_device
         return dataclasses.replace(
             inputs,
@@ -280,7 +280,7 @@ def upload(tensors: Sequence[Tensor], staging: Staging, device: torch.device) ->
     ]
 
 
-def fill_pending_tokens(token_ids: Tensor, tokens: Tensor, sources: Tensor) -> None:
-    """token_ids[i] = tokens[sources[i]] where sources[i] is not -1. All on the device."""
+def pending_filled_in(token_ids: Tensor, tokens: Tensor, sources: Tensor) -> Tensor:
+    """tokens[sources[i]] where sources[i] is not -1, else token_ids[i]; int32, on the device."""
     found = tokens.index_select(0, sources.clamp(min=0))
-    token_ids.copy_(torch.where(sources < 0, token_ids, found))
+    return torch.where(sources < 0, token_ids, found)

@@ -38,11 +38,13 @@ from bros.executor.parallel.ranks import SINGLE_RANK, Ranks
 from bros.executor.parallel.sharding import shards_of
 from bros.executor.runner import LaunchingRunner, ModelRunner
 from bros.executor.sampler import (
+    Best,
     DeviceStepSampler,
     HostStepSampler,
     NoStepSampler,
     NumpySampler,
     RowSampler,
+    best_by_torch,
 )
 from bros.executor.target import (
     choose_target,
@@ -391,9 +393,18 @@ class _Loader:
         if self._kernels_name != "triton":
             return DeviceStepSampler(self._row_sampler())
         # Imported late: Triton is optional.
-        from bros.executor.cuda.device_sampler import best, draw
+        from bros.executor.cuda.device_sampler import draw
 
-        return DeviceStepSampler(self._row_sampler(), draw, best)
+        return DeviceStepSampler(self._row_sampler(), draw, self._best)
+
+    @property
+    def _best(self) -> Best:
+        if self._kernels_name != "triton":
+            return best_by_torch
+        # Imported late: Triton is optional.
+        from bros.executor.cuda.device_sampler import best
+
+        return best
 
     def _graphs(
         self, decoder: Decoder, kv: KvMemory, max_model_len: int, num_blocks: int
@@ -412,6 +423,7 @@ class _Loader:
                 self._spec.vocab_size,
                 GraphSizes.of(*shape, tokens),
                 CudaGraphCapture(),
+                self._best,
             )
 
         graphs, tokens = None, self._bounds.tokens if self._records_chunks else 0

@@ -33,11 +33,13 @@ class StepOutputs(NamedTuple):
 
     logits: fp32 [samples, vocab]; [0, vocab] on ranks other than 0.
     scores, pooled: of the step's readouts; None if it has none.
+    best: see Replayed; None if the step was no replay.
     """
 
     logits: Tensor
     scores: PendingScores | None = None
     pooled: PendingPools | None = None
+    best: Tensor | None = None
 
     def readouts(self) -> tuple[ReadPositions, ...]:
         """The results of the readouts; the device must have ended the step."""
@@ -138,7 +140,8 @@ class ModelRunner:
         if should_abort is not None and should_abort():
             return None
         self._kv.wait_for_layer(len(self._kv.layers) - 1)
-        return StepOutputs(graphs.replay(graph, inputs, pending))
+        replayed = graphs.replay(graph, inputs, pending)
+        return StepOutputs(replayed.logits, best=replayed.best)
 
     def _run(
         self,
@@ -281,7 +284,7 @@ class LaunchingRunner(ModelRunner):
         """The second half of `launch`. inputs: from `prepare`; pending: from `pending`."""
         outputs = self.compute(inputs, pending=pending)
         assert isinstance(outputs, StepOutputs), "a step yields only if should_abort is given"
-        samples = self._device_sampler.begin(outputs.logits, inputs.samples)
+        samples = self._device_sampler.begin(outputs.logits, inputs.samples, outputs.best)
         self._last = LaunchedStep(plan, samples, outputs)
         return self._last
 

@@ -304,15 +304,16 @@ SampleRequest = tuple[str, SampleSpec]
 Draw = Callable[[Tensor, Sequence[SampleSpec]], Tensor]
 """The type of device_sampler.draw."""
 
-Best = Callable[[Tensor], Tensor]
-"""fp32 logits [rows, vocab] -> int32 [2, rows]: the best tokens, the first of equal ones, and the
-bits of their logits, which are NaN for rows with any NaN."""
+Best = Callable[[Tensor, Tensor], None]
+"""Finds the best tokens of fp32 logits [rows, vocab]. Writes int32 [2, rows], contiguous: the
+tokens, the first of equal ones, and the bits of their logits, which are NaN for rows with any NaN.
+The host does not wait for the device."""
 
 
-def best_by_torch(logits: Tensor) -> Tensor:
+def best_by_torch(logits: Tensor, out: Tensor) -> None:
     """See Best."""
     peaks, best = logits.max(dim=1)  # the first of equal logits; the peak of a row with NaN is NaN
-    return torch.stack((best.int(), peaks.view(torch.int32)))
+    out[0], out[1] = best, peaks.view(torch.int32)
 
 
 class StepSampler(Protocol):
@@ -404,13 +405,26 @@ class DeviceStepSampler:
         """See StepSampler."""
         return self.begin(logits, requests).finish()
 
-    def begin(self, logits: Tensor, requests: Sequence[SampleRequest]) -> PendingSamples:
-        """Launch the sampling on the device and the copies to the host, without waiting."""
+    def begin(
+        self,
+        logits: Tensor,
+        requests: Sequence[SampleRequest],
+        best: Tensor | None = None,
+    ) -> PendingSamples:
+        """Launch the sampling on the device and the copies to the host, without waiting.
+
+        best: int32 [2, at least the rows], if the step has found the best tokens already. Drawn
+            tokens replace them there.
+        """
         host_rows, drawn = self._divide([spec for _, spec in requests])
         tokens = result = None
         if len(host_rows) < len(requests):
-            found = self._sample_all(logits, requests, drawn)
-            tokens, result = found[0], copy_to_host(found)
+            if best is None:
+                best = logits.new_empty(2, len(logits), dtype=torch.int32)
+                self._best(logits, best)
+            tokens = best[0, : len(requests)]
+            self._draw_some(tokens, logits, requests, drawn)
+            result = copy_to_host(best)[:, : len(requests)]
         host_logits = None
         if host_rows:
             every = len(host_rows) == len(requests)
@@ -425,22 +439,22 @@ class DeviceStepSampler:
             requests, host_rows, tokens, result, host_logits, done, self._host_sampler
         )
 
-    def _sample_all(
-        self, logits: Tensor, requests: Sequence[SampleRequest], drawn: Sequence[int]
-    ) -> Tensor:
-        """int32 [2, rows], tokens and bits of the peaks; the host replaces tokens of its rows.
-
-        drawn: the rows that the device draws by chance.
-        """
-        found = self._best(logits)
-        if drawn and self._draw is not None:
-            specs = [requests[row][1] for row in drawn]
-            if len(drawn) == len(requests):
-                found[0] = self._draw(logits, specs)
-            else:
-                rows = _rows(drawn, logits)
-                found[0].index_copy_(0, rows, self._draw(logits.index_select(0, rows), specs))
-        return found
+    def _draw_some(
+        self,
+        tokens: Tensor,
+        logits: Tensor,
+        requests: Sequence[SampleRequest],
+        drawn: Sequence[int],
+    ) -> None:
+        """Replace the tokens of the rows that the device draws by chance."""
+        if not drawn or self._draw is None:
+            return
+        specs = [requests[row][1] for row in drawn]
+        if len(drawn) == len(requests):
+            tokens.copy_(self._draw(logits, specs))
+        else:
+            rows = _rows(drawn, logits)
+            tokens.index_copy_(0, rows, self._draw(logits.index_select(0, rows), specs))
 
     def _divide(self, specs: Sequence[SampleSpec]) -> tuple[list[int], list[int]]:
         """(rows that the host samples, rows that the device draws by chance); the device samples

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.executor.inputs import fill_pending_tokens, upload
+from bros.executor.inputs import pending_filled_in, upload
 from bros.executor.target import CPU
 from bros.kernels.staging import Staging
 from support.kernel_cases import int32
@@ -82,7 +82,7 @@ def test_one_copy_brings_all_vectors(lengths: list[int], rng: random.Random) -> 
 
 def test_late_tokens_are_filled_in_and_the_others_kept() -> None:
     token_ids = int32([5, -1, 7, -1])
-    fill_pending_tokens(token_ids, int32([40, 41, 42]), int32([-1, 2, -1, 0]))
-    assert token_ids.tolist() == [5, 42, 7, 40]
-    fill_pending_tokens(token_ids, int32([9]), int32([-1, -1, -1, -1]))
-    assert token_ids.tolist() == [5, 42, 7, 40]
+    filled = pending_filled_in(token_ids, int32([40, 41, 42]), int32([-1, 2, -1, 0]))
+    assert filled.tolist() == [5, 42, 7, 40] and filled.dtype == torch.int32
+    assert token_ids.tolist() == [5, -1, 7, -1]
+    assert pending_filled_in(filled, int32([9]), int32([-1, -1, -1, -1])).tolist() == [5, 42, 7, 40]

@@ -67,7 +67,9 @@ def test_the_best_tokens_are_those_of_torch(vocab: int) -> None:
     logits[3, vocab // 2] = float("inf")
     logits[4] = 0.0
     logits[5, -1] = float("nan")
-    tokens, bits = best_tokens(logits.to(BACKEND.device)).cpu()
+    out = torch.full((2, len(logits)), -7, dtype=torch.int32, device=BACKEND.device)
+    best_tokens(logits.to(BACKEND.device), out)
+    tokens, bits = out.cpu()
     peaks = bits.view(torch.float32)
     expected, best = logits.max(dim=1)
     torch.testing.assert_close(peaks, expected, rtol=0, atol=0, equal_nan=True)

@@ -19,7 +19,7 @@ from bros.executor.models.spec import ModelSpec
 from bros.executor.parallel.ranks import SINGLE_RANK, Ranks
 from bros.executor.parallel.sharding import shards_of
 from bros.executor.runner import LaunchingRunner, ModelRunner
-from bros.executor.sampler import DeviceStepSampler, NumpySampler
+from bros.executor.sampler import DeviceStepSampler, NumpySampler, best_by_torch
 from bros.executor.target import CPU, Target
 from bros.executor.weights import RandomWeights
 from bros.kernels.interface import (
@@ -262,7 +262,15 @@ def assemble(
     if graph_rows is not None:
         sizes = GraphSizes(graph_rows, segments, segments, groups, graph_tokens)
         graphs = StepGraphs(
-            decoder, kv.layers, kernels, layout, CPU, spec.vocab_size, sizes, replays
+            decoder,
+            kv.layers,
+            kernels,
+            layout,
+            CPU,
+            spec.vocab_size,
+            sizes,
+            replays,
+            best_by_torch,
         )
     step_sampler = DeviceStepSampler(NumpySampler(), draw)
     runner = LaunchingRunner(

@@ -217,7 +217,8 @@ def launches_of_sampling() -> list[Launched]:
     names = ("choose", "best_of_parts", "best_of_rows")
     with recorded(*[(sampling, name) for name in names]) as launches:
         sampling.sample_tokens(torch.zeros(rows, vocab), params)
-        sampling.best_tokens(torch.zeros(rows, vocab))
+        out = torch.zeros(2, rows, dtype=torch.int32)
+        sampling.best_tokens(torch.zeros(rows, vocab), out)
     return [
         (name, found.kernel, args, kwargs)
         for name, found in launches.items()

@@ -20,9 +20,9 @@ from bros.kernels.triton.sampling import SamplingTensors, best_tokens, sample_to
 _ALIGNMENT = 4  # rows; Triton compiles a kernel anew for pointers of other alignment
 
 
-def best(logits: Tensor) -> Tensor:
-    """See sampler.Best. The host does not wait for the device."""
-    return best_tokens(logits.contiguous())
+def best(logits: Tensor, out: Tensor) -> None:
+    """See sampler.Best."""
+    best_tokens(logits.contiguous(), out)
 
 
 def draw(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:

@@ -7,9 +7,16 @@ smaller step is padded:
     token_ids   12 77  5  0      token and position of padding are 0
     positions   40  9 31  0
     slots       99  7 55 -1      -1: its K and V are not cached
+    sources      1 -1  0 -1      -1: the token is known; else a row of the step before
     logits       x  x  x  .      ignored
 
 Attention knows the real rows (see Kernels.prepare) and reads nothing for padding.
+
+A graph begins with the tokens that the step before has sampled, and ends with the best token of
+each row, both at one place for all graphs: the host has two launches and five operations less.
+
+    best   [ token of row 0, 1, 2, ... | bits of their logits ]     see sampler.Best
+             read by the next graph
 
 Decode steps, in which every row has one token and samples, have graphs by their number of rows.
 Mixed steps, with chunks of prompts, have graphs by their tokens and samples: launching their
@@ -24,12 +31,14 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bros.executor.inputs import PendingTokens, StepInputs, fill_pending_tokens
+from bros.executor.inputs import PendingTokens, StepInputs, pending_filled_in
 from bros.executor.models.decoder import Decoder, LayerCache
+from bros.executor.sampler import Best
 from bros.kernels.interface import (
     AttentionBatch,
     GraphBuffers,
@@ -142,15 +151,16 @@ class _Inputs:
     def write(self, tensors: Sequence[Tensor], sample_rows: Tensor | None) -> None:
         """Upload and pad. tensors: token_ids, positions, slots, sources, or the first of these."""
         host = self._staging.take(self._all.numel())
-        by_token = host[: 4 * self._tokens].view(4, self._tokens)
+        numbers = host.numpy()  # a view of a tensor takes ten times as long to make as one of these
+        by_token = numbers[: 4 * self._tokens].reshape(4, self._tokens)
         by_token[:2] = 0
         by_token[2:] = -1
         for row, tensor in zip(by_token, tensors, strict=False):
-            row[: len(tensor)] = tensor
-        sampled = host[4 * self._tokens :]
-        sampled.zero_()
+            row[: len(tensor)] = tensor.numpy()
+        sampled = numbers[4 * self._tokens :]
+        sampled[:] = 0
         if sample_rows is not None:
-            sampled[: len(sample_rows)] = sample_rows
+            sampled[: len(sample_rows)] = sample_rows.numpy()
         self._all.copy_(host, non_blocking=True)
         self._staging.sent()
 
@@ -164,6 +174,18 @@ class _Graph:
     inputs: _Inputs
     replay: Callable[[], None]
     tokens: int = 0
+
+
+class Replayed(NamedTuple):
+    """What a graph computes, in buffers that the next replay overwrites; undefined on ranks other
+    than 0.
+
+    logits: fp32 [samples, vocab].
+    best: int32 [2, at least `samples`], see sampler.Best.
+    """
+
+    logits: Tensor
+    best: Tensor
 
 
 class StepGraphs:
@@ -180,8 +202,11 @@ class StepGraphs:
         vocab_size: int,
         sizes: GraphSizes,
         capture: Capture,
+        best: Best,
     ) -> None:
         """Capture all graphs. This runs a step of each size a few times without changing the KV.
+
+        best: finds the best tokens of logits.
 
         Raises whatever `capture` raises, and RuntimeError if the kernels cannot be captured.
         """
@@ -193,7 +218,10 @@ class StepGraphs:
         self._layout = layout
         self._device = device
         most_samples = max([samples for _, samples in mixed], default=0)
-        self._logits = torch.empty(max(row_counts[-1], most_samples), vocab_size, device=device)
+        self._find_best = best
+        most_rows = max(row_counts[-1], most_samples)
+        self._logits = torch.empty(most_rows, vocab_size, device=device)
+        self._best = torch.zeros(2 * most_rows, dtype=torch.int32, device=device)
         self._plain: list[_Graph] = []
         self._sharing: list[_Graph] = []
         self._mixed: list[_Graph] = []
@@ -243,8 +271,8 @@ class StepGraphs:
 
     def replay(
         self, graph: _Graph, inputs: StepInputs, pending: PendingTokens | None = None
-    ) -> Tensor:
-        """fp32 logits [samples, vocab], in a buffer that the next call overwrites.
+    ) -> Replayed:
+        """Run a step. The host does not wait for the device.
 
         graph: from `find`.
         inputs: on the host; their attention batch is not prepared.
@@ -254,11 +282,13 @@ class StepGraphs:
             known if pending is None else (*known, pending.sources),
             inputs.sample_rows if graph.tokens else None,
         )
-        if pending is not None:
-            fill_pending_tokens(graph.inputs.token_ids, pending.tokens, graph.inputs.sources)
+        if pending is not None and pending.tokens.data_ptr() != self._best.data_ptr():
+            # The step before was no replay, or this is not the rank that samples.
+            self._best[: len(pending.tokens)].copy_(pending.tokens)
         self._kernels.prepare(inputs.attention, self._layout, self._device, graph.buffers)
         graph.replay()
-        return self._logits[: len(inputs.sample_rows)]
+        samples = len(inputs.sample_rows)
+        return Replayed(self._logits[:samples], self._best[: 2 * graph.rows].view(2, graph.rows))
 
     def _capture(self, limits: GraphLimits, inputs: _Inputs, capture: Capture) -> _Graph:
         """A decode step."""
@@ -305,18 +335,23 @@ class StepGraphs:
         buffers: GraphBuffers,
         sample_rows: Tensor,
     ) -> Callable[[], None]:
-        """The computation of a step of this size, whose logits it writes to self._logits."""
+        """The computation of a step of this size. It writes to self._logits and self._best."""
         batch = _rows_without_context(rows)
         prepared = self._kernels.prepare(batch, self._layout, self._device, buffers)
         token_ids, positions, slots = (
             each[:tokens] for each in (inputs.token_ids, inputs.positions, inputs.slots)
         )
-        step = StepInputs(token_ids, positions, slots, prepared, sample_rows, ())
+        sources, last = inputs.sources[:tokens], self._best
+        found = self._best[: 2 * rows].view(2, rows)
 
         def run() -> None:
+            known = pending_filled_in(token_ids, last, sources)
+            step = StepInputs(known, positions, slots, prepared, sample_rows, ())
             logits = self._decoder(step, self._caches)
             assert logits is not None
-            self._logits[: len(logits)].copy_(logits)  # ranks other than 0 have no logits
+            if len(logits):  # ranks other than 0 have none
+                self._logits[: len(logits)].copy_(logits)
+                self._find_best(logits, found)
 
         return run
 

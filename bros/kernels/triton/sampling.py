@@ -44,16 +44,17 @@ class SamplingTensors:
     start: Tensor
 
 
-def best_tokens(logits: Tensor) -> Tensor:
-    """int32 [2, rows]: the best token of each row, the first of equal ones, and the bits of its
-    logit, which is NaN if any logit of the row is NaN.
+def best_tokens(logits: Tensor, out: Tensor) -> None:
+    """Write the best token of each row, the first of equal ones, and the bits of its logit, which
+    is NaN if any logit of the row is NaN.
 
     logits: fp32 [rows, vocab], not changed. The host does not wait for the device.
+    out: int32 [2, rows].
     """
     rows, vocab = logits.shape
     assert logits.dtype == torch.float32 and logits.is_contiguous()
+    assert out.dtype == torch.int32 and out.shape == (2, rows) and out.is_contiguous()
     parts = -(-vocab // _PART)
-    out = logits.new_empty(2, rows, dtype=torch.int32)
     if rows:
         peaks = logits.new_empty(rows, parts)
         tokens = logits.new_empty(rows, parts, dtype=torch.int32)
@@ -63,7 +64,6 @@ def best_tokens(logits: Tensor) -> Tensor:
         best_of_rows[(rows,)](
             out, peaks, tokens, rows, PARTS=parts, BLOCK=power_of_two(parts), num_warps=1
         )
-    return out
 
 
 def sample_tokens(logits: Tensor, params: SamplingTensors) -> Tensor:
