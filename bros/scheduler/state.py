@@ -369,7 +369,10 @@ class RequestState:
             tokens.append(token_id)
         if self.running:  # else it lost its memory meanwhile and has a new deadline already
             self.late = False
-            self.deadline_s = self.paced_deadline_s()
+            # If a running step computes this token already, `expect_output` comes before the next
+            # plan.
+            if self.num_computed_tokens < len(tokens):
+                self.deadline_s = self.paced_deadline_s()
         if token_id in self.stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(tokens) >= self.max_length else None
