@@ -34,11 +34,10 @@ from rich.progress import track
 from rich.table import Table
 
 from bros.bench.results import environment
-from bros.bench.workloads.catalogue import BLOCK_TOKENS
 from bros.cli.bench import local_server
 from bros.core.clock import SystemClock
 from bros.scheduler.profiles import available_cores
-from bros.workload.arrivals import PoissonLoad
+from bros.workload.arrivals import BLOCK_TOKENS, PoissonLoad
 
 TARGET = 0.05
 TAIL_S = 15.0

@@ -79,7 +79,6 @@ from bros.simulator.prefix_workloads import (
     PrefixWorkload,
     published,
     read_azure_times,
-    read_mooncake_trace,
 )
 from bros.simulator.program_simulation import (
     ProgramReport,
@@ -104,6 +103,7 @@ from bros.workload.arrivals import (
     RtLoad,
     TraceLoad,
     read_azure_trace,
+    read_mooncake_trace,
 )
 
 Scenario = TypeVar("Scenario")

@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-import json
 import random
 from array import array
 from collections import Counter
@@ -25,14 +24,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from bros.core.errors import ConfigError
 from bros.core.request import ServiceClass
 from bros.simulator.simulation import TOKEN
-from bros.workload.arrivals import generator, poisson_times, read_azure_trace
+from bros.workload.arrivals import HashedArrival, generator, poisson_times, read_azure_trace
 from bros.workload.lengths import ClippedLogNormal, Lengths
 
 # ---- Requests with shared prefixes. Token ids are only generated when they are needed.
@@ -449,25 +447,7 @@ class AzureLoad:
         ]
 
 
-# ---- Recorded requests with their prefixes: JSON lines as in the Mooncake traces.
-#
-#     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [0, 46, 47, ...]}
-#
-# timestamp is in milliseconds after the start, lengths are in tokens. There is one hash id per
-# block of 512 prompt tokens; equal ids mean equal blocks after equal prefixes. The last block may
-# be shorter.
-
-
-BLOCK_TOKENS = 512
-
-
-class TraceLine(NamedTuple):
-    """A recorded request."""
-
-    time_s: float
-    prompt_tokens: int
-    output_tokens: int
-    blocks: tuple[int, ...]
+# ---- Recorded requests with their prefixes.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -478,7 +458,7 @@ class MooncakeLoad:
     """
 
     source: str
-    recorded: tuple[TraceLine, ...] = field(repr=False)
+    recorded: tuple[HashedArrival, ...] = field(repr=False)
     rate: float
     count: int
     be_share: float = 0.0
@@ -488,60 +468,21 @@ class MooncakeLoad:
         return f"{self.source}, {self.rate:g} req/s"
 
     def requests(self, seed: int) -> list[PrefixRequest]:
-        lines = self.recorded[: self.count]
-        times = at_rate([line.time_s for line in lines], self.rate)
-        service_classes = classes(len(lines), self.be_share, generator(seed, "classes"))
+        recorded = self.recorded[: self.count]
+        times = at_rate([arrival.time_s for arrival in recorded], self.rate)
+        service_classes = classes(len(recorded), self.be_share, generator(seed, "classes"))
         return [
             PrefixRequest(
                 time_s=time_s,
-                parts=_parts(line),
-                output_tokens=line.output_tokens,
-                family=_family(line),
+                parts=tuple(Part(f"block {block}", tokens) for block, tokens in arrival.blocks),
+                output_tokens=arrival.size.output_tokens,
+                family=_family(arrival),
                 service_class=service_class,
             )
-            for time_s, line, service_class in zip(times, lines, service_classes, strict=True)
+            for time_s, arrival, service_class in zip(times, recorded, service_classes, strict=True)
         ]
 
 
-def read_mooncake_trace(path: Path) -> tuple[TraceLine, ...]:
-    """All lines, sorted by time. Raises ConfigError naming the file and the line that is wrong."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            lines = sorted(_lines(path, file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    if not lines:
-        raise ConfigError(f"{path} has no requests")
-    first_s = lines[0].time_s
-    return tuple(line._replace(time_s=line.time_s - first_s) for line in lines)
-
-
-def _lines(path: Path, texts: Iterator[str]) -> Iterator[TraceLine]:
-    for number, text in enumerate(texts, 1):
-        if not text.strip():
-            continue
-        try:
-            yield _line(json.loads(text))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}, line {number}: {error!r}") from None
-
-
-def _line(content: dict[str, Any]) -> TraceLine:
-    blocks = tuple(int(block) for block in content["hash_ids"])
-    prompt_tokens, output_tokens = int(content["input_length"]), int(content["output_length"])
-    if prompt_tokens < 1 or output_tokens < 1 or content["timestamp"] < 0:
-        raise ValueError("lengths must be positive, and times not negative")
-    if len(blocks) != -(-prompt_tokens // BLOCK_TOKENS):
-        raise ValueError(f"{len(blocks)} hash_ids are not {prompt_tokens} tokens")
-    return TraceLine(content["timestamp"] / 1e3, prompt_tokens, output_tokens, blocks)
-
-
-def _parts(line: TraceLine) -> tuple[Part, ...]:
-    full = [Part(f"block {block}", BLOCK_TOKENS) for block in line.blocks[:-1]]
-    rest = line.prompt_tokens - BLOCK_TOKENS * len(full)
-    return (*full, Part(f"block {line.blocks[-1]}", rest))
-
-
-def _family(line: TraceLine) -> int:
+def _family(recorded: HashedArrival) -> int:
     """Its second block, as all requests share the first one."""
-    return line.blocks[min(1, len(line.blocks) - 1)]
+    return recorded.blocks[min(1, len(recorded.blocks) - 1)][0]

@@ -9,12 +9,14 @@ request is always the same; another rate only stretches the gaps between the sam
 from __future__ import annotations
 
 import csv
+import json
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from bros.core.errors import ConfigError
 from bros.workload.lengths import ClippedLogNormal, Lengths, Uniform
@@ -219,3 +221,81 @@ def _parse_time(stamp: str) -> tuple[datetime, float]:
     if digits and not digits.isdecimal():
         raise ValueError(stamp)
     return datetime.strptime(whole, "%Y-%m-%d %H:%M:%S"), float(f"0.{digits or 0}")
+
+
+# ---- Mooncake traces: JSON lines of requests with the hashes of their blocks.
+#
+#     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [0, 46, 47, ...]}
+#
+# timestamp is in milliseconds after the start, lengths are in tokens. There is one hash id per
+# block of BLOCK_TOKENS prompt tokens; equal ids mean equal blocks after equal prefixes. The last
+# block may be shorter.
+
+
+BLOCK_TOKENS = 512
+"""Prompt tokens per hash id of a Mooncake trace."""
+
+
+class HashedArrival(NamedTuple):
+    """A request of a Mooncake trace, time_s seconds after the first one.
+
+    blocks: (hash id, tokens) of each block of the prompt.
+    """
+
+    time_s: float
+    size: Size
+    blocks: tuple[tuple[int, int], ...]
+
+
+def read_mooncake_trace(path: Path) -> tuple[HashedArrival, ...]:
+    """All lines, sorted by time and then by size. Raises ConfigError naming the file and the line
+    that is wrong."""
+    found: list[HashedArrival] = []
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    found.append(_hashed_arrival(path, number, line))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if not found:
+        raise ConfigError(f"{path} has no requests")
+    found.sort()
+    first_s = found[0].time_s
+    return tuple(arrival._replace(time_s=arrival.time_s - first_s) for arrival in found)
+
+
+def _hashed_arrival(path: Path, number: int, line: str) -> HashedArrival:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        bad_line(path, number, f"not JSON: {error}")
+    if not isinstance(row, dict):
+        bad_line(path, number, "not a JSON object")
+    time_ms: Any = row.get("timestamp")
+    if type(time_ms) not in (int, float) or not math.isfinite(time_ms):
+        bad_line(path, number, "timestamp must be a number of milliseconds")
+    counts: list[Any] = [row.get("input_length"), row.get("output_length")]
+    if any(type(count) is not int or count < 1 for count in counts):
+        bad_line(path, number, "input_length and output_length must be token counts of at least 1")
+    ids: Any = row.get("hash_ids")
+    if not isinstance(ids, list) or any(type(hash_id) is not int for hash_id in ids):
+        bad_line(path, number, "hash_ids must be a list of whole numbers")
+    size = Size(*counts)
+    if len(ids) != -(-size.prompt_tokens // BLOCK_TOKENS):
+        bad_line(
+            path,
+            number,
+            f"{len(ids)} hash_ids for {size.prompt_tokens} tokens: each stands for "
+            f"{BLOCK_TOKENS}, the last one for the rest",
+        )
+    blocks = tuple(
+        (hash_id, min(BLOCK_TOKENS, size.prompt_tokens - k * BLOCK_TOKENS))
+        for k, hash_id in enumerate(ids)
+    )
+    return HashedArrival(time_ms / 1000, size, blocks)
+
+
+def bad_line(path: Path, number: int, what: str) -> NoReturn:
+    """Raises ConfigError for a line of a file."""
+    raise ConfigError(f"{path}:{number}: {what}")

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from bros.bench.plan import Piece
 from bros.bench.workloads.catalogue import (
-    BLOCK_TOKENS,
     Trace,
     read_azure,
     read_burstgpt,
@@ -23,6 +22,7 @@ from bros.bench.workloads.catalogue import (
 )
 from bros.bench.workloads.contents import OpenLoop
 from bros.core.errors import ConfigError
+from bros.workload.arrivals import BLOCK_TOKENS
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
@@ -108,7 +108,7 @@ def test_mooncake_prompts_share_what_the_hash_ids_say(
     path = tmp_path_factory.mktemp("mooncake") / "m.jsonl"
     path.write_text("".join(mooncake_line(*request) for request in requests))
     trace = read_mooncake(path)
-    ordered = sorted(requests, key=lambda request: request[0])
+    ordered = sorted(requests)
     assert rows(trace) == [
         (time_ms / 1000 - ordered[0][0] / 1000, prompt, output)
         for time_ms, prompt, output, _ in ordered

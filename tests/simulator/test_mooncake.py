@@ -10,12 +10,8 @@ import pytest
 
 from bros.core.errors import ConfigError
 from bros.core.request import ServiceClass
-from bros.simulator.prefix_workloads import (
-    BLOCK_TOKENS,
-    MooncakeLoad,
-    prompt_of,
-    read_mooncake_trace,
-)
+from bros.simulator.prefix_workloads import MooncakeLoad, prompt_of
+from bros.workload.arrivals import BLOCK_TOKENS, read_mooncake_trace
 
 LINES: list[dict[str, Any]] = [
     {"timestamp": 1000, "input_length": 1100, "output_length": 5, "hash_ids": [0, 7, 8]},
@@ -56,22 +52,6 @@ def test_only_so_many_are_played_and_a_share_is_best_effort(tmp_path: Path) -> N
     classes = {request.service_class for request in load(path, be_share=1.0).requests(0)}
     assert classes == {ServiceClass.BE}
     assert load(path).label == "trace.jsonl, 1.5 req/s"
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{", "line 2"),
-        ('{"timestamp": 0}', "hash_ids"),
-        ({**LINES[0], "hash_ids": [1]}, "1 hash_ids are not 1100 tokens"),
-        ({**LINES[0], "output_length": 0}, "positive"),
-        ("[]", "line 2"),
-    ],
-)
-def test_a_wrong_line_is_named(line: object, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="line 2") as caught:
-        read_mooncake_trace(written(tmp_path, LINES[0], line))
-    assert said in str(caught.value)
 
 
 def test_a_file_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:

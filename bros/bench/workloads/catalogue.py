@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from bros.bench.plan import Piece
 from bros.bench.workloads.contents import (
@@ -36,7 +36,14 @@ from bros.bench.workloads.contents import (
     rt_content,
 )
 from bros.core.errors import ConfigError
-from bros.workload.arrivals import RT_SIZES, Size, generator, read_azure_trace
+from bros.workload.arrivals import (
+    RT_SIZES,
+    Size,
+    bad_line,
+    generator,
+    read_azure_trace,
+    read_mooncake_trace,
+)
 from bros.workload.lengths import Uniform
 
 # ---- ShareGPT files: real prompts, with the lengths of the real responses.
@@ -191,14 +198,11 @@ def _first_exchange(entry: Any) -> tuple[str, str] | None:
 # ---- Trace files: arrival times and lengths in three formats.
 #
 #     Azure 2023   TIMESTAMP,ContextTokens,GeneratedTokens
-#     Mooncake     {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]}
+#     Mooncake     see workload/arrivals.py
 #     BurstGPT     Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
 #
 # Times are relative to the first request. All readers raise ConfigError, naming file and line.
 
-
-BLOCK_TOKENS = 512
-"""Prompt tokens per hash id of a Mooncake trace."""
 
 _BURSTGPT_COLUMNS = ("Timestamp", "Model", "Request tokens", "Response tokens")
 
@@ -256,17 +260,16 @@ def read_mooncake(path: Path) -> Trace:
 
     Equal ids become equal text, so requests share the prefixes that they share in the trace.
     """
-    found: list[tuple[float, Draft]] = []
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    found.append(_mooncake_row(path, number, line))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    found.sort(key=lambda row: row[0])
-    arrivals = _arrivals(path, [time_s for time_s, _ in found])
-    return Trace(RecordedContent(path.stem, tuple((draft,) for _, draft in found)), arrivals)
+    recorded = read_mooncake_trace(path)
+    drafts = [
+        Draft(
+            tuple(Piece(f"{path.stem}/{block}", tokens) for block, tokens in arrival.blocks),
+            arrival.size.output_tokens,
+        )
+        for arrival in recorded
+    ]
+    arrivals = _arrivals(path, [arrival.time_s for arrival in recorded])
+    return Trace(RecordedContent(path.stem, tuple((draft,) for draft in drafts)), arrivals)
 
 
 def _burstgpt_rows(
@@ -275,7 +278,7 @@ def _burstgpt_rows(
     header = [name.strip() for name in next(lines, [])]
     missing = [name for name in _BURSTGPT_COLUMNS if name not in header]
     if missing:
-        _bad_line(path, 1, f"there is no column {missing[0]!r} in the first line")
+        bad_line(path, 1, f"there is no column {missing[0]!r} in the first line")
     time_at, model_at, prompt_at, output_at = (header.index(name) for name in _BURSTGPT_COLUMNS)
     for number, line in enumerate(lines, start=2):
         if not line:
@@ -284,42 +287,11 @@ def _burstgpt_rows(
             time_s, name = float(line[time_at]), line[model_at]
             prompt_tokens, output_tokens = int(line[prompt_at]), int(line[output_at])
         except (ValueError, IndexError):
-            _bad_line(path, number, f"{','.join(line)!r} has no time or no token counts")
+            bad_line(path, number, f"{','.join(line)!r} has no time or no token counts")
         if not math.isfinite(time_s) or prompt_tokens < 0 or output_tokens < 0:
-            _bad_line(path, number, "the time must be a number, token counts must not be negative")
+            bad_line(path, number, "the time must be a number, token counts must not be negative")
         if model is None or name == model:
             yield time_s, prompt_tokens, output_tokens
-
-
-def _mooncake_row(path: Path, number: int, line: str) -> tuple[float, Draft]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        _bad_line(path, number, f"not JSON: {error}")
-    if not isinstance(row, dict):
-        _bad_line(path, number, "not a JSON object")
-    time_ms: Any = row.get("timestamp")
-    if type(time_ms) not in (int, float) or not math.isfinite(time_ms):
-        _bad_line(path, number, "timestamp must be a number of milliseconds")
-    counts: list[Any] = [row.get("input_length"), row.get("output_length")]
-    if any(type(count) is not int or count < 1 for count in counts):
-        _bad_line(path, number, "input_length and output_length must be token counts of at least 1")
-    ids: Any = row.get("hash_ids")
-    if not isinstance(ids, list) or any(type(hash_id) is not int for hash_id in ids):
-        _bad_line(path, number, "hash_ids must be a list of whole numbers")
-    prompt_tokens, output_tokens = counts
-    if len(ids) != -(-prompt_tokens // BLOCK_TOKENS):
-        _bad_line(
-            path,
-            number,
-            f"{len(ids)} hash_ids for {prompt_tokens} tokens: each stands for {BLOCK_TOKENS}, "
-            "the last one for the rest",
-        )
-    prompt = tuple(
-        Piece(f"{path.stem}/{hash_id}", min(BLOCK_TOKENS, prompt_tokens - k * BLOCK_TOKENS))
-        for k, hash_id in enumerate(ids)
-    )
-    return time_ms / 1000, Draft(prompt, output_tokens)
 
 
 def _trace_of_sizes(path: Path, rows: list[tuple[float, int, int]], skipped: int) -> Trace:
@@ -333,10 +305,6 @@ def _arrivals(path: Path, times_s: list[float]) -> RecordedArrivals:
     if not times_s:
         raise ConfigError(f"{path} has no requests")
     return RecordedArrivals(tuple(time_s - times_s[0] for time_s in times_s))
-
-
-def _bad_line(path: Path, line: int, why: str) -> NoReturn:
-    raise ConfigError(f"{path}:{line}: {why}")
 
 
 class FoundContent(NamedTuple):
