@@ -3,7 +3,8 @@
 // Tensors are passed as data_ptr() integers, so this needs no torch headers. cpu_ops.py checks
 // dtypes and shapes before a call; values (slots, blocks) are checked here. Bytes and NumPy arrays
 // come as buffers: the draws of `sample`, and the int32 numbers of two further functions, which
-// encode the segments of a step for other ranks (segment_changes.py).
+// encode the segments of a step for other ranks (segment_changes.py). `concatenate_chunks` reads
+// the objects of a plan.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #if defined(__x86_64__)
@@ -19,6 +20,8 @@
 #include "key_order.h"
 #include "kernels.h"
 #include "plan_segments.h"
+#include "step_inputs.h"
+#include "work_list.h"
 
 namespace bros {
 namespace {
@@ -158,6 +161,37 @@ class Arguments {
     a->rows = integer();
     a->num_segments = integer();
     a->shared = shared();
+  }
+
+  WorkBatch work_batch() {
+    AttentionArgs a;
+    batch(&a);
+    const SharedArgs& s = a.shared;
+    WorkBatch b = {a.query_start, a.segment_start, a.segments, a.rows, a.num_segments};
+    if (!s.parts) return b;
+    b.part_start = s.row_start;
+    b.part_rows = s.rows;
+    b.part_segment_start = s.segment_start;
+    b.part_segments = s.segments;
+    b.parts = s.parts;
+    b.num_part_rows = s.num_rows;
+    b.num_part_segments = s.num_segments;
+    return b;
+  }
+
+  // An array of int64 numbers, as a struct of as many.
+  template <class T>
+  T numbers() {
+    T result = {};
+    int64_t count = 0;
+    const int64_t* found = buffer<int64_t>(&count);
+    if (PyErr_Occurred()) return result;
+    if (count * sizeof *found == sizeof result) {
+      memcpy(&result, found, sizeof result);
+    } else {
+      PyErr_SetString(PyExc_ValueError, "wrong number of int64 numbers");
+    }
+    return result;
   }
 
   SharedArgs shared() {
@@ -431,6 +465,85 @@ PyObject* ordered(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return nullptr;
 }
 
+PyObject* wrong_work(const char* error) {
+  PyErr_SetString(error == WorkList::kNoMemory ? PyExc_MemoryError : PyExc_ValueError, error);
+  return nullptr;
+}
+
+// batch_counts(batch): its tokens, its rows of no token, of several tokens, and the segments of its
+// work list.
+PyObject* batch_counts(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  const WorkBatch batch = in.work_batch();
+  if (!in.ok()) return nullptr;
+  BatchCounts found;
+  if (const char* error = found.count(batch)) return wrong_work(error);
+  return Py_BuildValue("LLLL", static_cast<long long>(found.tokens),
+                       static_cast<long long>(found.empty), static_cast<long long>(found.several),
+                       static_cast<long long>(found.segments));
+}
+
+// work_list_sizes(batch, rules): WorkSizes of its list.
+PyObject* work_list_sizes(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  const WorkBatch batch = in.work_batch();
+  const WorkRules rules = in.numbers<WorkRules>();
+  if (!in.ok()) return nullptr;
+  WorkList list(batch, rules);
+  if (const char* error = list.measure()) return wrong_work(error);
+  const WorkSizes& s = list.sizes();
+  const int64_t sizes[] = {s.one_items,   s.tile_items, s.listed,  s.merge_tokens,
+                           s.merge_slots, s.segments,   s.partials};
+  PyObject* result = PyTuple_New(7);
+  for (Py_ssize_t i = 0; result && i < 7; ++i) {
+    PyObject* size = PyLong_FromLongLong(sizes[i]);
+    if (size) {
+      PyTuple_SET_ITEM(result, i, size);
+    } else {
+      Py_CLEAR(result);
+    }
+  }
+  return result;
+}
+
+// work_list(batch, rules, out, capacity): how many int32 numbers of `out` are used, and the number
+// of partial results. capacity: WorkSizes and then WorkSections. Nothing is written if the list
+// exceeds it.
+PyObject* work_list(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  struct Room {
+    WorkSizes sizes;
+    WorkSections at;
+  };
+  Arguments in(values, count);
+  const WorkBatch batch = in.work_batch();
+  const WorkRules rules = in.numbers<WorkRules>();
+  int32_t* out = in.pointer<int32_t>();
+  const Room room = in.numbers<Room>();
+  if (!in.ok()) return nullptr;
+  if (!room.at.have_room(room.sizes)) return wrong_work("sections of a work list overlap");
+  WorkList list(batch, rules);
+  const char* error = list.measure();
+  const WorkSizes& sizes = list.sizes();
+  if (!error && !room.sizes.hold(sizes)) error = "the work list exceeds its capacity";
+  if (!error) error = list.write(room.at, out);
+  if (error) return wrong_work(error);
+  return Py_BuildValue("LL", static_cast<long long>(room.at.segments + 3 * sizes.segments),
+                       static_cast<long long>(sizes.partials));
+}
+
+// concatenate_chunks(chunks): the chunks of a plan as arrays, see step_inputs.h.
+PyObject* concatenate_chunks(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  PyObject* chunks = in.object();
+  if (!in.ok()) return nullptr;
+  if (!PyTuple_Check(chunks)) {
+    PyErr_SetString(PyExc_TypeError, "the chunks of a plan must be a tuple");
+    return nullptr;
+  }
+  StepChunks step;
+  return step.read(chunks) ? step.result() : nullptr;
+}
+
 // panel_outputs(level): outputs per panel of packed weights.
 PyObject* panel_outputs(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
@@ -598,6 +711,10 @@ PyMethodDef methods[] = {
     method<rope_and_cache>("rope_and_cache"),
     method<attention>("attention"),
     method<ordered>("order_segments"),
+    method<batch_counts>("batch_counts"),
+    method<work_list_sizes>("work_list_sizes"),
+    method<work_list>("work_list"),
+    method<concatenate_chunks>("concatenate_chunks"),
     method<silu_and_mul>("silu_and_mul"),
     method<linear>("linear"),
     method<embed>("embed"),

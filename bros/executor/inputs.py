@@ -1,12 +1,12 @@
 """The tensors of a step: built from a StepPlan on the host, then uploaded to the decoder's device.
 
-This runs in every step, so no Python code loops over segments.
+This runs in every step, so no Python code loops over segments, nor over chunks where the extension
+was built.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bros.core.plan import SEGMENT_WIDTH, Kept, SampleSpec, SharedPrefix, StepPlan
+from bros.core.plan import Kept, SampleSpec, SharedPrefix, StepPlan
+from bros.executor.chunk_arrays import concatenate
 from bros.executor.readout import ReadRequest
 from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels, SharedParts
 from bros.kernels.offsets import lengths_of, offsets
@@ -77,49 +78,30 @@ class StepInputs:
 
 
 def build_inputs(plan: StepPlan) -> StepInputs:
-    """Concatenate the chunks of a plan.
+    """Concatenate the chunks of a plan. Tensors of the result may share memory with each other.
 
-    Segments are copied as whole buffers: 32 requests of 500 tokens have a thousand segments, and a
-    Python loop over these would take longer than the attention.
+    Raises TypeError, ValueError or OverflowError if numbers of a chunk are not what Chunk says.
     """
-    chunks = plan.chunks
-    token_ids = array("i")
-    for chunk in chunks:
-        token_ids.extend(chunk.token_ids)
-    starts = _int32([chunk.start for chunk in chunks])
-    widths = _int32([len(chunk.segments) for chunk in chunks])
-    if len(token_ids) == len(chunks):  # only decode rows
-        query_start = np.arange(len(chunks) + 1, dtype=np.int32)
-        positions = starts
-    else:
-        lengths = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
-        query_start = offsets(lengths)
-        positions = np.arange(len(token_ids), dtype=np.int32)
-        positions += np.repeat(starts - query_start[:-1], lengths)
-    samples = [(chunk.request_id, chunk.sample) for chunk in chunks if chunk.sample is not None]
-    ends = query_start[1:]
-    if len(samples) < len(chunks):
-        ends = ends[[index for index, chunk in enumerate(chunks) if chunk.sample is not None]]
-    attention = AttentionBatch(
-        query_start=torch.from_numpy(query_start),
-        segment_start=torch.from_numpy(offsets(widths // SEGMENT_WIDTH)),
-        segments=_tensor(bytearray().join([chunk.segments for chunk in chunks])).view(
-            -1, SEGMENT_WIDTH
-        ),
-    )
-    readouts, read_rows, num_scored = read_inputs(plan, query_start)
+    arrays = concatenate(plan.chunks)
+    attention = AttentionBatch(arrays.query_start, arrays.segment_start, arrays.segments)
+    readouts: tuple[ReadRequest, ...] = ()
+    kept: tuple[Kept, ...] = ()
+    read_rows, num_scored = _NO_ROWS, 0
+    if arrays.special:
+        readouts, read_rows, num_scored = read_inputs(plan, arrays.query_start.numpy())
+        kept = tuple([chunk.kept for chunk in plan.chunks if chunk.kept is not None])
     return StepInputs(
-        token_ids=_tensor(token_ids),
-        positions=torch.from_numpy(positions),
-        slots=_tensor(bytearray().join([chunk.slots for chunk in chunks])),
+        token_ids=arrays.token_ids,
+        positions=arrays.positions,
+        slots=arrays.slots,
         attention=with_shared_parts(attention, plan.shared),
-        sample_rows=torch.from_numpy(ends - 1),
-        samples=tuple(samples),
+        sample_rows=arrays.sample_rows,
+        samples=arrays.samples,
         read_rows=read_rows,
         num_scored=num_scored,
         readouts=readouts,
         step=plan.step,
-        kept=tuple([chunk.kept for chunk in chunks if chunk.kept is not None]),
+        kept=kept,
         dropped=plan.dropped,
     )
 
@@ -179,18 +161,6 @@ def with_shared_parts(batch: AttentionBatch, shared: Sequence[SharedPrefix]) -> 
             segments=torch.from_numpy(np.concatenate(pieces)),
         ),
     )
-
-
-def _int32(values: list[int]) -> NDArray[np.int32]:
-    """np.array(values) in half the time."""
-    return np.frombuffer(array("i", values), np.int32)
-
-
-def _tensor(buffer: array[int] | bytearray) -> Tensor:
-    """A view of the buffer's int32 values. torch.frombuffer raises for an empty buffer."""
-    if not buffer:
-        return torch.empty(0, dtype=torch.int32)
-    return torch.frombuffer(buffer, dtype=torch.int32)
 
 
 # ---- Uploading the inputs.

@@ -6,6 +6,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from bros.core.plan import Chunk, SampleSpec
+
 Numbers = NDArray[np.int32]
 
 def levels() -> tuple[tuple[str, bool, bool], ...]: ...
@@ -55,6 +57,58 @@ def order_segments(
     out: int,
     /,
 ) -> int: ...
+def batch_counts(
+    query_start: int,
+    segment_start: int,
+    segments: int,
+    rows: int,
+    num_segments: int,
+    shared_row_start: int,
+    shared_rows: int,
+    shared_segment_start: int,
+    shared_segments: int,
+    num_parts: int,
+    num_shared_rows: int,
+    num_shared_segments: int,
+    /,
+) -> tuple[int, int, int, int]: ...
+def work_list_sizes(
+    query_start: int,
+    segment_start: int,
+    segments: int,
+    rows: int,
+    num_segments: int,
+    shared_row_start: int,
+    shared_rows: int,
+    shared_segment_start: int,
+    shared_segments: int,
+    num_parts: int,
+    num_shared_rows: int,
+    num_shared_segments: int,
+    rules: array[int],
+    /,
+) -> tuple[int, int, int, int, int, int, int]: ...
+def work_list(
+    query_start: int,
+    segment_start: int,
+    segments: int,
+    rows: int,
+    num_segments: int,
+    shared_row_start: int,
+    shared_rows: int,
+    shared_segment_start: int,
+    shared_segments: int,
+    num_parts: int,
+    num_shared_rows: int,
+    num_shared_segments: int,
+    rules: array[int],
+    out: int,
+    capacity: array[int],
+    /,
+) -> tuple[int, int]: ...
+def concatenate_chunks(
+    chunks: tuple[Chunk, ...], /
+) -> tuple[bytearray, int, int, int, tuple[tuple[str, SampleSpec], ...], bool]: ...
 def attention(
     level: int,
     out: int,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from bros.kernels.triton.settings import (
     TritonSettings,
     power_of_two,
 )
+from bros.kernels.triton.work_list import COMPILED, list_sizes, pack_rules
 from bros.kernels.xformers_attention import XformersAttention
 
 _MOST_ROWS = 128
@@ -71,6 +73,7 @@ class TritonAttention:
         self._staging = Staging(device)
         self._scratch: Scratch | None = None
         self._launchers: dict[_Key, _Launcher] = {}
+        self._packed: dict[tuple[HeadLayout, int], array[int]] = {}
 
     def graph_work(self, limits: GraphLimits, layout: HeadLayout) -> GraphWork:
         """Buffers for any batch within the limits."""
@@ -84,16 +87,24 @@ class TritonAttention:
     def prepare(
         self, batch: AttentionBatch, layout: HeadLayout, into: GraphWork | None
     ) -> TritonBatch:
-        """The batch with its work list on the device. `into`, if given, must fit the batch."""
+        """The batch with its work list on the device.
+
+        into: must fit the batch. Raises ValueError if the list does not fit.
+        """
         rows = into.tile_rows if into else _tile_rows(_most_queries(batch), layout)
         own = self._chunk_attention.plan(batch) if self._chunk_attention and into is None else None
-        work = plan_work(batch, self._rules(layout, rows), own.done if own else None)
-        if into is None:
-            tensors = WorkTensors.allocate(ListSizes.of(work), layout, self._device)
+        tensors = into.work if into else None
+        if COMPILED and own is None:
+            packed = self._packed_rules(layout, rows)
+            if tensors is None:
+                sizes = ListSizes(*list_sizes(batch, packed))
+                tensors = WorkTensors.allocate(sizes, layout, self._device)
+            tensors.write(batch, packed, self._staging)
         else:
-            tensors = into.work
-            assert into.fits(batch) and tensors.capacity.holds(work)
-        tensors.fill(work, self._staging)
+            work = plan_work(batch, self._rules(layout, rows), own.done if own else None)
+            if tensors is None:
+                tensors = WorkTensors.allocate(ListSizes.of(work), layout, self._device)
+            tensors.fill(work, self._staging)
         return TritonBatch(
             batch.query_start,
             batch.segment_start,
@@ -246,6 +257,14 @@ class TritonAttention:
         if self._scratch is None or not self._scratch.holds(capacity, layout):
             self._scratch = Scratch.allocate(capacity, layout, self._device)
         return self._scratch
+
+    def _packed_rules(self, layout: HeadLayout, tile_rows: int) -> array[int]:
+        """_rules for compiled functions, made once."""
+        packed = self._packed.get((layout, tile_rows))
+        if packed is None:
+            packed = pack_rules(self._rules(layout, tile_rows))
+            self._packed[layout, tile_rows] = packed
+        return packed
 
     def _rules(self, layout: HeadLayout, tile_rows: int) -> PlanRules:
         """How a batch is divided among this device's programs."""

@@ -10,18 +10,19 @@ counts holds the actual lengths of one_items, tile_items and merge_tokens.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from bros.kernels.interface import AttentionBatch, GraphLimits, HeadLayout, SharedParts
-from bros.kernels.offsets import Ints, lengths_of
+from bros.kernels.interface import AttentionBatch, GraphLimits, HeadLayout
+from bros.kernels.offsets import Ints
 from bros.kernels.staging import Staging
-from bros.kernels.triton.plan import ITEM_WIDTH, PlanRules, WorkList, readers_that_share
+from bros.kernels.triton.plan import ITEM_WIDTH, PlanRules, WorkList
+from bros.kernels.triton.work_list import batch_counts, write_list
 from bros.kernels.xformers_attention import XformersWork
 
 _COUNTS = 4
@@ -129,10 +130,14 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class WorkTensors:
-    """The sections as device tensors, and memory for partial results. All layers share them."""
+    """The sections as device tensors, and memory for partial results. All layers share them.
+
+    room: the capacity and the starts of the sections, see write_list.
+    """
 
     scratch: Scratch
     capacity: ListSizes
+    room: array[int]
     buffer: Tensor
     counts: Tensor
     one_items: Tensor
@@ -157,10 +162,27 @@ class WorkTensors:
             buffer[start : start + n] for start, n in zip(starts[:-1], lengths, strict=True)
         ]
         scratch = scratch or Scratch.allocate(capacity, layout, device)
-        return WorkTensors(scratch, capacity, buffer, *sections)
+        room = array("q", [*astuple(capacity), *starts])
+        return WorkTensors(scratch, capacity, room, buffer, *sections)
+
+    def write(self, batch: AttentionBatch, rules: array[int], staging: Staging) -> None:
+        """Make the list of a batch by one compiled call, and upload it as `fill` does.
+
+        rules: from pack_rules.
+        Raises ValueError if the list exceeds the capacity.
+        """
+        host = staging.take(self.room[-1])
+        used, _ = write_list(batch, rules, host, self.room)
+        self.buffer[:used].copy_(host[:used], non_blocking=True)
+        staging.sent()
 
     def fill(self, work: WorkList, staging: Staging) -> None:
-        """Upload a list, in stream order; the host does not wait."""
+        """Upload a list, in stream order; the host does not wait.
+
+        Raises ValueError if the list exceeds the capacity.
+        """
+        if not self.capacity.holds(work):
+            raise ValueError("the work list exceeds its capacity")
         starts = self.capacity.section_starts()
         counts = np.array(
             [len(work.one_items), len(work.tile_items), len(work.merge_tokens), 0], np.int32
@@ -209,22 +231,15 @@ class GraphWork:
     def fits(self, batch: AttentionBatch) -> bool:
         """See GraphBuffers."""
         limits = self._limits
-        query_start = batch.query_start.numpy()
-        lengths = lengths_of(query_start)
-        segments, shared_rows = len(batch.segments), 0
-        if batch.shared is not None:
-            segments += shared_segments(batch.shared, lengths == 1)
-            shared_rows = len(batch.shared.rows)
-        if (
-            batch.num_rows > limits.rows
-            or segments > limits.segments
-            or shared_rows > limits.shared_rows
-        ):
+        shared_rows = 0 if batch.shared is None else batch.shared.rows.shape[0]
+        if batch.num_rows > limits.rows or shared_rows > limits.shared_rows:
+            return False
+        counts = batch_counts(batch)
+        if counts.segments > limits.segments:
             return False
         if not limits.chunks:
-            return bool((lengths == 1).all())
-        several = int((lengths > 1).sum())
-        return several <= limits.chunks and int(query_start[-1]) <= limits.tokens
+            return not counts.several and not counts.empty
+        return counts.several <= limits.chunks and counts.tokens <= limits.tokens
 
 
 def _most_tiles(readers: int, tile_tokens: int) -> int:
@@ -236,15 +251,3 @@ def _most_tiles(readers: int, tile_tokens: int) -> int:
     if tile_tokens == 1:
         return readers
     return readers * 2 // 3 if tile_tokens == 2 else readers // 2
-
-
-def shared_segments(shared: SharedParts, single: NDArray[np.bool_]) -> int:
-    """The number of shared segments, and of the copies that plan_work makes of them.
-
-    single: bool [rows], the rows of one token.
-    """
-    readers = lengths_of(shared.row_start.numpy())
-    lengths = lengths_of(shared.segment_start.numpy())
-    part = np.repeat(np.arange(len(readers)), readers)
-    stays = readers_that_share(part, single[shared.rows.numpy()], len(readers))
-    return int(lengths.sum() + lengths[part[~stays]].sum())

@@ -10,7 +10,9 @@ log-sum-exp), which a second kernel merges.
     shared part             a unit per tile of the one-token rows that read it: K and V are loaded
                             once for the whole tile
 
-This runs on the host in every step, so there is no Python loop over rows, segments or items.
+The host makes a list in every step. csrc/work_list.h makes the same one by a compiled call
+(work_list.py); these functions define it, and make it where the extension was not built or where
+some chunks are precomputed. There is no Python loop over rows, segments or items.
 """
 
 from __future__ import annotations
