@@ -232,10 +232,7 @@ void many_rows(const LinearArgs& a, const Rows& all, int64_t begin, int64_t end)
     const Rows rows = {all.x + row * all.x_stride, all.x_stride, all.out + row * a.outputs,
                        min_of(most, all.count - row)};
     const int64_t tiles = ceil_div(rows.count, Wide::kTileRows);
-    BlockRows block = block_rows_for<Wide>(ceil_div(rows.count, tiles));
-    if constexpr (kManyByTiles<Panel>) {
-      if (rows.count >= kFewestTileRows) block = block_rows_by_tiles<Panel>;
-    }
+    const BlockRows block = block_rows_for<Wide>(ceil_div(rows.count, tiles));
     OutlierRows outliers = {};
     if constexpr (Panel::kHasOutliers) outliers = outlier_rows<Panel>(rows, a.inputs / kGroup);
     for (int64_t p = begin; p < end; ++p) {
@@ -268,6 +265,9 @@ void many_rows(const LinearArgs& a, const Rows& all, int64_t begin, int64_t end)
 
 template <class Panel>
 void panels_of(const LinearArgs& a, const Rows& rows, int64_t begin, int64_t end) {
+  if constexpr (kManyByTiles<Panel>) {
+    if (rows.count >= kFewestTileRows) return tile_panels<Panel>(a, rows, begin, end);
+  }
   if constexpr (Panel::kHasOutliers) return many_rows<Panel>(a, rows, begin, end);
   constexpr int kOne = Panel::kPanels, kTwo = min_of(kOne, 2);
   constexpr int kMore = min_of(kOne, kLanes == 16 ? 2 : 1);
@@ -301,13 +301,19 @@ const char* product(const LinearArgs& a) {
   if constexpr (Panel::kRounds) {
     static thread_local Scratch scratch;
     rows.x_stride = ceil_div(a.inputs, Panel::kStep) * Panel::kStepBytes;
+    constexpr bool kTiles = kAllByTiles<Panel> || kManyByTiles<Panel>;
     // An odd number of cache lines: otherwise the rows of a tile share a few places of a cache.
-    if (kAllByTiles<Panel>) rows.x_stride |= 64;
-    char* rounded = static_cast<char*>(scratch.reserve(a.rows * rows.x_stride));
+    if (kTiles && !kRoundsTiles<Panel>) rows.x_stride = round_up(rows.x_stride, 64) | 64;
+    const int64_t room = kTiles ? round_up(a.rows, kFewestTileRows) : a.rows;
+    char* rounded = static_cast<char*>(scratch.reserve(room * rows.x_stride));
     if (!rounded) return "no memory for rounded activations";
     parallel_for(a.rows, a.rows * a.inputs, a.threads, [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r) {
-        Panel::round(a.x + r * a.inputs, a.inputs, rounded + r * rows.x_stride);
+      if constexpr (kRoundsTiles<Panel>) {
+        Panel::round_rows(a, begin, end, rounded);
+      } else {
+        for (int64_t r = begin; r < end; ++r) {
+          Panel::round(a.x + r * a.inputs, a.inputs, rounded + r * rows.x_stride);
+        }
       }
     });
     rows.x = rounded;

@@ -50,14 +50,14 @@ constexpr bool kAllByTiles = false;
 template <class Panel>
 constexpr bool kManyByTiles = false;
 
-// The panels [begin, end) of all rows, where kAllByTiles.
+// Whether activations are rounded to tiles of several rows, by Panel::round_rows.
 template <class Panel>
-void tile_panels(const LinearArgs& a, const Rows& all, int64_t begin, int64_t end);
+constexpr bool kRoundsTiles = false;
 
-// A block of a panel for at least kFewestTileRows rows, where kManyByTiles.
+// The panels [begin, end) of all rows, where kAllByTiles, or of at least kFewestTileRows rows, where
+// kManyByTiles. x has room for a multiple of kFewestTileRows rows.
 template <class Panel>
-void block_rows_by_tiles(const LinearArgs& a, const Inputs& in, const Rows& rows, int64_t at,
-                         int64_t tiles);
+void tile_panels(const LinearArgs& a, const Rows& rows, int64_t begin, int64_t end);
 
 // Rows from which on codes are multiplied by tiles.
 constexpr int64_t kFewestTileRows = 16;

@@ -1,7 +1,7 @@
 // Products by tile registers (tiles.h): bf16 for any number of rows, int8 and int4 for many.
 //
 // A panel has the layout of tiles already. Of bf16, 16 pairs of inputs and all 32 outputs are two B
-// tiles side by side, and a row of rounded activations is a row of A tiles:
+// tiles side by side. Activations are rounded to A tiles, each in one piece:
 //
 //     panel, bf16         outputs 0 .. 15    outputs 16 .. 31
 //     inputs  0,  1    [ 16 pairs, 64 bytes | 16 pairs, 64 bytes ]  ┐
@@ -9,8 +9,9 @@
 //     ..                                                            │ steps of 128 bytes
 //     inputs 30, 31    [                    |                    ]  ┘
 //
-//     x, bf16: row r   [ inputs 0 .. 31, 64 bytes | inputs 32 .. 63 | .. | 0 up to 32 ]
-//                      └ a row of an A tile ┘
+//     x, bf16             inputs 0 .. 31     32 .. 63   ..   padded with 0 to a multiple of 32
+//     rows  0 .. 15    [ A tile, 1 KB      | A tile   | .. ]
+//     rows 16 .. 31    [ A tile            | A tile   | .. ]
 //
 // Registers, for up to 32 rows of one panel, or up to 16 rows of two:
 //
@@ -22,7 +23,35 @@
 //
 // Four sums hide the latency of a product (52 cycles of Sapphire Rapids, 16 until the next can
 // start). With two row tiles, every tile that is loaded is multiplied twice: 4 loads of 1 KB (32
-// cycles) for 4 products (64 cycles).
+// cycles, of the first cache) for 4 products (64 cycles).
+//
+// Up to 32 rows of bf16 keep their sums in registers for all inputs: each weight is read once. More
+// rows are multiplied in blocks, as the caches have room, from the outermost loop to the innermost:
+//
+//     block of rows      about 256         read each weight from memory once
+//     group of panels    16                have sums of 512 KB, carried from part to part
+//     part of inputs     about 2,048       x of the block of rows, 1 MB, stays in the second cache
+//     panel              32 outputs
+//     block of inputs    512               all row tiles read its weights, 32 KB, which were fetched
+//                                          into the second cache during the block before
+//     two row tiles      32                four sums in registers
+//
+//                    part of inputs                          group of panels
+//                  ┌───────┬───────┐                      ┌────┬────┬────┬───
+//     block of     │ x     │       │       ·    block of  │    │    │    │       =  sums of the block
+//     rows         │       │       │            inputs    ├────┼────┼────┼───
+//                  ├───────┼───────┤                      │    │    │    │
+//
+// If all inputs are one part, a group is one panel. A layer of 8,192 inputs has four parts: with the
+// x of all inputs in the cache, a block would have 64 rows, and weights would be read four times as
+// often, which takes more time than products do. For a part, sums of a panel are loaded and stored
+// once more, 64 KB, while its products take 32,768 cycles.
+//
+// Sums are carried in a buffer of [rows, 32], not in `out`, whose rows are a power of two apart in
+// many layers: the rows of a tile would share one or two sets of the first cache. The last block of
+// inputs stores to `out` at once, tile by tile, so that its misses are spread among products. Tiles
+// are always full in a block: rows behind the last are multiplied, too, and dropped, since a product
+// of fewer rows takes as long and another configuration takes longer.
 //
 // **Same bits.** An output of bf16 is, step by step of 32 inputs, increased by the sum of its even
 // and the sum of its odd products. These depend on nothing but the row and the output: the other
@@ -89,52 +118,223 @@ BROS_INLINE void for_row_tiles(int64_t count, const Run& run) {
   if (row < count) run(Number<1>(), row, count - row);
 }
 
+// ---- Blocks of many rows.
+
+#if defined(BROS_MODEL)
+// Small ones, so that small shapes, which tests use, have several blocks of each kind.
+constexpr int64_t kBlockRows = 64, kBlockPanels = 2;
+constexpr int64_t kBlockXBytes = 24 * 1024;
+#else
+constexpr int64_t kBlockRows = 256, kBlockPanels = 16;
+constexpr int64_t kBlockXBytes = 1024 * 1024;
+#endif
+constexpr bool kPrefetchesBlocks = true;
+
+// Weights of the next block, which are brought into the second cache a few lines at a time while
+// those of a block are multiplied.
+class Ahead {
+ public:
+  Ahead(const char* from, int64_t bytes) : at_(from), end_(from ? from + bytes : from) {}
+
+  int64_t lines() const { return ceil_div(end_ - at_, 64); }
+
+  BROS_INLINE void fetch(int64_t lines) {
+    if (!kPrefetchesBlocks) return;
+    for (; lines > 0 && at_ < end_; --lines, at_ += 64) __builtin_prefetch(at_, 0, 2);
+  }
+
+ private:
+  const char* at_;
+  const char* end_;
+};
+
+// A block of inputs of one panel, for the rows of a block.
+struct TileBlock {
+  Rows rows;            // `out` at the first output of the panel
+  int64_t inputs;       // of the layer
+  int64_t outputs;      // of the layer
+  int64_t width;        // outputs of the panel
+  const char* weights;  // of the panel
+  int64_t k, count;     // inputs [k, k + count)
+  float* sums;          // [kTileRows * n, kPanelOutputs]: those of inputs [0, k), if there are some
+  Ahead ahead;
+
+  bool is_first() const { return k == 0; }
+  bool is_last() const { return k + count == inputs; }
+  float* sums_of(int64_t row) const { return sums + row * kPanelOutputs; }
+
+  void copy_sums(int64_t row, int64_t n) const {
+    for (int64_t r = row; r < row + n; ++r) {
+      copy_floats(rows.out + r * outputs, sums_of(r), width);
+    }
+  }
+};
+
+// The blocks of one block of rows in their order: parts of the inputs of a group of panels, panels
+// of the group, and blocks of inputs.
+class TileWalk {
+ public:
+  // Panels [begin, end), blocks of `block` inputs.
+  TileWalk(const Rows& rows, int64_t inputs, int64_t begin, int64_t end, int64_t block)
+      : inputs_(inputs), end_(end), block_(block), group_(begin), panel_(begin) {
+    const int64_t blocks = ceil_div(inputs, block);
+    const int64_t most =
+        max_of<int64_t>(kBlockXBytes * blocks / (rows.count * rows.x_stride), 1);
+    const int64_t parts = ceil_div(blocks, most);
+    part_ = ceil_div(blocks, parts) * block;
+    panels_ = parts > 1 ? kBlockPanels : 1;
+  }
+
+  int64_t most_panels() const { return min_of(panels_, end_ - group_); }
+  bool done() const { return group_ >= end_; }
+  int64_t panel() const { return panel_; }
+  int64_t panel_of_group() const { return panel_ - group_; }
+  int64_t k() const { return k_; }
+  int64_t count() const { return min_of(block_, inputs_ - k_); }
+
+  void advance() {
+    k_ += block_;
+    if (k_ < min_of(first_ + part_, inputs_)) return;
+    k_ = first_;
+    if (++panel_ < min_of(group_ + panels_, end_)) return;
+    panel_ = group_;
+    k_ = first_ += part_;
+    if (first_ < inputs_) return;
+    panel_ = group_ += panels_;
+    k_ = first_ = 0;
+  }
+
+ private:
+  int64_t inputs_, end_, block_, part_, panels_;
+  int64_t group_, first_ = 0;  // the first panel of the group and the first input of the part
+  int64_t panel_, k_ = 0;
+};
+
+// How a format multiplies a block:
+//
+//     kInputs             of a block
+//     kDepth              bytes of a row of an A tile
+//     bytes(inputs)       of a panel
+//     (a, rows)           what is made once for a block of rows
+//     multiply(block)     sums, and `out` with the last inputs
+template <class Panel>
+struct BlocksOf;
+
+// Panels [begin, end) of all rows, with full tiles: what lies behind the last row is multiplied,
+// too, but no part of `out`.
+template <class Panel>
+void many_rows_by_tiles(const LinearArgs& a, const Rows& all, int64_t begin, int64_t end) {
+  using Blocks = typename BlocksOf<Panel>::Type;
+  static thread_local Scratch scratch;
+  ThreadTiles tiles;
+  tiles.configure(product_shapes(2, 2, 2 * kTileRows, Blocks::kDepth));
+  const int64_t parts = ceil_div(all.count, kBlockRows);
+  const int64_t most = round_up(ceil_div(all.count, parts), 2 * kTileRows);
+  const int64_t panel_bytes = Blocks::bytes(a.inputs);
+  for (int64_t row = 0; row < all.count; row += most) {
+    const Rows rows = {all.x + row * all.x_stride, all.x_stride, all.out + row * a.outputs,
+                       min_of(most, all.count - row)};
+    TileWalk walk(rows, a.inputs, begin, end, Blocks::kInputs);
+    const int64_t panel_sums = round_up(rows.count, kTileRows) * kPanelOutputs;
+    float* sums = static_cast<float*>(
+        scratch.reserve(walk.most_panels() * panel_sums * sizeof(float)));
+    if (!sums) __builtin_trap();  // 512 KB at most
+    Blocks blocks(a, rows);
+    const auto weights = [&](const TileWalk& at) {
+      return static_cast<const char*>(a.weights) + at.panel() * panel_bytes;
+    };
+    while (!walk.done()) {
+      TileWalk next = walk;
+      next.advance();
+      const int64_t first = walk.panel() * kPanelOutputs;
+      const Ahead ahead =
+          next.done() ? Ahead(nullptr, 0)
+                      : Ahead(weights(next) + Blocks::bytes(next.k()), Blocks::bytes(next.count()));
+      blocks.multiply({{rows.x, rows.x_stride, rows.out + first, rows.count},
+                       a.inputs,
+                       a.outputs,
+                       min_of(kPanelOutputs, a.outputs - first),
+                       weights(walk),
+                       walk.k(),
+                       walk.count(),
+                       sums + walk.panel_of_group() * panel_sums,
+                       ahead});
+      walk = next;
+    }
+  }
+}
+
 // ---- bf16.
 
-// The format of a product of bf16: activations are rounded to bf16 and padded with zeros to steps.
+// Activations are rounded to bf16 in tiles, which have fewer rows only if the product has fewer than
+// 16. (Rows in one piece each would be in 16 pages, for a layer of 2,048 inputs.) The tiles of 16
+// rows have 16 x_stride bytes, as many as the rows would.
 struct Bf16Tiles {
   static constexpr bool kRounds = true;
   static constexpr int kStep = 32, kStepBytes = kTileRowBytes;
   static constexpr int64_t kStepWeights = kStep * kPanelOutputs * 2;  // bytes of a panel
   static int64_t bytes(int64_t inputs) { return inputs * kPanelOutputs * 2; }
+  static int64_t tile_bytes(int64_t rows) { return min_of(rows, kTileRows) * kTileRowBytes; }
 
-  static void round(const float* x, int64_t inputs, char* out) {
-    for (int64_t k = 0; k < inputs; k += kLanes, out += kStepBytes / 2) {
-      const int64_t count = min_of<int64_t>(kLanes, inputs - k);
-      const Vec values = count < kLanes ? load_first(x + k, count) : load(x + k);
-      const __m256bh half = _mm512_cvtneps_pbh(values);
-      __builtin_memcpy(out, &half, sizeof half);
+  // Rows [begin, end) of a.x, part by part of the inputs, so that the lines of a tile are written
+  // one after the other.
+  static void round_rows(const LinearArgs& a, int64_t begin, int64_t end, char* out) {
+    constexpr int64_t kPart = 8 * kStep;
+    const int64_t steps = ceil_div(a.inputs, kStep), bytes = tile_bytes(a.rows);
+    for (int64_t first = begin; first < end;) {
+      const int64_t tile = first / kTileRows, after = min_of((tile + 1) * kTileRows, end);
+      char* tiles = out + tile * steps * bytes;
+      for (int64_t k = 0; k < a.inputs; k += kPart) {
+        const int64_t count = min_of(kPart, a.inputs - k);
+        for (int64_t r = first; r < after; ++r) {
+          round(a.x + r * a.inputs + k, count,
+                tiles + k / kStep * bytes + r % kTileRows * kStepBytes, bytes);
+        }
+      }
+      first = after;
     }
-    if (ceil_div(inputs, kLanes) % 2) __builtin_memset(out, 0, kStepBytes / 2);
+  }
+
+ private:
+  BROS_INLINE static void round(const float* x, int64_t inputs, char* to, int64_t step_bytes) {
+    for (int64_t k = 0; k < inputs; k += kStep, to += step_bytes) {
+      for (int64_t j = 0; j < kStep; j += kLanes) {
+        const int64_t count = inputs - k - j;
+        const Vec values = count >= kLanes ? load(x + k + j)
+                           : count > 0     ? load_first(x + k + j, count)
+                                           : Vec{};
+        const __m256bh half = _mm512_cvtneps_pbh(values);
+        __builtin_memcpy(to + 2 * j, &half, sizeof half);
+      }
+    }
   }
 };
 template <>
 constexpr bool kAllByTiles<Bf16Tiles> = true;
+template <>
+constexpr bool kRoundsTiles<Bf16Tiles> = true;
 
-// Where a block of inputs of kPanels panels is.
+// What a sum adds up.
 struct Bf16Steps {
+  const char* x;
+  int64_t x_tile, x_step;  // bytes from a row tile, from a step to the next
   const char* weights;
   int64_t panel_bytes;
   int64_t count;     // whole steps
   const char* last;  // null, or the weights of one more, with zeros behind the last input
 };
 
-// The sums of `rows` rows in kRowTiles row tiles for kPanels panels, whose tiles are configured.
-template <int kRowTiles, int kPanels>
-BROS_INLINE void bf16_tiles(const Bf16Steps& steps, const char* x, int64_t x_stride, bool carry,
-                            float* out, int64_t stride) {
+// Weights that are fetched ahead of a product of few rows, in bytes of each panel; 0: none.
+constexpr int64_t kStreamAhead = 8192;
+
+// The C tiles += kRowTiles row tiles times kPanels panels. before_step(weights) comes first.
+template <int kRowTiles, int kPanels, class BeforeStep>
+BROS_INLINE void add_bf16(Bf16Steps steps, const BeforeStep& before_step) {
   constexpr int kColumns = 2 * kPanels;
-  const auto for_sums = [&](const auto& body) {
-    unrolled<kRowTiles>([&](auto r) {
-      unrolled<kColumns>([&](auto j) {
-        body(Number<c_tile(r.value, j.value, kColumns)>(),
-             out + r.value * kTileRows * stride + j.value * kTileOutputs);
-      });
-    });
-  };
+  const char* x = steps.x;
   const auto step = [&](const char* weights, int64_t panel_bytes) {
     unrolled<kRowTiles>([&](auto r) {
-      load_tile<a_tile(r.value)>(x + r.value * kTileRows * x_stride, x_stride);
+      load_tile<a_tile(r.value)>(x + r.value * steps.x_tile, kTileRowBytes);
     });
     unrolled<kColumns>([&](auto j) {
       load_tile<b_tile(j.value)>(weights + j.value / 2 * panel_bytes + j.value % 2 * kTileRowBytes,
@@ -144,79 +344,140 @@ BROS_INLINE void bf16_tiles(const Bf16Steps& steps, const char* x, int64_t x_str
                     b_tile(j.value)>();
       });
     });
-    x += Bf16Tiles::kStepBytes;
+    x += steps.x_step;
   };
-  for_sums([&](auto c, float* at) {
-    if (carry) {
-      load_tile<c.value>(at, stride * sizeof(float));
-    } else {
-      zero_tile<c.value>();
-    }
-  });
   const char* weights = steps.weights;
   for (int64_t i = 0; i < steps.count; ++i, weights += Bf16Tiles::kStepWeights) {
+    before_step(weights);
     step(weights, steps.panel_bytes);
   }
   if (steps.last) step(steps.last, Bf16Tiles::kStepWeights);
-  for_sums([&](auto c, float* at) { store_tile<c.value>(at, stride * sizeof(float)); });
 }
 
-// The same at outputs [at, at + kPanels * kPanelOutputs), of which the layer may have only some.
+// body(tile, row, output) for each C tile.
+template <int kRowTiles, int kColumns, class Body>
+BROS_INLINE void for_sums(const Body& body) {
+  unrolled<kRowTiles>([&](auto r) {
+    unrolled<kColumns>([&](auto j) {
+      body(Number<c_tile(r.value, j.value, kColumns)>(), r.value * kTileRows,
+           j.value * kTileOutputs);
+    });
+  });
+}
+
+// The weights of the last inputs of kPanels panels, if these are no whole step.
+template <int kPanels>
+class LastStep {
+ public:
+  LastStep(const char* weights, int64_t inputs) {
+    const int64_t bytes = Bf16Tiles::bytes(inputs);
+    const int64_t rest = Bf16Tiles::bytes(inputs % Bf16Tiles::kStep);
+    if (!rest) return;
+    for (int p = 0; p < kPanels; ++p) {
+      char* to = data_ + p * Bf16Tiles::kStepWeights;
+      __builtin_memcpy(to, weights + (p + 1) * bytes - rest, rest);
+      __builtin_memset(to + rest, 0, Bf16Tiles::kStepWeights - rest);
+    }
+    found_ = true;
+  }
+  const char* get() const { return found_ ? data_ : nullptr; }
+
+ private:
+  bool found_ = false;
+  alignas(64) char data_[kPanels * Bf16Tiles::kStepWeights];
+};
+
+// kPanels panels from `panel` on, for all rows, up to kRowTiles row tiles: every weight is read once,
+// from memory, so time is that of memory.
 template <int kRowTiles, int kPanels>
-void bf16_tiles_at(const LinearArgs& a, const Bf16Steps& steps, const Rows& rows, bool carry,
-                   int64_t at, ThreadTiles* tiles) {
+void few_rows_of_bf16(const LinearArgs& a, const Rows& rows, int64_t panel, ThreadTiles* tiles) {
+  constexpr int kColumns = 2 * kPanels;
   constexpr int64_t kWidth = kPanels * kPanelOutputs;
-  tiles->configure(product_shapes(kRowTiles, 2 * kPanels, rows.count, kTileRowBytes));
-  float* out = rows.out + at;
-  const int64_t width = a.outputs - at;
-  if (width >= kWidth) {
-    bf16_tiles<kRowTiles, kPanels>(steps, rows.x, rows.x_stride, carry, out, a.outputs);
-    return;
-  }
+  tiles->configure(product_shapes(kRowTiles, kColumns, rows.count, kTileRowBytes));
+  const int64_t bytes = Bf16Tiles::bytes(a.inputs);
+  const char* weights = static_cast<const char*>(a.weights) + panel * bytes;
+  const LastStep<kPanels> last(weights, a.inputs);
+  for_sums<kRowTiles, kColumns>([&](auto c, int64_t, int64_t) { zero_tile<c.value>(); });
+  const Bf16Steps steps = {rows.x,  kTileRows * rows.x_stride,   Bf16Tiles::tile_bytes(rows.count),
+                           weights, bytes, a.inputs / Bf16Tiles::kStep, last.get()};
+  add_bf16<kRowTiles, kPanels>(steps, [&](const char* at) {
+    if (kStreamAhead == 0) return;
+    unrolled<kPanels>([&](auto p) {
+      for (int64_t i = 0; i < Bf16Tiles::kStepWeights; i += 64) {
+        __builtin_prefetch(at + p.value * bytes + kStreamAhead + i, 0, 2);
+      }
+    });
+  });
+  const auto store_to = [&](float* out, int64_t stride) {
+    for_sums<kRowTiles, kColumns>([&](auto c, int64_t row, int64_t output) {
+      store_tile<c.value>(out + row * stride + output, stride * sizeof(float));
+    });
+  };
+  float* out = rows.out + panel * kPanelOutputs;
+  const int64_t width = a.outputs - panel * kPanelOutputs;
+  if (width >= kWidth) return store_to(out, a.outputs);
   alignas(64) float padded[kRowTiles * kTileRows * kWidth];
-  for (int64_t r = 0; carry && r < rows.count; ++r) {
-    copy_floats(padded + r * kWidth, out + r * a.outputs, width);
-  }
-  bf16_tiles<kRowTiles, kPanels>(steps, rows.x, rows.x_stride, carry, padded, kWidth);
+  store_to(padded, kWidth);
   for (int64_t r = 0; r < rows.count; ++r) {
     copy_floats(out + r * a.outputs, padded + r * kWidth, width);
   }
 }
 
-// Inputs of a block: the weights of a panel for them, 32 KB, stay in the first cache for all rows.
-constexpr int64_t kTileInputs = 512;
+class Bf16Blocks {
+ public:
+  static constexpr int64_t kInputs = 512, kDepth = kTileRowBytes;
+  static int64_t bytes(int64_t inputs) { return Bf16Tiles::bytes(inputs); }
 
-// kPanels panels from `panel` on.
-template <int kPanels>
-void bf16_panels(const LinearArgs& a, const Rows& rows, int64_t panel, ThreadTiles* tiles) {
-  constexpr int64_t kStep = Bf16Tiles::kStep;
-  const int64_t bytes = Bf16Tiles::bytes(a.inputs);
-  const char* weights = static_cast<const char*>(a.weights) + panel * bytes;
-  alignas(64) char last[kPanels * Bf16Tiles::kStepWeights];
-  const int64_t rest = Bf16Tiles::bytes(a.inputs % kStep);
-  if (rest) {
-    for (int p = 0; p < kPanels; ++p) {
-      char* to = last + p * Bf16Tiles::kStepWeights;
-      __builtin_memcpy(to, weights + (p + 1) * bytes - rest, rest);
-      __builtin_memset(to + rest, 0, Bf16Tiles::kStepWeights - rest);
-    }
-  }
-  const int64_t block = rows.count > kTileRows ? kTileInputs : a.inputs;
-  for (int64_t k = 0; k < a.inputs; k += block) {
-    const int64_t count = min_of(block, a.inputs - k);
-    const Bf16Steps steps = {weights + Bf16Tiles::bytes(k), bytes, count / kStep,
-                             count % kStep ? last : nullptr};
-    const char* x = rows.x + k / kStep * Bf16Tiles::kStepBytes;
-    for_row_tiles(rows.count, [&](auto row_tiles, int64_t first, int64_t some) {
-      const Rows part = {x + first * rows.x_stride, rows.x_stride, rows.out + first * a.outputs,
-                         some};
-      // Two row tiles and two panels would be eight sums.
-      constexpr int kTogether = row_tiles.value == 2 ? 1 : kPanels;
-      bf16_tiles_at<row_tiles.value, kTogether>(a, steps, part, k > 0, panel * kPanelOutputs,
-                                                tiles);
+  Bf16Blocks(const LinearArgs&, const Rows&) {}
+
+  void multiply(TileBlock block) const {
+    const LastStep<1> last(block.weights, block.inputs);
+    const int64_t steps = block.count / Bf16Tiles::kStep;
+    const int64_t all = ceil_div(block.rows.count, 2 * kTileRows) * max_of<int64_t>(steps, 1);
+    const int64_t lines = ceil_div(block.ahead.lines(), all);  // a step
+    for_row_tiles(block.rows.count, [&](auto row_tiles, int64_t row, int64_t count) {
+      const Bf16Steps part = {
+          block.rows.x + row * block.rows.x_stride +
+              block.k / Bf16Tiles::kStep * kTileRows * kTileRowBytes,
+          kTileRows * block.rows.x_stride,
+          kTileRows * kTileRowBytes,
+          block.weights + Bf16Tiles::bytes(block.k),
+          0,
+          steps,
+          block.count % Bf16Tiles::kStep ? last.get() : nullptr};
+      multiply_rows<row_tiles.value>(&block, part, row, count, lines);
     });
   }
-}
+
+ private:
+  template <int kRowTiles>
+  static void multiply_rows(TileBlock* block, const Bf16Steps& steps, int64_t row, int64_t count,
+                            int64_t lines) {
+    float* sums = block->sums_of(row);
+    for_sums<kRowTiles, 2>([&](auto c, int64_t r, int64_t output) {
+      if (block->is_first()) {
+        zero_tile<c.value>();
+      } else {
+        load_tile<c.value>(sums + r * kPanelOutputs + output, kPanelOutputs * sizeof(float));
+      }
+    });
+    Ahead ahead = block->ahead;  // in registers
+    add_bf16<kRowTiles, 1>(steps, [&](const char*) { ahead.fetch(lines); });
+    block->ahead = ahead;
+    const bool whole = count == kRowTiles * kTileRows && block->width == kPanelOutputs;
+    const bool at_once = block->is_last() && whole;
+    float* to = at_once ? block->rows.out + row * block->outputs : sums;
+    const int64_t stride = at_once ? block->outputs : kPanelOutputs;
+    for_sums<kRowTiles, 2>([&](auto c, int64_t r, int64_t output) {
+      store_tile<c.value>(to + r * stride + output, stride * sizeof(float));
+    });
+    if (block->is_last() && !at_once) block->copy_sums(row, count);
+  }
+};
+template <>
+struct BlocksOf<Bf16Tiles> {
+  using Type = Bf16Blocks;
+};
 
 using Bf16Format = Bf16Tiles;
 
@@ -238,91 +499,109 @@ using Bf16Format = Bf16Tiles;
 //            tiles       2 products:          32        16 x 4.25 operations:   34      34 to 98
 //                        stores of 2 C:       32, beside them
 //
-// The lower number holds if everything overlaps. Fewer rows do not make up for spreading the codes
+// The lower number holds if everything overlaps. So the tiles of a few groups are multiplied between
+// the vectors that scale those before (add_codes). Fewer rows do not make up for spreading the codes
 // of int4, 8 cycles, and for products that take 16 with any number of rows. (Those of int8 are not
 // spread, so it might use tiles from 12 rows on.) This is an estimate, not a measurement.
+//
+// A quarter of the groups of int4 are outliers, if activations are distributed normally. By vectors,
+// each would take 13 cycles for its second bytes, where the first bytes take 4 by tiles. So second
+// bytes go by tiles, too: those of a group of inputs lie side by side, whatever rows they are of, 16
+// of them are an A tile, and scales are applied row by row.
 static_assert(kFewestTileRows == kTileRows, "");
-
-// Sums of groups that are stored before scales are applied: 16 KB, so that sums of rows are loaded
-// and stored once for four groups.
-constexpr int64_t kStoredGroups = 4;
 
 struct GroupDots {
   alignas(64) int32_t of[2][2][kTileRows][kTileOutputs];  // A tile, vector of outputs
 };
 
-// dots [g] = the products of group g of `codes`, which are
+// dots [g] = the products of a few groups g, of codes that are
 //
 //     kTiles                number of A tiles, with rows x_stride bytes apart
+//     groups                their number
 //     product(i)            how bytes of A tile i are multiplied
 //     left(g, i)            A tile i of group g
 //     right(g, j)           vector j of outputs of the weights, with rows kRightStride bytes apart
-//     scale(row, groups, dots, sum)
+//     scale(row, dots, sum)
 //                           sum[r][j] += rows [row, row + R) of the groups, from their dots
-template <class Codes>
-BROS_INLINE void multiply_codes(const Codes& codes, int64_t groups, GroupDots* dots) {
-  for (int64_t g = 0; g < groups; ++g) {
+
+// Vector kColumn of the outputs of group g. A tiles are loaded with the first.
+template <int kColumn, class Codes>
+BROS_INLINE void multiply_column(const Codes& codes, int64_t g, GroupDots* dots) {
+  if constexpr (kColumn == 0) {
     unrolled<Codes::kTiles>([&](auto i) {
       load_tile<a_tile(i.value)>(codes.left(g, i.value), codes.x_stride);
     });
-    unrolled<2>([&](auto j) {
-      load_tile<b_tile(j.value)>(codes.right(g, j.value), Codes::kRightStride);
-      unrolled<Codes::kTiles>([&](auto i) {
-        constexpr int kC = c_tile(i.value, j.value, 2);
-        zero_tile<kC>();
-        add_product<Codes::product(i.value), kC, a_tile(i.value), b_tile(j.value)>();
-      });
-    });
-    unrolled<Codes::kTiles>([&](auto i) {
-      unrolled<2>([&](auto j) {
-        store_tile<c_tile(i.value, j.value, 2)>(dots[g].of[i.value][j.value], kTileRowBytes);
-      });
-    });
   }
+  load_tile<b_tile(kColumn)>(codes.right(g, kColumn), Codes::kRightStride);
+  unrolled<Codes::kTiles>([&](auto i) {
+    constexpr int kC = c_tile(i.value, kColumn, 2);
+    zero_tile<kC>();
+    add_product<Codes::product(i.value), kC, a_tile(i.value), b_tile(kColumn)>();
+  });
+  unrolled<Codes::kTiles>([&](auto i) {
+    store_tile<c_tile(i.value, kColumn, 2)>(dots[g].of[i.value][kColumn], kTileRowBytes);
+  });
 }
 
 BROS_INLINE IntVec load_dots(const int32_t (&dots)[kTileOutputs]) {
   return bit_cast<IntVec>(_mm512_load_si512(dots));
 }
 
-// The sums of `rows` rows: out[r * stride + i] for i < width, from 0 without `carry`.
-struct TileSums {
-  float* out;
-  int64_t stride, width, rows;
-  bool carry;
-};
-
+// sums of rows [row, row + R), [..][kPanelOutputs], increased by `codes`; from 0 without `carry`.
 template <int R, class Codes>
-BROS_INLINE void scale_rows(const Codes& codes, int64_t groups, const GroupDots* dots,
-                            const TileSums& sums, int64_t row) {
-  __mmask16 some[2];
-  for (int j = 0; j < 2; ++j) {
-    some[j] = _cvtu32_mask16(
-        sums.width >= kPanelOutputs ? 0xffff : ((1u << sums.width) - 1) >> j * kLanes & 0xffff);
-  }
+BROS_INLINE void scale_rows(const Codes& codes, const GroupDots* dots, float* sums, int64_t row,
+                            bool carry) {
+  float* at = sums + row * kPanelOutputs;
   Vec sum[R][2] = {};
-  for (int r = 0; r < R; ++r) {
-    for (int j = 0; sums.carry && j < 2; ++j) {
-      sum[r][j] =
-          _mm512_maskz_loadu_ps(some[j], sums.out + (row + r) * sums.stride + j * kLanes);
+  if (carry) {
+    for (int r = 0; r < R; ++r) {
+      for (int j = 0; j < 2; ++j) sum[r][j] = load(at + r * kPanelOutputs + j * kLanes);
     }
   }
-  codes.scale(row, groups, dots, sum);
+  codes.scale(row, dots, sum);
   for (int r = 0; r < R; ++r) {
-    for (int j = 0; j < 2; ++j) {
-      _mm512_mask_storeu_ps(sums.out + (row + r) * sums.stride + j * kLanes, some[j], sum[r][j]);
-    }
+    for (int j = 0; j < 2; ++j) store(at + r * kPanelOutputs + j * kLanes, sum[r][j]);
   }
 }
 
-// sums += up to kStoredGroups groups of `codes`, whose tiles are configured.
-template <class Codes>
-BROS_INLINE void add_codes(const Codes& codes, int64_t groups, GroupDots* dots,
-                           const TileSums& sums) {
-  multiply_codes(codes, groups, dots);
-  int64_t row = 0;
-  for (; row + 4 <= sums.rows; row += 4) scale_rows<4>(codes, groups, dots, sums, row);
-  for (; row < sums.rows; ++row) scale_rows<1>(codes, groups, dots, sums, row);
+// Whether the tiles of a batch are multiplied between the vectors of the one before.
+constexpr bool kInterleaves = true;
+
+// sums += batch(0), batch(1), ..: a few groups each, whose products are stored in one half of
+// `dots` while those in the other are scaled. So tiles and vectors work at the same time, and no
+// vector waits for a product that was stored just before.
+template <class Batch, int kGroups>
+BROS_INLINE void add_codes(int64_t batches, const Batch& batch, GroupDots (&dots)[2][kGroups],
+                           float* sums, int64_t rows, bool carry) {
+  auto now = batch(0);
+  for (int64_t g = 0; g < now.groups; ++g) {
+    multiply_column<0>(now, g, dots[0]);
+    multiply_column<1>(now, g, dots[0]);
+  }
+  for (int64_t i = 0; i < batches; ++i) {
+    const bool more = i + 1 < batches;
+    const auto next = batch(more ? i + 1 : i);
+    const int64_t columns = more ? 2 * next.groups : 0;
+    const int64_t some = kInterleaves ? ceil_div(columns, max_of<int64_t>(rows / 4, 1)) : 0;
+    int64_t column = 0;
+    const auto multiply = [&](int64_t end) {
+      for (; column < min_of(end, columns); ++column) {
+        if (column % 2) {
+          multiply_column<1>(next, column / 2, dots[(i + 1) % 2]);
+        } else {
+          multiply_column<0>(next, column / 2, dots[(i + 1) % 2]);
+        }
+      }
+    };
+    int64_t row = 0;
+    for (; row + 4 <= rows; row += 4) {
+      multiply(column + some);
+      scale_rows<4>(now, dots[i % 2], sums, row, carry || i > 0);
+    }
+    for (; row < rows; ++row) scale_rows<1>(now, dots[i % 2], sums, row, carry || i > 0);
+    multiply(columns);
+    now = next;
+  }
 }
 
 // ---- int8: codes of activations are 256 * high + low, bytes with a sign and without one, so that
@@ -368,6 +647,7 @@ struct Int8Codes {
   const char* x;
   int64_t x_stride;
   const char* weights;
+  int64_t groups;
 
   static constexpr TileProduct product(int byte) {
     return byte ? TileProduct::kUnsignedSigned : TileProduct::kSignedSigned;
@@ -378,8 +658,7 @@ struct Int8Codes {
   }
 
   template <int R>
-  BROS_INLINE void scale(int64_t row, int64_t groups, const GroupDots* dots,
-                         Vec (&sum)[R][2]) const {
+  BROS_INLINE void scale(int64_t row, const GroupDots* dots, Vec (&sum)[R][2]) const {
     Vec block[R][2] = {};
     for (int64_t g = 0; g < groups; ++g) {
       for (int j = 0; j < 2; ++j) {
@@ -405,31 +684,39 @@ struct Int8Codes {
   BROS_INLINE const char* group(int64_t g) const { return weights + g * Int8Panel::kGroupBytes; }
 };
 
-// One panel for all rows. Its weights for kTileInputs inputs, 18 KB, stay in the first cache.
-inline void int8_panel(const LinearArgs& a, const Rows& rows, int64_t panel, ThreadTiles* tiles) {
-  static_assert(kStoredGroups == kBlockGroups && kTileInputs % Int8Tiles::kStep == 0, "");
-  const int64_t at = panel * kPanelOutputs;
-  const char* weights = static_cast<const char*>(a.weights) + panel * Int8Panel::bytes(a.inputs);
-  GroupDots dots[kStoredGroups];
-  for (int64_t first = 0; first < a.inputs; first += kTileInputs) {
-    const int64_t end = min_of(first + kTileInputs, a.inputs);
+class Int8Blocks {
+ public:
+  // Weights of a block, 9 KB, and products, 32 KB, stay in the first cache.
+  static constexpr int64_t kInputs = 256, kDepth = kGroup;
+  static_assert(kInputs % Int8Tiles::kStep == 0, "");
+  static int64_t bytes(int64_t inputs) { return Int8Panel::bytes(inputs); }
+
+  Int8Blocks(const LinearArgs&, const Rows&) {}
+
+  void multiply(TileBlock block) const {
+    constexpr int64_t kStep = Int8Tiles::kStep;
+    const Rows& rows = block.rows;
+    const int64_t lines = ceil_div(block.ahead.lines(), ceil_div(rows.count, kTileRows));
+    GroupDots dots[2][kBlockGroups];
     for (int64_t row = 0; row < rows.count; row += kTileRows) {
-      const int64_t count = min_of(kTileRows, rows.count - row);
-      TileShapes shapes;
-      for (int byte = 0; byte < 2; ++byte) set_rows(&shapes, byte, 2, count, kGroup);
-      set_columns(&shapes, kGroup);
-      tiles->configure(shapes);
+      block.ahead.fetch(lines);
       const char* x = rows.x + row * rows.x_stride;
-      float* out = rows.out + row * a.outputs + at;
-      for (int64_t k = first; k < end; k += Int8Tiles::kStep) {
-        const int64_t groups = min_of<int64_t>(Int8Tiles::kStep, end - k) / kGroup;
-        const Int8Codes codes = {x + k / Int8Tiles::kStep * Int8Tiles::kStepBytes, rows.x_stride,
-                                 weights + Int8Panel::bytes(k)};
-        add_codes(codes, groups, dots, {out, a.outputs, a.outputs - at, count, k > 0});
-      }
+      const auto batch = [&](int64_t i) {
+        const int64_t k = block.k + i * kStep;
+        const int64_t count = min_of(kStep, block.k + block.count - k);
+        return Int8Codes{x + k / kStep * Int8Tiles::kStepBytes, rows.x_stride,
+                         block.weights + Int8Panel::bytes(k), count / kGroup};
+      };
+      add_codes(ceil_div(block.count, kStep), batch, dots, block.sums_of(row),
+                min_of(kTileRows, rows.count - row), !block.is_first());
     }
+    if (block.is_last()) block.copy_sums(0, rows.count);
   }
-}
+};
+template <>
+struct BlocksOf<Int8Tiles> {
+  using Type = Int8Blocks;
+};
 
 using Int8ManyFormat = Int8Tiles;
 
@@ -439,12 +726,14 @@ using Int8ManyFormat = Int8Tiles;
 template <>
 constexpr bool kManyByTiles<Int4Panel> = true;
 
-// A block of a panel for tiles.
+// Groups whose products are stored before they are scaled, 4 KB each.
+constexpr int kInt4Groups = 2;
+
 struct SpreadBlock {
   static constexpr int64_t kGroups = kInputBlock / kGroup;
   alignas(64) uint8_t codes[kGroups][2][kGroup / 4][kTileRowBytes];  // per vector of outputs
   alignas(64) float scales[kGroups][kPanelOutputs], minima[kGroups][kPanelOutputs];
-  GroupDots dots[kStoredGroups];
+  GroupDots dots[2][kInt4Groups];
 };
 
 inline void spread_codes(const char* weights, int64_t groups, SpreadBlock* block) {
@@ -464,29 +753,29 @@ inline void spread_codes(const char* weights, int64_t groups, SpreadBlock* block
   }
 }
 
-// Groups from `first` on of a block of a panel and of the rows of kRowTiles row tiles.
+// Up to kInt4Groups groups from `first` on of a block of a panel, and the rows of kRowTiles row
+// tiles.
 template <int kRowTiles>
 struct Int4Codes {
   static constexpr int kTiles = kRowTiles;
   static constexpr int64_t kRightStride = kTileRowBytes;
   const char* x;
   int64_t x_stride;
-  const SpreadBlock& block;
-  int64_t first;
+  const SpreadBlock* block;
+  int64_t first, groups;
 
   static constexpr TileProduct product(int) { return TileProduct::kSignedUnsigned; }
   const void* left(int64_t g, int row_tile) const {
     return activations(row_tile * kTileRows, g).high;
   }
-  const void* right(int64_t g, int j) const { return block.codes[first + g][j]; }
+  const void* right(int64_t g, int j) const { return block->codes[first + g][j]; }
 
   template <int R>
-  BROS_INLINE void scale(int64_t row, int64_t groups, const GroupDots* dots,
-                         Vec (&sum)[R][2]) const {
+  BROS_INLINE void scale(int64_t row, const GroupDots* dots, Vec (&sum)[R][2]) const {
     for (int64_t g = 0; g < groups; ++g) {
       for (int j = 0; j < 2; ++j) {
-        const Vec scale = load(block.scales[first + g] + j * kLanes);
-        const Vec minimum = load(block.minima[first + g] + j * kLanes);
+        const Vec scale = load(block->scales[first + g] + j * kLanes);
+        const Vec minimum = load(block->minima[first + g] + j * kLanes);
         for (int r = 0; r < R; ++r) {
           const int64_t at = row + r;
           const Vec dot = to_float(load_dots(dots[g].of[at / kTileRows][j][at % kTileRows]));
@@ -502,59 +791,168 @@ struct Int4Codes {
   }
 };
 
-// A block of a panel for all rows, as block_rows in linear.h has it.
-template <class Panel>
-void block_rows_by_tiles(const LinearArgs& a, const Inputs& in, const Rows& rows, int64_t at,
-                         int64_t) {
-  static_assert(is_same<Panel, Int4Panel>, "");
-  static thread_local Scratch scratch;
-  SpreadBlock* block = static_cast<SpreadBlock*>(scratch.reserve(sizeof(SpreadBlock)));
-  if (!block) __builtin_trap();  // 57 KB
-  const int64_t groups = in.count / kGroup, width = a.outputs - at;
-  spread_codes(in.weights + in.first / kGroup * Panel::kGroupBytes, groups, block);
-  ThreadTiles tiles;
-  for_row_tiles(rows.count, [&](auto row_tiles, int64_t row, int64_t count) {
-    tiles.configure(product_shapes(row_tiles.value, 2, count, kGroup));
-    const char* x = in.x + row * in.x_stride;
-    float* out = rows.out + row * a.outputs + at;
-    for (int64_t g = 0; g < groups; g += kStoredGroups) {
-      const int64_t stored = min_of(kStoredGroups, groups - g);
-      const Int4Codes<row_tiles.value> codes = {x, in.x_stride, *block, g};
-      add_codes(codes, stored, block->dots, {out, a.outputs, width, count, in.carry || g > 0});
-    }
-  });
-}
-
-// ---- Products that consist of tiles, of bf16 and of many rows of int8.
-
-// Activations that stay in the second cache (2 MB) for all panels.
-constexpr int64_t kTileRowBlockBytes = 1024 * 1024;
-
-// Panels [begin, end) of all rows.
-template <class Panel>
-void tile_panels(const LinearArgs& a, const Rows& all, int64_t begin, int64_t end) {
-  static_assert(kAllByTiles<Panel>, "");
-  constexpr bool kIsBf16 = is_same<Panel, Bf16Tiles>;
-  ThreadTiles tiles;
-  if (kIsBf16 && all.count <= kTileRows) {
-    int64_t p = begin;
-    for (; p + 2 <= end; p += 2) bf16_panels<2>(a, all, p, &tiles);
-    if (p < end) bf16_panels<1>(a, all, p, &tiles);
-    return;
+// The second bytes of a block of rows, those of one group after the other, so that 16 of them are a
+// tile: [start[g], start[g + 1]) are those of group g.
+class LowBytes {
+ public:
+  LowBytes(const Rows& rows, int64_t groups) {
+    static thread_local Scratch starts, others;
+    start_ = static_cast<int32_t*>(starts.reserve((groups + 1) * sizeof(int32_t)));
+    if (!start_) __builtin_trap();  // less than the rounded activations have
+    for (int64_t g = 0; g <= groups; ++g) start_[g] = 0;
+    for_outliers(rows, groups, [&](int64_t, int64_t g, const ActivationGroup&) {
+      ++start_[g + 1];
+    });
+    for (int64_t g = 0; g < groups; ++g) start_[g + 1] += start_[g];
+    // The last tile reads 16 rows, too.
+    const int64_t count = start_[groups] + kTileRows;
+    char* data = static_cast<char*>(
+        others.reserve(count * (kGroup + sizeof(int32_t) + sizeof(float))));
+    if (!data) __builtin_trap();  // likewise
+    codes_ = data;
+    scales_ = reinterpret_cast<float*>(data + count * kGroup);
+    rows_ = reinterpret_cast<int32_t*>(scales_ + count);
+    for_outliers(rows, groups, [&](int64_t r, int64_t g, const ActivationGroup& group) {
+      const int64_t at = start_[g]++;
+      __builtin_memcpy(codes_ + at * kGroup, group.low, kGroup);
+      scales_[at] = group.low_scale;
+      rows_[at] = static_cast<int32_t>(r);
+    });
+    for (int64_t g = groups; g > 0; --g) start_[g] = start_[g - 1];
+    start_[0] = 0;
   }
-  const int64_t most = max_of(kTileRowBlockBytes / all.x_stride, 2 * kTileRows);
-  const int64_t block = round_up(ceil_div(all.count, ceil_div(all.count, most)), 2 * kTileRows);
-  for (int64_t row = 0; row < all.count; row += block) {
-    const Rows rows = {all.x + row * all.x_stride, all.x_stride, all.out + row * a.outputs,
-                       min_of(block, all.count - row)};
-    for (int64_t p = begin; p < end; ++p) {
-      if constexpr (kIsBf16) {
-        bf16_panels<1>(a, rows, p, &tiles);
-      } else {
-        int8_panel(a, rows, p, &tiles);
+
+  // sums[row] += groups [first, first + count) of all rows, which are those of `block`.
+  void add(int64_t first, int64_t count, SpreadBlock* block, float* sums) const {
+    Part now = part(first, start_[first], first + count);
+    if (now.count) multiply(now, first, block, block->dots[0]);
+    for (int i = 0; now.count; i ^= 1) {
+      const Part next = part(now.group, now.at + now.count, first + count);
+      if (next.count) multiply(next, first, block, block->dots[i ^ 1]);
+      scale(now, first, *block, block->dots[i][0], sums);
+      now = next;
+    }
+  }
+
+ private:
+  struct Part {
+    int64_t group, at, count;  // up to 16 rows
+  };
+
+  template <class Body>
+  static void for_outliers(const Rows& rows, int64_t groups, const Body& body) {
+    for (int64_t r = 0; r < rows.count; ++r) {
+      for (int64_t g = 0; g < groups; ++g) {
+        const ActivationGroup& group = Int4Panel::activations(rows.x + r * rows.x_stride, g);
+        if (group.is_outlier) body(r, g, group);
       }
     }
   }
+
+  // The part that begins at `at` of a group, or with the next group that has some, before `end`.
+  Part part(int64_t group, int64_t at, int64_t end) const {
+    while (group < end && at == start_[group + 1]) ++group;
+    return {group, at, group < end ? min_of<int64_t>(kTileRows, start_[group + 1] - at) : 0};
+  }
+
+  void multiply(const Part& part, int64_t first, const SpreadBlock* block, GroupDots* dots) const {
+    load_tile<a_tile(0)>(codes_ + part.at * kGroup, kGroup);
+    unrolled<2>([&](auto j) {
+      load_tile<b_tile(j.value)>(block->codes[part.group - first][j.value], kTileRowBytes);
+      zero_tile<c_tile(0, j.value, 2)>();
+      add_product<TileProduct::kSignedUnsigned, c_tile(0, j.value, 2), a_tile(0),
+                  b_tile(j.value)>();
+    });
+    unrolled<2>([&](auto j) {
+      store_tile<c_tile(0, j.value, 2)>(dots->of[0][j.value], kTileRowBytes);
+    });
+  }
+
+  // As Int4Panel::add_low.
+  void scale(const Part& part, int64_t first, const SpreadBlock& block, const GroupDots& dots,
+             float* sums) const {
+    const float* scales = block.scales[part.group - first];
+    const Vec scale[2] = {load(scales), load(scales + kLanes)};
+    for (int64_t r = 0; r < part.count; ++r) {
+      float* at = sums + rows_[part.at + r] * kPanelOutputs;
+      const Vec low_scale = splat(scales_[part.at + r]);
+      for (int j = 0; j < 2; ++j) {
+        const Vec product = to_float(load_dots(dots.of[0][j][r])) * low_scale;
+        store(at + j * kLanes, mul_add(product, scale[j], load(at + j * kLanes)));
+      }
+    }
+  }
+
+  int32_t* start_;
+  char* codes_;
+  float* scales_;
+  int32_t* rows_;
+};
+
+class Int4Blocks {
+ public:
+  // Second bytes follow after so many (linear.h).
+  static constexpr int64_t kInputs = kInputBlock, kDepth = kGroup;
+  // Groups of spread codes, 1.3 KB each, that stay in the first cache for all rows.
+  static constexpr int64_t kSome = 16;
+  static int64_t bytes(int64_t inputs) { return Int4Panel::bytes(inputs); }
+
+  Int4Blocks(const LinearArgs& a, const Rows& rows) : low_(rows, groups_of(a.inputs)) {
+    static thread_local Scratch scratch;
+    spread_ = static_cast<SpreadBlock*>(scratch.reserve(sizeof(SpreadBlock)));
+    if (!spread_) __builtin_trap();  // 57 KB
+  }
+
+  void multiply(TileBlock block) const {
+    const Rows& rows = block.rows;
+    const int64_t groups = block.count / kGroup, before = block.k / kGroup;
+    spread_codes(block.weights + Int4Panel::bytes(block.k), groups, spread_);
+    const int64_t lines = ceil_div(block.ahead.lines(),
+                                   ceil_div(groups, kSome) * ceil_div(rows.count, 2 * kTileRows));
+    for (int64_t g = 0; g < groups; g += kSome) {
+      const int64_t some = min_of(kSome, groups - g);
+      for_row_tiles(rows.count, [&](auto row_tiles, int64_t row, int64_t count) {
+        block.ahead.fetch(lines);
+        const char* x = rows.x + row * rows.x_stride + before * Int4Panel::kStepBytes;
+        const auto batch = [&](int64_t i) {
+          const int64_t first = i * kInt4Groups;
+          return Int4Codes<row_tiles.value>{x, rows.x_stride, spread_, g + first,
+                                            min_of<int64_t>(kInt4Groups, some - first)};
+        };
+        add_codes(ceil_div(some, kInt4Groups), batch, spread_->dots, block.sums_of(row), count,
+                  g > 0 || !block.is_first());
+      });
+    }
+    low_.add(before, groups, spread_, block.sums);
+    if (block.is_last()) block.copy_sums(0, rows.count);
+  }
+
+ private:
+  LowBytes low_;
+  SpreadBlock* spread_;
+};
+template <>
+struct BlocksOf<Int4Panel> {
+  using Type = Int4Blocks;
+};
+
+// Panels [begin, end) of all rows, of formats whose products consist of tiles.
+template <class Panel>
+void tile_panels(const LinearArgs& a, const Rows& rows, int64_t begin, int64_t end) {
+  if constexpr (is_same<Panel, Bf16Tiles>) {
+    if (rows.count <= 2 * kTileRows) {
+      ThreadTiles tiles;
+      int64_t p = begin;
+      if (rows.count > kTileRows) {
+        for (; p < end; ++p) few_rows_of_bf16<2, 1>(a, rows, p, &tiles);
+        return;
+      }
+      for (; p + 2 <= end; p += 2) few_rows_of_bf16<1, 2>(a, rows, p, &tiles);
+      if (p < end) few_rows_of_bf16<1, 1>(a, rows, p, &tiles);
+      return;
+    }
+  }
+  many_rows_by_tiles<Panel>(a, rows, begin, end);
 }
 
 }  // namespace

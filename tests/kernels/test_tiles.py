@@ -255,7 +255,7 @@ def test_bf16_of_any_shape(
         assert torch.equal(kernels.linear(x[some], panels, bias), out[some])
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, 33])
+@pytest.mark.parametrize("rows", [1, 16, 17, 33, 70])
 def test_outputs_of_bf16_are_sums_of_tiles_in_their_order(rows: int) -> None:
     """Inputs of two blocks, the last tile of them padded."""
     kernels, inputs, outputs = cpu_kernels(MODEL), 512 + 32 + 10, 40
@@ -272,3 +272,52 @@ def test_outputs_of_bf16_are_sums_of_tiles_in_their_order(rows: int) -> None:
         b = columns[:, k : k + 32].numpy().reshape(outputs, SIZE, 2).transpose(1, 0, 2)
         expected = product_in_order(expected, a, b)
     np.testing.assert_array_equal(found[-1:].numpy(), expected)
+
+
+# ---- Blocks of many rows. Those of the model are small; the sizes of csrc/linear_tiles.h are named
+# ---- as (its own, the model's).
+
+BLOCK_SHAPES = {
+    # Rows about two row tiles, which few rows and blocks have in common, and about blocks of
+    # (256, 64) rows; parts of the inputs of 1,024 or less; groups of (16, 2) panels.
+    MODEL: [(32, 1120, 40), (33, 1120, 170), (64, 544, 97), (65, 2144, 65), (150, 1056, 170)],
+    "avx512-amx": [(257, 2080, 40), (300, 4576, 1150), (520, 8224, 70), (272, 2048, 256)],
+}
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("level", "rows", "inputs", "outputs"),
+    [
+        pytest.param(level, *shape, marks=[] if level == MODEL else needs_amx)
+        for level, shapes in BLOCK_SHAPES.items()
+        for shape in shapes
+    ],
+)
+def test_rows_of_blocks_have_the_bits_of_few(
+    level: str, rows: int, inputs: int, outputs: int, threads: int, form: str
+) -> None:
+    kernels = cpu_kernels(level)
+    x = activations(rows, rows, inputs)
+    bias = normal(inputs + 1, outputs)
+    panels, _ = packed(form, normal(inputs, outputs, inputs), kernels.panel_width)
+    with torch_threads(threads):
+        out = kernels.linear(x, panels, bias)
+    some = sorted(
+        {*range(3), *range(min(60, rows), min(68, rows)), rows // 2, *range(rows - 5, rows)}
+    )
+    for part in torch.tensor(some).split(5):
+        assert torch.equal(kernels.linear(x[part], panels, bias), out[part])
+
+
+@each_amx_level
+@pytest.mark.parametrize("inputs", [2, 30, 34, 512, 514, 1022, 1090])
+@pytest.mark.parametrize("rows", [33, 70])
+def test_blocks_of_bf16_with_any_number_of_inputs(level: str, rows: int, inputs: int) -> None:
+    """The last step of 32 inputs is padded, in the only block or in one of several."""
+    kernels, outputs = cpu_kernels(level), 70
+    x = normal(rows, rows, inputs)
+    panels, _ = packed("bf16", normal(inputs, outputs, inputs), kernels.panel_width)
+    few = torch.cat([kernels.linear(part, panels, None) for part in x.split(16)])
+    assert torch.equal(kernels.linear(x, panels, None), few)
