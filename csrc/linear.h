@@ -265,9 +265,6 @@ void many_rows(const LinearArgs& a, const Rows& all, int64_t begin, int64_t end)
 
 template <class Panel>
 void panels_of(const LinearArgs& a, const Rows& rows, int64_t begin, int64_t end) {
-  if constexpr (kManyByTiles<Panel>) {
-    if (rows.count >= kFewestTileRows) return tile_panels<Panel>(a, rows, begin, end);
-  }
   if constexpr (Panel::kHasOutliers) return many_rows<Panel>(a, rows, begin, end);
   constexpr int kOne = Panel::kPanels, kTwo = min_of(kOne, 2);
   constexpr int kMore = min_of(kOne, kLanes == 16 ? 2 : 1);
@@ -301,10 +298,11 @@ const char* product(const LinearArgs& a) {
   if constexpr (Panel::kRounds) {
     static thread_local Scratch scratch;
     rows.x_stride = ceil_div(a.inputs, Panel::kStep) * Panel::kStepBytes;
-    constexpr bool kTiles = kAllByTiles<Panel> || kManyByTiles<Panel>;
     // An odd number of cache lines: otherwise the rows of a tile share a few places of a cache.
-    if (kTiles && !kRoundsTiles<Panel>) rows.x_stride = round_up(rows.x_stride, 64) | 64;
-    const int64_t room = kTiles ? round_up(a.rows, kFewestTileRows) : a.rows;
+    if (kAllByTiles<Panel> && !kRoundsTiles<Panel>) {
+      rows.x_stride = round_up(rows.x_stride, 64) | 64;
+    }
+    const int64_t room = kAllByTiles<Panel> ? round_up(a.rows, kFewestTileRows) : a.rows;
     char* rounded = static_cast<char*>(scratch.reserve(room * rows.x_stride));
     if (!rounded) return "no memory for rounded activations";
     parallel_for(a.rows, a.rows * a.inputs, a.threads, [&](int64_t begin, int64_t end) {
@@ -338,7 +336,7 @@ const char* linear(const LinearArgs& a) {
     case WeightFormat::kBf16: return product<Bf16Format>(a);
     case WeightFormat::kInt8:
       return a.rows < kFewestTileRows ? product<Int8Panel>(a) : product<Int8ManyFormat>(a);
-    case WeightFormat::kInt4: return product<Int4Panel>(a);
+    case WeightFormat::kInt4: return product<Int4Format>(a);
   }
   return nullptr;
 }

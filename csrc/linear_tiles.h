@@ -273,7 +273,7 @@ struct Bf16Tiles {
   static constexpr bool kRounds = true;
   static constexpr int kStep = 32, kStepBytes = kTileRowBytes;
   static constexpr int64_t kStepWeights = kStep * kPanelOutputs * 2;  // bytes of a panel
-  static int64_t bytes(int64_t inputs) { return inputs * kPanelOutputs * 2; }
+  static constexpr int64_t bytes(int64_t inputs) { return inputs * kPanelOutputs * 2; }
   static int64_t tile_bytes(int64_t rows) { return min_of(rows, kTileRows) * kTileRowBytes; }
 
   // Rows [begin, end) of a.x, part by part of the inputs, so that the lines of a tile are written
@@ -387,42 +387,6 @@ class LastStep {
   alignas(64) char data_[kPanels * Bf16Tiles::kStepWeights];
 };
 
-// kPanels panels from `panel` on, for all rows, up to kRowTiles row tiles: every weight is read once,
-// from memory, so time is that of memory.
-template <int kRowTiles, int kPanels>
-void few_rows_of_bf16(const LinearArgs& a, const Rows& rows, int64_t panel, ThreadTiles* tiles) {
-  constexpr int kColumns = 2 * kPanels;
-  constexpr int64_t kWidth = kPanels * kPanelOutputs;
-  tiles->configure(product_shapes(kRowTiles, kColumns, rows.count, kTileRowBytes));
-  const int64_t bytes = Bf16Tiles::bytes(a.inputs);
-  const char* weights = static_cast<const char*>(a.weights) + panel * bytes;
-  const LastStep<kPanels> last(weights, a.inputs);
-  for_sums<kRowTiles, kColumns>([&](auto c, int64_t, int64_t) { zero_tile<c.value>(); });
-  const Bf16Steps steps = {rows.x,  kTileRows * rows.x_stride,   Bf16Tiles::tile_bytes(rows.count),
-                           weights, bytes, a.inputs / Bf16Tiles::kStep, last.get()};
-  add_bf16<kRowTiles, kPanels>(steps, [&](const char* at) {
-    if (kStreamAhead == 0) return;
-    unrolled<kPanels>([&](auto p) {
-      for (int64_t i = 0; i < Bf16Tiles::kStepWeights; i += 64) {
-        __builtin_prefetch(at + p.value * bytes + kStreamAhead + i, 0, 2);
-      }
-    });
-  });
-  const auto store_to = [&](float* out, int64_t stride) {
-    for_sums<kRowTiles, kColumns>([&](auto c, int64_t row, int64_t output) {
-      store_tile<c.value>(out + row * stride + output, stride * sizeof(float));
-    });
-  };
-  float* out = rows.out + panel * kPanelOutputs;
-  const int64_t width = a.outputs - panel * kPanelOutputs;
-  if (width >= kWidth) return store_to(out, a.outputs);
-  alignas(64) float padded[kRowTiles * kTileRows * kWidth];
-  store_to(padded, kWidth);
-  for (int64_t r = 0; r < rows.count; ++r) {
-    copy_floats(out + r * a.outputs, padded + r * kWidth, width);
-  }
-}
-
 class Bf16Blocks {
  public:
   static constexpr int64_t kInputs = 512, kDepth = kTileRowBytes;
@@ -430,8 +394,14 @@ class Bf16Blocks {
 
   Bf16Blocks(const LinearArgs&, const Rows&) {}
 
-  void multiply(TileBlock block) const {
+  void multiply(const TileBlock& block) const {
     const LastStep<1> last(block.weights, block.inputs);
+    multiply(block, block.weights + Bf16Tiles::bytes(block.k),
+             block.count % Bf16Tiles::kStep ? last.get() : nullptr);
+  }
+
+  // weights: of the whole steps of the block; last: see Bf16Steps.
+  static void multiply(TileBlock block, const char* weights, const char* last) {
     const int64_t steps = block.count / Bf16Tiles::kStep;
     const int64_t all = ceil_div(block.rows.count, 2 * kTileRows) * max_of<int64_t>(steps, 1);
     const int64_t lines = ceil_div(block.ahead.lines(), all);  // a step
@@ -441,10 +411,10 @@ class Bf16Blocks {
               block.k / Bf16Tiles::kStep * kTileRows * kTileRowBytes,
           kTileRows * block.rows.x_stride,
           kTileRows * kTileRowBytes,
-          block.weights + Bf16Tiles::bytes(block.k),
+          weights,
           0,
           steps,
-          block.count % Bf16Tiles::kStep ? last.get() : nullptr};
+          last};
       multiply_rows<row_tiles.value>(&block, part, row, count, lines);
     });
   }
@@ -480,6 +450,160 @@ struct BlocksOf<Bf16Tiles> {
 };
 
 using Bf16Format = Bf16Tiles;
+
+// ---- int4: products of bf16, too. Activations are rounded to bf16, and weights are widened to it, a
+// ---- block of a panel at a time, in the layout of a panel of bf16.
+//
+// The codes of a group would have to be scaled output by output, with vectors that wait for stored
+// tiles: for many rows that took ten times as long as products of bf16 do (docs/decisions/0025), and
+// one code of 8 bits for an activation needs a second one where it is large. Widening takes about 5
+// cycles for 32 weights, whatever the number of rows is.
+
+struct Int4Tiles : Bf16Tiles {
+  static int64_t bytes(int64_t inputs) { return Int4Panel::bytes(inputs); }
+
+  // out [inputs / 2][out]: as a panel of bf16. weights: of the group of the first of `inputs`
+  // inputs, whole groups. value = code * scale + minimum, with one rounding to fp32 of
+  // minimum - 16 * scale, one of the sum, and one to bf16, halves away from zero.
+  static void widen(const char* weights, int64_t inputs, uint32_t* out) {
+    for (int64_t g = 0; g < groups_of(inputs); ++g, weights += Int4Panel::kGroupBytes) {
+      const Fp16* halves = reinterpret_cast<const Fp16*>(weights);
+      const uint32_t* eights = reinterpret_cast<const uint32_t*>(weights + 4 * kPanelOutputs);
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; ++j) {
+        const Vec scale = load(halves + j * kLanes);
+        const Vec base =
+            mul_add(splat(-16.0f), scale, load(halves + kPanelOutputs + j * kLanes));
+#pragma GCC unroll 4
+        for (int eight = 0; eight < kGroup / 8; ++eight) {
+          const IntVec raw = load_int(eights + eight * kPanelOutputs + j * kLanes);
+          uint32_t* to = out + (g * (kGroup / 2) + eight * 4) * kPanelOutputs + j * kLanes;
+          store_pair<0, 8>(raw, scale, base, to);
+          store_pair<16, 24>(raw, scale, base, to + kPanelOutputs);
+          store_pair<4, 12>(raw, scale, base, to + 2 * kPanelOutputs);
+          store_pair<20, 28>(raw, scale, base, to + 3 * kPanelOutputs);
+        }
+      }
+    }
+  }
+
+ private:
+  // The codes at these bits of `raw`, as a pair of bf16.
+  template <int kFirst, int kSecond>
+  BROS_INLINE static void store_pair(IntVec raw, Vec scale, Vec base, uint32_t* to) {
+    constexpr int kHalf = 0x8000;  // what rounds
+    const IntVec first = bit_cast<IntVec>(value<kFirst>(raw, scale, base)) + kHalf;
+    const IntVec second = bit_cast<IntVec>(value<kSecond>(raw, scale, base)) + kHalf;
+    const IntVec pair = ((first >> 16) & 0xffff) | (second & static_cast<int32_t>(0xffff0000));
+    __builtin_memcpy(to, &pair, sizeof pair);
+  }
+
+  // The code is put into the upper bits of the fraction of 16, so that no conversion is needed.
+  template <int kBit>
+  BROS_INLINE static Vec value(IntVec raw, Vec scale, Vec base) {
+    constexpr int kPlace = 19, kSixteen = 0x41800000;
+    const IntVec at = kBit < kPlace ? raw << (kPlace - kBit) : raw >> (kBit - kPlace);
+    return mul_add(bit_cast<Vec>((at & (15 << kPlace)) | kSixteen), scale, base);
+  }
+};
+template <>
+constexpr bool kAllByTiles<Int4Tiles> = true;
+template <>
+constexpr bool kRoundsTiles<Int4Tiles> = true;
+
+// Inputs that are widened at once for few rows: 16 KB of a panel, of which two stay in the first
+// cache.
+constexpr int64_t kWidened = 256;
+
+inline char* room_for_widened() {
+  static thread_local Scratch scratch;
+  char* room = static_cast<char*>(scratch.reserve(Bf16Tiles::bytes(2 * kWidened)));
+  if (!room) __builtin_trap();  // 32 KB
+  return room;
+}
+
+class Int4Blocks {
+ public:
+  static constexpr int64_t kInputs = 2 * kWidened, kDepth = kTileRowBytes;
+  static int64_t bytes(int64_t inputs) { return Int4Tiles::bytes(inputs); }
+
+  Int4Blocks(const LinearArgs&, const Rows&) : widened_(room_for_widened()) {}
+
+  void multiply(const TileBlock& block) const {
+    Int4Tiles::widen(block.weights + Int4Tiles::bytes(block.k), block.count,
+                     reinterpret_cast<uint32_t*>(widened_));
+    Bf16Blocks::multiply(block, widened_, nullptr);
+  }
+
+ private:
+  char* widened_;
+};
+template <>
+struct BlocksOf<Int4Tiles> {
+  using Type = Int4Blocks;
+};
+
+using Int4Format = Int4Tiles;
+
+// ---- Few rows of bf16 and int4: each weight is read once, from memory, and sums stay in registers.
+
+// The C tiles += kRowTiles row tiles times kPanels panels from `panel` on, for all inputs.
+template <class Panel, int kRowTiles, int kPanels>
+BROS_INLINE void add_panels(const LinearArgs& a, const Rows& rows, int64_t panel) {
+  const int64_t bytes = Panel::bytes(a.inputs), x_tile = kTileRows * rows.x_stride;
+  const int64_t x_step = Bf16Tiles::tile_bytes(rows.count);
+  const char* weights = static_cast<const char*>(a.weights) + panel * bytes;
+  if constexpr (is_same<Panel, Bf16Tiles>) {
+    const LastStep<kPanels> last(weights, a.inputs);
+    const Bf16Steps steps = {rows.x, x_tile, x_step,
+                             weights, bytes, a.inputs / Bf16Tiles::kStep, last.get()};
+    add_bf16<kRowTiles, kPanels>(steps, [&](const char* at) {
+      if (kStreamAhead == 0) return;
+      unrolled<kPanels>([&](auto p) {
+        for (int64_t i = 0; i < Bf16Tiles::kStepWeights; i += 64) {
+          __builtin_prefetch(at + p.value * bytes + kStreamAhead + i, 0, 2);
+        }
+      });
+    });
+  } else {
+    char* widened = room_for_widened();
+    constexpr int64_t kBytes = Bf16Tiles::bytes(kWidened);
+    for (int64_t k = 0; k < a.inputs; k += kWidened) {
+      const int64_t count = min_of(kWidened, a.inputs - k);
+      for (int p = 0; p < kPanels; ++p) {
+        Panel::widen(weights + p * bytes + Panel::bytes(k), count,
+                     reinterpret_cast<uint32_t*>(widened + p * kBytes));
+      }
+      const int64_t first = k / Bf16Tiles::kStep;
+      add_bf16<kRowTiles, kPanels>({rows.x + first * x_step, x_tile, x_step, widened, kBytes,
+                                    count / Bf16Tiles::kStep, nullptr},
+                                   [](const char*) {});
+    }
+  }
+}
+
+// kPanels panels from `panel` on, for all rows, up to kRowTiles row tiles.
+template <class Panel, int kRowTiles, int kPanels>
+void few_rows_by_tiles(const LinearArgs& a, const Rows& rows, int64_t panel, ThreadTiles* tiles) {
+  constexpr int kColumns = 2 * kPanels;
+  constexpr int64_t kWidth = kPanels * kPanelOutputs;
+  tiles->configure(product_shapes(kRowTiles, kColumns, rows.count, kTileRowBytes));
+  for_sums<kRowTiles, kColumns>([&](auto c, int64_t, int64_t) { zero_tile<c.value>(); });
+  add_panels<Panel, kRowTiles, kPanels>(a, rows, panel);
+  const auto store_to = [&](float* out, int64_t stride) {
+    for_sums<kRowTiles, kColumns>([&](auto c, int64_t row, int64_t output) {
+      store_tile<c.value>(out + row * stride + output, stride * sizeof(float));
+    });
+  };
+  float* out = rows.out + panel * kPanelOutputs;
+  const int64_t width = a.outputs - panel * kPanelOutputs;
+  if (width >= kWidth) return store_to(out, a.outputs);
+  alignas(64) float padded[kRowTiles * kTileRows * kWidth];
+  store_to(padded, kWidth);
+  for (int64_t r = 0; r < rows.count; ++r) {
+    copy_floats(out + r * a.outputs, padded + r * kWidth, width);
+  }
+}
 
 // ---- Codes, int8 and int4: the sums of a group come from tiles, and scales are applied with
 // ---- vectors, by the functions that the kernels of vectors call.
@@ -720,235 +844,19 @@ struct BlocksOf<Int8Tiles> {
 
 using Int8ManyFormat = Int8Tiles;
 
-// ---- int4: first bytes of activations, as they lie in the groups of a row. Codes of 4 bits are
-// ---- spread to bytes once per block of a panel.
-
-template <>
-constexpr bool kManyByTiles<Int4Panel> = true;
-
-// Groups whose products are stored before they are scaled, 4 KB each.
-constexpr int kInt4Groups = 2;
-
-struct SpreadBlock {
-  static constexpr int64_t kGroups = kInputBlock / kGroup;
-  alignas(64) uint8_t codes[kGroups][2][kGroup / 4][kTileRowBytes];  // per vector of outputs
-  alignas(64) float scales[kGroups][kPanelOutputs], minima[kGroups][kPanelOutputs];
-  GroupDots dots[2][kInt4Groups];
-};
-
-inline void spread_codes(const char* weights, int64_t groups, SpreadBlock* block) {
-  for (int64_t g = 0; g < groups; ++g, weights += Int4Panel::kGroupBytes) {
-    const Fp16* halves = reinterpret_cast<const Fp16*>(weights);
-    widen(block->scales[g], halves, kPanelOutputs);
-    widen(block->minima[g], halves + kPanelOutputs, kPanelOutputs);
-    const uint32_t* eights = reinterpret_cast<const uint32_t*>(weights + 4 * kPanelOutputs);
-    for (int eight = 0; eight < kGroup / 8; ++eight) {
-      for (int j = 0; j < 2; ++j) {
-        const IntVec raw = load_int(eights + eight * kPanelOutputs + j * kLanes);
-        const IntVec low = raw & 0x0f0f0f0f, high = (raw >> 4) & 0x0f0f0f0f;
-        __builtin_memcpy(block->codes[g][j][2 * eight], &low, sizeof low);
-        __builtin_memcpy(block->codes[g][j][2 * eight + 1], &high, sizeof high);
-      }
-    }
-  }
-}
-
-// Up to kInt4Groups groups from `first` on of a block of a panel, and the rows of kRowTiles row
-// tiles.
-template <int kRowTiles>
-struct Int4Codes {
-  static constexpr int kTiles = kRowTiles;
-  static constexpr int64_t kRightStride = kTileRowBytes;
-  const char* x;
-  int64_t x_stride;
-  const SpreadBlock* block;
-  int64_t first, groups;
-
-  static constexpr TileProduct product(int) { return TileProduct::kSignedUnsigned; }
-  const void* left(int64_t g, int row_tile) const {
-    return activations(row_tile * kTileRows, g).high;
-  }
-  const void* right(int64_t g, int j) const { return block->codes[first + g][j]; }
-
-  template <int R>
-  BROS_INLINE void scale(int64_t row, const GroupDots* dots, Vec (&sum)[R][2]) const {
-    for (int64_t g = 0; g < groups; ++g) {
-      for (int j = 0; j < 2; ++j) {
-        const Vec scale = load(block->scales[first + g] + j * kLanes);
-        const Vec minimum = load(block->minima[first + g] + j * kLanes);
-        for (int r = 0; r < R; ++r) {
-          const int64_t at = row + r;
-          const Vec dot = to_float(load_dots(dots[g].of[at / kTileRows][j][at % kTileRows]));
-          sum[r][j] = add_scaled(sum[r][j], dot, scale, minimum, activations(at, g));
-        }
-      }
-    }
-  }
-
- private:
-  BROS_INLINE const ActivationGroup& activations(int64_t row, int64_t g) const {
-    return Int4Panel::activations(x + row * x_stride, first + g);
-  }
-};
-
-// The second bytes of a block of rows, those of one group after the other, so that 16 of them are a
-// tile: [start[g], start[g + 1]) are those of group g.
-class LowBytes {
- public:
-  LowBytes(const Rows& rows, int64_t groups) {
-    static thread_local Scratch starts, others;
-    start_ = static_cast<int32_t*>(starts.reserve((groups + 1) * sizeof(int32_t)));
-    if (!start_) __builtin_trap();  // less than the rounded activations have
-    for (int64_t g = 0; g <= groups; ++g) start_[g] = 0;
-    for_outliers(rows, groups, [&](int64_t, int64_t g, const ActivationGroup&) {
-      ++start_[g + 1];
-    });
-    for (int64_t g = 0; g < groups; ++g) start_[g + 1] += start_[g];
-    // The last tile reads 16 rows, too.
-    const int64_t count = start_[groups] + kTileRows;
-    char* data = static_cast<char*>(
-        others.reserve(count * (kGroup + sizeof(int32_t) + sizeof(float))));
-    if (!data) __builtin_trap();  // likewise
-    codes_ = data;
-    scales_ = reinterpret_cast<float*>(data + count * kGroup);
-    rows_ = reinterpret_cast<int32_t*>(scales_ + count);
-    for_outliers(rows, groups, [&](int64_t r, int64_t g, const ActivationGroup& group) {
-      const int64_t at = start_[g]++;
-      __builtin_memcpy(codes_ + at * kGroup, group.low, kGroup);
-      scales_[at] = group.low_scale;
-      rows_[at] = static_cast<int32_t>(r);
-    });
-    for (int64_t g = groups; g > 0; --g) start_[g] = start_[g - 1];
-    start_[0] = 0;
-  }
-
-  // sums[row] += groups [first, first + count) of all rows, which are those of `block`.
-  void add(int64_t first, int64_t count, SpreadBlock* block, float* sums) const {
-    Part now = part(first, start_[first], first + count);
-    if (now.count) multiply(now, first, block, block->dots[0]);
-    for (int i = 0; now.count; i ^= 1) {
-      const Part next = part(now.group, now.at + now.count, first + count);
-      if (next.count) multiply(next, first, block, block->dots[i ^ 1]);
-      scale(now, first, *block, block->dots[i][0], sums);
-      now = next;
-    }
-  }
-
- private:
-  struct Part {
-    int64_t group, at, count;  // up to 16 rows
-  };
-
-  template <class Body>
-  static void for_outliers(const Rows& rows, int64_t groups, const Body& body) {
-    for (int64_t r = 0; r < rows.count; ++r) {
-      for (int64_t g = 0; g < groups; ++g) {
-        const ActivationGroup& group = Int4Panel::activations(rows.x + r * rows.x_stride, g);
-        if (group.is_outlier) body(r, g, group);
-      }
-    }
-  }
-
-  // The part that begins at `at` of a group, or with the next group that has some, before `end`.
-  Part part(int64_t group, int64_t at, int64_t end) const {
-    while (group < end && at == start_[group + 1]) ++group;
-    return {group, at, group < end ? min_of<int64_t>(kTileRows, start_[group + 1] - at) : 0};
-  }
-
-  void multiply(const Part& part, int64_t first, const SpreadBlock* block, GroupDots* dots) const {
-    load_tile<a_tile(0)>(codes_ + part.at * kGroup, kGroup);
-    unrolled<2>([&](auto j) {
-      load_tile<b_tile(j.value)>(block->codes[part.group - first][j.value], kTileRowBytes);
-      zero_tile<c_tile(0, j.value, 2)>();
-      add_product<TileProduct::kSignedUnsigned, c_tile(0, j.value, 2), a_tile(0),
-                  b_tile(j.value)>();
-    });
-    unrolled<2>([&](auto j) {
-      store_tile<c_tile(0, j.value, 2)>(dots->of[0][j.value], kTileRowBytes);
-    });
-  }
-
-  // As Int4Panel::add_low.
-  void scale(const Part& part, int64_t first, const SpreadBlock& block, const GroupDots& dots,
-             float* sums) const {
-    const float* scales = block.scales[part.group - first];
-    const Vec scale[2] = {load(scales), load(scales + kLanes)};
-    for (int64_t r = 0; r < part.count; ++r) {
-      float* at = sums + rows_[part.at + r] * kPanelOutputs;
-      const Vec low_scale = splat(scales_[part.at + r]);
-      for (int j = 0; j < 2; ++j) {
-        const Vec product = to_float(load_dots(dots.of[0][j][r])) * low_scale;
-        store(at + j * kLanes, mul_add(product, scale[j], load(at + j * kLanes)));
-      }
-    }
-  }
-
-  int32_t* start_;
-  char* codes_;
-  float* scales_;
-  int32_t* rows_;
-};
-
-class Int4Blocks {
- public:
-  // Second bytes follow after so many (linear.h).
-  static constexpr int64_t kInputs = kInputBlock, kDepth = kGroup;
-  // Groups of spread codes, 1.3 KB each, that stay in the first cache for all rows.
-  static constexpr int64_t kSome = 16;
-  static int64_t bytes(int64_t inputs) { return Int4Panel::bytes(inputs); }
-
-  Int4Blocks(const LinearArgs& a, const Rows& rows) : low_(rows, groups_of(a.inputs)) {
-    static thread_local Scratch scratch;
-    spread_ = static_cast<SpreadBlock*>(scratch.reserve(sizeof(SpreadBlock)));
-    if (!spread_) __builtin_trap();  // 57 KB
-  }
-
-  void multiply(TileBlock block) const {
-    const Rows& rows = block.rows;
-    const int64_t groups = block.count / kGroup, before = block.k / kGroup;
-    spread_codes(block.weights + Int4Panel::bytes(block.k), groups, spread_);
-    const int64_t lines = ceil_div(block.ahead.lines(),
-                                   ceil_div(groups, kSome) * ceil_div(rows.count, 2 * kTileRows));
-    for (int64_t g = 0; g < groups; g += kSome) {
-      const int64_t some = min_of(kSome, groups - g);
-      for_row_tiles(rows.count, [&](auto row_tiles, int64_t row, int64_t count) {
-        block.ahead.fetch(lines);
-        const char* x = rows.x + row * rows.x_stride + before * Int4Panel::kStepBytes;
-        const auto batch = [&](int64_t i) {
-          const int64_t first = i * kInt4Groups;
-          return Int4Codes<row_tiles.value>{x, rows.x_stride, spread_, g + first,
-                                            min_of<int64_t>(kInt4Groups, some - first)};
-        };
-        add_codes(ceil_div(some, kInt4Groups), batch, spread_->dots, block.sums_of(row), count,
-                  g > 0 || !block.is_first());
-      });
-    }
-    low_.add(before, groups, spread_, block.sums);
-    if (block.is_last()) block.copy_sums(0, rows.count);
-  }
-
- private:
-  LowBytes low_;
-  SpreadBlock* spread_;
-};
-template <>
-struct BlocksOf<Int4Panel> {
-  using Type = Int4Blocks;
-};
-
 // Panels [begin, end) of all rows, of formats whose products consist of tiles.
 template <class Panel>
 void tile_panels(const LinearArgs& a, const Rows& rows, int64_t begin, int64_t end) {
-  if constexpr (is_same<Panel, Bf16Tiles>) {
+  if constexpr (kRoundsTiles<Panel>) {
     if (rows.count <= 2 * kTileRows) {
       ThreadTiles tiles;
       int64_t p = begin;
       if (rows.count > kTileRows) {
-        for (; p < end; ++p) few_rows_of_bf16<2, 1>(a, rows, p, &tiles);
+        for (; p < end; ++p) few_rows_by_tiles<Panel, 2, 1>(a, rows, p, &tiles);
         return;
       }
-      for (; p + 2 <= end; p += 2) few_rows_of_bf16<1, 2>(a, rows, p, &tiles);
-      if (p < end) few_rows_of_bf16<1, 1>(a, rows, p, &tiles);
+      for (; p + 2 <= end; p += 2) few_rows_by_tiles<Panel, 1, 2>(a, rows, p, &tiles);
+      if (p < end) few_rows_by_tiles<Panel, 1, 1>(a, rows, p, &tiles);
       return;
     }
   }
@@ -964,6 +872,7 @@ namespace bros {
 namespace {
 
 using Bf16Format = Bf16Panel;
+using Int4Format = Int4Panel;
 using Int8ManyFormat = Int8Panel;
 
 }  // namespace

@@ -16,8 +16,14 @@ from torch import Tensor
 from bros.executor.models.layers import pack, vocabulary_panels
 from bros.executor.target import CPU, Target
 from bros.kernels.panels import GROUP, Panels
-from support.kernel_cases import PAIR_LEVELS, cpu_kernels, each_level, torch_threads
-from support.packed_weights import activations, normal, packed
+from support.kernel_cases import (
+    PAIR_LEVELS,
+    TILE_LEVELS,
+    cpu_kernels,
+    each_level,
+    torch_threads,
+)
+from support.packed_weights import activations, normal, packed, widened
 from support.tier import examples
 
 each_format = pytest.mark.parametrize("form", ["fp32", "bf16", "int8", "int4"])
@@ -32,7 +38,7 @@ OUTLIER = 1.1
 
 def rounded(x: Tensor, level: str, form: str) -> Tensor:
     """The activations that are multiplied, in fp64."""
-    if form == "bf16" and level in PAIR_LEVELS:
+    if (form == "bf16" and level in PAIR_LEVELS) or (form == "int4" and level in TILE_LEVELS):
         return x.bfloat16().double()
     if form == "int8":
         inputs = x.shape[1]
@@ -45,6 +51,12 @@ def rounded(x: Tensor, level: str, form: str) -> Tensor:
         outlier = largest > OUTLIER * largest.mean(1, keepdim=True)
         return in_codes(groups, largest, torch.where(outlier, 32639.0, 127.0))
     return x.double()
+
+
+def panels_of(level: str, form: str, weight: Tensor) -> tuple[Panels, Tensor]:
+    """The panels of a weight, and the values that the level multiplies."""
+    panels, values = packed(form, weight, cpu_kernels(level).panel_width)
+    return panels, widened(weight) if form == "int4" and level in TILE_LEVELS else values
 
 
 def in_codes(parts: Tensor, largest: Tensor, most: Tensor) -> Tensor:
@@ -73,7 +85,7 @@ def test_products_are_those_of_the_packed_values(
     weight, x = normal(seed, outputs, inputs), activations(seed + 1, rows, inputs)
     x[:, :GROUP] *= 0 if biased else 1  # a group of zeros
     bias = normal(seed + 2, outputs) if biased else None
-    panels, values = packed(form, weight, kernels.panel_width)
+    panels, values = panels_of(level, form, weight)
     out = kernels.linear(x, panels, bias)
     exact = rounded(x, level, form) @ values.double().T + (0 if bias is None else bias.double())
     assert out.shape == (rows, outputs) and out.dtype == torch.float32
@@ -144,7 +156,7 @@ def test_an_odd_number_of_inputs(level: str) -> None:
 def test_many_rows_in_blocks(level: str, form: str, rows: int) -> None:
     """Rows of several blocks, and inputs of two: the first rows and the last have their bits."""
     kernels, inputs = cpu_kernels(level), 1056
-    panels, values = packed(form, normal(0, 40, inputs), kernels.panel_width)
+    panels, values = panels_of(level, form, normal(0, 40, inputs))
     x = activations(1, rows, inputs)
     out = kernels.linear(x, panels, None)
     exact = rounded(x, level, form) @ values.double().T

@@ -28,6 +28,9 @@ HEAD_DIMS = (8, 16, 64, 80, 96, 128, 256, 5, 12, 72)
 PAIR_LEVELS = ("avx512-amx", "amx-emulated", "avx512-bf16")
 """Levels that multiply pairs of bf16, with bf16 weights and a KV cache in bf16."""
 
+TILE_LEVELS = ("avx512-amx", "amx-emulated")
+"""Levels that multiply tiles: int4 weights, too, are widened to bf16 there."""
+
 
 def compiled_levels() -> list[str]:
     """Instruction sets that CpuKernels can be tried on here; none if it was not built."""

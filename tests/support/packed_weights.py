@@ -35,3 +35,12 @@ def packed(form: str, weight: Tensor, width: int) -> tuple[Panels, Tensor]:
     scale, minimum = (each.half().double()[..., None] for each in (four.scale, four.minimum))
     values = four.codes.unflatten(1, (-1, GROUP)) * scale + minimum
     return Panels.int4(four.codes, four.scale, four.minimum, width), values.flatten(1)
+
+
+def widened(weight: Tensor) -> Tensor:
+    """The values of int4 panels as tiles multiply them: Int4Tiles::widen of csrc/linear_tiles.h."""
+    four = Int4Groups.from_dense(weight)
+    scale, minimum = (each.half().double()[..., None] for each in (four.scale, four.minimum))
+    base = (minimum - 16 * scale).float().double()
+    values = ((16 + four.codes.unflatten(1, (-1, GROUP))) * scale + base).float()
+    return ((values.flatten(1).view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
