@@ -46,7 +46,7 @@ from bros.kernels.interface import (
     HeadLayout,
     Kernels,
 )
-from bros.kernels.staging import Staging
+from bros.kernels.staging import Staging, to_device
 
 logger = logging.getLogger("bros.executor")
 
@@ -279,16 +279,26 @@ class StepGraphs:
         """
         known = (inputs.token_ids, inputs.positions, inputs.slots)
         graph.inputs.write(
-            known if pending is None else (*known, pending.sources),
+            known if pending is None else (*known, self._sources(pending)),
             inputs.sample_rows if graph.tokens else None,
         )
-        if pending is not None and pending.tokens.data_ptr() != self._best.data_ptr():
-            # The step before was no replay, or this is not the rank that samples.
-            self._best[: len(pending.tokens)].copy_(pending.tokens)
         self._kernels.prepare(inputs.attention, self._layout, self._device, graph.buffers)
         graph.replay()
         samples = len(inputs.sample_rows)
         return Replayed(self._logits[:samples], self._best[: 2 * graph.rows].view(2, graph.rows))
+
+    def _sources(self, pending: PendingTokens) -> Tensor:
+        """PendingTokens.sources in self._best, which then has the pending tokens."""
+        tokens, sources = pending.tokens, pending.sources
+        if tokens.data_ptr() == self._best.data_ptr():
+            return sources
+        # The step before was no replay, or this is not the rank that samples.
+        if len(tokens) > len(self._best):  # it had more rows than any graph: only those of this one
+            wanted = sources >= 0
+            tokens = tokens.index_select(0, to_device(sources[wanted], self._device))
+            sources = torch.where(wanted, wanted.cumsum(0).int() - 1, sources)
+        self._best[: len(tokens)].copy_(tokens)
+        return sources
 
     def _capture(self, limits: GraphLimits, inputs: _Inputs, capture: Capture) -> _Graph:
         """A decode step."""
