@@ -1,4 +1,4 @@
-// Products by tile registers (tiles.h): bf16 for any number of rows, int8 and int4 for many.
+// Products by tile registers (tiles.h): bf16 and int4 for any number of rows, int8 for many.
 //
 // A panel has the layout of tiles already. Of bf16, 16 pairs of inputs and all 32 outputs are two B
 // tiles side by side. Activations are rounded to A tiles, each in one piece:
@@ -23,17 +23,19 @@
 //
 // Four sums hide the latency of a product (52 cycles of Sapphire Rapids, 16 until the next can
 // start). With two row tiles, every tile that is loaded is multiplied twice: 4 loads of 1 KB (32
-// cycles, of the first cache) for 4 products (64 cycles).
+// cycles, of the first cache) for 4 products (64 cycles). Blocks of 512 inputs, whose weights stay in
+// the first cache, carry sums four times as often: they took 1.05 to 1.15 times as long.
 //
-// Up to 32 rows of bf16 keep their sums in registers for all inputs: each weight is read once. More
-// rows are multiplied in blocks, as the caches have room, from the outermost loop to the innermost:
+// Up to 32 rows keep their sums in registers for all inputs: each weight is read once. More rows are
+// multiplied in blocks, as the caches have room, from the outermost loop to the innermost:
 //
 //     block of rows      about 256         read each weight from memory once
 //     group of panels    16                have sums of 512 KB, carried from part to part
 //     part of inputs     about 2,048       x of the block of rows, 1 MB, stays in the second cache
 //     panel              32 outputs
-//     block of inputs    512               all row tiles read its weights, 32 KB, which were fetched
-//                                          into the second cache during the block before
+//     block of inputs    2,048, int4 512   all row tiles read its weights, 128 KB, which were fetched
+//                                          into the second cache during the block before, or were
+//                                          widened, 32 KB
 //     two row tiles      32                four sums in registers
 //
 //                    part of inputs                          group of panels
@@ -56,9 +58,9 @@
 // **Same bits.** An output of bf16 is, step by step of 32 inputs, increased by the sum of its even
 // and the sum of its odd products. These depend on nothing but the row and the output: the other
 // rows of a tile, their number and the blocks only decide which register holds a sum. AVX-512's
-// products of bf16 are rounded otherwise, so there is no second kernel for few rows. Sums of the
-// codes of a group are exact, so int8 and int4 have the bits of their kernels of vectors
-// (linear_formats.h), which few rows use.
+// products of bf16 are rounded otherwise, so there is no second kernel for few rows, also of int4,
+// whose weights are widened to bf16. Sums of the codes of a group are exact, so int8 has the bits of
+// its kernel of vectors (linear_formats.h), which few rows use.
 #pragma once
 
 #include "linear_formats.h"
@@ -122,10 +124,10 @@ BROS_INLINE void for_row_tiles(int64_t count, const Run& run) {
 
 #if defined(BROS_MODEL)
 // Small ones, so that small shapes, which tests use, have several blocks of each kind.
-constexpr int64_t kBlockRows = 64, kBlockPanels = 2;
+constexpr int64_t kBlockRows = 64, kBlockPanels = 2, kBlockInputs = 512;
 constexpr int64_t kBlockXBytes = 24 * 1024;
 #else
-constexpr int64_t kBlockRows = 256, kBlockPanels = 16;
+constexpr int64_t kBlockRows = 256, kBlockPanels = 16, kBlockInputs = 2048;
 constexpr int64_t kBlockXBytes = 1024 * 1024;
 #endif
 constexpr bool kPrefetchesBlocks = true;
@@ -213,7 +215,6 @@ class TileWalk {
 // How a format multiplies a block:
 //
 //     kInputs             of a block
-//     kDepth              bytes of a row of an A tile
 //     bytes(inputs)       of a panel
 //     (a, rows)           what is made once for a block of rows
 //     multiply(block)     sums, and `out` with the last inputs
@@ -227,7 +228,7 @@ void many_rows_by_tiles(const LinearArgs& a, const Rows& all, int64_t begin, int
   using Blocks = typename BlocksOf<Panel>::Type;
   static thread_local Scratch scratch;
   ThreadTiles tiles;
-  tiles.configure(product_shapes(2, 2, 2 * kTileRows, Blocks::kDepth));
+  tiles.configure(product_shapes(2, 2, 2 * kTileRows, kTileRowBytes));
   const int64_t parts = ceil_div(all.count, kBlockRows);
   const int64_t most = round_up(ceil_div(all.count, parts), 2 * kTileRows);
   const int64_t panel_bytes = Blocks::bytes(a.inputs);
@@ -389,7 +390,7 @@ class LastStep {
 
 class Bf16Blocks {
  public:
-  static constexpr int64_t kInputs = 512, kDepth = kTileRowBytes;
+  static constexpr int64_t kInputs = kBlockInputs;
   static int64_t bytes(int64_t inputs) { return Bf16Tiles::bytes(inputs); }
 
   Bf16Blocks(const LinearArgs&, const Rows&) {}
@@ -454,10 +455,10 @@ using Bf16Format = Bf16Tiles;
 // ---- int4: products of bf16, too. Activations are rounded to bf16, and weights are widened to it, a
 // ---- block of a panel at a time, in the layout of a panel of bf16.
 //
-// The codes of a group would have to be scaled output by output, with vectors that wait for stored
-// tiles: for many rows that took ten times as long as products of bf16 do (docs/decisions/0025), and
-// one code of 8 bits for an activation needs a second one where it is large. Widening takes about 5
-// cycles for 32 weights, whatever the number of rows is.
+// Tiles of codes would have to be scaled output by output, group by group, with vectors, and one code
+// of 8 bits for an activation needs a second one where it is large: that took 2 to 5 times as long for
+// 64 rows and more, and half as long for one (docs/decisions/0025). Widening takes about 6 cycles for
+// 32 weights, whatever the number of rows is.
 
 struct Int4Tiles : Bf16Tiles {
   static int64_t bytes(int64_t inputs) { return Int4Panel::bytes(inputs); }
@@ -524,7 +525,7 @@ inline char* room_for_widened() {
 
 class Int4Blocks {
  public:
-  static constexpr int64_t kInputs = 2 * kWidened, kDepth = kTileRowBytes;
+  static constexpr int64_t kInputs = 2 * kWidened;
   static int64_t bytes(int64_t inputs) { return Int4Tiles::bytes(inputs); }
 
   Int4Blocks(const LinearArgs&, const Rows&) : widened_(room_for_widened()) {}
@@ -605,136 +606,22 @@ void few_rows_by_tiles(const LinearArgs& a, const Rows& rows, int64_t panel, Thr
   }
 }
 
-// ---- Codes, int8 and int4: the sums of a group come from tiles, and scales are applied with
-// ---- vectors, by the functions that the kernels of vectors call.
-//
-//     A    16 rows x 32 bytes of activations: the two bytes of int8 are two tiles
-//     B    8 rows of 4 inputs x 16 outputs: codes of weights, as bytes
-//     C    16 rows x 16 outputs in int32, stored, since vectors cannot read a tile
-//
-// A group of 32 inputs, 16 rows and a vector of outputs take, in cycles of Sapphire Rapids (two
-// operations of vectors at a time, one product of tiles in 16, one row of a tile stored at a time):
-//
-//                        codes                          scales and minima               together
-//     int4   vectors     16 x 8 products:     64        16 x 4 operations:      32      96
-//            tiles       1 product:           16        32                              32 to 64
-//                        stores of C:         16, beside them
-//     int8   vectors     16 x 16 products:   128        16 x 2.25 operations:   18      146
-//            tiles       2 products:          32        16 x 4.25 operations:   34      34 to 98
-//                        stores of 2 C:       32, beside them
-//
-// The lower number holds if everything overlaps. So the tiles of a few groups are multiplied between
-// the vectors that scale those before (add_codes). Fewer rows do not make up for spreading the codes
-// of int4, 8 cycles, and for products that take 16 with any number of rows. (Those of int8 are not
-// spread, so it might use tiles from 12 rows on.) This is an estimate, not a measurement.
-//
-// A quarter of the groups of int4 are outliers, if activations are distributed normally. By vectors,
-// each would take 13 cycles for its second bytes, where the first bytes take 4 by tiles. So second
-// bytes go by tiles, too: those of a group of inputs lie side by side, whatever rows they are of, 16
-// of them are an A tile, and scales are applied row by row.
-static_assert(kFewestTileRows == kTileRows, "");
-
-struct GroupDots {
-  alignas(64) int32_t of[2][2][kTileRows][kTileOutputs];  // A tile, vector of outputs
-};
-
-// dots [g] = the products of a few groups g, of codes that are
-//
-//     kTiles                number of A tiles, with rows x_stride bytes apart
-//     groups                their number
-//     product(i)            how bytes of A tile i are multiplied
-//     left(g, i)            A tile i of group g
-//     right(g, j)           vector j of outputs of the weights, with rows kRightStride bytes apart
-//     scale(row, dots, sum)
-//                           sum[r][j] += rows [row, row + R) of the groups, from their dots
-
-// Vector kColumn of the outputs of group g. A tiles are loaded with the first.
-template <int kColumn, class Codes>
-BROS_INLINE void multiply_column(const Codes& codes, int64_t g, GroupDots* dots) {
-  if constexpr (kColumn == 0) {
-    unrolled<Codes::kTiles>([&](auto i) {
-      load_tile<a_tile(i.value)>(codes.left(g, i.value), codes.x_stride);
-    });
-  }
-  load_tile<b_tile(kColumn)>(codes.right(g, kColumn), Codes::kRightStride);
-  unrolled<Codes::kTiles>([&](auto i) {
-    constexpr int kC = c_tile(i.value, kColumn, 2);
-    zero_tile<kC>();
-    add_product<Codes::product(i.value), kC, a_tile(i.value), b_tile(kColumn)>();
-  });
-  unrolled<Codes::kTiles>([&](auto i) {
-    store_tile<c_tile(i.value, kColumn, 2)>(dots[g].of[i.value][kColumn], kTileRowBytes);
-  });
-}
-
-BROS_INLINE IntVec load_dots(const int32_t (&dots)[kTileOutputs]) {
-  return bit_cast<IntVec>(_mm512_load_si512(dots));
-}
-
-// sums of rows [row, row + R), [..][kPanelOutputs], increased by `codes`; from 0 without `carry`.
-template <int R, class Codes>
-BROS_INLINE void scale_rows(const Codes& codes, const GroupDots* dots, float* sums, int64_t row,
-                            bool carry) {
-  float* at = sums + row * kPanelOutputs;
-  Vec sum[R][2] = {};
-  if (carry) {
-    for (int r = 0; r < R; ++r) {
-      for (int j = 0; j < 2; ++j) sum[r][j] = load(at + r * kPanelOutputs + j * kLanes);
-    }
-  }
-  codes.scale(row, dots, sum);
-  for (int r = 0; r < R; ++r) {
-    for (int j = 0; j < 2; ++j) store(at + r * kPanelOutputs + j * kLanes, sum[r][j]);
-  }
-}
-
-// Whether the tiles of a batch are multiplied between the vectors of the one before.
-constexpr bool kInterleaves = true;
-
-// sums += batch(0), batch(1), ..: a few groups each, whose products are stored in one half of
-// `dots` while those in the other are scaled. So tiles and vectors work at the same time, and no
-// vector waits for a product that was stored just before.
-template <class Batch, int kGroups>
-BROS_INLINE void add_codes(int64_t batches, const Batch& batch, GroupDots (&dots)[2][kGroups],
-                           float* sums, int64_t rows, bool carry) {
-  auto now = batch(0);
-  for (int64_t g = 0; g < now.groups; ++g) {
-    multiply_column<0>(now, g, dots[0]);
-    multiply_column<1>(now, g, dots[0]);
-  }
-  for (int64_t i = 0; i < batches; ++i) {
-    const bool more = i + 1 < batches;
-    const auto next = batch(more ? i + 1 : i);
-    const int64_t columns = more ? 2 * next.groups : 0;
-    const int64_t some = kInterleaves ? ceil_div(columns, max_of<int64_t>(rows / 4, 1)) : 0;
-    int64_t column = 0;
-    const auto multiply = [&](int64_t end) {
-      for (; column < min_of(end, columns); ++column) {
-        if (column % 2) {
-          multiply_column<1>(next, column / 2, dots[(i + 1) % 2]);
-        } else {
-          multiply_column<0>(next, column / 2, dots[(i + 1) % 2]);
-        }
-      }
-    };
-    int64_t row = 0;
-    for (; row + 4 <= rows; row += 4) {
-      multiply(column + some);
-      scale_rows<4>(now, dots[i % 2], sums, row, carry || i > 0);
-    }
-    for (; row < rows; ++row) scale_rows<1>(now, dots[i % 2], sums, row, carry || i > 0);
-    multiply(columns);
-    now = next;
-  }
-}
-
 // ---- int8: codes of activations are 256 * high + low, bytes with a sign and without one, so that
 //
 //     sum of w * a = 256 * (sum of w * high) + (sum of w * low)
 //
-// which is exact in int32. Weights are multiplied where they lie in the panel, whose rows of four
-// inputs are two B tiles side by side. Activations are rounded to tiles at once, in a format for
-// products of many rows.
+// which is exact in int32. The sums of a group come from tiles, and scales are applied with vectors,
+// by the functions that the kernel of vectors calls (linear_formats.h). Weights are multiplied where
+// they lie in the panel, whose rows of four inputs are two B tiles side by side. Activations are
+// rounded to tiles at once, in a format for products of many rows.
+//
+//     A    16 rows x 32 bytes of activations: their two bytes are two tiles
+//     B    8 rows of 4 inputs x 16 outputs: codes of weights, as bytes
+//     C    16 rows x 16 outputs in int32, stored, since vectors cannot read a tile
+//
+// Multiplying the tiles of a group between the vectors that scale the one before took 1.2 times as
+// long (docs/decisions/0025).
+static_assert(kFewestTileRows == kTileRows, "");
 
 // As ActivationBlock in linear_formats.h, with the two bytes of a code apart. A row of a tile lies in
 // one cache line.
@@ -764,27 +651,63 @@ struct Int8Tiles {
 template <>
 constexpr bool kAllByTiles<Int8Tiles> = true;
 
-// A block of activations of up to 16 rows, and the same groups of a panel.
-struct Int8Codes {
-  static constexpr int kTiles = 2;
-  static constexpr int64_t kRightStride = 2 * kTileRowBytes;
-  const char* x;
-  int64_t x_stride;
-  const char* weights;
-  int64_t groups;
+// Sums of products of codes of a group: of the high and of the low bytes, per vector of outputs.
+struct GroupDots {
+  alignas(64) int32_t of[2][2][kTileRows][kTileOutputs];
+};
 
-  static constexpr TileProduct product(int byte) {
-    return byte ? TileProduct::kUnsignedSigned : TileProduct::kSignedSigned;
-  }
-  const void* left(int64_t g, int byte) const { return activations(0).bytes[g][byte]; }
-  const void* right(int64_t g, int j) const {
-    return group(g) + 4 * kPanelOutputs + j * kTileRowBytes;
+// Up to kBlockGroups groups of inputs, for up to 16 rows and a panel, whose tiles are configured.
+class Int8Part {
+ public:
+  Int8Part(const char* x, int64_t x_stride, const char* weights, int64_t groups)
+      : x_(x), x_stride_(x_stride), weights_(weights), groups_(groups) {}
+
+  // out[r * stride + i] += the sums of `rows` rows, for i < width; from 0 without `carry`. dots
+  // [kBlockGroups]: 16 KB, so that sums of rows are loaded and stored once for four groups.
+  BROS_INLINE void add(float* out, int64_t stride, int64_t width, int64_t rows, bool carry,
+                       GroupDots* dots) const {
+    for (int64_t g = 0; g < groups_; ++g) multiply(g, dots + g);
+    int64_t row = 0;
+    for (; row + 4 <= rows; row += 4) {
+      scale_rows<4>(dots, row, out + row * stride, stride, width, carry);
+    }
+    for (; row < rows; ++row) scale_rows<1>(dots, row, out + row * stride, stride, width, carry);
   }
 
+ private:
+  BROS_INLINE void multiply(int64_t g, GroupDots* dots) const {
+    unrolled<2>([&](auto byte) {
+      load_tile<a_tile(byte.value)>(activations(0).bytes[g][byte.value], x_stride_);
+    });
+    unrolled<2>([&](auto j) {
+      load_tile<b_tile(j.value)>(group(g) + 4 * kPanelOutputs + j.value * kTileRowBytes,
+                                 2 * kTileRowBytes);
+      unrolled<2>([&](auto byte) {
+        constexpr int kC = c_tile(byte.value, j.value, 2);
+        constexpr TileProduct kProduct =
+            byte.value ? TileProduct::kUnsignedSigned : TileProduct::kSignedSigned;
+        zero_tile<kC>();
+        add_product<kProduct, kC, a_tile(byte.value), b_tile(j.value)>();
+      });
+    });
+    unrolled<2>([&](auto byte) {
+      unrolled<2>([&](auto j) {
+        store_tile<c_tile(byte.value, j.value, 2)>(dots->of[byte.value][j.value], kTileRowBytes);
+      });
+    });
+  }
+
+  // Rows [row, row + R), whose sums begin at `out`.
   template <int R>
-  BROS_INLINE void scale(int64_t row, const GroupDots* dots, Vec (&sum)[R][2]) const {
+  BROS_INLINE void scale_rows(const GroupDots* dots, int64_t row, float* out, int64_t stride,
+                              int64_t width, bool carry) const {
+    __mmask16 some[2];
+    for (int j = 0; j < 2; ++j) {
+      some[j] = _cvtu32_mask16(
+          width >= kPanelOutputs ? 0xffff : ((1u << width) - 1) >> j * kLanes & 0xffff);
+    }
     Vec block[R][2] = {};
-    for (int64_t g = 0; g < groups; ++g) {
+    for (int64_t g = 0; g < groups_; ++g) {
       for (int j = 0; j < 2; ++j) {
         const Vec scale = load(reinterpret_cast<const float*>(group(g)) + j * kLanes);
         for (int r = 0; r < R; ++r) {
@@ -796,71 +719,85 @@ struct Int8Codes {
     }
     for (int r = 0; r < R; ++r) {
       for (int j = 0; j < 2; ++j) {
-        sum[r][j] = add_block(sum[r][j], block[r][j], activations(row + r).scale);
+        float* at = out + r * stride + j * kLanes;
+        const Vec sum = carry ? _mm512_maskz_loadu_ps(some[j], at) : Vec{};
+        _mm512_mask_storeu_ps(at, some[j], add_block(sum, block[r][j], activations(row + r).scale));
       }
     }
   }
 
- private:
+  BROS_INLINE static IntVec load_dots(const int32_t (&dots)[kTileOutputs]) {
+    return bit_cast<IntVec>(_mm512_load_si512(dots));
+  }
   BROS_INLINE const ActivationBytes& activations(int64_t row) const {
-    return *reinterpret_cast<const ActivationBytes*>(x + row * x_stride);
+    return *reinterpret_cast<const ActivationBytes*>(x_ + row * x_stride_);
   }
-  BROS_INLINE const char* group(int64_t g) const { return weights + g * Int8Panel::kGroupBytes; }
+  BROS_INLINE const char* group(int64_t g) const { return weights_ + g * Int8Panel::kGroupBytes; }
+
+  const char* x_;
+  int64_t x_stride_;
+  const char* weights_;
+  int64_t groups_;
 };
 
-class Int8Blocks {
- public:
-  // Weights of a block, 9 KB, and products, 32 KB, stay in the first cache.
-  static constexpr int64_t kInputs = 256, kDepth = kGroup;
-  static_assert(kInputs % Int8Tiles::kStep == 0, "");
-  static int64_t bytes(int64_t inputs) { return Int8Panel::bytes(inputs); }
+// One panel for all rows. Its weights for so many inputs, 18 KB, stay in the first cache.
+constexpr int64_t kInt8Inputs = 512;
 
-  Int8Blocks(const LinearArgs&, const Rows&) {}
-
-  void multiply(TileBlock block) const {
-    constexpr int64_t kStep = Int8Tiles::kStep;
-    const Rows& rows = block.rows;
-    const int64_t lines = ceil_div(block.ahead.lines(), ceil_div(rows.count, kTileRows));
-    GroupDots dots[2][kBlockGroups];
+inline void int8_panel(const LinearArgs& a, const Rows& rows, int64_t panel, ThreadTiles* tiles) {
+  constexpr int64_t kStep = Int8Tiles::kStep;
+  static_assert(kInt8Inputs % kStep == 0, "");
+  const int64_t at = panel * kPanelOutputs;
+  const char* weights = static_cast<const char*>(a.weights) + panel * Int8Panel::bytes(a.inputs);
+  GroupDots dots[kBlockGroups];
+  for (int64_t first = 0; first < a.inputs; first += kInt8Inputs) {
+    const int64_t end = min_of(first + kInt8Inputs, a.inputs);
     for (int64_t row = 0; row < rows.count; row += kTileRows) {
-      block.ahead.fetch(lines);
+      const int64_t count = min_of(kTileRows, rows.count - row);
+      TileShapes shapes;
+      for (int byte = 0; byte < 2; ++byte) set_rows(&shapes, byte, 2, count, kGroup);
+      set_columns(&shapes, kGroup);
+      tiles->configure(shapes);
       const char* x = rows.x + row * rows.x_stride;
-      const auto batch = [&](int64_t i) {
-        const int64_t k = block.k + i * kStep;
-        const int64_t count = min_of(kStep, block.k + block.count - k);
-        return Int8Codes{x + k / kStep * Int8Tiles::kStepBytes, rows.x_stride,
-                         block.weights + Int8Panel::bytes(k), count / kGroup};
-      };
-      add_codes(ceil_div(block.count, kStep), batch, dots, block.sums_of(row),
-                min_of(kTileRows, rows.count - row), !block.is_first());
+      float* out = rows.out + row * a.outputs + at;
+      for (int64_t k = first; k < end; k += kStep) {
+        const Int8Part part(x + k / kStep * Int8Tiles::kStepBytes, rows.x_stride,
+                            weights + Int8Panel::bytes(k), min_of(kStep, end - k) / kGroup);
+        part.add(out, a.outputs, a.outputs - at, count, k > 0, dots);
+      }
     }
-    if (block.is_last()) block.copy_sums(0, rows.count);
   }
-};
-template <>
-struct BlocksOf<Int8Tiles> {
-  using Type = Int8Blocks;
-};
+}
+
+inline void int8_panels(const LinearArgs& a, const Rows& all, int64_t begin, int64_t end) {
+  ThreadTiles tiles;
+  const int64_t most = max_of(kBlockXBytes / all.x_stride, 2 * kTileRows);
+  const int64_t block = round_up(ceil_div(all.count, ceil_div(all.count, most)), 2 * kTileRows);
+  for (int64_t row = 0; row < all.count; row += block) {
+    const Rows rows = {all.x + row * all.x_stride, all.x_stride, all.out + row * a.outputs,
+                       min_of(block, all.count - row)};
+    for (int64_t p = begin; p < end; ++p) int8_panel(a, rows, p, &tiles);
+  }
+}
 
 using Int8ManyFormat = Int8Tiles;
 
 // Panels [begin, end) of all rows, of formats whose products consist of tiles.
 template <class Panel>
 void tile_panels(const LinearArgs& a, const Rows& rows, int64_t begin, int64_t end) {
-  if constexpr (kRoundsTiles<Panel>) {
-    if (rows.count <= 2 * kTileRows) {
-      ThreadTiles tiles;
-      int64_t p = begin;
-      if (rows.count > kTileRows) {
-        for (; p < end; ++p) few_rows_by_tiles<Panel, 2, 1>(a, rows, p, &tiles);
-        return;
-      }
-      for (; p + 2 <= end; p += 2) few_rows_by_tiles<Panel, 1, 2>(a, rows, p, &tiles);
-      if (p < end) few_rows_by_tiles<Panel, 1, 1>(a, rows, p, &tiles);
+  if constexpr (is_same<Panel, Int8Tiles>) {
+    int8_panels(a, rows, begin, end);
+  } else if (rows.count > 2 * kTileRows) {
+    many_rows_by_tiles<Panel>(a, rows, begin, end);
+  } else {
+    ThreadTiles tiles;
+    int64_t p = begin;
+    if (rows.count > kTileRows) {
+      for (; p < end; ++p) few_rows_by_tiles<Panel, 2, 1>(a, rows, p, &tiles);
       return;
     }
+    for (; p + 2 <= end; p += 2) few_rows_by_tiles<Panel, 1, 2>(a, rows, p, &tiles);
+    if (p < end) few_rows_by_tiles<Panel, 1, 1>(a, rows, p, &tiles);
   }
-  many_rows_by_tiles<Panel>(a, rows, begin, end);
 }
 
 }  // namespace

@@ -134,7 +134,7 @@ class Products(Protocol):
     Activations are multiplied in fp32 with fp32 weights, and with bf16 weights unless the CPU has
     AVX-512 BF16 or AMX, for which they are rounded to bf16. For int8 weights they are rounded to 16
     bits in blocks of 128 inputs, for int4 to 8 bits in groups of 32, of which the largest have 16
-    bits. Rounding depends on the row alone, too.
+    bits; with AMX int4 weights are multiplied as bf16. Rounding depends on the row alone, too.
     """
 
     @property
