@@ -477,8 +477,7 @@ BROS_INLINE void round_group(const float* x, float largest, float limit, Activat
   out->is_outlier = both;
 }
 
-// sum, increased by one group. Products by vectors and by tiles (linear_tiles.h) call this, so that
-// both have the same bits. dot: the sum of products of codes.
+// sum, increased by one group. dot: the sum of products of codes.
 BROS_INLINE Vec add_scaled(Vec sum, Vec dot, Vec scale, Vec minimum, const ActivationGroup& group) {
   sum = mul_add(dot * splat(group.high_scale), scale, sum);
   return mul_add(minimum, splat(group.total), sum);

@@ -130,8 +130,6 @@ constexpr int64_t kBlockXBytes = 24 * 1024;
 constexpr int64_t kBlockRows = 256, kBlockPanels = 16, kBlockInputs = 2048;
 constexpr int64_t kBlockXBytes = 1024 * 1024;
 #endif
-constexpr bool kPrefetchesBlocks = true;
-
 // Weights of the next block, which are brought into the second cache a few lines at a time while
 // those of a block are multiplied.
 class Ahead {
@@ -141,7 +139,6 @@ class Ahead {
   int64_t lines() const { return ceil_div(end_ - at_, 64); }
 
   BROS_INLINE void fetch(int64_t lines) {
-    if (!kPrefetchesBlocks) return;
     for (; lines > 0 && at_ < end_; --lines, at_ += 64) __builtin_prefetch(at_, 0, 2);
   }
 
@@ -176,14 +173,16 @@ struct TileBlock {
 // of the group, and blocks of inputs.
 class TileWalk {
  public:
-  // Panels [begin, end), blocks of `block` inputs.
-  TileWalk(const Rows& rows, int64_t inputs, int64_t begin, int64_t end, int64_t block)
-      : inputs_(inputs), end_(end), block_(block), group_(begin), panel_(begin) {
-    const int64_t blocks = ceil_div(inputs, block);
+  // Panels [begin, end), about equal blocks of up to `most_inputs` inputs, a multiple of `step`.
+  TileWalk(const Rows& rows, int64_t inputs, int64_t begin, int64_t end, int64_t most_inputs,
+           int64_t step)
+      : inputs_(inputs), end_(end), group_(begin), panel_(begin) {
+    const int64_t blocks = ceil_div(inputs, most_inputs);
+    block_ = round_up(ceil_div(inputs, blocks), step);
     const int64_t most =
         max_of<int64_t>(kBlockXBytes * blocks / (rows.count * rows.x_stride), 1);
     const int64_t parts = ceil_div(blocks, most);
-    part_ = ceil_div(blocks, parts) * block;
+    part_ = ceil_div(blocks, parts) * block_;
     panels_ = parts > 1 ? kBlockPanels : 1;
   }
 
@@ -235,7 +234,7 @@ void many_rows_by_tiles(const LinearArgs& a, const Rows& all, int64_t begin, int
   for (int64_t row = 0; row < all.count; row += most) {
     const Rows rows = {all.x + row * all.x_stride, all.x_stride, all.out + row * a.outputs,
                        min_of(most, all.count - row)};
-    TileWalk walk(rows, a.inputs, begin, end, Blocks::kInputs);
+    TileWalk walk(rows, a.inputs, begin, end, Blocks::kInputs, Bf16Tiles::kStep);
     const int64_t panel_sums = round_up(rows.count, kTileRows) * kPanelOutputs;
     float* sums = static_cast<float*>(
         scratch.reserve(walk.most_panels() * panel_sums * sizeof(float)));
@@ -325,7 +324,7 @@ struct Bf16Steps {
   const char* last;  // null, or the weights of one more, with zeros behind the last input
 };
 
-// Weights that are fetched ahead of a product of few rows, in bytes of each panel; 0: none.
+// Weights that are fetched ahead of a product of few rows, in bytes of each panel.
 constexpr int64_t kStreamAhead = 8192;
 
 // The C tiles += kRowTiles row tiles times kPanels panels. before_step(weights) comes first.
@@ -396,9 +395,10 @@ class Bf16Blocks {
   Bf16Blocks(const LinearArgs&, const Rows&) {}
 
   void multiply(const TileBlock& block) const {
+    const char* weights = block.weights + Bf16Tiles::bytes(block.k);
+    if (block.count % Bf16Tiles::kStep == 0) return multiply(block, weights, nullptr);
     const LastStep<1> last(block.weights, block.inputs);
-    multiply(block, block.weights + Bf16Tiles::bytes(block.k),
-             block.count % Bf16Tiles::kStep ? last.get() : nullptr);
+    multiply(block, weights, last.get());
   }
 
   // weights: of the whole steps of the block; last: see Bf16Steps.
@@ -559,7 +559,6 @@ BROS_INLINE void add_panels(const LinearArgs& a, const Rows& rows, int64_t panel
     const Bf16Steps steps = {rows.x, x_tile, x_step,
                              weights, bytes, a.inputs / Bf16Tiles::kStep, last.get()};
     add_bf16<kRowTiles, kPanels>(steps, [&](const char* at) {
-      if (kStreamAhead == 0) return;
       unrolled<kPanels>([&](auto p) {
         for (int64_t i = 0; i < Bf16Tiles::kStepWeights; i += 64) {
           __builtin_prefetch(at + p.value * bytes + kStreamAhead + i, 0, 2);

@@ -1,10 +1,10 @@
 // bros.kernels._C: the kernels as Python functions of addresses and sizes.
 //
 // Tensors are passed as data_ptr() integers, so this needs no torch headers. cpu_ops.py checks
-// dtypes and shapes before a call; values (slots, blocks) are checked here. Bytes and NumPy arrays
-// come as buffers: the draws of `sample`, and the int32 numbers of two further functions, which
-// encode the segments of a step for other ranks (segment_changes.py). `concatenate_chunks` reads
-// the objects of a plan.
+// dtypes, shapes and the sizes of outputs before a call; values (slots, blocks) are checked here.
+// Bytes and arrays come as buffers: the draws of `sample`, the int32 numbers of two functions that
+// encode the segments of a step for other ranks (segment_changes.py), and the int64 rules and
+// capacities of `work_list`. `concatenate_chunks` reads the objects of a plan.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #if defined(__x86_64__)

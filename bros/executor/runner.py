@@ -288,6 +288,11 @@ class LaunchingRunner(ModelRunner):
         self._last = LaunchedStep(plan, samples, outputs)
         return self._last
 
+    def result(self, step: int, outputs: StepOutputs, inputs: StepInputs) -> StepResult:
+        """See ModelRunner; a replayed step has found its best tokens already."""
+        samples = self._device_sampler.begin(outputs.logits, inputs.samples, outputs.best)
+        return StepResult(step, samples.finish(), outputs.readouts())
+
     def pending(self, plan: StepPlan, inputs: StepInputs) -> PendingTokens | None:
         """The PENDING tokens of a plan that only the device knows; None if there are none.
 

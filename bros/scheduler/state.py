@@ -369,8 +369,8 @@ class RequestState:
             tokens.append(token_id)
         if self.running:  # else it lost its memory meanwhile and has a new deadline already
             self.late = False
-            # If a running step computes this token already, `expect_output` comes before the next
-            # plan.
+            # If a running step computes this token already, the next plan comes after
+            # `expect_output`, or after the step's own token where that cannot be expected.
             if self.num_computed_tokens < len(tokens):
                 self.deadline_s = self.paced_deadline_s()
         if token_id in self.stop_ids:

@@ -468,7 +468,8 @@ class MooncakeLoad:
         return f"{self.source}, {self.rate:g} req/s"
 
     def requests(self, seed: int) -> list[PrefixRequest]:
-        recorded = self.recorded[: self.count]
+        # Of one time the smallest first, as published figures have them.
+        recorded = sorted(self.recorded)[: self.count]
         times = at_rate([arrival.time_s for arrival in recorded], self.rate)
         service_classes = classes(len(recorded), self.be_share, generator(seed, "classes"))
         return [

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -235,6 +234,8 @@ def _parse_time(stamp: str) -> tuple[datetime, float]:
 BLOCK_TOKENS = 512
 """Prompt tokens per hash id of a Mooncake trace."""
 
+_MOST_MS = 1e15  # no trace is that long
+
 
 class HashedArrival(NamedTuple):
     """A request of a Mooncake trace, time_s seconds after the first one.
@@ -248,8 +249,8 @@ class HashedArrival(NamedTuple):
 
 
 def read_mooncake_trace(path: Path) -> tuple[HashedArrival, ...]:
-    """All lines, sorted by time and then by size. Raises ConfigError naming the file and the line
-    that is wrong."""
+    """All lines, sorted by time; those of one time in the order of the file. Raises ConfigError
+    naming the file and the line that is wrong."""
     found: list[HashedArrival] = []
     try:
         with path.open(encoding="utf-8-sig") as file:
@@ -260,7 +261,7 @@ def read_mooncake_trace(path: Path) -> tuple[HashedArrival, ...]:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if not found:
         raise ConfigError(f"{path} has no requests")
-    found.sort()
+    found.sort(key=lambda arrival: arrival.time_s)
     first_s = found[0].time_s
     return tuple(arrival._replace(time_s=arrival.time_s - first_s) for arrival in found)
 
@@ -273,8 +274,8 @@ def _hashed_arrival(path: Path, number: int, line: str) -> HashedArrival:
     if not isinstance(row, dict):
         bad_line(path, number, "not a JSON object")
     time_ms: Any = row.get("timestamp")
-    if type(time_ms) not in (int, float) or not math.isfinite(time_ms):
-        bad_line(path, number, "timestamp must be a number of milliseconds")
+    if type(time_ms) not in (int, float) or not 0 <= time_ms < _MOST_MS:
+        bad_line(path, number, "timestamp must be a number of milliseconds, not negative")
     counts: list[Any] = [row.get("input_length"), row.get("output_length")]
     if any(type(count) is not int or count < 1 for count in counts):
         bad_line(path, number, "input_length and output_length must be token counts of at least 1")

@@ -108,7 +108,7 @@ def test_mooncake_prompts_share_what_the_hash_ids_say(
     path = tmp_path_factory.mktemp("mooncake") / "m.jsonl"
     path.write_text("".join(mooncake_line(*request) for request in requests))
     trace = read_mooncake(path)
-    ordered = sorted(requests)
+    ordered = sorted(requests, key=lambda request: request[0])
     assert rows(trace) == [
         (time_ms / 1000 - ordered[0][0] / 1000, prompt, output)
         for time_ms, prompt, output, _ in ordered
@@ -166,6 +166,8 @@ GOOD_MOONCAKE = mooncake_line(0, 600, 4, [1, 2])
         (read_mooncake, GOOD_MOONCAKE.replace("[1, 2]", "3"), 1, "whole numbers"),
         (read_mooncake, GOOD_MOONCAKE.replace('p": 0', 'p": "0"'), 1, "milliseconds"),
         (read_mooncake, GOOD_MOONCAKE.replace('p": 0', 'p": NaN'), 1, "milliseconds"),
+        (read_mooncake, GOOD_MOONCAKE.replace('p": 0', 'p": -1'), 1, "not negative"),
+        (read_mooncake, GOOD_MOONCAKE.replace('p": 0', f'p": 1{"0" * 400}'), 1, "milliseconds"),
     ],
 )
 def test_a_wrong_line_is_named(

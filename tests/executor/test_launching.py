@@ -34,8 +34,12 @@ from support.tier import examples
 def test_running_ahead_chooses_the_same_tokens(
     count: int, steps: int, graph_rows: int | None, seed: int
 ) -> None:
+    check_ahead(graph_rows, script(random.Random(seed), count, steps), count, seed)
+
+
+def check_ahead(graph_rows: int | None, chosen: list[list[int]], count: int, seed: int) -> None:
+    """chosen: which requests are in each step."""
     plain, ahead = assemble(), assemble(graph_rows=graph_rows)
-    chosen = script(random.Random(seed), count, steps)
     requests = [make_requests(random.Random(seed), count) for _ in range(2)]
     expected = run_one_by_one(plain.runner, requests[0], chosen)
     found = run_ahead(ahead.runner, requests[1], chosen)
@@ -45,14 +49,37 @@ def test_running_ahead_chooses_the_same_tokens(
         torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
 
 
+EVERY = list(range(6))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param([EVERY, [1, 4], [1, 4], [4]], id="more samples than any graph has room for"),
+        pytest.param([EVERY[:4], [0, 3], [3]], id="as many as there is room for"),
+        pytest.param([EVERY, [2, 5], EVERY, [5], [5], EVERY], id="without a recording in between"),
+        pytest.param([[0], [1], [0], [0, 1], [1]], id="rows that skip steps"),
+    ],
+)
+def test_recorded_steps_take_the_tokens_of_the_step_before(
+    chosen: list[list[int]], seed: int
+) -> None:
+    """Drawn ones and best ones, from steps of up to two rows, which are recorded, and others."""
+    check_ahead(2, chosen, 6, seed)
+
+
 def test_it_is_an_executor_that_launches() -> None:
     assert isinstance(assemble().runner, LaunchingExecutor)
 
 
+@pytest.mark.parametrize("graph_rows", [None, 2])
 @pytest.mark.parametrize("params", PARAMS)
-def test_after_a_row_that_failed_any_token_will_do(params: SamplingParams) -> None:
+def test_after_a_row_that_failed_any_token_will_do(
+    params: SamplingParams, graph_rows: int | None
+) -> None:
     """The next step may have been launched by the time the failure shows."""
-    made = assemble()
+    made = assemble(graph_rows=graph_rows)
     request = Request("a", [1, 2, 3], params, 0)
     made.runner.launch(StepPlan(0, (request.chunk(None),)))
     for layer in made.kv.layers:

@@ -171,7 +171,7 @@ class WorkTensors:
         rules: from pack_rules.
         Raises ValueError if the list exceeds the capacity.
         """
-        host = staging.take(self.room[-1])
+        host = staging.take(self.room[-1])  # whole, since sections stand where their capacity ends
         used, _ = write_list(batch, rules, host, self.room)
         self.buffer[:used].copy_(host[:used], non_blocking=True)
         staging.sent()
