@@ -213,7 +213,7 @@ class TileWalk {
 
 // How a format multiplies a block:
 //
-//     kInputs             of a block
+//     kStep, kInputs      inputs of a step, and the most of a block
 //     bytes(inputs)       of a panel
 //     (a, rows)           what is made once for a block of rows
 //     multiply(block)     sums, and `out` with the last inputs
@@ -234,7 +234,7 @@ void many_rows_by_tiles(const LinearArgs& a, const Rows& all, int64_t begin, int
   for (int64_t row = 0; row < all.count; row += most) {
     const Rows rows = {all.x + row * all.x_stride, all.x_stride, all.out + row * a.outputs,
                        min_of(most, all.count - row)};
-    TileWalk walk(rows, a.inputs, begin, end, Blocks::kInputs, Bf16Tiles::kStep);
+    TileWalk walk(rows, a.inputs, begin, end, Blocks::kInputs, Blocks::kStep);
     const int64_t panel_sums = round_up(rows.count, kTileRows) * kPanelOutputs;
     float* sums = static_cast<float*>(
         scratch.reserve(walk.most_panels() * panel_sums * sizeof(float)));
@@ -389,7 +389,7 @@ class LastStep {
 
 class Bf16Blocks {
  public:
-  static constexpr int64_t kInputs = kBlockInputs;
+  static constexpr int64_t kStep = Bf16Tiles::kStep, kInputs = kBlockInputs;
   static int64_t bytes(int64_t inputs) { return Bf16Tiles::bytes(inputs); }
 
   Bf16Blocks(const LinearArgs&, const Rows&) {}
@@ -525,7 +525,7 @@ inline char* room_for_widened() {
 
 class Int4Blocks {
  public:
-  static constexpr int64_t kInputs = 2 * kWidened;
+  static constexpr int64_t kStep = Bf16Tiles::kStep, kInputs = 2 * kWidened;
   static int64_t bytes(int64_t inputs) { return Int4Tiles::bytes(inputs); }
 
   Int4Blocks(const LinearArgs&, const Rows&) : widened_(room_for_widened()) {}
