@@ -37,11 +37,10 @@ from bros.simulator.prefix_workloads import (
     PrefixRequest,
     published,
     read_azure_times,
-    read_mooncake_trace,
 )
 from bros.simulator.simulation import device_of
 from bros.simulator.sweep import run_all
-from bros.workload.arrivals import generator, poisson_times
+from bros.workload.arrivals import generator, poisson_times, read_mooncake_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 A6000, H100 = "1x-a6000/mistral-7b-fp16", "4x-h100/llama-3-70b-fp16"
