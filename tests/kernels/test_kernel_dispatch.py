@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 
 import pytest
@@ -24,6 +25,15 @@ def test_reference_is_always_there(no_extension: None, caplog: pytest.LogCapture
 
 def test_where_the_extension_is_missing_nothing_is_compiled(no_extension: None) -> None:
     assert compiled_kernels() is None
+
+
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++"))), reason="there is no C++ compiler"
+)
+def test_kernels_are_built_where_there_is_a_compiler() -> None:
+    """The extension is optional: a source that does not compile fails no installation, and without
+    this test it would only skip tests."""
+    assert compiled_kernels() is not None
 
 
 @pytest.mark.parametrize("name", ["auto", "cpu"])
