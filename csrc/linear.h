@@ -299,9 +299,7 @@ const char* product(const LinearArgs& a) {
     static thread_local Scratch scratch;
     rows.x_stride = ceil_div(a.inputs, Panel::kStep) * Panel::kStepBytes;
     // An odd number of cache lines: otherwise the rows of a tile share a few places of a cache.
-    if (kAllByTiles<Panel> && !kRoundsTiles<Panel>) {
-      rows.x_stride = round_up(rows.x_stride, 64) | 64;
-    }
+    if (kAllByTiles<Panel> && !kRoundsTiles<Panel>) rows.x_stride |= 64;
     const int64_t room = kAllByTiles<Panel> ? round_up(a.rows, kFewestTileRows) : a.rows;
     char* rounded = static_cast<char*>(scratch.reserve(room * rows.x_stride));
     if (!rounded) return "no memory for rounded activations";

@@ -74,6 +74,7 @@ namespace bros {
 namespace {
 
 constexpr int64_t kTileRows = kMostTileRows, kTileOutputs = kLanes;
+constexpr int64_t kTileInputs = 32;  // of bf16
 
 template <int N, class Body>
 BROS_INLINE void unrolled(const Body& body) {
@@ -97,15 +98,14 @@ inline void set_columns(TileShapes* shapes, int64_t depth) {
   for (int j = 0; j < 2; ++j) shapes->set(b_tile(j), depth / 4, kTileRowBytes);
 }
 
-// For `rows` rows in `row_tiles` row tiles, `columns` columns of outputs, and rows of A of `depth`
-// bytes.
-inline TileShapes product_shapes(int row_tiles, int columns, int64_t rows, int64_t depth) {
+// For `rows` rows in `row_tiles` row tiles and `columns` columns of outputs, of bf16.
+inline TileShapes product_shapes(int row_tiles, int columns, int64_t rows) {
   TileShapes shapes;
   for (int r = 0; r < row_tiles; ++r) {
     const int64_t count = min_of<int64_t>(kTileRows, rows - r * kTileRows);
-    set_rows(&shapes, r, columns, count, depth);
+    set_rows(&shapes, r, columns, count, kTileRowBytes);
   }
-  set_columns(&shapes, depth);
+  set_columns(&shapes, kTileRowBytes);
   return shapes;
 }
 
@@ -130,6 +130,7 @@ constexpr int64_t kBlockXBytes = 24 * 1024;
 constexpr int64_t kBlockRows = 256, kBlockPanels = 16, kBlockInputs = 2048;
 constexpr int64_t kBlockXBytes = 1024 * 1024;
 #endif
+
 // Weights of the next block, which are brought into the second cache a few lines at a time while
 // those of a block are multiplied.
 class Ahead {
@@ -173,12 +174,11 @@ struct TileBlock {
 // of the group, and blocks of inputs.
 class TileWalk {
  public:
-  // Panels [begin, end), about equal blocks of up to `most_inputs` inputs, a multiple of `step`.
-  TileWalk(const Rows& rows, int64_t inputs, int64_t begin, int64_t end, int64_t most_inputs,
-           int64_t step)
+  // Panels [begin, end), about equal blocks of up to `most_inputs` inputs.
+  TileWalk(const Rows& rows, int64_t inputs, int64_t begin, int64_t end, int64_t most_inputs)
       : inputs_(inputs), end_(end), group_(begin), panel_(begin) {
     const int64_t blocks = ceil_div(inputs, most_inputs);
-    block_ = round_up(ceil_div(inputs, blocks), step);
+    block_ = round_up(ceil_div(inputs, blocks), kTileInputs);
     const int64_t most =
         max_of<int64_t>(kBlockXBytes * blocks / (rows.count * rows.x_stride), 1);
     const int64_t parts = ceil_div(blocks, most);
@@ -213,9 +213,7 @@ class TileWalk {
 
 // How a format multiplies a block:
 //
-//     kStep, kInputs      inputs of a step, and the most of a block
-//     bytes(inputs)       of a panel
-//     (a, rows)           what is made once for a block of rows
+//     kInputs             the most inputs of a block
 //     multiply(block)     sums, and `out` with the last inputs
 template <class Panel>
 struct BlocksOf;
@@ -227,19 +225,18 @@ void many_rows_by_tiles(const LinearArgs& a, const Rows& all, int64_t begin, int
   using Blocks = typename BlocksOf<Panel>::Type;
   static thread_local Scratch scratch;
   ThreadTiles tiles;
-  tiles.configure(product_shapes(2, 2, 2 * kTileRows, kTileRowBytes));
+  tiles.configure(product_shapes(2, 2, 2 * kTileRows));
   const int64_t parts = ceil_div(all.count, kBlockRows);
   const int64_t most = round_up(ceil_div(all.count, parts), 2 * kTileRows);
-  const int64_t panel_bytes = Blocks::bytes(a.inputs);
+  const int64_t panel_bytes = Panel::bytes(a.inputs);
   for (int64_t row = 0; row < all.count; row += most) {
     const Rows rows = {all.x + row * all.x_stride, all.x_stride, all.out + row * a.outputs,
                        min_of(most, all.count - row)};
-    TileWalk walk(rows, a.inputs, begin, end, Blocks::kInputs, Blocks::kStep);
+    TileWalk walk(rows, a.inputs, begin, end, Blocks::kInputs);
     const int64_t panel_sums = round_up(rows.count, kTileRows) * kPanelOutputs;
     float* sums = static_cast<float*>(
         scratch.reserve(walk.most_panels() * panel_sums * sizeof(float)));
     if (!sums) __builtin_trap();  // 512 KB at most
-    Blocks blocks(a, rows);
     const auto weights = [&](const TileWalk& at) {
       return static_cast<const char*>(a.weights) + at.panel() * panel_bytes;
     };
@@ -249,16 +246,16 @@ void many_rows_by_tiles(const LinearArgs& a, const Rows& all, int64_t begin, int
       const int64_t first = walk.panel() * kPanelOutputs;
       const Ahead ahead =
           next.done() ? Ahead(nullptr, 0)
-                      : Ahead(weights(next) + Blocks::bytes(next.k()), Blocks::bytes(next.count()));
-      blocks.multiply({{rows.x, rows.x_stride, rows.out + first, rows.count},
-                       a.inputs,
-                       a.outputs,
-                       min_of(kPanelOutputs, a.outputs - first),
-                       weights(walk),
-                       walk.k(),
-                       walk.count(),
-                       sums + walk.panel_of_group() * panel_sums,
-                       ahead});
+                      : Ahead(weights(next) + Panel::bytes(next.k()), Panel::bytes(next.count()));
+      Blocks::multiply({{rows.x, rows.x_stride, rows.out + first, rows.count},
+                        a.inputs,
+                        a.outputs,
+                        min_of(kPanelOutputs, a.outputs - first),
+                        weights(walk),
+                        walk.k(),
+                        walk.count(),
+                        sums + walk.panel_of_group() * panel_sums,
+                        ahead});
       walk = next;
     }
   }
@@ -271,7 +268,7 @@ void many_rows_by_tiles(const LinearArgs& a, const Rows& all, int64_t begin, int
 // rows have 16 x_stride bytes, as many as the rows would.
 struct Bf16Tiles {
   static constexpr bool kRounds = true;
-  static constexpr int kStep = 32, kStepBytes = kTileRowBytes;
+  static constexpr int kStep = kTileInputs, kStepBytes = kTileRowBytes;
   static constexpr int64_t kStepWeights = kStep * kPanelOutputs * 2;  // bytes of a panel
   static constexpr int64_t bytes(int64_t inputs) { return inputs * kPanelOutputs * 2; }
   static int64_t tile_bytes(int64_t rows) { return min_of(rows, kTileRows) * kTileRowBytes; }
@@ -389,12 +386,9 @@ class LastStep {
 
 class Bf16Blocks {
  public:
-  static constexpr int64_t kStep = Bf16Tiles::kStep, kInputs = kBlockInputs;
-  static int64_t bytes(int64_t inputs) { return Bf16Tiles::bytes(inputs); }
+  static constexpr int64_t kInputs = kBlockInputs;
 
-  Bf16Blocks(const LinearArgs&, const Rows&) {}
-
-  void multiply(const TileBlock& block) const {
+  static void multiply(const TileBlock& block) {
     const char* weights = block.weights + Bf16Tiles::bytes(block.k);
     if (block.count % Bf16Tiles::kStep == 0) return multiply(block, weights, nullptr);
     const LastStep<1> last(block.weights, block.inputs);
@@ -523,21 +517,15 @@ inline char* room_for_widened() {
   return room;
 }
 
-class Int4Blocks {
- public:
-  static constexpr int64_t kStep = Bf16Tiles::kStep, kInputs = 2 * kWidened;
-  static int64_t bytes(int64_t inputs) { return Int4Tiles::bytes(inputs); }
+struct Int4Blocks {
+  static constexpr int64_t kInputs = 2 * kWidened;
 
-  Int4Blocks(const LinearArgs&, const Rows&) : widened_(room_for_widened()) {}
-
-  void multiply(const TileBlock& block) const {
+  static void multiply(const TileBlock& block) {
+    char* widened = room_for_widened();
     Int4Tiles::widen(block.weights + Int4Tiles::bytes(block.k), block.count,
-                     reinterpret_cast<uint32_t*>(widened_));
-    Bf16Blocks::multiply(block, widened_, nullptr);
+                     reinterpret_cast<uint32_t*>(widened));
+    Bf16Blocks::multiply(block, widened, nullptr);
   }
-
- private:
-  char* widened_;
 };
 template <>
 struct BlocksOf<Int4Tiles> {
@@ -587,7 +575,7 @@ template <class Panel, int kRowTiles, int kPanels>
 void few_rows_by_tiles(const LinearArgs& a, const Rows& rows, int64_t panel, ThreadTiles* tiles) {
   constexpr int kColumns = 2 * kPanels;
   constexpr int64_t kWidth = kPanels * kPanelOutputs;
-  tiles->configure(product_shapes(kRowTiles, kColumns, rows.count, kTileRowBytes));
+  tiles->configure(product_shapes(kRowTiles, kColumns, rows.count));
   for_sums<kRowTiles, kColumns>([&](auto c, int64_t, int64_t) { zero_tile<c.value>(); });
   add_panels<Panel, kRowTiles, kPanels>(a, rows, panel);
   const auto store_to = [&](float* out, int64_t stride) {

@@ -195,7 +195,7 @@ def read_azure_trace(path: Path) -> tuple[Arrival, ...]:
 def _rows(path: Path, lines: Iterator[list[str]]) -> Iterator[tuple[float, Size]]:
     header = next(lines, [])
     if tuple(header) != COLUMNS:
-        raise ConfigError(f"{path}:1: the first line must be {','.join(COLUMNS)}")
+        bad_line(path, 1, f"the first line must be {','.join(COLUMNS)}")
     origin: datetime | None = None
     for number, line in enumerate(lines, start=2):
         if not line:
@@ -205,11 +205,9 @@ def _rows(path: Path, lines: Iterator[list[str]]) -> Iterator[tuple[float, Size]
             moment, fraction = _parse_time(stamp)
             size = Size(int(prompt), int(output))
         except ValueError:
-            raise ConfigError(
-                f"{path}:{number}: {','.join(line)!r} is not a time and two token counts"
-            ) from None
+            bad_line(path, number, f"{','.join(line)!r} is not a time and two token counts")
         if size.prompt_tokens < 1 or size.output_tokens < 1:
-            raise ConfigError(f"{path}:{number}: token counts must be at least 1")
+            bad_line(path, number, "token counts must be at least 1")
         origin = origin or moment
         yield (moment - origin).total_seconds() + fraction, size
 
@@ -299,4 +297,4 @@ def _hashed_arrival(path: Path, number: int, line: str) -> HashedArrival:
 
 def bad_line(path: Path, number: int, what: str) -> NoReturn:
     """Raises ConfigError for a line of a file."""
-    raise ConfigError(f"{path}:{number}: {what}")
+    raise ConfigError(f"{path}:{number}: {what}") from None
