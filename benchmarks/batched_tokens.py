@@ -21,6 +21,7 @@ from rich.console import Console
 
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
+from bros.core.request import expanded
 from bros.engine.build import build_engine
 from bros.engine.engine import Engine
 from bros.executor.model_store import default_cache_dir, resolve_model
@@ -74,7 +75,7 @@ def measure(engine: Engine, case: Case, steps: int, seed: int) -> tuple[list[flo
     generated = dict.fromkeys(map(str, range(rows)), 0)
 
     def step() -> None:
-        for output in engine.step():
+        for output in map(expanded, engine.step()):
             generated[output.request_id] += len(output.token_ids)
 
     while not all(generated.values()):

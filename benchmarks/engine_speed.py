@@ -37,6 +37,7 @@ from transformers_reference import load_in_transformers
 from bros import LLM, SamplingParams
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
+from bros.core.request import expanded
 from bros.engine.build import build_engine
 from bros.engine.engine import Engine
 from bros.executor.inputs import build_inputs
@@ -82,7 +83,7 @@ class BrosTarget:
             self._submit(PROMPT_TOKENS, DECODE_STEPS + rows + 2)
         begun: set[str] = set()
         while len(begun) < rows:  # prefill may take several steps
-            begun |= {output.request_id for output in self._engine.step()}
+            begun |= {output.request_id for output in map(expanded, self._engine.step())}
         times, host = [], []
         for _ in range(DECODE_STEPS):
             began, busy_s = time.perf_counter(), self._timed.busy_s

@@ -26,7 +26,7 @@ from bros.executor.runner import ModelRunner
 from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels, SharedParts
 
 BLOCK = 16
-GREEDY = SampleSpec(SamplingParams(temperature=0.0), seed=0, output_index=0)
+GREEDY = SampleSpec(SamplingParams(temperature=0.0), seed=0)
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"],

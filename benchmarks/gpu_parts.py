@@ -25,7 +25,7 @@ from bros.core.clock import SystemClock
 from bros.core.collector import Collector
 from bros.core.errors import ConfigError
 from bros.core.plan import KvCopies, StepPlan
-from bros.core.request import EngineRequest, SamplingParams
+from bros.core.request import EngineRequest, SamplingParams, expanded
 from bros.engine.engine import Engine
 from bros.kernels.dispatch import select_kernels
 from bros.kernels.interface import AttentionBatch
@@ -446,7 +446,7 @@ def overhead(bench: Bench) -> Iterator[Line]:
     with Collector():  # as in the engine's process
         while engine.has_work:
             before, waited, began = timed.seconds, timed.waited_s, time.perf_counter()
-            outputs = engine.step()
+            outputs = [*map(expanded, engine.step())]
             seconds = time.perf_counter() - began
             if sum(len(output.token_ids) for output in outputs) == rows:
                 whole.append(seconds)

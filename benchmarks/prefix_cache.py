@@ -44,7 +44,7 @@ from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.core.interfaces import EngineInfo
 from bros.core.plan import Chunk, KvCopies, SampleSpec, StepPlan
-from bros.core.request import EngineRequest, SamplingParams, ServiceClass, Slo
+from bros.core.request import EngineRequest, SamplingParams, ServiceClass, Slo, expanded
 from bros.engine.engine import Engine
 from bros.executor.kv_storage import DTYPES, KV_BLOCK_SIZE, KvStorage
 from bros.executor.model_store import default_cache_dir, resolve_model
@@ -121,7 +121,7 @@ def serve(engine: Engine, requests: Iterable[EngineRequest]) -> tuple[float, int
         engine.submit(request)
     blocks = 0
     while engine.has_work:
-        for output in engine.step():
+        for output in map(expanded, engine.step()):
             assert output.error is None, output.error
         stats = engine.stats()
         blocks = max(blocks, stats.kv_blocks_used + stats.kv_blocks_cached)
@@ -303,7 +303,7 @@ def step_plan(rows: int, context: int, tokens: int) -> StepPlan:
         for index in range(context // SIZE):
             segments.extend((first + index, 0, SIZE))
         start = first * SIZE + context
-        sample = SampleSpec(SamplingParams(temperature=0), seed=0, output_index=0)
+        sample = SampleSpec(SamplingParams(temperature=0), seed=0)
         slots = array("i", range(start, start + tokens))
         chunks.append(Chunk(str(row), context, [7] * tokens, segments, slots, sample))
     return StepPlan(step=0, chunks=tuple(chunks))

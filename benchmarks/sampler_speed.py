@@ -121,13 +121,8 @@ def measure_rows(bench: Bench, rounds: int) -> dict[str, dict[str, dict[str, flo
         logits = (flat if kind.startswith("flat") else real)[:rows]
         times: dict[str, list[float]] = {name: [] for name in bench.samplers}
         for turn in range(rounds + 1):
-            asked = [
-                (
-                    str(row),
-                    SampleSpec(params, row, turn, 100, history if params.needs_history else ()),
-                )
-                for row in range(rows)
-            ]
+            tokens = history if params.needs_history else ()
+            asked = [(str(row), SampleSpec(params, row, 100, tokens), turn) for row in range(rows)]
             for name, sampler in bench.samplers.items():
                 began_s = time.perf_counter()
                 sampler(logits, asked)

@@ -58,6 +58,7 @@ from bros.core.request import (
     IdGenerator,
     SamplingParams,
     ServiceClass,
+    expanded,
 )
 from bros.engine.build import build_engine
 from bros.engine.engine import Engine
@@ -341,7 +342,7 @@ def step(bench: Bench, turns: int, steps: int) -> dict[str, Any]:
                 )
             while engine.has_work:
                 began_s = time.perf_counter()
-                outputs = engine.step()
+                outputs = [*map(expanded, engine.step())]
                 seconds = time.perf_counter() - began_s
                 tokens = sum(len(output.token_ids) for output in outputs)
                 if len(outputs) == tokens == 64:
@@ -390,7 +391,7 @@ def forced(bench: Bench, turns: int) -> dict[str, Any]:
                 engine.submit(bench.request(number, grammar, temperature=0.7, max_tokens=200))
             began_s, count = time.perf_counter(), 0
             while engine.has_work:
-                for output in engine.step():
+                for output in map(expanded, engine.step()):
                     count += len(output.token_ids)
                     assert output.finish_reason in (None, FinishReason.STOP)
             seconds[kind].append(time.perf_counter() - began_s)

@@ -52,8 +52,8 @@ PLANS = 500
 BUSY_S = 0.002
 STEPS = (("decode 1", 1, 1), ("decode 8", 8, 1), ("decode 32", 32, 1), ("prefill 256", 1, 256))
 STEP_CONTEXT = 256
-GREEDY = SampleSpec(SamplingParams(temperature=0.0), seed=0, output_index=0)
-DRAWN = SampleSpec(SamplingParams(temperature=1.0, top_p=0.9), seed=0, output_index=0)
+GREEDY = SampleSpec(SamplingParams(temperature=0.0), seed=0)
+DRAWN = SampleSpec(SamplingParams(temperature=1.0, top_p=0.9), seed=0)
 
 Figures = dict[str, dict[str, float]]
 

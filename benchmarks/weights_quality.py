@@ -46,7 +46,7 @@ import export_model
 TEXT = Path(__file__).resolve().parents[1] / "docs" / "scheduling.md"
 _BLOCK_SIZE = 16
 _ROWS = 32
-_GREEDY = SampleSpec(SamplingParams(temperature=0.0), seed=0, output_index=0)
+_GREEDY = SampleSpec(SamplingParams(temperature=0.0), seed=0)
 
 
 class Quality(NamedTuple):

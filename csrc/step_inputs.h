@@ -18,14 +18,14 @@
 
 namespace bros {
 
-// An attribute of chunks. Chunk has slots, so that it is at the same place in each of them. Reading
-// it there halves the time of concatenate_chunks. PyObject_GetAttr is for objects of other classes.
-class ChunkField {
+// An attribute of chunks, or of how to sample. Their classes have slots, so that it is at the same
+// place in each object. Reading it there halves the time of concatenate_chunks. PyObject_GetAttr is for objects of other classes.
+class SlotField {
  public:
-  explicit ChunkField(const char* name) : name_(PyUnicode_InternFromString(name)) {}
-  ~ChunkField() { Py_XDECREF(name_); }
-  ChunkField(const ChunkField&) = delete;
-  ChunkField& operator=(const ChunkField&) = delete;
+  explicit SlotField(const char* name) : name_(PyUnicode_InternFromString(name)) {}
+  ~SlotField() { Py_XDECREF(name_); }
+  SlotField(const SlotField&) = delete;
+  SlotField& operator=(const SlotField&) = delete;
 
   // Finds the place in objects of a class, if any. False with an exception if there was no memory
   // for the name.
@@ -69,6 +69,7 @@ class StepChunks {
     }
     PyMem_Free(chunks_);
     Py_XDECREF(samples_);
+    Py_XDECREF(sample_type_);
     Py_XDECREF(type_);
   }
   StepChunks(const StepChunks&) = delete;
@@ -81,7 +82,7 @@ class StepChunks {
       type_ = Py_TYPE(PyTuple_GET_ITEM(chunks, 0));
       Py_INCREF(type_);
     }
-    for (ChunkField* field : {&token_ids_, &segments_, &slots_, &start_, &sample_, &request_id_,
+    for (SlotField* field : {&token_ids_, &segments_, &slots_, &start_, &sample_, &request_id_,
                               &readout_, &kept_}) {
       if (!field->find(type_)) return false;
     }
@@ -96,7 +97,8 @@ class StepChunks {
     return true;
   }
 
-  // (numbers: bytearray, tokens, slots, segments, samples: tuple of (request_id, sample), special).
+  // (numbers: bytearray, tokens, slots, segments, samples: tuple of (request_id, sample, index of
+  // the token in its output), special).
   PyObject* result() const {
     const int64_t offsets = 2 * (count_ + 1);
     const int64_t total =
@@ -173,13 +175,29 @@ class StepChunks {
     bool added = true;
     if (chunk->sampled) {
       PyObject* name = request_id_.of(object, same);
-      PyObject* pair = name ? PyTuple_Pack(2, name, sample) : nullptr;
-      added = pair;
-      if (pair) PyTuple_SET_ITEM(samples_, num_samples_++, pair);
+      PyObject* index = name ? output_index(sample, chunk->start + chunk->tokens) : nullptr;
+      PyObject* entry = index ? PyTuple_Pack(3, name, sample, index) : nullptr;
+      added = entry;
+      if (entry) PyTuple_SET_ITEM(samples_, num_samples_++, entry);
+      Py_XDECREF(index);
       Py_XDECREF(name);
     }
     Py_DECREF(sample);
     return added;
+  }
+
+  // The index in its output of the token after `end` tokens. A new reference.
+  PyObject* output_index(PyObject* sample, int64_t end) {
+    if (!sample_type_) {
+      sample_type_ = Py_TYPE(sample);
+      Py_INCREF(sample_type_);
+      if (!prompt_len_.find(sample_type_)) return nullptr;
+    }
+    PyObject* before = prompt_len_.of(sample, Py_IS_TYPE(sample, sample_type_));
+    int64_t prompt_len = 0;
+    const bool read = before && integer(before, &prompt_len);
+    Py_XDECREF(before);
+    return read ? PyLong_FromLongLong(end - prompt_len) : nullptr;
   }
 
   bool note_special(PyObject* value) {
@@ -276,9 +294,10 @@ class StepChunks {
     return view.itemsize == sizeof(int32_t) && view.format && strcmp(view.format, "i") == 0;
   }
 
-  ChunkField token_ids_{"token_ids"}, segments_{"segments"}, slots_{"slots"}, start_{"start"},
-      sample_{"sample"}, request_id_{"request_id"}, readout_{"readout"}, kept_{"kept"};
-  PyTypeObject* type_ = nullptr;  // of the first chunk; owned
+  SlotField token_ids_{"token_ids"}, segments_{"segments"}, slots_{"slots"}, start_{"start"},
+      sample_{"sample"}, request_id_{"request_id"}, readout_{"readout"}, kept_{"kept"},
+      prompt_len_{"prompt_len"};
+  PyTypeObject *type_ = nullptr, *sample_type_ = nullptr;  // of the first chunk, sample; owned
   Chunk* chunks_ = nullptr;
   Py_ssize_t count_ = 0;         // of chunks that hold references
   PyObject* samples_ = nullptr;  // a tuple of which the first num_samples_ are set

@@ -71,10 +71,11 @@ class TokenConstraint(Protocol):
 
 @dataclass(slots=True)
 class SampleSpec:
-    """How to sample the token after a chunk.
+    """How to sample the token after a chunk; the same one in all steps of most requests.
 
-    seed, output_index: determine the random number, so a draw depends on nothing else.
-    prompt_len: number of prompt tokens in `token_ids`.
+    seed: determines the random number, together with the index of the token in the output, so a
+        draw depends on nothing else.
+    prompt_len: number of tokens before the output.
     token_ids: prompt and output so far if params.needs_history, else empty.
     forbidden: tokens that must not be sampled (stop tokens before min_tokens).
     constraint: what the request's grammar allows; None without a grammar.
@@ -82,7 +83,6 @@ class SampleSpec:
 
     params: SamplingParams
     seed: int
-    output_index: int
     prompt_len: int = 0
     token_ids: Sequence[int] = ()
     forbidden: Sequence[int] = ()

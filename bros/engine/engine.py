@@ -22,7 +22,7 @@ from bros.core.interfaces import (
     SuspendingExecutor,
 )
 from bros.core.plan import SuspendedStep
-from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
+from bros.core.request import EngineRequest, Output, RequestOutput, ServiceClass, Slo, expanded
 from bros.engine.grammars import Grammars
 from bros.scheduler.scheduler import Scheduler
 from bros.scheduler.steps import ExpectedTime
@@ -112,9 +112,7 @@ class Engine:
         """See EngineClient."""
         self._scheduler.release(request_id)
 
-    def step(
-        self, arrivals: Callable[[], Iterable[EngineRequest]] | None = None
-    ) -> list[RequestOutput]:
+    def step(self, arrivals: Callable[[], Iterable[EngineRequest]] | None = None) -> list[Output]:
         """Run one step and return its outputs. Any exception leaves the engine unusable.
 
         arrivals: called while the step runs; returns the requests that have arrived since its last
@@ -131,12 +129,10 @@ class Engine:
         self._log_ends(outputs)
         return outputs
 
-    def _execute(
-        self, arrivals: Callable[[], Iterable[EngineRequest]] | None
-    ) -> list[RequestOutput]:
+    def _execute(self, arrivals: Callable[[], Iterable[EngineRequest]] | None) -> list[Output]:
         scheduler, clock = self._scheduler, self._clock
         plan = scheduler.schedule(clock.now())
-        outputs = scheduler.take_ended()
+        outputs: list[Output] = [*scheduler.take_ended()]
         if plan is None:
             self._check_idle()
             return outputs
@@ -157,7 +153,7 @@ class Engine:
             outputs += scheduler.apply(result, clock.now())
         return outputs
 
-    def _launch(self, launcher: LaunchingExecutor) -> list[RequestOutput]:
+    def _launch(self, launcher: LaunchingExecutor) -> list[Output]:
         """Launch the next step before waiting for the running one."""
         scheduler = self._scheduler
         outputs = [] if scheduler.may_run_ahead else self._apply_running()
@@ -170,7 +166,7 @@ class Engine:
         self._running = launched
         return outputs
 
-    def _apply_running(self) -> list[RequestOutput]:
+    def _apply_running(self) -> list[Output]:
         """Wait for the running step, if any, and apply its result."""
         if self._running is None:
             return []
@@ -220,11 +216,11 @@ class Engine:
         now, suspends = self._clock.now(), self._suspends
         return any(self._scheduler.yields(new, now, suspends=suspends) for new in arrivals)
 
-    def _log_ends(self, outputs: Sequence[RequestOutput]) -> None:
+    def _log_ends(self, outputs: Sequence[Output]) -> None:
         """Log the trace of each request that ended, at level DEBUG."""
         if not logger.isEnabledFor(logging.DEBUG):
             return
-        for output in outputs:
+        for output in map(expanded, outputs):
             trace = self.trace(output.request_id) if output.finish_reason else None
             if trace is not None:
                 logger.debug("%s", describe_trace(trace))

@@ -138,7 +138,7 @@ def run_engine(
             handle(command, engine, transport)
         outputs = engine.step(arrivals)
         if outputs:
-            transport.send(Outputs.of(outputs))
+            transport.send(Outputs(tuple(outputs)))
         report = engine.due_report()
         if report is not None:  # after the output tokens that it may list as cached
             transport.send(Reported(report))

@@ -8,7 +8,6 @@ engine -> client   Ready, Accepted, Refused, Outputs, StatsReply, TraceReply, Re
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from bros.core.errors import (
@@ -22,10 +21,8 @@ from bros.core.interfaces import EngineInfo, EngineReport, EngineStats, RequestT
 from bros.core.request import (
     EngineRequest,
     Output,
-    RequestOutput,
     ServiceClass,
     Slo,
-    shortened,
 )
 
 
@@ -149,11 +146,6 @@ class Outputs:
     """All outputs of one step."""
 
     outputs: tuple[Output, ...]
-
-    @classmethod
-    def of(cls, outputs: Iterable[RequestOutput]) -> Outputs:
-        """Outputs in their short form, where they have one."""
-        return cls(tuple(map(shortened, outputs)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -420,7 +420,7 @@ class _PlanMaker:
             token_ids=[self._rng.randrange(self._vocab) for _ in slots],
             segments=segments,
             slots=slots,
-            sample=SampleSpec(_GREEDY, seed=0, output_index=0) if sampled else None,
+            sample=SampleSpec(_GREEDY, seed=0) if sampled else None,
         )
 
 
@@ -519,7 +519,7 @@ class _CopyPlanMaker:
             copies = KvCopies(out_device=device, out_host=host)
         else:
             copies = KvCopies(back_device=device, back_host=host)
-        sample = SampleSpec(_GREEDY, seed=0, output_index=0)
+        sample = SampleSpec(_GREEDY, seed=0)
         row = Chunk("copies", 0, [0], array("i"), array("i", [0]), sample)
         return StepPlan(step=0, chunks=(row,), copies=copies if tokens else None)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from bros.core.clock import Clock
 from bros.core.config import EngineConfig
-from bros.core.request import EngineRequest, SamplingParams
+from bros.core.request import EngineRequest, SamplingParams, expanded
 from bros.engine.engine import Engine, find_launcher
 from bros.executor.diagnosis import SMALL_MODEL
 from bros.executor.loader import random_executor
@@ -77,7 +77,7 @@ def generate(config: EngineConfig, clock: Clock, *, margins: bool = False) -> Ge
                 EngineRequest(request_id=name, prompt_token_ids=list(prompt), sampling=sampling)
             )
         while engine.has_work:
-            for output in engine.step():
+            for output in map(expanded, engine.step()):
                 if output.error is not None:
                     raise RuntimeError(output.error)
                 out.tokens[output.request_id] += output.token_ids

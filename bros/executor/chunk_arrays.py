@@ -31,7 +31,8 @@ class ChunkArrays(NamedTuple):
     token_ids, positions: [tokens].
     slots: [tokens].
     segments: [n, 3].
-    samples: (request id, how to sample) of the chunks with a sample spec, in plan order.
+    samples: (request id, how to sample, index of the token in its output) of the chunks with a
+        sample spec, in plan order.
     special: whether a chunk has a readout or continues what is kept.
     """
 
@@ -42,7 +43,7 @@ class ChunkArrays(NamedTuple):
     positions: Tensor
     slots: Tensor
     segments: Tensor
-    samples: tuple[tuple[str, SampleSpec], ...]
+    samples: tuple[tuple[str, SampleSpec, int], ...]
     special: bool
 
 
@@ -65,7 +66,15 @@ def reference_concatenate(chunks: tuple[Chunk, ...]) -> ChunkArrays:
         query_start = offsets(lengths)
         positions = np.arange(len(token_ids), dtype=np.int32)
         positions += np.repeat(starts - query_start[:-1], lengths)
-    samples = [(chunk.request_id, chunk.sample) for chunk in chunks if chunk.sample is not None]
+    samples = [
+        (
+            chunk.request_id,
+            chunk.sample,
+            chunk.start + len(chunk.token_ids) - chunk.sample.prompt_len,
+        )
+        for chunk in chunks
+        if chunk.sample is not None
+    ]
     ends = query_start[1:]
     if len(samples) < len(chunks):
         ends = ends[[index for index, chunk in enumerate(chunks) if chunk.sample is not None]]

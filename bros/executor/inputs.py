@@ -33,7 +33,8 @@ class StepInputs:
 
     token_ids, positions, slots: [tokens].
     sample_rows: [samples], the tokens whose hidden states become logits.
-    samples: (request id, how to sample) of each of these tokens, in plan order.
+    samples: (request id, how to sample, index of the token in its output) of each of these
+        tokens, in plan order.
     read_rows: [read], the tokens whose hidden states are read for readouts.
     num_scored: how many of these, the first ones, need logits; the others are pooled.
     readouts: of the chunks that have one, in the order of read_rows; empty on ranks other than 0.
@@ -47,7 +48,7 @@ class StepInputs:
     slots: Tensor
     attention: AttentionBatch
     sample_rows: Tensor
-    samples: tuple[tuple[str, SampleSpec], ...]
+    samples: tuple[tuple[str, SampleSpec, int], ...]
     read_rows: Tensor = _NO_ROWS
     num_scored: int = 0
     readouts: tuple[ReadRequest, ...] = ()

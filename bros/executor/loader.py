@@ -123,7 +123,7 @@ def largest_step(rows: int, tokens: int, max_length: int, block_size: int) -> St
     """
     rows = min(rows, tokens)
     lengths = [min(tokens // rows + (row < tokens % rows), max_length) for row in range(rows)]
-    spec = SampleSpec(SamplingParams(temperature=1.0, top_p=0.9, top_k=50), seed=0, output_index=0)
+    spec = SampleSpec(SamplingParams(temperature=1.0, top_p=0.9, top_k=50), seed=0)
     chunks = []
     for row, length in enumerate(lengths):
         context = min((max_length - length) // block_size, _MOST_CONTEXT_BLOCKS // rows)
@@ -157,7 +157,7 @@ _LONGEST_CHUNK = 128
 
 _CONTEXT_BLOCKS = 64  # long enough that the attention is split into parts and merged
 
-_GREEDY = SampleSpec(SamplingParams(temperature=0.0), seed=0, output_index=0)
+_GREEDY = SampleSpec(SamplingParams(temperature=0.0), seed=0)
 _DRAWN = replace(_GREEDY, params=SamplingParams(temperature=1.0, top_p=0.9, top_k=50))
 
 

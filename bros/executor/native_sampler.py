@@ -98,7 +98,7 @@ class _Packer:
         self._draws.append(
             DRAW.pack(
                 draw.seed & _UINT64,
-                spec.output_index,
+                draw.index,
                 draw.row,
                 edit_begin,
                 len(self._edit_tokens),

@@ -216,7 +216,7 @@ class LaunchedStep:
         self._samples = samples
         self._outputs = outputs
         self._result: StepResult | None = None
-        self._names = [name for name, _ in samples.requests]
+        self._names = [name for name, _, _ in samples.requests]
 
     def result(self) -> StepResult:
         """Wait for the end of the step."""

@@ -47,6 +47,7 @@ class RowDraw:
     """One token to be drawn.
 
     row: of the logits.
+    index: of the token in its output.
     mask: the tokens that the grammar of the row allows, as of TokenConstraint.mask, after it has
         refused the token of the first draw; None in a first draw.
     """
@@ -54,6 +55,7 @@ class RowDraw:
     request_id: str
     row: int
     spec: SampleSpec
+    index: int
     mask: Mask | None = None
 
     @property
@@ -110,11 +112,11 @@ def noise_start(seed: int, index: int) -> int:
     return _splitmix64(_splitmix64(seed & _UINT64) ^ index)
 
 
-def noise_starts(specs: Sequence[SampleSpec]) -> NDArray[np.uint64]:
-    """`noise_start` of the first draw of each spec."""
+def noise_starts(specs: Sequence[SampleSpec], indexes: Sequence[int]) -> NDArray[np.uint64]:
+    """`noise_start` of the first draw of each spec, for the token of this index."""
     seeds = np.array([spec.seed & _UINT64 for spec in specs], np.uint64)
     mixed = _splitmix64_each(seeds)
-    return _splitmix64_each(mixed ^ np.array([spec.output_index for spec in specs], np.uint64))
+    return _splitmix64_each(mixed ^ np.array(indexes, np.uint64))
 
 
 NOTHING_ALLOWED_ERROR = "the grammar allows no token here"
@@ -163,7 +165,7 @@ def _choose(raw: _Floats32, draw: RowDraw) -> int:
     scaled = logits - np.float32(peak)
     with np.errstate(over="ignore"):  # logits far below the peak become -inf, as intended
         scaled /= np.float32(max(params.temperature, SMALLEST_TEMPERATURE))
-    return _draw(scaled, params, draw.seed, draw.spec.output_index)
+    return _draw(scaled, params, draw.seed, draw.index)
 
 
 def _allowed(mask: Mask, vocab: int) -> NDArray[np.bool_]:
@@ -298,10 +300,10 @@ def _logprobs(raw: _Floats32, token: int, k: int) -> TokenLogprobs:
 # ---- Sampling the tokens of a step, on the host or on the device of the logits.
 
 
-SampleRequest = tuple[str, SampleSpec]
-"""(request id, how to sample)."""
+SampleRequest = tuple[str, SampleSpec, int]
+"""(request id, how to sample, index of the token in its output)."""
 
-Draw = Callable[[Tensor, Sequence[SampleSpec]], Tensor]
+Draw = Callable[[Tensor, Sequence[SampleSpec], Sequence[int]], Tensor]
 """The type of device_sampler.draw."""
 
 Best = Callable[[Tensor, Tensor], None]
@@ -346,7 +348,9 @@ class HostStepSampler:
     ) -> tuple[SampledToken, ...]:
         """See StepSampler."""
         assert len(logits) == len(requests)
-        draws = [RowDraw(name, row, spec) for row, (name, spec) in enumerate(requests)]
+        draws = [
+            RowDraw(name, row, spec, index) for row, (name, spec, index) in enumerate(requests)
+        ]
         sampled = self._row_sampler.sample(logits, draws)
         refused = [draw for draw in draws if self._is_refused(draw, sampled)]
         if refused:
@@ -416,7 +420,7 @@ class DeviceStepSampler:
         best: int32 [2, at least the rows], if the step has found the best tokens already. Drawn
             tokens replace them there.
         """
-        host_rows, drawn = self._divide([spec for _, spec in requests])
+        host_rows, drawn = self._divide([spec for _, spec, _ in requests])
         tokens = result = None
         if len(host_rows) < len(requests):
             if best is None:
@@ -449,12 +453,12 @@ class DeviceStepSampler:
         """Replace the tokens of the rows that the device draws by chance."""
         if not drawn or self._draw is None:
             return
-        specs = [requests[row][1] for row in drawn]
+        specs, indexes = [requests[row][1] for row in drawn], [requests[row][2] for row in drawn]
         if len(drawn) == len(requests):
-            tokens.copy_(self._draw(logits, specs))
+            tokens.copy_(self._draw(logits, specs, indexes))
         else:
             rows = _rows(drawn, logits)
-            tokens.index_copy_(0, rows, self._draw(logits.index_select(0, rows), specs))
+            tokens.index_copy_(0, rows, self._draw(logits.index_select(0, rows), specs, indexes))
 
     def _divide(self, specs: Sequence[SampleSpec]) -> tuple[list[int], list[int]]:
         """(rows that the host samples, rows that the device draws by chance); the device samples
@@ -520,7 +524,7 @@ class PendingSamples:
         if self.result is not None:
             ids, peak_bits = self.result
             rows = zip(self.requests, ids.tolist(), strict=True)
-            sampled = [SampledToken(name, token) for (name, _), token in rows]
+            sampled = [SampledToken(name, token) for (name, _, _), token in rows]
             peaks = peak_bits.view(torch.float32).numpy()
             for row in np.flatnonzero(~np.isfinite(peaks)).tolist():
                 error = no_token_error(float(peaks[row]))

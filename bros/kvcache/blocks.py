@@ -30,12 +30,16 @@ class Side(IntEnum):
         return Side.RIGHT if self is Side.LEFT else Side.LEFT
 
 
-_LEFT = Side.LEFT
+LEFT = Side.LEFT
 """For what runs once per row of a step: CPython finds a member of an enum more slowly."""
 
 
 class Stacks:
     """Heights and owners of all blocks; no operation's time depends on the number of blocks.
+
+    heights: of each block, by side.
+    numbers: slot s at index s + 1, so that a slice may go down to slot 0. Slicing this array takes
+        a tenth of the time of making a range.
 
     Owners are numbers >= 0. A block is free when both stacks are empty; the most recently freed
     block is allocated first, since it is warm in the processor's caches.
@@ -46,12 +50,10 @@ class Stacks:
             raise ValueError(f"need blocks of 1 to 255 slots: {num_blocks=}, {block_size=}")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._heights = (bytearray(num_blocks), bytearray(num_blocks))
+        self.heights = (bytearray(num_blocks), bytearray(num_blocks))
         self._owners = ([-1] * num_blocks, [-1] * num_blocks)
         self._free = list(range(num_blocks - 1, -1, -1))
-        # Slot s is at index s + 1, so that a slice may go down to slot 0. Slicing this array takes
-        # a tenth of the time of making a range.
-        self._numbers = array("i", range(-1, num_blocks * block_size))
+        self.numbers = array("i", range(-1, num_blocks * block_size))
 
     @property
     def num_free(self) -> int:
@@ -59,7 +61,7 @@ class Stacks:
 
     def height(self, block: int, side: Side) -> int:
         """Number of tokens on a side."""
-        return self._heights[side][block]
+        return self.heights[side][block]
 
     def owner(self, block: int, side: Side) -> int:
         """Owner of a side's tokens; -1 if it is empty."""
@@ -67,12 +69,12 @@ class Stacks:
 
     def free_slots(self, block: int) -> int:
         """Slots between the stacks."""
-        return self.block_size - self._heights[0][block] - self._heights[1][block]
+        return self.block_size - self.heights[0][block] - self.heights[1][block]
 
     def both_sides(self, block: int, side: Side) -> tuple[int, int, int, int]:
         """(height, owner) of a side, then of the other side."""
         mine, other = int(side), 1 - side
-        heights, owners = self._heights, self._owners
+        heights, owners = self.heights, self._owners
         return (
             heights[mine][block],
             owners[mine][block],
@@ -84,13 +86,13 @@ class Stacks:
         """Slots of the tokens [low, high) of a stack, in the order of pushing."""
         if side is Side.LEFT:
             first = block * self.block_size + 1
-            return self._numbers[first + low : first + high]
+            return self.numbers[first + low : first + high]
         last = (block + 1) * self.block_size
-        return self._numbers[last - low : last - high : -1]
+        return self.numbers[last - low : last - high : -1]
 
     def range_of(self, block: int, side: Side) -> tuple[int, int, int]:
         """(block, lo, hi): the slots of a side; lo == hi if it is empty."""
-        height = self._heights[side][block]
+        height = self.heights[side][block]
         if side is Side.LEFT:
             return block, 0, height
         return block, self.block_size - height, self.block_size
@@ -104,7 +106,7 @@ class Stacks:
             raise ValueError(f"{count} tokens into a block of {self.block_size} slots")
         block = self._free.pop()
         self._owners[side][block] = owner
-        self._heights[side][block] = count
+        self.heights[side][block] = count
         return block
 
     def allocate_full(self, side: Side, owner: int, count: int) -> tuple[list[int], array[int]]:
@@ -116,7 +118,7 @@ class Stacks:
             raise ValueError(f"{count} blocks of {len(self._free)} free ones")
         blocks = self._free[: -count - 1 : -1]
         del self._free[-count:]
-        heights, owners, size = self._heights[side], self._owners[side], self.block_size
+        heights, owners, size = self.heights[side], self._owners[side], self.block_size
         slots = array("i")
         for block in blocks:
             owners[block] = owner
@@ -130,7 +132,7 @@ class Stacks:
         Returns their slots in the order of pushing. Raises ValueError if they do not fit, the side
         has another owner, or the block is free.
         """
-        height, other = self._heights[side][block], self._heights[1 - side][block]
+        height, other = self.heights[side][block], self.heights[1 - side][block]
         if not 1 <= count <= self.block_size - height - other:
             raise ValueError(f"{count} tokens into {self.free_slots(block)} free slots of {block=}")
         if height == 0:
@@ -139,36 +141,36 @@ class Stacks:
             self._owners[side][block] = owner
         elif self._owners[side][block] != owner:
             raise ValueError(f"the {side.name} side of {block=} is not {owner}'s")
-        self._heights[side][block] = height + count
+        self.heights[side][block] = height + count
         return self.slots(block, side, height, height + count)
 
     def grow(self, block: int, side: Side, count: int) -> array[int] | None:
         """`push` for the owner of a side that is not empty; None if there is no room."""
-        left, right = self._heights
+        left, right = self.heights
         on_left, on_right, size = left[block], right[block], self.block_size
         if on_left + on_right + count > size:
             return None
         # `slots` without its call, since every decode row of every step comes here.
-        if side is _LEFT:
+        if side is LEFT:
             left[block] = on_left + count
             first = block * size + on_left + 1
-            return self._numbers[first : first + count]
+            return self.numbers[first : first + count]
         right[block] = on_right + count
         last = (block + 1) * size - on_right
-        return self._numbers[last : last - count : -1]
+        return self.numbers[last : last - count : -1]
 
     def pop(self, block: int, side: Side, count: int) -> int:
         """Pop the `count` >= 1 tokens pushed last on a side; returns how many are left.
 
         Raises ValueError if there are fewer.
         """
-        height = self._heights[side][block]
+        height = self.heights[side][block]
         if not 1 <= count <= height:
             raise ValueError(f"{count} tokens from a stack of {height} in {block=}")
-        left = self._heights[side][block] = height - count
+        left = self.heights[side][block] = height - count
         if not left:
             self._owners[side][block] = -1
-            if self._heights[1 - side][block] == 0:
+            if self.heights[1 - side][block] == 0:
                 self._free.append(block)
         return left
 
@@ -177,7 +179,7 @@ class Stacks:
 
         Slots of the last block come first, those of each stack in the order of pushing.
         """
-        heights, others, owners = self._heights[side], self._heights[1 - side], self._owners[side]
+        heights, others, owners = self.heights[side], self.heights[1 - side], self._owners[side]
         slots = array("i")
         for block in reversed(blocks):
             assert heights[block] and not others[block], f"{block=} is not one stack's alone"
@@ -189,7 +191,7 @@ class Stacks:
 
     def hand_over(self, block: int, side: Side, owner: int) -> None:
         """Give the tokens of a side to another owner."""
-        assert self._heights[side][block], "nothing to hand over"
+        assert self.heights[side][block], "nothing to hand over"
         self._owners[side][block] = owner
 
     def check_integrity(self) -> None:
@@ -197,7 +199,7 @@ class Stacks:
         free = set(self._free)
         assert len(free) == len(self._free), "a block is in the free list twice"
         for block in range(self.num_blocks):
-            heights = [self._heights[side][block] for side in Side]
+            heights = [self.heights[side][block] for side in Side]
             assert sum(heights) <= self.block_size, f"the stacks of {block=} overlap"
             for side in Side:
                 assert (self._owners[side][block] >= 0) == (heights[side] > 0), f"{block=} {side=}"

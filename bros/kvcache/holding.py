@@ -34,6 +34,9 @@ class Holding:
     num_tokens: computed ones, missing or not.
     num_missing: preempted ones that are not restored yet.
     tail: the block that was pushed on last; -1 if it holds no private block.
+    tail_run: the run on top of the tail, so that most decode rows of a step need no look-up; None
+        if it is to be found again.
+    tail_end: index in `segments` of the end at which the tail grows, if there is a tail_run.
     num_exclusive: number of its blocks that hold no other request's tokens.
     sorted: tokens rise from the bottom to the top of each of its stacks.
     pushed_last: (block, tokens) of the latest append, for `truncate`.
@@ -42,8 +45,6 @@ class Holding:
 
     __slots__ = (
         "_segment_index",
-        "_tail_end",
-        "_tail_run",
         "_top",
         "_up",
         "chain",
@@ -62,6 +63,8 @@ class Holding:
         "side",
         "sorted",
         "tail",
+        "tail_end",
+        "tail_run",
     )
 
     def __init__(self, request_id: str, number: int, side: Side) -> None:
@@ -84,15 +87,13 @@ class Holding:
         self.sorted = True
         self.pushed_last: list[tuple[int, int]] = []
         self._segment_index: dict[int, int] = {}
-        # Of the tail: its latest run, and the index in `segments` of the end at which it grows, so
-        # that most decode rows of a step need no look-up. None: to be found again.
-        self._tail_run: list[int] | None = None
-        self._tail_end = 0
+        self.tail_run: list[int] | None = None
+        self.tail_end = 0
 
     def push(self, where: tuple[int, int, int], start: int, count: int) -> None:
         """Record tokens [start, start + count) on top of a block's stack; where: its range now."""
         block = where[0]
-        self.tail, self._tail_run = block, None
+        self.tail, self.tail_run = block, None
         self.pushed_last.append((block, count))
         runs = self.runs.get(block)
         if runs is None:
@@ -114,20 +115,20 @@ class Holding:
             segments.extend((block, 0, size))
             pushed.append((block, size))
             start += size
-        self.tail, self._tail_run = blocks[-1], None
+        self.tail, self.tail_run = blocks[-1], None
 
     def grow(self, count: int) -> array[int]:
         """Record the next `count` tokens on top of the tail; returns the segments before that."""
-        segments, run, last = self.segments, self._tail_run, self.num_tokens
+        segments, run, last = self.segments, self.tail_run, self.num_tokens
         before = segments[:]
         if run is None:
             self._lengthen(self.runs[self.tail], last, count)
-            self._tail_run = self.runs[self.tail][-1]
-            self._tail_end = self._segment_index[self.tail] + self._top
+            self.tail_run = self.runs[self.tail][-1]
+            self.tail_end = self._segment_index[self.tail] + self._top
         else:
             run[1] += count
         self.pushed_last = [(self.tail, count)]
-        segments[self._tail_end] += self._up * count
+        segments[self.tail_end] += self._up * count
         self.num_tokens = last + count
         return before
 
@@ -137,7 +138,7 @@ class Holding:
         where: the range of the stack now.
         """
         block, low, high = where
-        runs, popped, self._tail_run = self.runs[block], [], None
+        runs, popped, self.tail_run = self.runs[block], [], None
         while count:
             start, length = runs[-1]
             taken = min(count, length)
@@ -215,7 +216,7 @@ class Holding:
         own = {node.block: [[index * size, size]] for index, node in enumerate(nodes, first)}
         self.runs = own | self.runs  # in token order: victims are preempted from the end
         self.tail = next(reversed(self.runs)) if self.tail < 0 else self.tail
-        self._tail_run = None
+        self.tail_run = None
         return nodes
 
     def drop_shared(self) -> None:
@@ -259,9 +260,9 @@ class Holding:
             found, low, high = self.segments[index : index + SEGMENT_WIDTH]
             stack = shared.get(block) or self.runs[block]
             assert found == block and high - low == sum(count for _, count in stack)
-        if self._tail_run is not None:
-            assert self._tail_run is self.runs[self.tail][-1]
-            assert self._tail_end == self._segment_index[self.tail] + self._top
+        if self.tail_run is not None:
+            assert self.tail_run is self.runs[self.tail][-1]
+            assert self.tail_end == self._segment_index[self.tail] + self._top
         assert len(self.segments) == SEGMENT_WIDTH * (len(self.runs) + self.num_shared)
         for index, node in enumerate(self.chain):
             assert node.depth == index and node.alive and self.number in node.holders
@@ -280,7 +281,7 @@ class Holding:
 
     def _forget_block(self, block: int) -> None:
         """Remove a block that holds no private tokens any more."""
-        self._tail_run = None
+        self.tail_run = None
         if self.tail != block:
             del self.runs[block]
             return
@@ -297,7 +298,7 @@ class Holding:
         index, front = self._segment_index[block], (self.num_shared - 1) * SEGMENT_WIDTH
         if index == front:
             return
-        self._tail_run = None
+        self.tail_run = None
         segments = self.segments
         moved = segments[front : front + SEGMENT_WIDTH]
         segments[front : front + SEGMENT_WIDTH] = segments[index : index + SEGMENT_WIDTH]
@@ -306,7 +307,7 @@ class Holding:
 
     def _drop_segment(self, index: int) -> None:
         """Remove a segment: the last one takes its index, since private ones are in no order."""
-        self._tail_run = None
+        self.tail_run = None
         last = self.segments[-SEGMENT_WIDTH:]
         del self.segments[-SEGMENT_WIDTH:]
         if index < len(self.segments):

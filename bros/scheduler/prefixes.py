@@ -13,7 +13,6 @@ from bros.kvcache.manager import KvCacheManager
 from bros.kvcache.prefix_cache import extend_keys
 from bros.kvcache.sharing import NO_MATCH
 from bros.scheduler.metrics import ClassCounters
-from bros.scheduler.packing import Packing
 from bros.scheduler.state import RequestState
 
 # ---- Pins: blocks of an ended request stay cached for the next call of its session (Hints.keep_s).
@@ -212,21 +211,21 @@ class Prefixes:
         self._note_start(state, state.prompt_len)
         return True
 
-    def publish(self, packing: Packing[RequestState], failed: Container[str]) -> None:
+    def publish(self, filled: Sequence[tuple[RequestState, int]], failed: Container[str]) -> None:
         """Enter the full blocks that a step has computed into the prefix cache.
 
+        filled: see Gains.
         failed: ids of requests whose KV may be wrong; their blocks are left out.
         """
         if not self._kv.finds_prefixes:
             return
         size = self._kv.block_size
-        for state, num_tokens in packing.selected:
+        for state, num_tokens in filled:
             computed = state.num_computed_tokens
             if state.num_reused is None:
                 self._note_start(state, computed - num_tokens)
-            # A block was filled if the tokens beyond the last boundary are fewer than the new ones.
-            filled = computed % size < num_tokens
-            if filled and not state.record.left and state.request_id not in failed:
+            fills = computed % size < num_tokens
+            if fills and not state.record.left and state.request_id not in failed:
                 keys = state.keys(size, computed)
                 self._kv.computed(state.request_id, keys, state.side, computed)
 

@@ -40,7 +40,7 @@ from bros.core.plan import (
     StepResult,
     SuspendedStep,
 )
-from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
+from bros.core.request import EngineRequest, FinishReason, Output, RequestOutput, ServiceClass, Slo
 from bros.kvcache.manager import KvCacheManager
 from bros.scheduler.admission import (
     Admission,
@@ -56,7 +56,7 @@ from bros.scheduler.packing import Packing, pack, shared_prefixes
 from bros.scheduler.policies import Policy, Proposal
 from bros.scheduler.prefixes import Prefixes, look_up
 from bros.scheduler.state import SIDES, Queues, RequestState, arrival_s, due_from_s
-from bros.scheduler.steps import ExpectedTime, Step, StepLedger
+from bros.scheduler.steps import ExpectedTime, Gains, Step, StepLedger
 from bros.scheduler.suspended import SuspendedWork, share_done
 
 # ---- Async scheduling: planning a step while the one before it runs.
@@ -86,7 +86,7 @@ def assume_done(step: Step, prefixes: Prefixes, ends_s: float) -> None:
     """
     if not step.assumed_done:
         step.assumed_done = True
-        prefixes.publish(step.packing, ())
+        prefixes.publish(step.gains.filled, ())
         for state, _ in step.packing.selected:
             # For a request that has ended meanwhile this has no effect.
             if state.samples and state.remaining == 0:
@@ -390,8 +390,11 @@ class Scheduler:
         self._policy.on_step_committed(packing, self._queues)
         self._preempt_victims(memory, now)
         self._requeue_emptied(memory.granted, now)
-        chunks = self._commit(packing, memory, now)
-        self._steps.begin(packing, predictor, self._queues, proposal.behind, self._arrivals, now)
+        gains = Gains()
+        chunks = self._commit(packing, memory, gains, now)
+        self._steps.begin(
+            packing, gains, predictor, self._queues, proposal.behind, self._arrivals, now
+        )
         shared = self._shared_prefixes(packing, chunks, sharing)
         return StepPlan(
             self._steps.count,
@@ -401,7 +404,7 @@ class Scheduler:
             self._suspended.take_dropped(),
         )
 
-    def apply(self, result: StepResult, now: float) -> list[RequestOutput]:
+    def apply(self, result: StepResult, now: float) -> list[Output]:
         """Apply the result of the oldest running step.
 
         Returns one output for each sampled token, for each request that is done without one, and
@@ -413,11 +416,13 @@ class Scheduler:
         if not step.assumed_done:
             wrong = {sample.request_id for sample in result.samples if sample.error is not None}
             wrong.update(read.request_id for read in result.readouts if read.error is not None)
-            self._prefixes.publish(step.packing, wrong)
-        outputs = self._take_readouts(step, result.readouts, now) if result.readouts else []
+            self._prefixes.publish(step.gains.filled, wrong)
+        outputs: list[Output] = []
+        if result.readouts:
+            outputs += self._take_readouts(step, result.readouts, now)
         outputs += [
             self._finish_without_token(state, now)
-            for state in step.prefilled
+            for state in step.gains.prefilled
             if self._states.get(state.request_id) is state
         ]
         states, new_request = self._states, step.new_request
@@ -442,11 +447,16 @@ class Scheduler:
             reason = state.add_output(sample.token_id)
             if reason is not None:
                 self._complete(state, reason, now)
-            logprobs = (sample.logprobs,) if sample.logprobs else ()
-            # Without names, which would take twice the time for each token of each request.
+            elif sample.logprobs is None and not cached_tokens:  # as nearly always
+                outputs.append((sample.request_id, sample.token_id))
+                continue
             outputs.append(
                 RequestOutput(
-                    sample.request_id, (sample.token_id,), logprobs, reason, cached_tokens
+                    request_id=sample.request_id,
+                    token_ids=(sample.token_id,),
+                    logprobs=(sample.logprobs,) if sample.logprobs else (),
+                    finish_reason=reason,
+                    cached_tokens=cached_tokens,
                 )
             )
         for service_class, found in slacks.items():
@@ -679,11 +689,12 @@ class Scheduler:
         return self._shared
 
     def _commit(
-        self, packing: Packing[RequestState], memory: StepMemory, now: float
+        self, packing: Packing[RequestState], memory: StepMemory, gains: Gains, now: float
     ) -> tuple[Chunk, ...]:
-        """Make the plan's chunks; their tokens count as computed from now on."""
+        """Make the plan's chunks; their tokens count as computed from now on. Adds to `gains`."""
         self._started.clear()
-        granted, chunks = memory.granted, []
+        granted, chunks, block_size = memory.granted, [], self._kv.block_size
+        new_tokens = context = 0
         continuing: list[tuple[int, Chunk]] = []  # with the layer
         for state, num_tokens in packing.selected:
             if not state.running:
@@ -691,8 +702,18 @@ class Scheduler:
             request_id, tokens, start = state.request_id, state.token_ids, state.num_computed_tokens
             state.num_computed_tokens = end = start + num_tokens
             state.num_missing = 0
+            new_tokens += num_tokens
+            context += end
+            # A block is filled if the tokens beyond the last boundary are fewer than the new ones.
+            if end % block_size < num_tokens or state.num_reused is None:
+                gains.filled.append((state, num_tokens))
             segments, slots = granted[request_id]
-            sample = state.sample_spec() if end == len(tokens) and state.samples else None
+            sample = None
+            if end == len(tokens):
+                if state.samples:
+                    sample = state.plain_spec or state.sample_spec()
+                else:
+                    gains.prefilled.append(state)
             chunk = Chunk(request_id, start, tokens[start:end], segments, slots, sample)
             if state.num_read < state.read_end:
                 chunk.readout = state.readout(start, end)
@@ -701,6 +722,7 @@ class Scheduler:
             else:
                 chunk.kept = self._suspended.take(state, num_tokens)
                 continuing.append((chunk.kept.layer, chunk))
+        gains.tokens, gains.context = new_tokens, context
         chunks += [chunk for _, chunk in sorted(continuing, key=itemgetter(0))]
         return tuple(chunks)
 

@@ -97,6 +97,7 @@ class RequestState:
     late: the first deadline of the next token has passed; deadline_s may be a later one.
     match: result of its last look-up in the prefix cache.
     needs_history: sampling needs the token ids before, so none of them may be PENDING.
+    plain_spec: how to sample any of its tokens; None if that differs, see `sample_spec`.
     patient: its first token is not waited for, see packing.Candidate.
     samples: False if it generates no token: it ends when no token is `remaining`.
     num_read: the first position that is still to be read, see plan.Readout.
@@ -126,6 +127,7 @@ class RequestState:
         "num_read",
         "num_reused",
         "patient",
+        "plain_spec",
         "prefix_keys",
         "prompt_len",
         "queue_key",
@@ -175,6 +177,9 @@ class RequestState:
         self.seed = seed
         self.token_ids = array("i", request.prompt_token_ids)
         self.prompt_len = len(self.token_ids) - request.resumed
+        self.plain_spec: SampleSpec | None = None
+        if not (self.needs_history or params.min_tokens or params.grammar):
+            self.plain_spec = SampleSpec(params, seed, self.prompt_len)
         self.num_computed_tokens = 0
         self.num_missing = 0
         self.num_read, self.read_end = _positions_to_read(request, self.prompt_len)
@@ -339,7 +344,7 @@ class RequestState:
         return forced, FinishReason.LENGTH if len(self.token_ids) >= self.max_length else None
 
     def sample_spec(self) -> SampleSpec:
-        """How to sample the token after all computed tokens."""
+        """How to sample the token after all computed tokens, if there is no `plain_spec`."""
         params, num_outputs = self.request.sampling, len(self.token_ids) - self.prompt_len
         history = self.token_ids[:] if self.needs_history else ()
         forbidden: tuple[int, ...] = ()
@@ -348,9 +353,7 @@ class RequestState:
             constraint = self.grammar.constraint(int(self.is_pending))
         elif num_outputs < params.min_tokens:
             forbidden = tuple(self.stop_ids)
-        return SampleSpec(
-            params, self.seed, num_outputs, self.prompt_len, history, forbidden, constraint
-        )
+        return SampleSpec(params, self.seed, self.prompt_len, history, forbidden, constraint)
 
     def expect_output(self, at_s: float) -> None:
         """Append PENDING for the token that a running step will sample, at `at_s` seconds."""
@@ -376,16 +379,6 @@ class RequestState:
         if token_id in self.stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(tokens) >= self.max_length else None
-
-    @property
-    def ahead_s(self) -> float | None:
-        """How far the latest token was ahead of the mean pace; negative: behind. None before the
-        first token, and without a TPOT objective."""
-        interval_s, record = self.slo.tpot_s, self.record
-        first_s, last_s = record.pace_from_s, record.last_token_s
-        if interval_s is None or first_s is None or last_s is None:
-            return None
-        return first_s + (record.num_tokens - 1) * interval_s - last_s
 
     def paced_deadline_s(self, last_s: float | None = None) -> float:
         """Deadline of the next token: a TPOT after the last one, or later if ahead of the pace.

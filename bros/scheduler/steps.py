@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from bros.core.interfaces import Buckets
@@ -19,10 +19,24 @@ _Size = tuple[int, int]
 """(tokens, context tokens) of a step, both as numbers of binary digits."""
 
 
-def _size_of(packing: Packing[RequestState]) -> _Size:
-    tokens = sum([num_tokens for _, num_tokens in packing.selected])
-    context = sum([state.num_computed_tokens for state, _ in packing.selected])
-    return tokens.bit_length(), context.bit_length()
+@dataclass(slots=True)
+class Gains:
+    """What the requests of a step have gained when it ends.
+
+    tokens: of all chunks.
+    context: computed tokens of all its requests then.
+    prefilled: prefill-only requests that are done then.
+    filled: (request, tokens of its chunk) of those that fill a block, or run for the first time.
+    """
+
+    tokens: int = 0
+    context: int = 0
+    prefilled: list[RequestState] = field(default_factory=list)
+    filled: list[tuple[RequestState, int]] = field(default_factory=list)
+
+    @property
+    def size(self) -> _Size:
+        return self.tokens.bit_length(), self.context.bit_length()
 
 
 _LATEST_WEIGHT = 0.1
@@ -91,9 +105,8 @@ class Step:
     began_s: when the device began it; while the device still runs the step before, when it was
         planned.
     expected_s: predicted seconds; 0 without a cost model.
-    size: for its usual time.
+    gains: what its requests have gained when it ends.
     new_request: arrival_index of the first request that was submitted after the commit.
-    prefilled: prefill-only requests that are done after it.
     blocked: (class, tenant) -> reason, for each tenant with waiting requests of the class.
     idle: (request, reason) of requests that hold memory but are not in the step.
     assumed_done: the scheduler has called `assume_done` for it.
@@ -103,9 +116,8 @@ class Step:
     packing: Packing[RequestState]
     began_s: float
     expected_s: float
-    size: _Size
+    gains: Gains
     new_request: int
-    prefilled: list[RequestState]
     blocked: dict[tuple[ServiceClass, str], str]
     idle: list[tuple[RequestState, str]]
     assumed_done: bool = False
@@ -146,6 +158,7 @@ class StepLedger:
     def begin(
         self,
         packing: Packing[RequestState],
+        gains: Gains,
         predictor: StepTimePredictor | None,
         queues: Queues,
         behind: Mapping[ServiceClass, Collection[str]],
@@ -160,9 +173,8 @@ class StepLedger:
             packing=packing,
             began_s=now,
             expected_s=predictor.seconds(packing.load) if predictor else 0.0,
-            size=_size_of(packing),
+            gains=gains,
             new_request=new_request,
-            prefilled=[s for s, _ in packing.selected if not s.samples and s.remaining == 0],
             blocked=_blocked(packing, queues, behind),
             idle=_idle(packing, queues.running),
         )
@@ -181,11 +193,11 @@ class StepLedger:
     def expected(self) -> ExpectedTime:
         """How long the running steps should take together. Any thread may call it."""
         steps = tuple(self._running)
-        usual = [self._usual.seconds(step.size) for step in steps]
+        usual = [self._usual.seconds(step.gains.size) for step in steps]
         return ExpectedTime(
             seconds=sum(max(s.expected_s, u or 0.0) for s, u in zip(steps, usual, strict=True)),
             is_start=None in usual,
-            has_new_size=not all(self._usual.is_known(step.size) for step in steps),
+            has_new_size=not all(self._usual.is_known(step.gains.size) for step in steps),
         )
 
     def note_start(self, state: RequestState) -> None:
@@ -257,7 +269,7 @@ class StepLedger:
         seconds = now - step.began_s
         self._yields_since_s = None
         self.seconds += seconds
-        self._usual.observe(step.size, seconds)
+        self._usual.observe(step.gains.size, seconds)
         if self._running:  # the next step cannot have begun before this one ended
             self._running[0].began_s = now
         be_waits = _note_waits(step, seconds, queues)

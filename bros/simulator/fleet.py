@@ -27,10 +27,12 @@ from bros.core.interfaces import EngineReport
 from bros.core.request import (
     EngineRequest,
     FinishReason,
+    Output,
     RequestOutput,
     SamplingParams,
     ServiceClass,
     Slo,
+    expanded,
 )
 from bros.engine.engine import Engine
 from bros.router.fleet import Fleet, make_fleet
@@ -75,7 +77,7 @@ class SimReplica:
     stepping: bool = False
     step_queued: bool = False
     waiting: deque[EngineRequest] = field(default_factory=deque)
-    outputs: Sequence[RequestOutput] = ()
+    outputs: Sequence[Output] = ()
 
 
 @dataclass(slots=True)
@@ -275,7 +277,7 @@ class FleetSimulation:
 
     def _end_step(self, replica: SimReplica) -> None:
         replica.stepping = False
-        for output in replica.outputs:
+        for output in map(expanded, replica.outputs):
             self._record_output(output)
         replica.outputs = ()
         idle = not replica.engine.has_work

@@ -29,10 +29,11 @@ from bros.core.plan import Chunk, SampledToken, StepPlan, StepResult, SuspendedS
 from bros.core.request import (
     EngineRequest,
     FinishReason,
-    RequestOutput,
+    Output,
     SamplingParams,
     ServiceClass,
     Slo,
+    expanded,
 )
 from bros.engine.engine import Engine
 from bros.scheduler.build import best_effort_yields, build_scheduler
@@ -444,8 +445,8 @@ class Simulation:
         else:
             self._open[record.request_id] = record
 
-    def _record_outputs(self, outputs: Sequence[RequestOutput], now: float) -> None:
-        for output in outputs:
+    def _record_outputs(self, outputs: Sequence[Output], now: float) -> None:
+        for output in map(expanded, outputs):
             record = self._open[output.request_id]
             for _ in output.token_ids:
                 record.token_times_s.append(now)

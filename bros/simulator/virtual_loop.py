@@ -148,7 +148,7 @@ class VirtualEngineClient(MessageClient):
             # At least one iteration of the loop, so that replies are delivered.
             await asyncio.sleep(max(0.0, self._clock.now() - loop.time()))
             if outputs:
-                self.on_reply(Outputs.of(outputs))
+                self.on_reply(Outputs(tuple(outputs)))
             report = self._engine.due_report()
             if report is not None:
                 self.on_reply(Reported(report))

@@ -44,6 +44,7 @@ from bros.engine.messages import (
     TraceReply,
 )
 from bros.router.client import RouterClient
+from support.outputs import outputs_of
 from support.turn_fleet import TurnFleet
 from support.wire import ASK, INFO
 
@@ -191,7 +192,7 @@ def test_short_and_full_outputs_of_a_request_keep_their_order(
     sent: dict[str, list[int]] = {name: [] for name in "abc"}
 
     def message(outputs: list[RequestOutput]) -> Reply:
-        reply = codec.decode(codec.encode(Outputs.of(outputs)))
+        reply = codec.decode(codec.encode(outputs_of(outputs)))
         assert isinstance(reply, Outputs)
         return reply
 

@@ -83,7 +83,7 @@ def test_who_cannot_launch_executes() -> None:
     assert not isinstance(ToyModel(), LaunchingExecutor)
     engine = engine_of(ToyModel())
     engine.submit(request("a", 3, max_tokens=1))
-    assert [output.token_ids for output in engine.step()] == [
+    assert [output.token_ids for output in map(expanded, engine.step())] == [
         tuple(ToyModel.continuation([1, 2, 3], 1))
     ]
     with pytest.raises(ConfigError, match="--async-scheduling on"):
@@ -158,7 +158,7 @@ def test_who_is_promoted_while_a_step_runs_is_first_in_the_next_one(mode: str) -
         if len(plans) == 2:
             engine.promote("b", Slo(9.0, 9.0))
             engine.promote("d", Slo(9.0, 9.0))
-        for output in engine.step():
+        for output in map(expanded, engine.step()):
             answers[output.request_id] += output.token_ids
         scheduler.check_integrity()
     assert [set(plan) for plan in plans[:2]] == [{"a", "b"}, {"a", "b"}]

@@ -35,7 +35,6 @@ from bros.core.request import (
     Slo,
     TokenLogprobs,
     expanded,
-    shortened,
 )
 from bros.engine.messages import (
     COMMANDS,
@@ -61,6 +60,7 @@ from bros.engine.messages import (
     TraceReply,
 )
 from bros.transport.ipc import command_codec, reply_codec
+from support.outputs import shortened
 
 number = st.floats(allow_nan=False)
 count = st.integers(0, 2**53)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bros.core.clock import ManualClock
 from bros.core.interfaces import EngineReport
-from bros.core.request import EngineRequest, RequestOutput, SamplingParams, ServiceClass
+from bros.core.request import EngineRequest, RequestOutput, SamplingParams, ServiceClass, expanded
 from bros.engine.engine import Engine
 from bros.engine.loop import run_engine
 from bros.engine.messages import Command, Reply, Reported, Shutdown, StatsReply, Submit, Subscribe
@@ -57,7 +57,7 @@ def ask(
 def drain(engine: Engine) -> list[RequestOutput]:
     outputs = []
     while engine.has_work:
-        outputs += engine.step()
+        outputs += map(expanded, engine.step())
     return outputs
 
 

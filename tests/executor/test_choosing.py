@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.core.plan import SampledToken, SampleSpec
+from bros.core.plan import SampledToken
 from bros.core.request import SamplingParams
 from bros.executor.sampler import DeviceStepSampler, HostStepSampler, SampleRequest
 from support.device_runners import draw as draw_on_host
 from support.kernel_cases import needs_triton, triton_backend
-from support.sampling import ROW_SAMPLERS, row_sampler
+from support.sampling import ROW_SAMPLERS, IndexedSpec, ask, row_sampler
 
 FASTEST = row_sampler(ROW_SAMPLERS[min(1, len(ROW_SAMPLERS) - 1)])  # that of engines
 ON_HOST = HostStepSampler(FASTEST)
@@ -42,12 +42,12 @@ PARAMS = st.builds(
 
 
 @st.composite
-def specs(draw: st.DrawFn) -> SampleSpec:
+def specs(draw: st.DrawFn) -> IndexedSpec:
     params = draw(PARAMS)
-    return SampleSpec(
+    return IndexedSpec(
         params,
         seed=draw(st.integers(-(2**63), 2**63 - 1)),
-        output_index=draw(st.integers(0, 10**5)),
+        index=draw(st.integers(0, 10**5)),
         prompt_len=1,
         token_ids=[3, 5, 3] if params.needs_history else (),
         forbidden=draw(st.sampled_from([(), (), (), (0, 2)])),
@@ -61,11 +61,11 @@ def specs(draw: st.DrawFn) -> SampleSpec:
     seed=st.integers(0, 2**32 - 1),
 )
 def test_the_device_chooses_what_the_host_chooses(
-    asked: list[SampleSpec], vocab: int, spread: float, seed: int
+    asked: list[IndexedSpec], vocab: int, spread: float, seed: int
 ) -> None:
     logits = logits_of(len(asked), vocab, seed, spread)
     before = logits.clone()
-    named = [(str(index), spec) for index, spec in enumerate(asked)]
+    named = [ask(str(index), spec) for index, spec in enumerate(asked)]
     expected = ON_HOST(logits, named)
     assert ON_DEVICE(logits, named) == GREEDY_ON_DEVICE(logits, named) == expected
     assert torch.equal(logits, before)
@@ -90,11 +90,10 @@ def test_triton_draws_what_the_host_draws() -> None:
     ]
     for count in (9, 5):
         asked = [
-            (str(row), SampleSpec(kinds[row % 6], seed=-row, output_index=row))
-            for row in range(count)
+            ask(str(row), IndexedSpec(kinds[row % 6], seed=-row, index=row)) for row in range(count)
         ]
         assert step_sampler(logits[:count].to(device), asked) == ON_HOST(logits[:count], asked)
-    drawn = [(str(row), SampleSpec(kinds[4], seed=7, output_index=row)) for row in range(9)]
+    drawn = [ask(str(row), IndexedSpec(kinds[4], seed=7, index=row)) for row in range(9)]
     choice = step_sampler.begin(logits.to(device), drawn)
     assert choice.host_rows == []
     tokens = choice.tokens
@@ -106,10 +105,10 @@ def test_triton_draws_what_the_host_draws() -> None:
 def test_equal_logits_pass_top_k_together_and_the_first_wins_greedily() -> None:
     logits = torch.zeros(1, 600)
     logits[0, [500, 20, 300]] = 4.0
-    greedy = SampleSpec(SamplingParams(temperature=0.0), 0, 0)
-    assert ON_DEVICE(logits, [("a", greedy)])[0].token_id == 20
-    top = SampleSpec(SamplingParams(temperature=9.0, top_k=2), 0, 0)
-    rows = [(str(i), dataclasses.replace(top, output_index=i)) for i in range(40)]
+    greedy = IndexedSpec(SamplingParams(temperature=0.0), 0)
+    assert ON_DEVICE(logits, [ask("a", greedy)])[0].token_id == 20
+    top = IndexedSpec(SamplingParams(temperature=9.0, top_k=2), 0)
+    rows = [ask(str(i), dataclasses.replace(top, index=i)) for i in range(40)]
     drawn = {token.token_id for token in ON_DEVICE(logits.expand(40, -1), rows)}
     assert drawn == {20, 300, 500}
 
@@ -119,7 +118,7 @@ def test_where_tokens_are_forbidden_the_host_chooses(temperature: float) -> None
     logits = logits_of(1, 300, seed=0)
     best, second = logits[0].topk(2).indices.tolist()
     params = SamplingParams(temperature=temperature, top_k=1)
-    choice = ON_DEVICE.begin(logits, [("a", SampleSpec(params, 1, 0, forbidden=(best,)))])
+    choice = ON_DEVICE.begin(logits, [ask("a", IndexedSpec(params, 1, forbidden=(best,)))])
     assert list(choice.host_rows) == [0]
     assert choice.finish()[0].token_id == second
 
@@ -132,7 +131,7 @@ def test_broken_logits_fail_their_own_row(bad: float, temperature: float) -> Non
     if bad < 0:
         logits[1] = bad
     params = SamplingParams(temperature=temperature, top_p=0.9, top_k=5)
-    asked = [(name, SampleSpec(params, 1, 0)) for name in "abc"]
+    asked = [ask(name, IndexedSpec(params, 1)) for name in "abc"]
     chosen = ON_DEVICE(logits, asked)
     assert chosen == ON_HOST(logits, asked)
     assert [token.error is None for token in chosen] == [True, False, True]
@@ -150,7 +149,7 @@ def test_the_device_has_the_tokens_that_need_no_host(plain: list[bool], rng: ran
         False: [SamplingParams(logprobs=0), SamplingParams(logit_bias={3: 2.0})],
     }
     asked: list[SampleRequest] = [
-        (str(row), SampleSpec(rng.choice(choices[is_plain]), seed=row, output_index=0))
+        ask(str(row), IndexedSpec(rng.choice(choices[is_plain]), seed=row))
         for row, is_plain in enumerate(plain)
     ]
     logits = logits_of(len(asked), 300, rng.randrange(1000))
@@ -163,6 +162,6 @@ def test_the_device_has_the_tokens_that_need_no_host(plain: list[bool], rng: ran
         if is_plain:
             assert choice.tokens is not None and choice.tokens.dtype == torch.int32
             assert int(choice.tokens[row]) == finished[row].token_id
-    greedy = [row for row, (_, spec) in enumerate(asked) if spec.params.greedy]
+    greedy = [row for row, (_, spec, _) in enumerate(asked) if spec.params.greedy]
     others = GREEDY_ON_DEVICE.begin(logits, asked).host_rows
     assert sorted([*others, *greedy]) == list(range(len(asked)))

@@ -28,6 +28,7 @@ from support.device_runners import (
 )
 from support.grammars import ScriptState
 from support.growing_requests import Request, make_requests, run_ahead, run_one_by_one, script
+from support.sampling import IndexedSpec, ask
 
 pytestmark = pytest.mark.gpu
 
@@ -83,7 +84,7 @@ def test_nothing_is_compiled_when_requests_come() -> None:
     before = compiled()
     for plan in plans_of(5):
         made.execute(plan)
-    drawn = SampleSpec(SamplingParams(min_p=0.1), seed=1, output_index=0)
+    drawn = SampleSpec(SamplingParams(min_p=0.1), seed=1)
     for plan in plans_of(6):
         for chunk in plan.chunks:
             chunk.sample = drawn
@@ -200,7 +201,7 @@ def test_the_gpu_chooses_what_the_host_chooses(params: SamplingParams) -> None:
     state = ScriptState([[5, 77_000, 128_255]], StopRule(frozenset(), 0, 0))
     constraints = {row: state.constraint() for row in (3, 40)}
     asked = [
-        (str(row), SampleSpec(params, seed=row, output_index=3, constraint=constraints.get(row)))
+        ask(str(row), IndexedSpec(params, seed=row, index=3, constraint=constraints.get(row)))
         for row in range(64)
     ]
     there = DeviceStepSampler(NumpySampler(), draw, best)(logits.cuda(), asked)

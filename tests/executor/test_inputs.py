@@ -15,10 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.core.plan import Chunk, Kept, Readout, StepPlan
+from bros.core.plan import Chunk, Kept, Readout, SampleSpec, StepPlan
 from bros.executor.chunk_arrays import ChunkArrays, concatenate, reference_concatenate
 from bros.executor.inputs import build_inputs
 from support.checkpoints import GREEDY
+from support.sampling import IndexedSpec
 
 INT32 = torch.int32
 
@@ -44,6 +45,12 @@ SEQUENCES: list[Callable[[list[int]], Any]] = [
 ]
 
 
+def other_specs(rng: random.Random) -> list[SampleSpec]:
+    """One with a prompt, and one of a class with other slots."""
+    params = GREEDY.params
+    return [SampleSpec(params, 0, rng.randrange(100)), IndexedSpec(params, 1, rng.randrange(100))]
+
+
 def random_chunk(name: str, rng: random.Random) -> Chunk:
     num_tokens = rng.choice([1, 1, 1, rng.randint(2, 40)])
     segments = [rng.randrange(1000) for _ in range(3 * rng.choice([0, 1, 5]))]
@@ -53,7 +60,7 @@ def random_chunk(name: str, rng: random.Random) -> Chunk:
         token_ids=rng.choice(SEQUENCES)([rng.randrange(50000) for _ in range(num_tokens)]),
         segments=array("i", segments),
         slots=array("i", [rng.randrange(1000) for _ in range(num_tokens)]),
-        sample=rng.choice([GREEDY, None]),
+        sample=rng.choice([GREEDY, *other_specs(rng), None]),
     )
 
 
@@ -65,6 +72,7 @@ def test_lays_chunks_end_to_end(way: Concatenate, count: int, rng: random.Random
     positions: list[int] = []
     slots: list[int] = []
     rows: list[int] = []
+    samples: list[tuple[str, SampleSpec, int]] = []
     query_start, segment_start, segments = [0], [0], []
     for chunk in chunks:
         tokens.extend(chunk.token_ids)
@@ -75,14 +83,14 @@ def test_lays_chunks_end_to_end(way: Concatenate, count: int, rng: random.Random
         segment_start.append(len(segments))
         if chunk.sample is not None:
             rows.append(len(tokens) - 1)
+            index = positions[-1] + 1 - chunk.sample.prompt_len
+            samples.append((chunk.request_id, chunk.sample, index))
     arrays = way(chunks)
     assert arrays.token_ids.tolist() == tokens
     assert arrays.positions.tolist() == positions
     assert arrays.slots.tolist() == slots
     assert arrays.sample_rows.tolist() == rows
-    assert arrays.samples == tuple(
-        (chunk.request_id, chunk.sample) for chunk in chunks if chunk.sample is not None
-    )
+    assert arrays.samples == tuple(samples)
     assert arrays.query_start.tolist() == query_start
     assert arrays.segment_start.tolist() == segment_start
     assert arrays.segments.tolist() == segments

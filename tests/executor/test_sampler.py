@@ -36,7 +36,7 @@ from bros.executor.sampler import (
     noise_starts,
 )
 from support.kernel_cases import torch_threads
-from support.sampling import ROW_SAMPLERS, row_sampler, sample_rows
+from support.sampling import ROW_SAMPLERS, IndexedSpec, ask, row_sampler, sample_rows
 from support.tier import by_tier
 from support.tier import seed as tier_seed
 
@@ -51,7 +51,7 @@ def sampler(request: pytest.FixtureRequest) -> RowSampler:
 # ---- The oracle: every step written as it is defined, one token after the other.
 
 
-def oracle(logits: list[float], spec: SampleSpec, d_mass: float = 0.0) -> set[int]:
+def oracle(logits: list[float], spec: IndexedSpec, d_mass: float = 0.0) -> set[int]:
     """The token, and those that win as well but for a near-tie (1e-4). d_mass moves top_p."""
     x = adjusted_by_oracle(logits, spec)
     if spec.params.temperature == 0:
@@ -62,9 +62,9 @@ def oracle(logits: list[float], spec: SampleSpec, d_mass: float = 0.0) -> set[in
     return winners(masses, spec)
 
 
-def winners(masses: Sequence[float], spec: SampleSpec, tie: float = 1e-4) -> set[int]:
+def winners(masses: Sequence[float], spec: IndexedSpec, tie: float = 1e-4) -> set[int]:
     """The race between blocks of 256, then between the tokens of a block that may have won."""
-    seed, index = spec.seed, spec.output_index
+    seed, index = spec.seed, spec.index
     starts = range(0, len(masses), 256)
     blocks = [math.fsum(masses[start : start + 256]) for start in starts]
     found = set()
@@ -81,7 +81,7 @@ def close_to_first(masses: Sequence[float], noises: np.ndarray, tie: float) -> l
     return [i for i, time in enumerate(times) if time <= min(times) * (1 + tie)]
 
 
-def adjusted_by_oracle(logits: list[float], spec: SampleSpec) -> list[float]:
+def adjusted_by_oracle(logits: list[float], spec: IndexedSpec) -> list[float]:
     p, x = spec.params, list(logits)
     for token, bias in p.logit_bias.items():
         x[token] += bias
@@ -112,12 +112,12 @@ def allowed_by_oracle(
     return allowed
 
 
-def acceptable(logits: list[float], spec: SampleSpec) -> set[int]:
+def acceptable(logits: list[float], spec: IndexedSpec) -> set[int]:
     """What the oracle says, also with top_p a hair's breadth (1e-5) away."""
     return set().union(*(oracle(logits, spec, d_mass) for d_mass in (0.0, -1e-5, 1e-5)))
 
 
-def sample_one(sampler: RowSampler, logits: list[float] | np.ndarray, spec: SampleSpec) -> int:
+def sample_one(sampler: RowSampler, logits: list[float] | np.ndarray, spec: IndexedSpec) -> int:
     row = torch.tensor(np.asarray(logits, dtype=np.float32))[None]
     return sample_rows(sampler, row, [spec])[0][0]
 
@@ -127,7 +127,7 @@ grid = st.integers(-640, 640).map(lambda i: i / 32)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[list[float], SampleSpec]:
+def cases(draw: st.DrawFn) -> tuple[list[float], IndexedSpec]:
     logits = draw(st.lists(grid, min_size=2, max_size=40))
     token = st.integers(0, len(logits) - 1)
     params = SamplingParams(
@@ -142,10 +142,10 @@ def cases(draw: st.DrawFn) -> tuple[list[float], SampleSpec]:
     )
     history = draw(st.lists(token, max_size=12)) if params.needs_history else []
     forbidden = draw(st.lists(token, max_size=min(3, len(logits) - 1)))
-    spec = SampleSpec(
+    spec = IndexedSpec(
         params,
         seed=draw(st.integers(-(2**63), 2**63 - 1)),
-        output_index=draw(st.integers(0, 100_000)),
+        index=draw(st.integers(0, 100_000)),
         prompt_len=draw(st.integers(0, len(history))),
         token_ids=history,
         forbidden=forbidden,
@@ -155,7 +155,7 @@ def cases(draw: st.DrawFn) -> tuple[list[float], SampleSpec]:
 
 @given(cases())
 def test_token_is_the_one_of_the_plain_sampler(
-    sampler: RowSampler, case: tuple[list[float], SampleSpec]
+    sampler: RowSampler, case: tuple[list[float], IndexedSpec]
 ) -> None:
     logits, spec = case
     assert sample_one(sampler, logits, spec) in acceptable(logits, spec)
@@ -180,12 +180,12 @@ def test_large_vocabularies(
     rng = np.random.default_rng(vocab)
     logits = np.round(rng.standard_normal(vocab) * spread * 512) / 512
     for index in range(3):
-        spec = SampleSpec(params, seed=7, output_index=index)
+        spec = IndexedSpec(params, seed=7, index=index)
         assert sample_one(sampler, logits, spec) in fast_acceptable(logits, spec)
 
 
 def fast_acceptable(
-    logits: np.ndarray, spec: SampleSpec, tie: float = 1e-4, d_min_p: float = 0.0
+    logits: np.ndarray, spec: IndexedSpec, tie: float = 1e-4, d_min_p: float = 0.0
 ) -> set[int]:
     """The oracle for filters and draws only, in float64 arrays because of the size."""
     p = spec.params
@@ -219,7 +219,7 @@ def any_logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
     return logits.astype(np.float32)
 
 
-def any_spec(rng: random.Random, vocab: int) -> SampleSpec:
+def any_spec(rng: random.Random, vocab: int) -> IndexedSpec:
     params = SamplingParams(
         temperature=rng.choice([0.0, 0.2, 0.7, 1.0, 3.0, 100.0]),
         top_p=rng.choice([1.0, 1.0, 0.999999, 0.95, 0.5, 0.01]),
@@ -235,7 +235,7 @@ def any_spec(rng: random.Random, vocab: int) -> SampleSpec:
         rng.randrange(vocab // 2) for _ in range(rng.choice([0, 0, 2]) if vocab > 9 else 0)
     ]
     seed = rng.getrandbits(64) - 2**63
-    return SampleSpec(params, seed, rng.randrange(10**6), 20, history, forbidden)
+    return IndexedSpec(params, seed, 20, history, forbidden, index=rng.randrange(10**6))
 
 
 @pytest.mark.parametrize("name", ROW_SAMPLERS[1:])
@@ -262,7 +262,7 @@ def test_the_compiled_sampler_draws_the_tokens_of_the_definition(name: str) -> N
     assert differing <= rounds * 7 * rows / 2000
 
 
-def near_ties(logits: np.ndarray, spec: SampleSpec) -> set[int]:
+def near_ties(logits: np.ndarray, spec: IndexedSpec) -> set[int]:
     changed = np.array(adjusted_by_oracle(logits.tolist(), spec))
     return set().union(*(fast_acceptable(changed, spec, 1e-5, d) for d in (0.0, -1e-5, 1e-5)))
 
@@ -273,7 +273,7 @@ def test_log_probabilities_are_those_of_the_definition(name: str) -> None:
     for vocab in (1, 6, 255, 257, 3000):
         logits = torch.from_numpy(any_logits(rng, 12, vocab))
         params = [SamplingParams(logprobs=k, logit_bias={0: 1.0}) for k in (0, 1, 5, 20)]
-        specs = [SampleSpec(params[row % 4], row, 0) for row in range(12)]
+        specs = [IndexedSpec(params[row % 4], row) for row in range(12)]
         found = sample_rows(row_sampler(name), logits, specs)
         for (_, ours), (_, theirs) in zip(
             found, sample_rows(row_sampler("numpy"), logits, specs), strict=True
@@ -289,10 +289,10 @@ def test_log_probabilities_are_those_of_the_definition(name: str) -> None:
 def test_a_token_outside_the_vocabulary_is_found(name: str) -> None:
     penalized = SamplingParams(repetition_penalty=1.1)
     for spec in (
-        SampleSpec(SamplingParams(logit_bias={500: 1.0}), 0, 0),
-        SampleSpec(SamplingParams(), 0, 0, forbidden=[500]),
-        SampleSpec(penalized, 0, 0, 1, [3, 500]),
-        SampleSpec(penalized, 0, 0, 1, [3, -1]),
+        IndexedSpec(SamplingParams(logit_bias={500: 1.0}), 0),
+        IndexedSpec(SamplingParams(), 0, forbidden=[500]),
+        IndexedSpec(penalized, 0, 1, [3, 500]),
+        IndexedSpec(penalized, 0, 1, [3, -1]),
     ):
         with pytest.raises(IndexError, match="outside the vocabulary"):
             sample_rows(row_sampler(name), torch.zeros(1, 500), [spec])
@@ -301,7 +301,7 @@ def test_a_token_outside_the_vocabulary_is_found(name: str) -> None:
 # ---- Independence
 
 
-def mixed_specs(rng: random.Random, rows: int, vocab: int) -> list[SampleSpec]:
+def mixed_specs(rng: random.Random, rows: int, vocab: int) -> list[IndexedSpec]:
     specs = []
     for row in range(rows):
         params = SamplingParams(
@@ -314,7 +314,7 @@ def mixed_specs(rng: random.Random, rows: int, vocab: int) -> list[SampleSpec]:
             logit_bias=rng.choice([{}, {3: 5.0}]),
         )
         history = [rng.randrange(vocab) for _ in range(30)] if params.needs_history else []
-        specs.append(SampleSpec(params, rng.getrandbits(60), row, 10, history))
+        specs.append(IndexedSpec(params, rng.getrandbits(60), 10, history, index=row))
     return specs
 
 
@@ -356,7 +356,7 @@ def test_draws_follow_the_distribution(sampler: RowSampler, seed: int) -> None:
     logits = torch.linspace(-2, 1.5, 30)
     draws = 20_000
     params = SamplingParams(temperature=0.8)
-    specs = [SampleSpec(params, seed, i) for i in range(draws)]
+    specs = [IndexedSpec(params, seed, index=i) for i in range(draws)]
     counts = Counter(token for token, _ in sample_rows(sampler, logits.expand(draws, -1), specs))
     expected = torch.softmax(logits.double() / 0.8, dim=0) * draws
     chi_square = sum((counts[i] - e) ** 2 / e for i, e in enumerate(expected.tolist()))
@@ -373,7 +373,9 @@ def test_draws_follow_the_distribution_over_many_blocks(sampler: RowSampler) -> 
             token
             for first in range(0, draws, 1000)
             for token, _ in sample_rows(
-                sampler, rows, [SampleSpec(SamplingParams(), 9, first + i) for i in range(1000)]
+                sampler,
+                rows,
+                [IndexedSpec(SamplingParams(), 9, index=first + i) for i in range(1000)],
             )
         ]
     )
@@ -392,7 +394,7 @@ def test_rounding_errors_change_a_draw_only_at_near_ties(sampler: RowSampler) ->
     shifted = logits + torch.randn(1, 49152, generator=generator) * 1e-5
     changed = 0
     for index in range(3000):
-        spec = SampleSpec(SamplingParams(), 5, index)
+        spec = IndexedSpec(SamplingParams(), 5, index=index)
         changed += sample_rows(sampler, logits, [spec]) != sample_rows(sampler, shifted, [spec])
     assert changed <= 2
 
@@ -419,17 +421,17 @@ def test_noise_depends_on_its_number_alone() -> None:
 
 @given(st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40)), max_size=9))
 def test_the_starts_of_many_draws_are_those_of_each(drawn: list[tuple[int, int]]) -> None:
-    specs = [SampleSpec(SamplingParams(), seed, index) for seed, index in drawn]
-    assert noise_starts(specs).tolist() == [noise_start(seed, index) for seed, index in drawn]
+    specs = [IndexedSpec(SamplingParams(), seed, index=index) for seed, index in drawn]
+    assert noise_starts(specs, [index for _, index in drawn]).tolist() == [
+        noise_start(seed, index) for seed, index in drawn
+    ]
 
 
 def test_same_seed_same_draw_other_index_other_draw(sampler: RowSampler) -> None:
     logits = [0.0] * 1000
-    spec = SampleSpec(SamplingParams(), seed=3, output_index=0)
+    spec = IndexedSpec(SamplingParams(), seed=3)
     assert sample_one(sampler, logits, spec) == sample_one(sampler, logits, spec)
-    draws = [
-        sample_one(sampler, logits, dataclasses.replace(spec, output_index=i)) for i in range(20)
-    ]
+    draws = [sample_one(sampler, logits, dataclasses.replace(spec, index=i)) for i in range(20)]
     assert len(set(draws)) > 15
 
 
@@ -437,7 +439,7 @@ def test_same_seed_same_draw_other_index_other_draw(sampler: RowSampler) -> None
 
 
 def allowed_by_draws(sampler: RowSampler, logits: torch.Tensor, params: SamplingParams) -> set[int]:
-    specs = [SampleSpec(params, 5, index) for index in range(2000)]
+    specs = [IndexedSpec(params, 5, index=index) for index in range(2000)]
     return {token for token, _ in sample_rows(sampler, logits.expand(2000, -1), specs)}
 
 
@@ -476,7 +478,7 @@ def test_repetition_penalty_is_that_of_transformers(sampler: RowSampler, penalty
     history = torch.randint(0, 12, (200, 8), generator=rng)
     expected = processor(history, logits.clone()).argmax(1).tolist()
     params = SamplingParams(temperature=0.0, repetition_penalty=penalty)
-    specs = [SampleSpec(params, 0, 0, 3, row) for row in history.tolist()]
+    specs = [IndexedSpec(params, 0, 3, row) for row in history.tolist()]
     tokens = [token for token, _ in sample_rows(sampler, logits, specs)]
     assert tokens == expected
     assert tokens != logits.argmax(1).tolist()
@@ -489,17 +491,17 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def test_greedy_takes_the_first_of_equals(sampler: RowSampler) -> None:
-    assert sample_one(sampler, [1.0, 4.0, 4.0, 0.0], SampleSpec(GREEDY, 0, 0)) == 1
+    assert sample_one(sampler, [1.0, 4.0, 4.0, 0.0], IndexedSpec(GREEDY, 0)) == 1
 
 
 def test_presence_and_frequency_count_output_only(sampler: RowSampler) -> None:
     logits = [2.0, 1.5, 0.0]
     presence = GREEDY.with_changes(presence_penalty=1.0)
-    assert sample_one(sampler, logits, SampleSpec(presence, 0, 0, 2, [0, 0])) == 0
-    assert sample_one(sampler, logits, SampleSpec(presence, 0, 0, 1, [0, 0])) == 1
+    assert sample_one(sampler, logits, IndexedSpec(presence, 0, 2, [0, 0])) == 0
+    assert sample_one(sampler, logits, IndexedSpec(presence, 0, 1, [0, 0])) == 1
     frequency = GREEDY.with_changes(frequency_penalty=0.3)
-    assert sample_one(sampler, logits, SampleSpec(frequency, 0, 0, 0, [0])) == 0
-    assert sample_one(sampler, logits, SampleSpec(frequency, 0, 0, 0, [0, 0])) == 1
+    assert sample_one(sampler, logits, IndexedSpec(frequency, 0, 0, [0])) == 0
+    assert sample_one(sampler, logits, IndexedSpec(frequency, 0, 0, [0, 0])) == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -507,21 +509,21 @@ def test_bias_of_100_forces_and_bans(sampler: RowSampler, temperature: float) ->
     logits = [5.0, 4.0, -9.0]
     for index in range(50):
         forced = SamplingParams(temperature=temperature, logit_bias={2: 100})
-        assert sample_one(sampler, logits, SampleSpec(forced, 1, index)) == 2
+        assert sample_one(sampler, logits, IndexedSpec(forced, 1, index=index)) == 2
         banned = SamplingParams(temperature=temperature, logit_bias={0: -100})
-        assert sample_one(sampler, logits, SampleSpec(banned, 1, index)) != 0
+        assert sample_one(sampler, logits, IndexedSpec(banned, 1, index=index)) != 0
 
 
 def test_forbidden_beats_bias_and_filters(sampler: RowSampler) -> None:
     params = SamplingParams(logit_bias={0: 100}, top_k=1)
-    assert sample_one(sampler, [5.0, 4.0, 3.0], SampleSpec(params, 1, 0, forbidden=(0,))) == 1
+    assert sample_one(sampler, [5.0, 4.0, 3.0], IndexedSpec(params, 1, forbidden=(0,))) == 1
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-6, 1.0, 100.0])
 def test_top_k_of_one_is_greedy_at_any_temperature(sampler: RowSampler, temperature: float) -> None:
     logits = [10.0, 10.000001, 9.0]
     params = SamplingParams(temperature=temperature, top_k=1)
-    assert {sample_one(sampler, logits, SampleSpec(params, 1, i)) for i in range(20)} == {1}
+    assert {sample_one(sampler, logits, IndexedSpec(params, 1, index=i)) for i in range(20)} == {1}
 
 
 def test_the_nucleus_of_many_tokens_that_are_nearly_alike_is_a_part_of_them(
@@ -530,7 +532,9 @@ def test_the_nucleus_of_many_tokens_that_are_nearly_alike_is_a_part_of_them(
     """So many that they are counted and not sorted, all in one place but the last."""
     logits = [*np.linspace(0.0, -0.0015, 6000), -3.9]
     params = SamplingParams(top_p=0.5)
-    drawn = {sample_one(sampler, logits, SampleSpec(params, 1, index)) for index in range(20)}
+    drawn = {
+        sample_one(sampler, logits, IndexedSpec(params, 1, index=index)) for index in range(20)
+    }
     assert len(drawn) > 15
     assert max(drawn) <= 3001
 
@@ -550,8 +554,8 @@ def test_the_nucleus_of_many_tokens_ends_where_it_does_after_a_full_sort(
 def test_top_k_beyond_the_vocabulary_is_off(sampler: RowSampler) -> None:
     logits = [0.1 * i for i in range(20)]
     for index in range(50):
-        spec = SampleSpec(SamplingParams(top_k=10_000), 1, index)
-        plain = SampleSpec(SamplingParams(), 1, index)
+        spec = IndexedSpec(SamplingParams(top_k=10_000), 1, index=index)
+        plain = IndexedSpec(SamplingParams(), 1, index=index)
         assert sample_one(sampler, logits, spec) == sample_one(sampler, logits, plain)
 
 
@@ -576,7 +580,7 @@ def test_tokens_that_cannot_be_are_never_drawn(sampler: RowSampler) -> None:
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams()])
 def test_broken_logits_are_refused(sampler: RowSampler, bad: float, params: SamplingParams) -> None:
     with pytest.raises(ValueError, match="no token can be chosen"):
-        sample_one(sampler, [0.0, bad, 1.0], SampleSpec(params, 0, 0))
+        sample_one(sampler, [0.0, bad, 1.0], IndexedSpec(params, 0))
 
 
 @given(data=st.data())
@@ -599,14 +603,14 @@ def test_no_parameters_that_are_valid_make_it_fail(
     scale = data.draw(st.sampled_from([0.0, 1.0, 1e4]))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     history = data.draw(st.lists(tokens, min_size=3, max_size=30))
-    spec = SampleSpec(params, data.draw(st.integers(0, 2**63 - 1)), 0, 2, history)
+    spec = IndexedSpec(params, data.draw(st.integers(0, 2**63 - 1)), 2, history)
     ((token, _),) = sample_rows(sampler, torch.randn(1, 50, generator=generator) * scale, [spec])
     assert 0 <= token < 50
 
 
 def test_everything_forbidden_is_refused(sampler: RowSampler) -> None:
     with pytest.raises(ValueError, match="no token can be chosen"):
-        sample_one(sampler, [0.0, 1.0], SampleSpec(GREEDY, 0, 0, forbidden=(0, 1)))
+        sample_one(sampler, [0.0, 1.0], IndexedSpec(GREEDY, 0, forbidden=(0, 1)))
 
 
 # ---- Log-probabilities
@@ -619,7 +623,7 @@ def test_logprobs_are_those_of_the_model_whatever_the_sampling(
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(4)) * 3
     expected = torch.log_softmax(logits[0].double(), dim=0)
     params = SamplingParams(temperature=0.2, top_k=3, logit_bias={0: 50.0}, logprobs=5)
-    token, logprobs = sample_rows(sampler, logits, [SampleSpec(params, 1, 0)])[0]
+    token, logprobs = sample_rows(sampler, logits, [IndexedSpec(params, 1)])[0]
     assert logprobs is not None
     assert token == logprobs.token_id == 0
     assert logprobs.logprob == pytest.approx(expected[0].item(), abs=1e-5)
@@ -631,7 +635,7 @@ def test_logprobs_are_those_of_the_model_whatever_the_sampling(
 def test_number_of_logprobs(sampler: RowSampler) -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0]])
     none, zero, two, many = (
-        sample_rows(sampler, logits, [SampleSpec(GREEDY.with_changes(logprobs=k), 0, 0)])[0][1]
+        sample_rows(sampler, logits, [IndexedSpec(GREEDY.with_changes(logprobs=k), 0)])[0][1]
         for k in (None, 0, 2, 20)
     )
     assert none is None
@@ -661,7 +665,7 @@ class Allowing:
         return bytes(mask)
 
 
-def constrained(spec: SampleSpec, tokens: Sequence[int]) -> tuple[SampleSpec, Allowing]:
+def constrained(spec: IndexedSpec, tokens: Sequence[int]) -> tuple[IndexedSpec, Allowing]:
     constraint = Allowing(tokens)
     return dataclasses.replace(spec, constraint=constraint), constraint
 
@@ -673,7 +677,7 @@ def test_a_grammar_changes_nothing_where_it_allows_the_token(
     rng = np.random.default_rng(seed)
     logits = torch.from_numpy(rng.normal(0, 2, (1, 700)).astype(np.float32))
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=0.9, logprobs=2)
-    spec = SampleSpec(params, seed, output_index=5)
+    spec = IndexedSpec(params, seed, index=5)
     ((free, logprobs),) = sample_rows(sampler, logits, [spec])
     others = rng.choice(700, 40, replace=False).tolist()
     same, asked = constrained(spec, [*others, free])
@@ -692,7 +696,7 @@ def test_tokens_under_a_grammar_have_their_probability_among_the_allowed_ones(
     allowed, draws = [1, 3, 5], by_tier(fast=4000, long=100_000)
     counts: Counter[int] = Counter()
     for seed in range(draws):
-        spec, _ = constrained(SampleSpec(SamplingParams(), seed, output_index=0), allowed)
+        spec, _ = constrained(IndexedSpec(SamplingParams(), seed), allowed)
         ((token, _),) = sample_rows(sampler, logits, [spec])
         counts[token] += 1
     weights = {token: math.exp(float(logits[0, token])) for token in allowed}
@@ -715,7 +719,7 @@ class Failing:
 
 def test_each_row_of_a_step_gets_what_its_own_grammar_says(sampler: RowSampler) -> None:
     logits = torch.randn(5, 900, generator=torch.Generator().manual_seed(2)) * 2
-    specs = [SampleSpec(SamplingParams(top_p=0.9), row, 0) for row in range(5)]
+    specs = [IndexedSpec(SamplingParams(top_p=0.9), row) for row in range(5)]
     free = [token for token, _ in sample_rows(sampler, logits, specs)]
     bound = [
         specs[0],
@@ -724,7 +728,7 @@ def test_each_row_of_a_step_gets_what_its_own_grammar_says(sampler: RowSampler) 
         dataclasses.replace(specs[3], constraint=Failing()),
         constrained(specs[4], [])[0],
     ]
-    requests = [(str(row), spec) for row, spec in enumerate(bound)]
+    requests = [ask(str(row), spec) for row, spec in enumerate(bound)]
     step = HostStepSampler(sampler)
     found = step(logits, requests)
     assert [token.request_id for token in found] == list("01234")
@@ -743,7 +747,7 @@ def test_masks_may_be_shorter_or_longer_than_the_vocabulary(
     sampler: RowSampler, vocab: int
 ) -> None:
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(vocab))
-    greedy = SampleSpec(GREEDY, 0, 0)
+    greedy = IndexedSpec(GREEDY, 0)
     best = int(logits.argmax())
     for allowed in ([vocab - 1], [0], [1, vocab // 2], [vocab - 1, vocab + 3, vocab + 90]):
         spec, _ = constrained(greedy, [token for token in allowed if token != best])
@@ -757,7 +761,7 @@ def test_masks_may_be_shorter_or_longer_than_the_vocabulary(
 
 
 def test_a_grammar_that_allows_nothing_is_an_error_of_its_row(sampler: RowSampler) -> None:
-    spec, _ = constrained(SampleSpec(SamplingParams(), 0, 0), [])
+    spec, _ = constrained(IndexedSpec(SamplingParams(), 0), [])
     with pytest.raises(ValueError, match="allows no token"):
         sample_rows(sampler, torch.zeros(1, 10), [spec])
 
@@ -766,9 +770,9 @@ def test_rows_with_a_grammar_are_left_to_the_host_by_a_device_that_samples(
     sampler: RowSampler,
 ) -> None:
     logits = torch.tensor([[0.0, 3.0, 2.0, 1.0], [0.0, 3.0, 2.0, 1.0]])
-    greedy = SampleSpec(SamplingParams(temperature=0.0), 0, 0)
+    greedy = IndexedSpec(SamplingParams(temperature=0.0), 0)
     bound, _ = constrained(greedy, [2, 3])
-    pending = DeviceStepSampler(sampler).begin(logits, [("a", greedy), ("b", bound)])
+    pending = DeviceStepSampler(sampler).begin(logits, [ask("a", greedy), ask("b", bound)])
     assert list(pending.host_rows) == [1]
     assert [sampled.token_id for sampled in pending.finish()] == [1, 2]
 
@@ -777,14 +781,16 @@ def test_each_step_of_a_device_leaves_its_own_rows_to_the_host(sampler: RowSampl
     """Also where the parameters are those of the step before, or only some of them are."""
     logits = torch.randn(3, 8)
     greedy, drawn, logprobs = (
-        SampleSpec(SamplingParams(temperature=0.0), 0, 0),
-        SampleSpec(SamplingParams(temperature=1.0), 0, 0),
-        SampleSpec(SamplingParams(temperature=0.0, logprobs=1), 0, 0),
+        IndexedSpec(SamplingParams(temperature=0.0), 0),
+        IndexedSpec(SamplingParams(temperature=1.0), 0),
+        IndexedSpec(SamplingParams(temperature=0.0, logprobs=1), 0),
     )
     forbidding = dataclasses.replace(greedy, forbidden=(1,))
     on_device: list[list[SampleSpec]] = []
 
-    def draw(rows: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
+    def draw(
+        rows: torch.Tensor, specs: Sequence[SampleSpec], indexes: Sequence[int]
+    ) -> torch.Tensor:
         on_device.append(list(specs))
         return torch.full((len(rows),), 7, dtype=torch.int32)
 
@@ -798,7 +804,7 @@ def test_each_step_of_a_device_leaves_its_own_rows_to_the_host(sampler: RowSampl
         ([drawn, drawn], [], [0, 1]),
     ):
         on_device.clear()
-        pending = device.begin(logits[: len(specs)], [(str(i), s) for i, s in enumerate(specs)])
+        pending = device.begin(logits[: len(specs)], [ask(str(i), s) for i, s in enumerate(specs)])
         assert list(pending.host_rows) == host_rows
         assert on_device == ([[specs[row] for row in drawn_rows]] if drawn_rows else [])
         tokens = [sampled.token_id for sampled in pending.finish()]

@@ -15,7 +15,7 @@ from torch import Tensor
 from bros.core.clock import ManualClock
 from bros.core.config import EngineConfig
 from bros.core.plan import Chunk, Kept, StepPlan, StepResult, SuspendedStep
-from bros.core.request import EngineRequest, FinishReason, SamplingParams, ServiceClass
+from bros.core.request import EngineRequest, FinishReason, SamplingParams, ServiceClass, expanded
 from bros.engine.engine import Engine
 from bros.executor.kv_storage import KV_BLOCK_SIZE
 from bros.executor.loader import random_executor
@@ -305,7 +305,7 @@ def serve(engine: Engine, newcomers: Newcomers) -> dict[str, list[int]]:
         for request in newcomers.waiting:
             engine.submit(request)
         newcomers.waiting.clear()
-        for output in engine.step(newcomers):
+        for output in map(expanded, engine.step(newcomers)):
             assert output.finish_reason in (None, FinishReason.LENGTH), output.error
             answers.setdefault(output.request_id, []).extend(output.token_ids)
     return answers

@@ -44,9 +44,9 @@ def test_every_size_of_a_tile_comes_up(group: int) -> None:
 def test_it_runs_and_both_draws_and_takes_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
 
-    def counted(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
+    def counted(logits: Tensor, specs: Sequence[SampleSpec], indexes: Sequence[int]) -> Tensor:
         drawn.append(len(specs))
-        return draw(logits, specs)
+        return draw(logits, specs, indexes)
 
     monkeypatch.setattr(device_runners, "draw", counted)
     warm_up(assemble(kv_blocks=1, groups=True).runner, device_runners.MAX_LEN, BLOCK)

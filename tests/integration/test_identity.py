@@ -29,7 +29,7 @@ from bros.core.clock import ManualClock, SystemClock
 from bros.core.config import KV_FIND, KV_LAYOUTS, POLICIES, PREFIX_CACHE, EngineConfig
 from bros.core.interfaces import EngineStats, Executor
 from bros.core.plan import SEGMENT_WIDTH, StepPlan, StepResult, SuspendedStep
-from bros.core.request import EngineRequest, SamplingParams, ServiceClass
+from bros.core.request import EngineRequest, SamplingParams, ServiceClass, expanded
 from bros.engine.build import build_engine
 from bros.engine.engine import Engine
 from bros.executor.kv_storage import KV_BLOCK_SIZE
@@ -220,7 +220,8 @@ def check(
 
 
 def _step(engine: Engine, got: dict[str, list[int]]) -> None:
-    for output in engine.step(arrivals=tuple):  # it may be suspended, though nothing arrives
+    # It may be suspended, though nothing arrives.
+    for output in map(expanded, engine.step(arrivals=tuple)):
         got[output.request_id] += output.token_ids
 
 

@@ -15,7 +15,14 @@ import pytest
 from bros.core.clock import ManualClock
 from bros.core.config import EngineConfig
 from bros.core.interfaces import EngineStats
-from bros.core.request import EngineRequest, FinishReason, SamplingParams, ServiceClass, Slo
+from bros.core.request import (
+    EngineRequest,
+    FinishReason,
+    SamplingParams,
+    ServiceClass,
+    Slo,
+    expanded,
+)
 from bros.engine.engine import Engine
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles
@@ -88,7 +95,7 @@ def serve(files: ModelFiles, policy: str, kv_blocks: int, mode: str) -> Served:
     reasons: dict[str, FinishReason | None] = {}
 
     def step() -> None:
-        for output in engine.step():
+        for output in map(expanded, engine.step()):
             tokens[output.request_id] += output.token_ids
             reasons[output.request_id] = output.finish_reason
         scheduler.check_integrity()

@@ -17,7 +17,7 @@ from bros.core.clock import ManualClock
 from bros.core.config import EngineConfig
 from bros.core.interfaces import EngineInfo, Grouping
 from bros.core.plan import SEGMENT_WIDTH, Chunk, StepPlan
-from bros.core.request import EngineRequest, SamplingParams, ServiceClass, Slo
+from bros.core.request import EngineRequest, SamplingParams, ServiceClass, Slo, expanded
 from bros.engine.engine import Engine
 from bros.executor.loader import random_executor
 from bros.executor.runner import ModelRunner
@@ -97,7 +97,7 @@ def serve(runner: ModelRunner, mode: str, grouping: Grouping | None = None) -> d
         for asked in waiting[:2]:
             engine.submit(asked)
         del waiting[:2]
-        for output in engine.step():
+        for output in map(expanded, engine.step()):
             assert output.error is None
             tokens[output.request_id] += output.token_ids
         scheduler.check_integrity()

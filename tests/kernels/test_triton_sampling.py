@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bros.core.plan import SampleSpec
 from bros.core.request import SamplingParams
 from bros.executor.sampler import noise_start
 from support.kernel_cases import needs_triton, triton_backend
-from support.sampling import sample_on_host
+from support.sampling import IndexedSpec, sample_on_host
 from support.tier import by_tier, examples
 
 BACKEND = triton_backend()
@@ -31,10 +30,10 @@ def scratch_with_anything() -> Iterator[None]:
         yield
 
 
-def on_device(logits: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
+def on_device(logits: Tensor, specs: Sequence[IndexedSpec]) -> list[int]:
     from bros.kernels.triton.sampling import SamplingTensors, sample_tokens
 
-    starts = [noise_start(spec.seed, spec.output_index) for spec in specs]
+    starts = [noise_start(spec.seed, spec.index) for spec in specs]
     params = [spec.params for spec in specs]
 
     def column(values: list[float], dtype: torch.dtype) -> Tensor:
@@ -78,7 +77,7 @@ def test_the_best_tokens_are_those_of_torch(vocab: int) -> None:
     assert ((tokens >= 0) & (tokens < vocab)).all()
 
 
-def assert_same(logits: Tensor, specs: Sequence[SampleSpec]) -> None:
+def assert_same(logits: Tensor, specs: Sequence[IndexedSpec]) -> None:
     expected = [token for token, _ in sample_on_host(logits, specs)]
     assert on_device(logits, specs) == expected
 
@@ -93,7 +92,7 @@ def random_logits(rows: int, seed: int, spread: float = 3.0) -> Tensor:
 def test_the_same_tokens_are_drawn(seed: int) -> None:
     rng = random.Random(seed)
     specs = [
-        SampleSpec(
+        IndexedSpec(
             SamplingParams(
                 temperature=rng.choice([0.0, 0.3, 1.0, 2.0]),
                 top_k=rng.choice([0, 1, 7, 200, 10_000]),
@@ -101,7 +100,7 @@ def test_the_same_tokens_are_drawn(seed: int) -> None:
                 min_p=rng.choice([0.0, 0.0, 0.05, 1.0]),
             ),
             seed=rng.getrandbits(64) - 2**63,
-            output_index=index,
+            index=index,
         )
         for index in range(8)
     ]
@@ -122,7 +121,7 @@ def test_the_same_tokens_are_drawn(seed: int) -> None:
 def test_equal_logits_are_allowed_or_refused_together(params: SamplingParams) -> None:
     # Few different values, so that every bound lies in the middle of many equals.
     logits = (random_logits(4, 5) / 2).round()
-    assert_same(logits, [SampleSpec(params, seed=7, output_index=i) for i in range(4)])
+    assert_same(logits, [IndexedSpec(params, seed=7, index=i) for i in range(4)])
 
 
 @st.composite
@@ -158,7 +157,7 @@ def test_any_bounds_leave_the_tokens_they_should(
     logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, seed: int
 ) -> None:
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    assert_same(logits, [SampleSpec(params, seed=seed, output_index=3)])
+    assert_same(logits, [IndexedSpec(params, seed=seed, index=3)])
 
 
 @needs_triton
@@ -168,7 +167,7 @@ def test_every_allowed_token_is_drawn_and_no_other(top_k: int) -> None:
     rows = 12 if top_k == 2 else 64
     logits = random_logits(1, 8, 1e-3).expand(rows, VOCAB).contiguous()
     params = SamplingParams(top_k=top_k)
-    specs = [SampleSpec(params, seed=9, output_index=i) for i in range(rows)]
+    specs = [IndexedSpec(params, seed=9, index=i) for i in range(rows)]
     assert set(on_device(logits, specs)) == set(logits[0].topk(top_k).indices.tolist())
 
 
@@ -189,7 +188,7 @@ def test_the_best_tokens_may_lie_in_one_group(
     generator = torch.Generator().manual_seed(groups)
     logits = torch.randn(3, 256 * groups, generator=generator).sort(dim=1).values
     sampling = SamplingParams(temperature=3.0, top_k=top_k, top_p=top_p, min_p=min_p)
-    assert_same(logits, [SampleSpec(sampling, seed=1, output_index=i) for i in range(3)])
+    assert_same(logits, [IndexedSpec(sampling, seed=1, index=i) for i in range(3)])
 
 
 @needs_triton
@@ -198,7 +197,7 @@ def test_of_equals_the_first_is_the_greedy_choice() -> None:
     logits[0, [1200, 30, 1400]] = 50.0
     logits[1, VOCAB - 1] = 50.0
     logits[2] = -7.0
-    greedy = SampleSpec(SamplingParams(temperature=0.0), seed=0, output_index=0)
+    greedy = IndexedSpec(SamplingParams(temperature=0.0), seed=0)
     assert on_device(logits, [greedy] * 3) == [30, VOCAB - 1, 0]
 
 
@@ -210,7 +209,7 @@ def test_broken_rows_are_found(temperature: float) -> None:
     logits[1, 3] = float("inf")
     logits[2] = float("-inf")
     logits[3, 5:] = float("-inf")
-    spec = SampleSpec(SamplingParams(temperature=temperature), seed=3, output_index=1)
+    spec = IndexedSpec(SamplingParams(temperature=temperature), seed=3, index=1)
     found = on_device(logits, [spec] * 5)
     assert found[:3] == [-1, -1, -1]
     assert found[3:] == [token for token, _ in sample_on_host(logits[3:], [spec] * 2)]
@@ -228,7 +227,7 @@ def test_the_same_tokens_are_drawn_from_a_large_vocabulary() -> None:
     rng = random.Random(0)
     logits = torch.randn(200, 128_256, generator=torch.Generator().manual_seed(0)) * 4
     specs = [
-        SampleSpec(
+        IndexedSpec(
             SamplingParams(
                 temperature=rng.uniform(0.1, 2.0),
                 top_k=rng.choice([0, 1, 50, 3000]),
@@ -236,7 +235,7 @@ def test_the_same_tokens_are_drawn_from_a_large_vocabulary() -> None:
                 min_p=rng.choice([0.0, 0.05]),
             ),
             seed=rng.getrandbits(63),
-            output_index=index,
+            index=index,
         )
         for index in range(200)
     ]

@@ -10,6 +10,7 @@ checks along the way.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import hypothesis.strategies as st
@@ -18,7 +19,7 @@ from hypothesis import Phase, find, given, settings
 
 from bros.core.config import KV_FIND, KV_LAYOUTS, POLICIES, PREFIX_CACHE
 from bros.core.plan import StepPlan, StepResult
-from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
+from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo, expanded
 from bros.scheduler.scheduler import Scheduler
 from support.device_model import Device, Hazard, Rule
 from support.scheduling import make_scheduler, request
@@ -150,7 +151,7 @@ class Served:
         if result is None:
             self.scheduler.abort_step(plan, self.now)
         else:
-            self._take(self.scheduler.apply(result, self.now))
+            self._take(map(expanded, self.scheduler.apply(result, self.now)))
 
     def _execute(self, plan: StepPlan) -> tuple[int, StepResult | None]:
         """How many chunks ran, and what came of them."""
@@ -166,7 +167,7 @@ class Served:
         result = self.model.execute(plan, should_abort)
         return executed, result
 
-    def _take(self, outputs: list[RequestOutput]) -> None:
+    def _take(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:
             self.produced[output.request_id] += output.token_ids
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from bros.core.clock import ManualClock
 from bros.core.config import KV_FIND, KV_LAYOUTS, POLICIES, PREFIX_CACHE
 from bros.core.plan import PENDING, Chunk, SampledToken, StepPlan
-from bros.core.request import EngineRequest, FinishReason, Hints, RequestOutput, Slo
+from bros.core.request import EngineRequest, FinishReason, Hints, RequestOutput, Slo, expanded
 from bros.engine.engine import Engine
 from bros.scheduler.state import RequestState
 from support.device_model import Device
@@ -40,9 +40,10 @@ class ChoosingModel(ToyModel):
 
     def choose(self, chunk: Chunk, tokens: Sequence[int]) -> SampledToken:
         spec = chunk.sample
-        assert spec is not None and spec.output_index == len(tokens) - spec.prompt_len
+        assert spec is not None
+        index = len(tokens) - spec.prompt_len
         assert list(spec.token_ids) == (list(tokens) if spec.params.needs_history else [])
-        if (chunk.request_id, spec.output_index) in self._fails:
+        if (chunk.request_id, index) in self._fails:
             return SampledToken(chunk.request_id, -1, error="broken")
         return SampledToken(chunk.request_id, self.choice(tokens, spec.forbidden))
 
@@ -153,7 +154,7 @@ class Run:
         """One call; the chunks that began with it."""
         before = len(self.plans)
         self.calls += 1
-        outputs = self.engine.step()
+        outputs = [*map(expanded, self.engine.step())]
         self._take(outputs)
         self.scheduler.check_integrity()
         return {chunk.request_id: chunk for plan in self.plans[before:] for chunk in plan.chunks}

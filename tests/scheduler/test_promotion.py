@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 from hypothesis import given
@@ -21,6 +21,7 @@ from bros.core.request import (
     RequestOutput,
     ServiceClass,
     Slo,
+    expanded,
 )
 from bros.engine.engine import Engine
 from bros.scheduler.metrics import RequestRecord
@@ -469,7 +470,7 @@ class AnyTime(RuleBasedStateMachine):
             max_tokens=num_tokens, ignore_eos=True,
         )  # fmt: skip
         if while_running:
-            self._take(self.engine.step(lambda: [asked]))
+            self._take(map(expanded, self.engine.step(lambda: [asked])))
         self.engine.submit(asked)
         self.asked[name], self.tokens[name] = asked, []
 
@@ -502,7 +503,7 @@ class AnyTime(RuleBasedStateMachine):
     def step(self, count: int) -> None:
         for _ in range(count):
             if self.engine.has_work:
-                self._take(self.engine.step())
+                self._take(map(expanded, self.engine.step()))
 
     @invariant()
     def holds_together(self) -> None:
@@ -514,7 +515,7 @@ class AnyTime(RuleBasedStateMachine):
             return
         steps = 0
         while self.engine.has_work:
-            self._take(self.engine.step())
+            self._take(map(expanded, self.engine.step()))
             self.scheduler.check_integrity()
             steps += 1
             assert steps < 5000, "no progress"
@@ -530,7 +531,7 @@ class AnyTime(RuleBasedStateMachine):
                 right = right[: len(self.tokens[name])]
             assert self.tokens[name] == right
 
-    def _take(self, outputs: list[RequestOutput]) -> None:
+    def _take(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:
             assert output.request_id not in self.reasons, "an output after the last one"
             self.tokens[output.request_id] += output.token_ids

@@ -21,6 +21,7 @@ from bros.core.request import (
     Pooling,
     RequestOutput,
     SamplingParams,
+    expanded,
 )
 from bros.engine.engine import Engine
 from bros.scheduler.admission import Limits
@@ -92,7 +93,7 @@ class Served:
         self.outputs[asked.request_id] = []
 
     def step(self) -> None:
-        for output in self.engine.step():
+        for output in map(expanded, self.engine.step()):
             self.outputs[output.request_id].append(output)
         self.scheduler.check_integrity()
 

@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from bros.core.config import KV_FIND, KV_LAYOUTS, PACKING, POLICIES, PREFIX_CACHE
 from bros.core.errors import InvalidRequestError, PromptTooLongError, QueueFullError
 from bros.core.plan import SampledToken, StepPlan, StepResult
-from bros.core.request import EngineRequest, FinishReason, RequestOutput, ServiceClass, Slo
+from bros.core.request import (
+    EngineRequest,
+    FinishReason,
+    RequestOutput,
+    ServiceClass,
+    Slo,
+    expanded,
+)
 from bros.scheduler.admission import Limits
 from bros.scheduler.scheduler import Scheduler
 from support.scheduling import EOS, MODEL, make_scheduler, request
@@ -50,7 +57,7 @@ def step(
     if result is None:
         scheduler.abort_step(plan, now + seconds)
     else:
-        outputs += scheduler.apply(result, now + seconds)
+        outputs += map(expanded, scheduler.apply(result, now + seconds))
     scheduler.check_integrity()
     return plan, outputs
 
@@ -216,7 +223,8 @@ def test_why_a_request_ends(params: dict[str, object], reason: FinishReason, len
         plan = scheduler.schedule(0.0)
         assert plan is not None
         token = tokens[len(outputs)] if len(outputs) < len(tokens) else 7
-        outputs += scheduler.apply(StepResult(plan.step, (SampledToken("a", token),)), now=0.0)
+        result = StepResult(plan.step, (SampledToken("a", token),))
+        outputs += map(expanded, scheduler.apply(result, now=0.0))
     assert len(outputs) == length
     assert [output.finish_reason for output in outputs[:-1]] == [None] * (length - 1)
     assert outputs[-1].finish_reason is reason
@@ -229,7 +237,7 @@ def test_a_token_that_could_not_be_chosen_ends_its_own_request_only() -> None:
     plan = scheduler.schedule(0.0)
     assert plan is not None
     samples = (SampledToken("a", -1, error="broken logits"), SampledToken("b", 7))
-    failed, fine = scheduler.apply(StepResult(plan.step, samples), now=0.0)
+    failed, fine = map(expanded, scheduler.apply(StepResult(plan.step, samples), now=0.0))
     assert (failed.finish_reason, failed.error) == (FinishReason.ERROR, "broken logits")
     assert fine.token_ids == (7,) and fine.finish_reason is None
     scheduler.check_integrity()

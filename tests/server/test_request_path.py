@@ -17,10 +17,11 @@ import bros
 from bros.core.clock import ManualClock
 from bros.core.request import EngineRequest, FinishReason, RequestOutput
 from bros.engine.client import OutputStream
-from bros.engine.messages import Accepted, Outputs, Ready, Shutdown, Submit
+from bros.engine.messages import Accepted, Ready, Shutdown, Submit
 from bros.transport.ipc import Endpoints, ZmqTransport
 from bros.transport.process_client import SupervisedClient
 from support.killable_engine import INFO
+from support.outputs import outputs_of
 from support.scripted_server import LiveServer, ScriptedEngine, chunks, live_server
 
 PACKAGE = Path(bros.__file__).parent
@@ -39,7 +40,7 @@ def serve(folder: Path) -> None:
                 request = command.request
                 transport.send(Accepted(request.request_id, request.service_class))
                 for output in answer(request.request_id):
-                    transport.send(Outputs.of([output]))
+                    transport.send(outputs_of([output]))
 
 
 def answer(request_id: str) -> list[RequestOutput]:

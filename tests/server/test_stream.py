@@ -41,6 +41,7 @@ from bros.server.openai.stream import (
 )
 from bros.server.state import StopSignal
 from bros.text.generation import TextDelta, TextGenerator
+from support.outputs import outputs_of
 from support.scripted_server import LiveServer, Server, chunks, events
 from support.tiny_tokenizer import tiny_tokenizer
 from support.wire import INFO
@@ -424,12 +425,12 @@ def test_any_interleaving_of_tokens_pauses_and_slow_reading_gives_the_same_text(
         for number, (index, token_id) in enumerate(script):
             await connection.do(actions[number] if number < len(actions) else "")
             output = RequestOutput(request_id=f"r-{index}", token_ids=(token_id,))
-            client.on_reply(Outputs((output,)) if number in full else Outputs.of([output]))
+            client.on_reply(Outputs((output,)) if number in full else outputs_of([output]))
         ends = [
             RequestOutput(request_id=f"r-{index}", finish_reason=FinishReason.LENGTH)
             for index in range(2)
         ]
-        client.on_reply(Outputs.of(ends))
+        client.on_reply(outputs_of(ends))
         connection.flow.resume_writing()
         await serving
         return connection.body()

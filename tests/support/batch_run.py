@@ -11,7 +11,7 @@ from bros.batch.pacing import JobPace
 from bros.core.clock import ManualClock
 from bros.core.config import EngineConfig
 from bros.core.errors import QueueFullError
-from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
+from bros.core.request import EngineRequest, Output, ServiceClass, Slo, expanded
 from bros.engine.engine import Engine
 from bros.scheduler.build import build_scheduler
 from bros.simulator.simulation import (
@@ -87,11 +87,9 @@ class _BatchEngine(Engine):
         self._begun[request.request_id] = now
         return super().submit(dataclasses.replace(request, slo=slo))
 
-    def step(
-        self, arrivals: Callable[[], Sequence[EngineRequest]] | None = None
-    ) -> list[RequestOutput]:
+    def step(self, arrivals: Callable[[], Sequence[EngineRequest]] | None = None) -> list[Output]:
         outputs = super().step(arrivals)
-        for output in outputs:
+        for output in map(expanded, outputs):
             if output.finish_reason is not None and output.request_id in self._begun:
                 now = self._clock.now()
                 seconds = now - self._begun.pop(output.request_id)

@@ -26,7 +26,7 @@ from bros.executor.models.spec import ModelSpec
 
 VOCAB = 96
 BLOCK = 16
-GREEDY = SampleSpec(SamplingParams(temperature=0.0), seed=0, output_index=0)
+GREEDY = SampleSpec(SamplingParams(temperature=0.0), seed=0)
 
 _SMALL = {
     "vocab_size": VOCAB,

@@ -19,7 +19,7 @@ from bros.executor.models.spec import ModelSpec
 from bros.executor.parallel.ranks import SINGLE_RANK, Ranks
 from bros.executor.parallel.sharding import shards_of
 from bros.executor.runner import LaunchingRunner, ModelRunner
-from bros.executor.sampler import DeviceStepSampler, NumpySampler, best_by_torch
+from bros.executor.sampler import DeviceStepSampler, HostStepSampler, NumpySampler, best_by_torch
 from bros.executor.target import CPU, Target
 from bros.executor.weights import RandomWeights
 from bros.kernels.interface import (
@@ -33,7 +33,6 @@ from bros.kernels.interface import (
 from bros.kernels.reference import ReferenceKernels
 from bros.kernels.staging import Staging
 from support.checkpoints import GREEDY
-from support.sampling import sample_on_host
 
 VOCAB = 96
 BLOCK = 16
@@ -219,15 +218,11 @@ class Assembled:
     replays: Replays
 
 
-def draw(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
+def draw(logits: Tensor, specs: Sequence[SampleSpec], indexes: Sequence[int]) -> Tensor:
     """Stands in for a device's own, and is the definition."""
-    tokens = []
-    for row, spec in zip(logits, specs, strict=True):
-        try:
-            tokens += [token for token, _ in sample_on_host(row[None], [spec])]
-        except ValueError:
-            tokens.append(0)
-    return torch.tensor(tokens, dtype=torch.int32)
+    requests = [("", spec, index) for spec, index in zip(specs, indexes, strict=True)]
+    found = HostStepSampler(NumpySampler())(logits, requests)
+    return torch.tensor([max(0, token.token_id) for token in found], dtype=torch.int32)
 
 
 def assemble(

@@ -30,7 +30,7 @@ class Request:
         self.name = name
         self.params = params
         self._prompt = prompt
-        self._computed = self._outputs = 0
+        self._computed = 0
         self._blocks = range(number * 8, number * 8 + 8)
 
     def chunk(self, token: int | None) -> Chunk:
@@ -43,8 +43,8 @@ class Request:
         slots = array(
             "i", (self._blocks[i // BLOCK] * BLOCK + i % BLOCK for i in range(start, end))
         )
-        spec = SampleSpec(self.params, seed=7, output_index=self._outputs)
-        self._computed, self._outputs = end, self._outputs + 1
+        spec = SampleSpec(self.params, seed=7, prompt_len=len(self._prompt))
+        self._computed = end
         return Chunk(self.name, start, tokens, segments, slots, spec)
 
 

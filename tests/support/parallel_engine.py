@@ -11,7 +11,7 @@ from bros.core.clock import ManualClock
 from bros.core.config import EngineConfig
 from bros.core.interfaces import EngineInfo, EngineStats, Executor
 from bros.core.plan import StepPlan, StepResult, SuspendedStep
-from bros.core.request import EngineRequest, SamplingParams, ServiceClass
+from bros.core.request import EngineRequest, SamplingParams, ServiceClass, expanded
 from bros.engine.engine import Engine
 from bros.executor.loader import load_executor, random_executor
 from bros.executor.model_store import ModelFiles
@@ -115,7 +115,8 @@ def _run(executor: Executor, info: EngineInfo, config: EngineConfig, workload: W
     answers = Answers([[] for _ in range(count)], [[] for _ in range(count)], engine.stats(), [])
 
     def step() -> None:
-        for output in engine.step(arrivals=tuple):  # it may be suspended, though nothing arrives
+        # It may be suspended, though nothing arrives.
+        for output in map(expanded, engine.step(arrivals=tuple)):
             number = int(output.request_id)
             answers.tokens[number].extend(output.token_ids)
             for logprobs in output.logprobs:

@@ -14,6 +14,7 @@ from bros.core.request import (
     RequestOutput,
     ServiceClass,
     Slo,
+    expanded,
 )
 from support.scheduling import make_scheduler, request
 from support.toy_model import ToyModel
@@ -78,7 +79,8 @@ class Run:
 
     def finish(self, plan: StepPlan, result: StepResult | None = None) -> list[RequestOutput]:
         self.now += plan_seconds(plan)
-        outputs = self.scheduler.apply(result or self.model.execute(plan) or _nothing(), self.now)
+        result = result or self.model.execute(plan) or _nothing()
+        outputs = [*map(expanded, self.scheduler.apply(result, self.now))]
         self.scheduler.check_integrity()
         self._take(outputs)
         for chunk in plan.chunks:

@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 from bros.core.plan import StepPlan, StepResult, SuspendedStep
-from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
+from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo, expanded
 from bros.scheduler.cost_model import CostModel, StepLoad
 from bros.scheduler.suspended import share_done
 from support.scheduling import MODEL, make_scheduler, request
@@ -94,7 +94,7 @@ class VirtualRun:
                 result = self._executor.execute(plan)
                 assert isinstance(result, StepResult)
                 self.now += self.seconds[-1]
-                outputs += self.scheduler.apply(result, self.now)
+                outputs += map(expanded, self.scheduler.apply(result, self.now))
         self.outputs += outputs
         for output in outputs:
             self.token_times[output.request_id] += [self.now] * len(output.token_ids)
@@ -111,7 +111,7 @@ class VirtualRun:
             return []
         assert result is not None
         self.now += self.seconds[-1]
-        return self.scheduler.apply(result, self.now)
+        return [*map(expanded, self.scheduler.apply(result, self.now))]
 
     def abort(self, name: str) -> None:
         output = self.scheduler.abort(name, self.now)

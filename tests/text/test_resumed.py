@@ -27,13 +27,14 @@ from bros.core.request import (
     ServiceClass,
     Slo,
     TokenLogprobs,
+    expanded,
 )
 from bros.engine.build import build_engine
 from bros.engine.engine import Engine
 from bros.executor.model_store import ModelFiles
+from bros.executor.sampler import HostStepSampler, NumpySampler
 from bros.scheduler.admission import objectives
 from support.late_executor import LateExecutor
-from support.sampling import sample_on_host
 from support.scheduling import engine_info, make_scheduler, request
 from support.tier import by_tier
 from support.tiny_models import save_tiny_llama
@@ -56,8 +57,9 @@ class Chooser(ToyModel):
         draw = np.random.default_rng(list(tokens))
         logits = torch.from_numpy(3.0 * draw.standard_normal(VOCAB, np.float32))
         logits[draw.integers(0, 12)] += 6.0  # so that tokens come again, and answers end
-        ((token, logprobs),) = sample_on_host(logits[None], [chunk.sample])
-        return SampledToken(chunk.request_id, token, logprobs)
+        index = len(tokens) - chunk.sample.prompt_len
+        request = chunk.request_id, chunk.sample, index
+        return HostStepSampler(NumpySampler())(logits[None], [request])[0]
 
 
 def random_sampling(rng: random.Random) -> SamplingParams:
@@ -111,7 +113,7 @@ def serve(engine: Engine, requests: Sequence[EngineRequest], seed: int = 0) -> d
     while waiting or engine.has_work:
         while waiting and (not engine.has_work or rng.random() < 0.4):
             engine.submit(waiting.pop(0))
-        for output in engine.step():
+        for output in map(expanded, engine.step()):
             before = answers[output.request_id]
             before.tokens.extend(output.token_ids)
             before.logprobs.extend(output.logprobs)
@@ -297,7 +299,7 @@ def test_answers_go_on_beside_others_that_cannot_keep_their_pace(
         asked = request(f"x{number}", 60, arrival_s=began, slo=slo, max_tokens=100)
         engine.submit(dataclasses.replace(asked, resumed=20))
     while len(went_on) < count:
-        outputs = engine.step()
+        outputs = [*map(expanded, engine.step())]
         assert not any(output.finish_reason and output.request_id == "row0" for output in outputs)
         for output in outputs:
             if output.request_id.startswith("x"):

@@ -17,6 +17,7 @@ import pytest_asyncio
 
 from bros.core.clock import SystemClock
 from bros.core.errors import EngineDeadError
+from bros.core.request import expanded
 from bros.engine.build import build_engine
 from bros.executor.model_store import ModelFiles
 from bros.transport.process_client import ProcessEngineClient
@@ -97,7 +98,7 @@ async def test_ranks_answer_as_one_process_does(
     alone.submit(ask("alone", max_tokens=24))
     expected: list[int] = []
     while alone.has_work:
-        expected += (token for output in alone.step() for token in output.token_ids)
+        expected += (token for output in map(expanded, alone.step()) for token in output.token_ids)
     alone.close()
     assert answers == [expected] * 5
 

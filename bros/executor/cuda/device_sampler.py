@@ -25,22 +25,25 @@ def best(logits: Tensor, out: Tensor) -> None:
     best_tokens(logits.contiguous(), out)
 
 
-def draw(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
+def draw(logits: Tensor, specs: Sequence[SampleSpec], indexes: Sequence[int]) -> Tensor:
     """Sample int32 [rows] tokens, for specs that are not greedy and do not change logits.
 
+    indexes: of the tokens in their outputs.
     logits: fp32 [rows, vocab], not changed. A row whose largest logit is not finite gets an
     arbitrary valid token. The host does not wait for the device.
     """
-    tokens = sample_tokens(logits.contiguous(), _parameters(specs, logits))
+    tokens = sample_tokens(logits.contiguous(), _parameters(specs, indexes, logits))
     return tokens.clamp_(min=0)
 
 
-def _parameters(specs: Sequence[SampleSpec], logits: Tensor) -> SamplingTensors:
+def _parameters(
+    specs: Sequence[SampleSpec], indexes: Sequence[int], logits: Tensor
+) -> SamplingTensors:
     """The parameters of all rows, uploaded in one copy."""
     vocab = logits.shape[1]
     params = [spec.params for spec in specs]
     columns: tuple[tuple[ArrayLike, DTypeLike], ...] = (
-        (noise_starts(specs), np.uint64),
+        (noise_starts(specs, indexes), np.uint64),
         ([p.top_p for p in params], np.float64),
         ([max(p.temperature, SMALLEST_TEMPERATURE) for p in params], np.float32),
         ([p.min_p for p in params], np.float32),

@@ -624,7 +624,7 @@ class BrosPolicy(Policy):
                 best_effort_share=self._best_effort_share(running),
                 best_effort_credit_s=self._due_credit_s(),
                 stretch=self._pressure.stretch(now),
-                short_of_s=_short_of_s(running),
+                short_of_s=_short_of_s(running) if queues.open_of[ServiceClass.BE] else math.inf,
                 saved_s=self._saved_s,
                 tbar_s=self._tbar_s,
                 rules=self._settings.rules,
@@ -886,9 +886,12 @@ def _short_of_s(running: Iterable[RequestState]) -> float:
     """
     found = math.inf
     for state in running:
-        interval_s, gap_s, ahead_s = state.slo.tpot_s, state.slo.gap_s, state.ahead_s
-        if interval_s is None or ahead_s is None or interval_s >= found:
+        slo, record = state.slo, state.record
+        interval_s, gap_s = slo.tpot_s, slo.gap_s
+        first_s, last_s = record.pace_from_s, record.last_token_s
+        if interval_s is None or interval_s >= found or first_s is None or last_s is None:
             continue
+        ahead_s = first_s + (record.num_tokens - 1) * interval_s - last_s  # of its mean pace
         if gap_s is None or ahead_s < gap_s - interval_s:
             found = interval_s
     return found

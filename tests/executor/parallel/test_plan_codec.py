@@ -30,7 +30,7 @@ from support.scheduling import make_scheduler, request
 from support.tier import examples
 from support.toy_model import ToyModel
 
-GREEDY = SampleSpec(SamplingParams(temperature=0.0), seed=0, output_index=0)
+GREEDY = SampleSpec(SamplingParams(temperature=0.0), seed=0)
 BLOCK = 16
 DECODING_ROWS = 64
 CONTEXT = 4096
