@@ -71,12 +71,6 @@ from bros.scheduler.suspended import SuspendedWork, share_done
 # runs for nothing.
 
 
-def can_assume_done(step: Step) -> bool:
-    """Whether the next step can be planned without the tokens that this one samples."""
-    selected = step.packing.selected
-    return not any([state.needs_history and state.remaining == 0 for state, _ in selected])
-
-
 def assume_done(step: Step, prefixes: Prefixes, ends_s: float) -> None:
     """Update the requests of a running step as if it had ended at `ends_s`, its predicted end.
 
@@ -87,10 +81,13 @@ def assume_done(step: Step, prefixes: Prefixes, ends_s: float) -> None:
     if not step.assumed_done:
         step.assumed_done = True
         prefixes.publish(step.gains.filled, ())
+        step.ends_requests = bool(step.gains.prefilled)
         for state, _ in step.packing.selected:
             # For a request that has ended meanwhile this has no effect.
             if state.samples and state.remaining == 0:
                 state.expect_output(ends_s)
+                if len(state.token_ids) >= state.max_length:
+                    step.ends_requests = True
 
 
 def without_finishing(proposal: Proposal) -> Proposal:
@@ -365,7 +362,7 @@ class Scheduler:
         proposal = self._policy.propose(self._queues, begins_s)
         for state in proposal.shed:
             self._shed(state, now)
-        if running is not None:
+        if running is not None and running.ends_requests:
             proposal = without_finishing(proposal)
         predictor, sharing = self._policy.predictor, self._kv.sharing_changes
         memory = StepMemory(
@@ -488,9 +485,10 @@ class Scheduler:
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether the next step can be scheduled before the running one is applied."""
+        """Whether the next step can be scheduled before the running one is applied: without the
+        tokens that this one samples."""
         running = self._steps.latest
-        return running is None or can_assume_done(running)
+        return running is None or not running.gains.in_histories
 
     @property
     def may_abort(self) -> bool:
@@ -710,8 +708,11 @@ class Scheduler:
             segments, slots = granted[request_id]
             sample = None
             if end == len(tokens):
-                if state.samples:
-                    sample = state.plain_spec or state.sample_spec()
+                if state.plain_spec is not None:
+                    sample = state.plain_spec
+                elif state.samples:
+                    sample = state.sample_spec()
+                    gains.in_histories |= state.needs_history
                 else:
                     gains.prefilled.append(state)
             chunk = Chunk(request_id, start, tokens[start:end], segments, slots, sample)

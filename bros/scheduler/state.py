@@ -97,7 +97,8 @@ class RequestState:
     late: the first deadline of the next token has passed; deadline_s may be a later one.
     match: result of its last look-up in the prefix cache.
     needs_history: sampling needs the token ids before, so none of them may be PENDING.
-    plain_spec: how to sample any of its tokens; None if that differs, see `sample_spec`.
+    plain_spec: how to sample any of its tokens; None if that differs, see `sample_spec`, or if it
+        generates none.
     patient: its first token is not waited for, see packing.Candidate.
     samples: False if it generates no token: it ends when no token is `remaining`.
     num_read: the first position that is still to be read, see plan.Readout.
@@ -178,7 +179,7 @@ class RequestState:
         self.token_ids = array("i", request.prompt_token_ids)
         self.prompt_len = len(self.token_ids) - request.resumed
         self.plain_spec: SampleSpec | None = None
-        if not (self.needs_history or params.min_tokens or params.grammar):
+        if self.samples and not (self.needs_history or params.min_tokens or params.grammar):
             self.plain_spec = SampleSpec(params, seed, self.prompt_len)
         self.num_computed_tokens = 0
         self.num_missing = 0

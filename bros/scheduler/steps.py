@@ -26,12 +26,15 @@ class Gains:
     tokens: of all chunks.
     context: computed tokens of all its requests then.
     prefilled: prefill-only requests that are done then.
+    in_histories: the next token of a request is sampled by the tokens before, and one of them is
+        sampled in this step.
     filled: (request, tokens of its chunk) of those that fill a block, or run for the first time.
     """
 
     tokens: int = 0
     context: int = 0
     prefilled: list[RequestState] = field(default_factory=list)
+    in_histories: bool = False
     filled: list[tuple[RequestState, int]] = field(default_factory=list)
 
     @property
@@ -110,6 +113,7 @@ class Step:
     blocked: (class, tenant) -> reason, for each tenant with waiting requests of the class.
     idle: (request, reason) of requests that hold memory but are not in the step.
     assumed_done: the scheduler has called `assume_done` for it.
+    ends_requests: then: some requests have nothing left to compute after it.
     """
 
     number: int
@@ -121,6 +125,7 @@ class Step:
     blocked: dict[tuple[ServiceClass, str], str]
     idle: list[tuple[RequestState, str]]
     assumed_done: bool = False
+    ends_requests: bool = False
 
 
 _YIELD_BOUNDS_S = (

@@ -219,8 +219,9 @@ class UrgentOrder:
         if on_time or preempted:
             order = heapq.merge(order, on_time[: self._most], preempted, key=deadline_key)
         if not (first or late):
-            head = itertools.islice(order, 1)
-            return itertools.chain(heapq.merge(head, rows, key=deadline_key), order)
+            head = list(itertools.islice(order, 1))
+            place = bisect.bisect_left(rows, deadline_key(head[0]), key=deadline_key) if head else 0
+            return itertools.chain(rows[:place], head, rows[place:], order)
         if first and not self._leave_time(rows, now):
             return itertools.chain(first, rows, order, late)
         return itertools.chain(rows, first, order, late)
@@ -803,17 +804,26 @@ class BrosPolicy(Policy):
         100 of another tenant waited 11 s for its first token, and as long for the others.
         """
         running = queues.running_of[ServiceClass.BE]
-        rows = [s for s in running if s.remaining == 1]
+        rows: list[RequestState] = []
+        prompts: list[RequestState] = []
+        suspended: list[RequestState] = []
+        some_missing = some_suspended = False
+        for state in running:
+            remaining = len(state.token_ids) - state.num_computed_tokens
+            if remaining == 1:
+                rows.append(state)
+                some_missing |= state.num_missing > 0
+                some_suspended |= state.suspended is not None
+            elif remaining:
+                (prompts if state.suspended is None else suspended).append(state)
         several = len(queues.open_of[ServiceClass.BE]) > 1
         if several:
             place = functools.cache(self._used.of[ServiceClass.BE].place)
             rows.sort(key=lambda state: place(state.request.tenant))
-        rows.sort(key=_tokens_to_restore)
-        suspended = [s for s in running if s.suspended is not None]
-        if suspended:
+        if some_missing:
+            rows.sort(key=_tokens_to_restore)
+        if some_suspended:
             rows.sort(key=_is_whole)
-            suspended = [s for s in suspended if s.remaining > 1]
-        prompts = [s for s in running if s.remaining > 1 and s.suspended is None]
         waiting, most = queues.waiting[ServiceClass.BE], self._settings.rows + 1
         pressing = min(most, bisect.bisect_left(waiting, _OTHERS, key=section))
         rest = iter(self._order.first(queues, pressing, most - pressing, now))
