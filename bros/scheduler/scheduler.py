@@ -405,7 +405,7 @@ class Scheduler:
         """Apply the result of the oldest running step.
 
         Returns one output for each sampled token, for each request that is done without one, and
-        for each chunk of which positions were read.
+        for each chunk of which positions were read. An output is a TokenOutput if that says all.
         """
         step, seconds, be_waits = self._steps.end(now, self._policy.predictor, self._queues)
         assert result.step == step.number, "steps end in their order"
@@ -447,15 +447,7 @@ class Scheduler:
             elif sample.logprobs is None and not cached_tokens:  # as nearly always
                 outputs.append((sample.request_id, sample.token_id))
                 continue
-            outputs.append(
-                RequestOutput(
-                    request_id=sample.request_id,
-                    token_ids=(sample.token_id,),
-                    logprobs=(sample.logprobs,) if sample.logprobs else (),
-                    finish_reason=reason,
-                    cached_tokens=cached_tokens,
-                )
-            )
+            outputs.append(_output(sample, (sample.token_id,), reason, cached_tokens))
         for service_class, found in slacks.items():
             counters[service_class].note_tokens(found)
         return outputs
@@ -756,7 +748,7 @@ class Scheduler:
 
     def _take_constrained(
         self, state: RequestState, sample: SampledToken, step: int, now: float
-    ) -> list[RequestOutput]:
+    ) -> list[Output]:
         """Take a token of an output with a grammar, and the tokens that the grammar forces around
         it. Returns no output if it forced another token in the place of this one."""
         if step == state.ignored_step:
@@ -781,15 +773,8 @@ class Scheduler:
             return [_error_output(state, error)]
         if reason is not None:
             self._complete(state, reason, now)
-        return [
-            RequestOutput(
-                request_id=sample.request_id,
-                token_ids=(*unsent, sample.token_id, *forced),
-                logprobs=(sample.logprobs,) if sample.logprobs else (),
-                finish_reason=reason,
-                cached_tokens=state.num_reused or 0 if first else 0,
-            )
-        ]
+        cached_tokens = state.num_reused or 0 if first else 0
+        return [_output(sample, (*unsent, sample.token_id, *forced), reason, cached_tokens)]
 
     def _finish_without_token(self, state: RequestState, now: float) -> RequestOutput:
         """End a request that generates no token, and whose prompt is computed."""
@@ -855,6 +840,23 @@ class Scheduler:
         self._counters[state.service_class].note_departure(now)
         trace, request = state.trace(None, reason), state.request
         self._traces.put(request.tenant, request.request_id, trace, most=request.max_traces)
+
+
+def _output(
+    sample: SampledToken,
+    token_ids: tuple[int, ...],
+    reason: FinishReason | None,
+    cached_tokens: int,
+) -> Output:
+    if len(token_ids) == 1 and reason is None and sample.logprobs is None and not cached_tokens:
+        return sample.request_id, sample.token_id
+    return RequestOutput(
+        request_id=sample.request_id,
+        token_ids=token_ids,
+        logprobs=(sample.logprobs,) if sample.logprobs else (),
+        finish_reason=reason,
+        cached_tokens=cached_tokens,
+    )
 
 
 def _error_output(

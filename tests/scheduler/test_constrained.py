@@ -12,12 +12,13 @@ from bros.core.clock import ManualClock
 from bros.core.grammars import lark
 from bros.core.interfaces import GrammarState, StopRule
 from bros.core.plan import Chunk, SampledToken
-from bros.core.request import EngineRequest, FinishReason, Grammar, ServiceClass, expanded
+from bros.core.request import EngineRequest, FinishReason, Grammar, ServiceClass
 from bros.engine.engine import Engine
 from bros.engine.grammars import Grammars
 from bros.scheduler.scheduler import Scheduler
 from support.grammars import Script, ScriptConstraint
 from support.late_executor import LateExecutor
+from support.outputs import expand_all
 from support.scheduling import EOS, engine_info, make_scheduler, request
 from support.tier import by_tier, seed
 from support.toy_model import ToyModel
@@ -81,7 +82,7 @@ class Run:
         self.scheduler.submit(asked, self.clock.now(), start)
 
     def step(self) -> None:
-        for output in map(expanded, self.engine.step()):
+        for output in expand_all(self.engine.step()):
             self.tokens[output.request_id].extend(output.token_ids)
             self.reasons[output.request_id] = output.finish_reason
         self.scheduler.check_integrity()
@@ -175,7 +176,7 @@ def test_the_grammar_may_fail_and_ends_the_request_only() -> None:
     run.tokens["a"] = []
     run.scheduler.submit(asked(), 1.0, start)
     run.submit(request("b", 4))
-    outputs = [output for _ in range(4) for output in map(expanded, run.engine.step())]
+    outputs = [output for _ in range(4) for output in expand_all(run.engine.step())]
     failed = [output for output in outputs if output.finish_reason is FinishReason.ERROR]
     assert [(o.request_id, o.error) for o in failed] == [("a", "it has become too complex")]
     assert sum(len(o.token_ids) for o in outputs if o.request_id == "b") == 4

@@ -21,11 +21,11 @@ from bros.core.request import (
     Pooling,
     RequestOutput,
     SamplingParams,
-    expanded,
 )
 from bros.engine.engine import Engine
 from bros.scheduler.admission import Limits
 from support.late_executor import LateExecutor
+from support.outputs import expand_all
 from support.prefix_run import SIZE, Run
 from support.scheduling import engine_info, make_scheduler, request
 from support.tier import examples
@@ -93,7 +93,7 @@ class Served:
         self.outputs[asked.request_id] = []
 
     def step(self) -> None:
-        for output in map(expanded, self.engine.step()):
+        for output in expand_all(self.engine.step()):
             self.outputs[output.request_id].append(output)
         self.scheduler.check_integrity()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bros.core.request import Output, RequestOutput
+from bros.core.request import Output, RequestOutput, expanded
 from bros.engine.messages import Outputs
 
 
@@ -16,6 +16,15 @@ def shortened(output: RequestOutput) -> Output:
     if output.prompt_logprobs:
         return output
     return output.request_id, token_ids[0]
+
+
+def expand_all(outputs: Iterable[Output]) -> list[RequestOutput]:
+    """What a scheduler has returned, which has to be in the short form where that says all."""
+    found = []
+    for output in outputs:
+        assert not isinstance(output, RequestOutput) or shortened(output) is output, output
+        found.append(expanded(output))
+    return found
 
 
 def outputs_of(outputs: Iterable[RequestOutput]) -> Outputs:

@@ -7,9 +7,10 @@ import random
 from dataclasses import replace
 
 from bros.core.plan import StepPlan, StepResult, SuspendedStep
-from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo, expanded
+from bros.core.request import EngineRequest, RequestOutput, ServiceClass, Slo
 from bros.scheduler.cost_model import CostModel, StepLoad
 from bros.scheduler.suspended import share_done
+from support.outputs import expand_all
 from support.scheduling import MODEL, make_scheduler, request
 from support.suspending_model import LAYERS
 from support.toy_model import ToyModel
@@ -94,7 +95,7 @@ class VirtualRun:
                 result = self._executor.execute(plan)
                 assert isinstance(result, StepResult)
                 self.now += self.seconds[-1]
-                outputs += map(expanded, self.scheduler.apply(result, self.now))
+                outputs += expand_all(self.scheduler.apply(result, self.now))
         self.outputs += outputs
         for output in outputs:
             self.token_times[output.request_id] += [self.now] * len(output.token_ids)
@@ -111,7 +112,7 @@ class VirtualRun:
             return []
         assert result is not None
         self.now += self.seconds[-1]
-        return [*map(expanded, self.scheduler.apply(result, self.now))]
+        return expand_all(self.scheduler.apply(result, self.now))
 
     def abort(self, name: str) -> None:
         output = self.scheduler.abort(name, self.now)
