@@ -15,7 +15,8 @@ first: they show how far `bros simulate --noise --noise-correlation --slowdown` 
 
 The first minutes (--warm-up) are not like the rest: best-effort work gets all that the objectives
 leave only after half a minute (docs/decisions/0022), and streams of `fcfs`, which take up to 100 s,
-have hardly begun to decode. In 120 s that is 4 to 11 % of the best-effort throughput.
+have hardly begun to decode. In 120 s that is about 4 % of the best-effort throughput.
+Steps, suspended steps and lost time are those of the whole run.
 
 Prompts are cut at --longest-prompt tokens (200): on two cores the prefill of a longer one takes, in
 fp32, more than half of the TTFT objective even on an idle engine, and would measure the machine
@@ -383,7 +384,10 @@ def main() -> None:
     parser = benchmark_parser(__doc__, duration=5.0, only="fcfs;bros, grammars;bros, simulated")
     parser.add_argument("--duration", type=float, default=120.0, help="seconds per policy")
     parser.add_argument(
-        "--warm-up", type=float, default=0.0, help="seconds of these that are not counted"
+        "--warm-up",
+        type=float,
+        default=0.0,
+        help="seconds of these whose requests and tokens are not counted",
     )
     parser.add_argument("--rate", type=float, default=0.25, help="real-time requests per second")
     parser.add_argument(

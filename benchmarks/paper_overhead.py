@@ -35,7 +35,7 @@ from paper_drawing import Run, head, legend, mean, new_figure, percent, plain, r
 
 from bros.cli.simulate_tables import progress_bar
 from bros.core.plan import StepPlan, StepResult, SuspendedStep
-from bros.core.request import EngineRequest, RequestOutput, ServiceClass
+from bros.core.request import EngineRequest, Output, ServiceClass
 from bros.scheduler.scheduler import Scheduler
 from bros.simulator.simulation import SimulatedScenario, build_simulation
 from bros.workload.attainment import Summary
@@ -80,7 +80,7 @@ class TimedScheduler:
     def submit(self, request: EngineRequest, now: float) -> ServiceClass:
         return self._timed(self.bookkeeping_s, now, lambda: self._inner.submit(request, now))
 
-    def apply(self, result: StepResult, now: float) -> list[RequestOutput]:
+    def apply(self, result: StepResult, now: float) -> list[Output]:
         return self._timed(self.bookkeeping_s, now, lambda: self._inner.apply(result, now))
 
     def abort_step(self, plan: StepPlan, now: float) -> None:

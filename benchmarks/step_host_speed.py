@@ -55,7 +55,7 @@ class ConstantSampler:
     """Chooses the same token for every row."""
 
     def __call__(self, logits: Any, samples: Any) -> tuple[SampledToken, ...]:
-        return tuple(SampledToken(request_id, 7) for request_id, _ in samples)
+        return tuple(SampledToken(request_id, 7) for request_id, _, _ in samples)
 
 
 class NoKv:

@@ -43,7 +43,7 @@ from bros.executor.parallel.plan_codec import PlanDecoder, PlanEncoder
 from bros.executor.parallel.ranks import Ranks, SingleRank, TorchRanks
 from bros.executor.parallel.runner import follow, lead
 from bros.executor.runner import ModelRunner
-from bros.executor.sampler import HostStepSampler, NumpySampler
+from bros.executor.sampler import HostStepSampler, NumpySampler, SampleRequest
 
 BLOCK = 16
 PLAN_ROWS = (1, 8, 32, 64)
@@ -163,14 +163,14 @@ def sampling(ranks: Ranks, vocab: int) -> Figures:
     for rows in (1, 8, 64):
         for name, spec in (("greedy", GREEDY), ("top-p", DRAWN)):
             shard = torch.randn(rows, widths[ranks.rank])
-            asked = [(str(row), spec) for row in range(rows)]
+            asked = [(str(row), spec, 0) for row in range(rows)]
 
-            def first(shard: Tensor = shard, asked: list[tuple[str, SampleSpec]] = asked) -> None:
+            def first(shard: Tensor = shard, asked: list[SampleRequest] = asked) -> None:
                 logits = ranks.gather(shard, widths)
                 if ranks.rank == 0:
                     step_sampler(logits, asked)
 
-            def every(shard: Tensor = shard, asked: list[tuple[str, SampleSpec]] = asked) -> None:
+            def every(shard: Tensor = shard, asked: list[SampleRequest] = asked) -> None:
                 padded = torch.nn.functional.pad(shard, (0, max(widths) - shard.shape[1]))
                 parts = [torch.empty_like(padded) for _ in widths]
                 dist.all_gather(parts, padded)

@@ -19,7 +19,8 @@
 namespace bros {
 
 // An attribute of chunks, or of how to sample. Their classes have slots, so that it is at the same
-// place in each object. Reading it there halves the time of concatenate_chunks. PyObject_GetAttr is for objects of other classes.
+// place in each object. Reading it there halves the time of concatenate_chunks. An object of
+// another class than the first one is read with PyObject_GetAttr.
 class SlotField {
  public:
   explicit SlotField(const char* name) : name_(PyUnicode_InternFromString(name)) {}
@@ -83,7 +84,7 @@ class StepChunks {
       Py_INCREF(type_);
     }
     for (SlotField* field : {&token_ids_, &segments_, &slots_, &start_, &sample_, &request_id_,
-                              &readout_, &kept_}) {
+                             &readout_, &kept_}) {
       if (!field->find(type_)) return false;
     }
     chunks_ = static_cast<Chunk*>(PyMem_Calloc(count ? count : 1, sizeof(Chunk)));

@@ -20,10 +20,9 @@ bros alone. The ceilings are measured in the same run: bytes of weights over the
 and multiplications over the speed of one large product (torch, of this precision, bf16 as fp32
 where the CPU does not multiply it; int4: the faster of both), each the best of those before every
 engine. They leave out attention, the KV cache and, for prompts, the output layer. bros is measured
-first and last, and counts with the mean: where `again` differs, the machine changed. (Engines do
-not take turns batch by batch: after its last request vLLM keeps a core busy for a second, in
-which others take up to 2.5 times as long.) Run nothing else on the machine. On a CPU that does not
-multiply bf16, leave that out (--precisions fp32,int4): transformers takes minutes for it there.
+first and last, and counts with the mean: where `again` differs, the machine changed. Run nothing
+else on it. On a CPU that does not multiply bf16, leave that out (--precisions fp32,int4):
+transformers takes minutes for it there.
 """
 
 from __future__ import annotations
@@ -290,6 +289,8 @@ def main() -> None:
             ]
             runs.append(("bros, again", "bros", sys.executable))
             row = found[precision] = {}
+            # One after the other, not in turns: after its last request vLLM keeps a core busy for a
+            # second, in which others take up to 2.5 times as long.
             for name, engine, python in runs:
                 console.print(f"{precision}: {name}", style="dim")
                 gguf = engine in ("openvino", "llama.cpp")

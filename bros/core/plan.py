@@ -75,7 +75,7 @@ class SampleSpec:
 
     seed: determines the random number, together with the index of the token in the output, so a
         draw depends on nothing else.
-    prompt_len: number of tokens before the output.
+    prompt_len: number of tokens before the output, from which that index is counted.
     token_ids: prompt and output so far if params.needs_history, else empty.
     forbidden: tokens that must not be sampled (stop tokens before min_tokens).
     constraint: what the request's grammar allows; None without a grammar.

@@ -113,7 +113,7 @@ def noise_start(seed: int, index: int) -> int:
 
 
 def noise_starts(specs: Sequence[SampleSpec], indexes: Sequence[int]) -> NDArray[np.uint64]:
-    """`noise_start` of the first draw of each spec, for the token of this index."""
+    """`noise_start` of the first draw of each spec, for the token at the index beside it."""
     seeds = np.array([spec.seed & _UINT64 for spec in specs], np.uint64)
     mixed = _splitmix64_each(seeds)
     return _splitmix64_each(mixed ^ np.array(indexes, np.uint64))

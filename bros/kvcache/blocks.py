@@ -145,7 +145,10 @@ class Stacks:
         return self.slots(block, side, height, height + count)
 
     def grow(self, block: int, side: Side, count: int) -> array[int] | None:
-        """`push` for the owner of a side that is not empty; None if there is no room."""
+        """`push` for the owner of a side that is not empty; None if there is no room.
+
+        KvCacheManager.append_rows does the same for rows.
+        """
         left, right = self.heights
         on_left, on_right, size = left[block], right[block], self.block_size
         if on_left + on_right + count > size:

@@ -118,7 +118,10 @@ class Holding:
         self.tail, self.tail_run = blocks[-1], None
 
     def grow(self, count: int) -> array[int]:
-        """Record the next `count` tokens on top of the tail; returns the segments before that."""
+        """Record the next `count` tokens on top of the tail; returns the segments before that.
+
+        KvCacheManager.append_rows does the same for rows.
+        """
         segments, run, last = self.segments, self.tail_run, self.num_tokens
         before = segments[:]
         if run is None:

@@ -248,7 +248,7 @@ class KvCacheManager:
             # Most rows have room in the run on top of their tail. For these, this is Stacks.grow
             # and Holding.grow without their calls, since every row of every step comes here.
             tail, run = holding.tail, holding.tail_run
-            on_left, on_right = left[tail], right[tail]
+            on_left, on_right = left[tail], right[tail]  # of any block if there is no tail
             if run is None or on_left + on_right >= size:
                 grown = extend(holding, 1)
                 if grown is None:

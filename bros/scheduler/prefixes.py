@@ -224,7 +224,7 @@ class Prefixes:
             computed = state.num_computed_tokens
             if state.num_reused is None:
                 self._note_start(state, computed - num_tokens)
-            fills = computed % size < num_tokens
+            fills = computed % size < num_tokens  # not all that run for the first time do
             if fills and not state.record.left and state.request_id not in failed:
                 keys = state.keys(size, computed)
                 self._kv.computed(state.request_id, keys, state.side, computed)

@@ -362,7 +362,7 @@ class Scheduler:
         proposal = self._policy.propose(self._queues, begins_s)
         for state in proposal.shed:
             self._shed(state, now)
-        if running is not None and running.ends_requests:
+        if running is not None and running.ends_requests:  # else all candidates have tokens left
             proposal = without_finishing(proposal)
         predictor, sharing = self._policy.predictor, self._kv.sharing_changes
         memory = StepMemory(
@@ -442,11 +442,11 @@ class Scheduler:
                 cached_tokens = state.num_reused or 0
             slacks[state.service_class].append(record.token(now, state.slo, alone_s))
             reason = state.add_output(sample.token_id)
+            if reason is None and sample.logprobs is None and not cached_tokens:
+                outputs.append((sample.request_id, sample.token_id))  # as nearly always
+                continue
             if reason is not None:
                 self._complete(state, reason, now)
-            elif sample.logprobs is None and not cached_tokens:  # as nearly always
-                outputs.append((sample.request_id, sample.token_id))
-                continue
             outputs.append(_output(sample, (sample.token_id,), reason, cached_tokens))
         for service_class, found in slacks.items():
             counters[service_class].note_tokens(found)
@@ -477,8 +477,10 @@ class Scheduler:
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether the next step can be scheduled before the running one is applied: without the
-        tokens that this one samples."""
+        """Whether the next step can be scheduled before the running one is applied.
+
+        Not if it would sample by tokens that the running step samples.
+        """
         running = self._steps.latest
         return running is None or not running.gains.in_histories
 
@@ -683,7 +685,8 @@ class Scheduler:
     ) -> tuple[Chunk, ...]:
         """Make the plan's chunks; their tokens count as computed from now on. Adds to `gains`."""
         self._started.clear()
-        granted, chunks, block_size = memory.granted, [], self._kv.block_size
+        granted, chunks = memory.granted, []
+        block_size, publishes = self._kv.block_size, self._kv.finds_prefixes
         new_tokens = context = 0
         continuing: list[tuple[int, Chunk]] = []  # with the layer
         for state, num_tokens in packing.selected:
@@ -695,7 +698,7 @@ class Scheduler:
             new_tokens += num_tokens
             context += end
             # A block is filled if the tokens beyond the last boundary are fewer than the new ones.
-            if end % block_size < num_tokens or state.num_reused is None:
+            if publishes and (end % block_size < num_tokens or state.num_reused is None):
                 gains.filled.append((state, num_tokens))
             segments, slots = granted[request_id]
             sample = None
@@ -773,8 +776,11 @@ class Scheduler:
             return [_error_output(state, error)]
         if reason is not None:
             self._complete(state, reason, now)
+        token_ids = (*unsent, sample.token_id, *forced)
         cached_tokens = state.num_reused or 0 if first else 0
-        return [_output(sample, (*unsent, sample.token_id, *forced), reason, cached_tokens)]
+        if len(token_ids) == 1 and reason is None and sample.logprobs is None and not cached_tokens:
+            return [(sample.request_id, sample.token_id)]
+        return [_output(sample, token_ids, reason, cached_tokens)]
 
     def _finish_without_token(self, state: RequestState, now: float) -> RequestOutput:
         """End a request that generates no token, and whose prompt is computed."""
@@ -847,9 +853,8 @@ def _output(
     token_ids: tuple[int, ...],
     reason: FinishReason | None,
     cached_tokens: int,
-) -> Output:
-    if len(token_ids) == 1 and reason is None and sample.logprobs is None and not cached_tokens:
-        return sample.request_id, sample.token_id
+) -> RequestOutput:
+    """The output that a sampled token belongs to; a TokenOutput cannot say it."""
     return RequestOutput(
         request_id=sample.request_id,
         token_ids=token_ids,

@@ -25,9 +25,9 @@ class Gains:
 
     tokens: of all chunks.
     context: computed tokens of all its requests then.
-    prefilled: prefill-only requests that are done then.
-    in_histories: the next token of a request is sampled by the tokens before, and one of them is
-        sampled in this step.
+    prefilled: requests that generate no token, and are done then.
+    in_histories: some requests need their token of this step to sample the next one, so that the
+        next step has to wait for it.
     filled: (request, tokens of its chunk) of those that fill a block, or run for the first time.
     """
 
@@ -39,6 +39,7 @@ class Gains:
 
     @property
     def size(self) -> _Size:
+        """For the usual time of such steps."""
         return self.tokens.bit_length(), self.context.bit_length()
 
 
@@ -113,7 +114,8 @@ class Step:
     blocked: (class, tenant) -> reason, for each tenant with waiting requests of the class.
     idle: (request, reason) of requests that hold memory but are not in the step.
     assumed_done: the scheduler has called `assume_done` for it.
-    ends_requests: then: some requests have nothing left to compute after it.
+    ends_requests: whether some of its requests have nothing left to compute after it; set by
+        `assume_done`.
     """
 
     number: int

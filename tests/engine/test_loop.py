@@ -13,6 +13,7 @@ from bros.core.request import (
     EngineRequest,
     FinishReason,
     Grammar,
+    Output,
     RequestOutput,
     SamplingParams,
     ServiceClass,
@@ -66,7 +67,7 @@ class FullEngine:
     def due_report(self) -> EngineReport | None:
         return None
 
-    def step(self, arrivals: Callable[[], Iterable[EngineRequest]]) -> list[RequestOutput]:
+    def step(self, arrivals: Callable[[], Iterable[EngineRequest]]) -> list[Output]:
         return []
 
 
@@ -135,7 +136,7 @@ class BusyEngine(FullEngine):
     def promote(self, request_id: str, slo: Slo, awaited: bool = True) -> None:
         self.handled.append(f"promote {request_id} {slo.ttft_s}")
 
-    def step(self, arrivals: Callable[[], Iterable[EngineRequest]]) -> list[RequestOutput]:
+    def step(self, arrivals: Callable[[], Iterable[EngineRequest]]) -> list[Output]:
         before = list(self.handled)
         self.seen.append([request.request_id for _ in range(2) for request in arrivals()])
         assert self.handled == before, "the engine is busy: what arrives is handled after the step"

@@ -28,9 +28,9 @@ def best(logits: Tensor, out: Tensor) -> None:
 def draw(logits: Tensor, specs: Sequence[SampleSpec], indexes: Sequence[int]) -> Tensor:
     """Sample int32 [rows] tokens, for specs that are not greedy and do not change logits.
 
-    indexes: of the tokens in their outputs.
     logits: fp32 [rows, vocab], not changed. A row whose largest logit is not finite gets an
     arbitrary valid token. The host does not wait for the device.
+    indexes: the index of each token in its output.
     """
     tokens = sample_tokens(logits.contiguous(), _parameters(specs, indexes, logits))
     return tokens.clamp_(min=0)

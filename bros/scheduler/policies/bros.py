@@ -625,6 +625,7 @@ class BrosPolicy(Policy):
                 best_effort_share=self._best_effort_share(running),
                 best_effort_credit_s=self._due_credit_s(),
                 stretch=self._pressure.stretch(now),
+                # Only best-effort work leaves time for reserves.
                 short_of_s=_short_of_s(running) if queues.open_of[ServiceClass.BE] else math.inf,
                 saved_s=self._saved_s,
                 tbar_s=self._tbar_s,
