@@ -387,7 +387,7 @@ def main() -> None:
         "--warm-up",
         type=float,
         default=0.0,
-        help="seconds of these whose requests and tokens are not counted",
+        help="seconds of these that do not count, see above",
     )
     parser.add_argument("--rate", type=float, default=0.25, help="real-time requests per second")
     parser.add_argument(

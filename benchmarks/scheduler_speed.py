@@ -4,9 +4,10 @@
 
 A thousand requests are queued and 128 run, half of each class. Measured are steps of steady
 decoding with enough memory, and steps during constant admission of new requests. The target is 0.6
-ms per decode step of `bros`. Run nothing else on the machine. The last rows are `bros` with a subscriber to its engine
-reports, which gets one every 0.1 s of the engine's time, and with best-effort requests ordered in
-groups by their cached prefix. Garbage is collected as in an engine process.
+ms per decode step of `bros`. Run nothing else on the machine. The last rows are `bros` with a
+subscriber to its engine reports, which gets one every 0.1 s of the engine's time, and with
+best-effort requests ordered in groups by their cached prefix. Garbage is collected as in an engine
+process.
 """
 
 from __future__ import annotations
