@@ -41,7 +41,8 @@ def children(pid: int) -> list[int]:
     """Those that it has started, and that run."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        found += [int(child) for child in task.read_text().split()]
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            found += [int(child) for child in task.read_text().split()]
     return [child for child in found if exists(child)]
 
 
