@@ -591,6 +591,16 @@ sent and handled for every token of every stream, where the fields of RequestOut
 Output = RequestOutput | TokenOutput
 
 
+def shortened(output: RequestOutput) -> Output:
+    """The output as a TokenOutput, if that says the same."""
+    token_ids = output.token_ids
+    if len(token_ids) != 1 or output.finish_reason or output.logprobs or output.cached_tokens:
+        return output
+    if output.prompt_logprobs:
+        return output
+    return output.request_id, token_ids[0]
+
+
 def expanded(output: Output) -> RequestOutput:
     """The same output with all fields."""
     if isinstance(output, RequestOutput):

@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bros.core.plan import SEGMENT_WIDTH, Chunk, SampleSpec
+from bros.core.plan import SEGMENT_WIDTH, Chunk
+from bros.executor.sampler import SampleRequest
 from bros.kernels.offsets import offsets
 
 
@@ -31,8 +32,7 @@ class ChunkArrays(NamedTuple):
     token_ids, positions: [tokens].
     slots: [tokens].
     segments: [n, 3].
-    samples: (request id, how to sample, index of the token in its output) of the chunks with a
-        sample spec, in plan order.
+    samples: of the chunks with a sample spec, in plan order.
     special: whether a chunk has a readout or continues what is kept.
     """
 
@@ -43,7 +43,7 @@ class ChunkArrays(NamedTuple):
     positions: Tensor
     slots: Tensor
     segments: Tensor
-    samples: tuple[tuple[str, SampleSpec, int], ...]
+    samples: tuple[SampleRequest, ...]
     special: bool
 
 

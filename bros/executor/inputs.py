@@ -15,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bros.core.plan import Kept, SampleSpec, SharedPrefix, StepPlan
+from bros.core.plan import Kept, SharedPrefix, StepPlan
 from bros.executor.chunk_arrays import concatenate
 from bros.executor.readout import ReadRequest
+from bros.executor.sampler import SampleRequest
 from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels, SharedParts
 from bros.kernels.offsets import lengths_of, offsets
 from bros.kernels.staging import Staging
@@ -33,8 +34,7 @@ class StepInputs:
 
     token_ids, positions, slots: [tokens].
     sample_rows: [samples], the tokens whose hidden states become logits.
-    samples: (request id, how to sample, index of the token in its output) of each of these
-        tokens, in plan order.
+    samples: of these tokens, in plan order.
     read_rows: [read], the tokens whose hidden states are read for readouts.
     num_scored: how many of these, the first ones, need logits; the others are pooled.
     readouts: of the chunks that have one, in the order of read_rows; empty on ranks other than 0.
@@ -48,7 +48,7 @@ class StepInputs:
     slots: Tensor
     attention: AttentionBatch
     sample_rows: Tensor
-    samples: tuple[tuple[str, SampleSpec, int], ...]
+    samples: tuple[SampleRequest, ...]
     read_rows: Tensor = _NO_ROWS
     num_scored: int = 0
     readouts: tuple[ReadRequest, ...] = ()

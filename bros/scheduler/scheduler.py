@@ -40,7 +40,15 @@ from bros.core.plan import (
     StepResult,
     SuspendedStep,
 )
-from bros.core.request import EngineRequest, FinishReason, Output, RequestOutput, ServiceClass, Slo
+from bros.core.request import (
+    EngineRequest,
+    FinishReason,
+    Output,
+    RequestOutput,
+    ServiceClass,
+    Slo,
+    shortened,
+)
 from bros.kvcache.manager import KvCacheManager
 from bros.scheduler.admission import (
     Admission,
@@ -443,7 +451,8 @@ class Scheduler:
             slacks[state.service_class].append(record.token(now, state.slo, alone_s))
             reason = state.add_output(sample.token_id)
             if reason is None and sample.logprobs is None and not cached_tokens:
-                outputs.append((sample.request_id, sample.token_id))  # as nearly always
+                # `shortened` without the output that it shortens, as for nearly every token.
+                outputs.append((sample.request_id, sample.token_id))
                 continue
             if reason is not None:
                 self._complete(state, reason, now)
@@ -776,11 +785,9 @@ class Scheduler:
             return [_error_output(state, error)]
         if reason is not None:
             self._complete(state, reason, now)
-        token_ids = (*unsent, sample.token_id, *forced)
         cached_tokens = state.num_reused or 0 if first else 0
-        if len(token_ids) == 1 and reason is None and sample.logprobs is None and not cached_tokens:
-            return [(sample.request_id, sample.token_id)]
-        return [_output(sample, token_ids, reason, cached_tokens)]
+        token_ids = (*unsent, sample.token_id, *forced)
+        return [shortened(_output(sample, token_ids, reason, cached_tokens))]
 
     def _finish_without_token(self, state: RequestState, now: float) -> RequestOutput:
         """End a request that generates no token, and whose prompt is computed."""
@@ -854,7 +861,7 @@ def _output(
     reason: FinishReason | None,
     cached_tokens: int,
 ) -> RequestOutput:
-    """The output that a sampled token belongs to; a TokenOutput cannot say it."""
+    """The output of a sampled token, and of the tokens that are sent with it."""
     return RequestOutput(
         request_id=sample.request_id,
         token_ids=token_ids,

@@ -35,6 +35,7 @@ from bros.core.request import (
     Slo,
     TokenLogprobs,
     expanded,
+    shortened,
 )
 from bros.engine.messages import (
     COMMANDS,
@@ -60,7 +61,6 @@ from bros.engine.messages import (
     TraceReply,
 )
 from bros.transport.ipc import command_codec, reply_codec
-from support.outputs import shortened
 
 number = st.floats(allow_nan=False)
 count = st.integers(0, 2**53)

@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bros.core.request import Output, RequestOutput, expanded
+from bros.core.request import Output, RequestOutput, expanded, shortened
 from bros.engine.messages import Outputs
-
-
-def shortened(output: RequestOutput) -> Output:
-    """The output as a TokenOutput, if that says the same."""
-    token_ids = output.token_ids
-    if len(token_ids) != 1 or output.finish_reason or output.logprobs or output.cached_tokens:
-        return output
-    if output.prompt_logprobs:
-        return output
-    return output.request_id, token_ids[0]
 
 
 def expand_all(outputs: Iterable[Output]) -> list[RequestOutput]:

@@ -35,6 +35,7 @@ from bros.core.request import (
     ServiceClass,
     Slo,
     TokenLogprobs,
+    shortened,
 )
 from bros.core.tenants import Resource, TenantAccounts, TenantLimits
 from bros.engine.client import OutputStream
@@ -47,7 +48,6 @@ from bros.text.generation import (
     collect,
     numbered,
 )
-from support.outputs import shortened
 from support.tiny_tokenizer import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
