@@ -238,6 +238,7 @@ class LLM:
                     service_class=service_class,
                     param=param,
                     parsing=job.parsing,
+                    streamed=False,
                 )
                 result = tuple(await collect(generation))
                 done_tokens += sum(len(choice.token_ids) for choice in result)

@@ -28,6 +28,9 @@ from bros.core.errors import (
 )
 from bros.core.interfaces import EngineStats
 from bros.core.request import FinishReason, ServiceClass
+from bros.engine import outbox
+from bros.engine.client import MessageClient
+from bros.engine.messages import Outputs, Reply
 from bros.executor.runner import ModelRunner
 from support.tiny_models import save_tiny_llama
 from support.tiny_tokenizer import TEMPLATE, save_chat_llama, save_tokenizer, tiny_tokenizer
@@ -56,6 +59,26 @@ def test_results_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     alone = [llm.generate(prompt, GREEDY, progress=False)[0] for prompt in prompts]
     assert [answer[0].token_ids for answer in together] == [a[0].token_ids for a in alone]
     assert all(len(answer[0].token_ids) == 6 for answer in together)
+
+
+def test_tokens_that_nobody_waits_for_come_together(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offline, a message per step would take a core from the engine."""
+    monkeypatch.setattr(outbox, "GATHER_S", 60.0)  # for a slow machine
+    messages: list[Outputs] = []
+    on_reply = MessageClient.on_reply
+
+    def noted(client: MessageClient, reply: Reply) -> None:
+        if isinstance(reply, Outputs):
+            messages.append(reply)
+        on_reply(client, reply)
+
+    monkeypatch.setattr(MessageClient, "on_reply", noted)
+    sampling = SamplingParams(max_tokens=100, ignore_eos=True)
+    answers = llm.generate(["one", "two"], sampling, progress=False)
+    assert [len(answer[0].token_ids) for answer in answers] == [100, 100]
+    assert len(messages) <= 4  # the first token and the others of each
 
 
 def test_params_are_for_all_or_for_each(llm: LLM) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
+from bros.core.clock import Clock, SystemClock
 from bros.core.collector import Collector
 from bros.core.errors import BrosError
 from bros.core.request import EngineRequest
@@ -29,6 +30,7 @@ from bros.engine.messages import (
     Subscribe,
     TraceReply,
 )
+from bros.engine.outbox import Outbox
 from bros.engine.watchdog import Progress
 
 
@@ -99,13 +101,16 @@ def run_engine(
     transport: Transport,
     progress: Progress | None = None,
     collector: Collector | None = None,
+    clock: Clock | None = None,
 ) -> None:
     """Serve one client until it sends Shutdown. Exceptions of a step pass through.
 
     progress: updated for a watchdog.
     collector: makes its full collections while there are no requests.
+    clock: for how long outputs may be gathered; None: the system's.
     """
     progress = progress or Progress()
+    outbox = Outbox(transport.send, clock or SystemClock())
     deferred: list[Command] = []  # received during the step, handled after it
     compiling = _Compiling(engine, lambda command: transport.put(command))
     no_requests: list[EngineRequest] = []
@@ -135,13 +140,16 @@ def run_engine(
             if isinstance(command, Shutdown):
                 progress.idle = True
                 return
-            handle(command, engine, transport)
+            if isinstance(command, Submit):
+                outbox.open(command.request)
+            handle(command, engine, outbox)
         outputs = engine.step(arrivals)
         if outputs:
-            transport.send(Outputs(tuple(outputs)))
+            outbox.send(Outputs(tuple(outputs)))
         report = engine.due_report()
         if report is not None:  # after the output tokens that it may list as cached
-            transport.send(Reported(report))
+            outbox.send(Reported(report))
+        outbox.flush_if_due()
 
 
 def handle(command: Command, engine: Engine, client: Sender) -> None:

@@ -174,6 +174,7 @@ class Contexts:
             service_class=job.context.service_class,
             param=_PARAM,
             hints=self._hints,
+            streamed=False,
         )
         (answer,) = await collect(generation)
         _check_success(answer.finish_reason, answer.error, answer.retry_after_s)

@@ -238,6 +238,7 @@ class TextGenerator:
         arrival_s: float | None = None,
         hints: Hints = NO_HINTS,
         parsing: AnswerParsing | None = None,
+        streamed: bool = True,
     ) -> Generation:
         """Submit sampling.n requests per prompt; returns when the engine has accepted all.
 
@@ -246,6 +247,7 @@ class TextGenerator:
         arrival_s: time from which the objectives count, on this generator's clock; None: now.
         parsing: reads the parts of each answer; None: answers are nothing but text. Stop strings
             are searched in the text before it is parsed.
+        streamed: the caller wants tokens as they come; else best-effort ones come many at once.
 
         With a seed, choice i of a prompt uses seed + i. Raises TenantLimitError if the tenant may
         not have so many more open requests, and what EngineClient.submit raises, after aborting all
@@ -256,6 +258,8 @@ class TextGenerator:
         base_id = request_id or self._ids.new("req")
         each = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
         max_traces = self._accounts.limits(tenant).traces
+        # A stop string has to be found before the engine generates what nobody wants.
+        gathered = not (streamed or sampling.stop) and service_class is ServiceClass.BE
         public = self.public
         shared = [0 if public is None else public.count(prompt, cache_salt) for prompt in prompts]
         requests = [
@@ -272,6 +276,7 @@ class TextGenerator:
                 public_tokens=shared[index // sampling.n],
                 cache_salt=cache_salt,
                 hints=hints,
+                gathered=gathered,
             )
             for index, ((prompt, i), choice_id) in enumerate(
                 zip(each, choice_ids(base_id, len(prompts), sampling.n), strict=True)

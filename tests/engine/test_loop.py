@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
+from bros.core.clock import ManualClock
 from bros.core.errors import BrosError, OverloadedError, QueueFullError
 from bros.core.interfaces import EngineReport, EngineStats, RequestTrace
 from bros.core.request import (
@@ -18,6 +19,7 @@ from bros.core.request import (
     SamplingParams,
     ServiceClass,
     Slo,
+    expanded,
 )
 from bros.engine.loop import run_engine
 from bros.engine.messages import (
@@ -202,6 +204,56 @@ def test_nothing_is_received_during_a_step_while_nothing_has_arrived() -> None:
     transport.has_arrivals = False
     run_engine(engine, transport)  # type: ignore[arg-type]
     assert seen == [] and transport.waited == [True, True]
+
+
+class CountingEngine(FullEngine):
+    """Gives each request the tokens 0, 1, 2 ..., one a step, which takes an eighth of a second; until
+    they have `length`."""
+
+    def __init__(self, clock: ManualClock, length: int) -> None:
+        super().__init__()
+        self._clock = clock
+        self._length = length
+        self._names: list[str] = []
+        self._steps = 0
+
+    @property
+    def has_work(self) -> bool:  # type: ignore[override]
+        return self._steps < self._length
+
+    def submit(self, request: EngineRequest) -> ServiceClass:
+        self._names.append(request.request_id)
+        return request.service_class
+
+    def step(self, arrivals: Callable[[], Iterable[EngineRequest]]) -> list[Output]:
+        self._clock.advance(0.125)
+        if not self.has_work:
+            return []
+        token, self._steps = self._steps, self._steps + 1
+        if self.has_work:
+            return [(name, token) for name in self._names]
+        return [
+            RequestOutput(name, token_ids=(token,), finish_reason=FinishReason.LENGTH)
+            for name in self._names
+        ]
+
+
+def test_tokens_that_nobody_waits_for_come_twice_a_second() -> None:
+    clock = ManualClock()
+    awaited, gathered = (
+        dataclasses.replace(ASK, request_id=name, gathered=name == "b") for name in "ab"
+    )
+    transport = Drip([Submit(awaited), Submit(gathered)], *[[]] * 29, [Shutdown()])
+    run_engine(CountingEngine(clock, 30), transport, clock=clock)  # type: ignore[arg-type]
+    pieces: dict[str, list[tuple[int, ...]]] = {"a": [], "b": []}
+    for reply in transport.replies:
+        if isinstance(reply, Outputs):
+            for output in map(expanded, reply.outputs):
+                pieces[output.request_id].append(output.token_ids)
+    assert pieces["a"] == [(token,) for token in range(30)]
+    assert pieces["b"][0] == (0,)
+    assert [token for piece in pieces["b"] for token in piece] == list(range(30))
+    assert {len(piece) for piece in pieces["b"][2:-1]} == {4}
 
 
 class CompilingEngine(FullEngine):

@@ -60,6 +60,7 @@ async def test_rows_are_best_effort(server: BatchServer) -> None:
     rows = [request for request in server.engine.submitted if request is not direct]
     assert rows and {request.service_class for request in rows} == {ServiceClass.BE}
     assert all(0 < (request.slo.deadline_s or 0) <= 16 * DAY_S for request in rows)
+    assert all(request.gathered for request in rows) and not direct.gathered
     server.engine.go_on.set()
     done = await server.wait(batch)
     assert done.request_counts == counts(30, 30, 0)

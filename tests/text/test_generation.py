@@ -175,6 +175,26 @@ async def test_request_carries_what_was_asked() -> None:
     await generation.aclose()
 
 
+@pytest.mark.parametrize(
+    ("service_class", "stop", "streamed", "gathered"),
+    [
+        (ServiceClass.BE, (), False, True),
+        (ServiceClass.BE, (), True, False),
+        (ServiceClass.BE, ("x",), False, False),  # the engine would generate beyond the stop string
+        (ServiceClass.RT, (), False, False),  # its pace is measured where tokens arrive
+    ],
+)
+async def test_who_waits_for_single_tokens(
+    service_class: ServiceClass, stop: tuple[str, ...], streamed: bool, gathered: bool
+) -> None:
+    engine = ScriptedEngine()
+    generation = await generator(engine).start(
+        [PROMPT], SamplingParams(stop=stop), service_class=service_class, streamed=streamed
+    )
+    assert engine.submitted[0].gathered is gathered
+    await generation.aclose()
+
+
 async def test_without_an_id_one_is_made() -> None:
     engine = ScriptedEngine()
     first = await generator(engine).start([PROMPT], SamplingParams())

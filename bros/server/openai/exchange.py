@@ -43,7 +43,12 @@ def system_fingerprint(info: EngineInfo) -> str:
 
 
 class Exchange:
-    """One call and its answer. Always call `aclose` or `stream`; else its requests keep running."""
+    """One call and its answer. Always call `aclose` or `stream`; else its requests keep running.
+
+    shows_progress: output can be read while it runs, also without `stream`.
+    """
+
+    shows_progress = False
 
     def __init__(
         self,
@@ -123,6 +128,7 @@ class Exchange:
             arrival_s=self._arrival_s,
             hints=self._hints,
             parsing=call.parsing(),
+            streamed=self.shows_progress or bool(call.body.stream),
         )
         observer = partial(self._observer, len(prompts), sum(map(len, prompts)))
         self._answer = Answer(generation, observer)

@@ -864,9 +864,11 @@ class RequestObserver:
             self._first_s[index] = now
             histograms.ttft.observe(now - self._arrival_s)
         else:
-            gap_s, gaps = (now - last_s) / num_tokens, histograms.gap
-            gaps.counts[bisect_left(_TPOT_BUCKETS_S, gap_s)] += 1
-            gaps.total_s += gap_s
+            # Tokens that come together (EngineRequest.gathered) count with their mean.
+            gaps = histograms.gap
+            gap_s = (now - last_s) / num_tokens
+            gaps.counts[bisect_left(_TPOT_BUCKETS_S, gap_s)] += num_tokens
+            gaps.total_s += now - last_s
 
     def on_error(self, message: str) -> None:
         """The engine died. `close` counts the unfinished choices."""

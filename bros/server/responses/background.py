@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 class BackgroundExchange(Exchange):
     """One background response, whose output can be read while it runs."""
 
+    shows_progress = True
+
     def __init__(self, state: ServerState, call: ResponseCall, **options: Any) -> None:
         """options: of Exchange, and `running`."""
         self._running: RunningResponses = options.pop("running")
