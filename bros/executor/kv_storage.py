@@ -94,6 +94,7 @@ class KvStorage:
         self._copies = self._host_memory(spec, num_host_blocks, dtype)
         self._heads = torch.arange(spec.num_kv_heads)
         self.positions = torch.full((num_blocks, KV_BLOCK_SIZE), -1, dtype=torch.int32)
+        self._position_of_slot = self.positions.view(-1).numpy()  # the same memory
         self._host_positions = torch.full((num_host_blocks, KV_BLOCK_SIZE), -1, dtype=torch.int32)
         self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(
             (whole[layer, 0], whole[layer, 1]) for layer in range(spec.num_layers)
@@ -121,7 +122,8 @@ class KvStorage:
 
     def note(self, slots: Tensor, positions: Tensor) -> None:
         """See KvMemory."""
-        self.positions.view(-1)[slots.long()] = positions
+        # Not by torch, which takes 30 microseconds more: 1 % of a step of int4 with one row.
+        self._position_of_slot[slots.numpy()] = positions.numpy()
 
     def wait_for_layer(self, layer: int) -> None:
         """Returns at once: copies are complete already."""
