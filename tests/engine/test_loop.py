@@ -207,8 +207,8 @@ def test_nothing_is_received_during_a_step_while_nothing_has_arrived() -> None:
 
 
 class CountingEngine(FullEngine):
-    """Gives each request the tokens 0, 1, 2 ..., one a step, which takes an eighth of a second; until
-    they have `length`."""
+    """Gives each request the tokens 0, 1, 2 ... until it has `length`. A step, of a token for each,
+    takes an eighth of a second."""
 
     def __init__(self, clock: ManualClock, length: int) -> None:
         super().__init__()
