@@ -26,6 +26,11 @@ constexpr int64_t kMinParallelWork = 32768;
 
 // Calls body(begin, end) on consecutive parts of [0, n), one per thread. Callers compute each index
 // independently of the split, so results do not depend on the number of threads.
+//
+// Smaller parts that threads take as they finish others (a quarter of what is left, four panels at
+// least) made prompts 2 to 3 % slower and decode steps no faster. Beside a busy process they gained
+// 1 to 4 %, where steps take 1.5 to 2 times as long: a thread that has lost its core holds a part in
+// any case (Zen 4, two threads).
 template <class Body>
 inline void parallel_for(int64_t n, int64_t work, int threads, const Body& body) {
   const int64_t parts = min_of<int64_t>(threads, n);

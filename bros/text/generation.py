@@ -247,7 +247,8 @@ class TextGenerator:
         arrival_s: time from which the objectives count, on this generator's clock; None: now.
         parsing: reads the parts of each answer; None: answers are nothing but text. Stop strings
             are searched in the text before it is parsed.
-        streamed: the caller wants tokens as they come; else best-effort ones come many at once.
+        streamed: the caller wants tokens as they come; else best-effort ones come many at once, and
+            those that have not come when it closes do not count for the tenant.
 
         With a seed, choice i of a prompt uses seed + i. Raises TenantLimitError if the tenant may
         not have so many more open requests, and what EngineClient.submit raises, after aborting all
@@ -799,17 +800,18 @@ class _Choice:
         """Add an output to the slot, all but its text, which is returned."""
         token_ids, reason = output.token_ids, output.finish_reason
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
-        shown = len(token_ids) - (reason is FinishReason.STOP)
+        shown = token_ids[:-1] if reason is FinishReason.STOP else token_ids
         stop: str | None = None
-        if self._matcher is None:
-            text, count = self._detokenizer.push(token_ids[:shown]), shown
+        count = len(token_ids)
+        if self._is_plain:
+            texts = [self._detokenizer.push(shown)]
         else:
-            text, stop, count = self._match(token_ids[:shown], self._matcher)
-        if stop is None:
-            count = len(token_ids)
-            if reason is not None:
-                tail, stop = self._flush()
-                text += tail
+            texts, stop = self._texts_of(shown)
+        if stop is not None:
+            count = len(texts)
+        elif reason is not None:
+            tail, stop = self._flush()
+            texts.append(tail)
         self.num_output_tokens += count
         self._token_ids += token_ids[:count]
         if output.logprobs:
@@ -828,7 +830,7 @@ class _Choice:
         if self.finish_reason is FinishReason.ERROR:
             self.error, self.retry_after_s = output.error, output.retry_after_s
         self.finished = self.finish_reason is not None
-        return text if self._parser is None else self._parse(text, count, self._parser)
+        return "".join(texts) if self._parser is None else self._parse(texts, count, self._parser)
 
     def _hold(self, logprobs: Sequence[TokenLogprobs]) -> None:
         """Add log-probabilities to the slot. Raises TenantLimitError."""
@@ -839,30 +841,33 @@ class _Choice:
         self._logprobs = packed
         self._generation.output.add(packed.num_bytes - before)
 
-    def _parse(self, text: str, num_tokens: int, parser: AnswerParser) -> str:
-        """Add the parts of a text to the slot; returns their text."""
-        in_reasoning = parser.in_reasoning
-        parts = parser.push(text)
-        if in_reasoning or parser.in_reasoning:
-            self.reasoning_tokens += num_tokens
+    def _parse(self, texts: Sequence[str], num_tokens: int, parser: AnswerParser) -> str:
+        """Add the parts of a text to the slot; returns their text.
+
+        texts: of the tokens, one by one, since each counts as what it is; then what was held.
+        """
+        parts: list[AnswerPart] = []
+        for index, text in enumerate(texts):
+            in_reasoning = parser.in_reasoning
+            parts += parser.push(text)
+            if index < num_tokens and (in_reasoning or parser.in_reasoning):
+                self.reasoning_tokens += 1
         if self.finished:
             parts += parser.finish(cut=self.finish_reason is FinishReason.LENGTH)
         self._parts += parts
         return "".join(part.text for part in parts if isinstance(part, TextPart))
 
-    def _match(self, token_ids: Sequence[int], matcher: StopMatcher) -> tuple[str, str | None, int]:
-        """(text, matched stop string or None, number of tokens up to the end of the match)."""
-        text = ""
+    def _texts_of(self, token_ids: Sequence[int]) -> tuple[list[str], str | None]:
+        """(text of each token up to the end of a match, matched stop string or None)."""
+        matcher, texts = self._matcher, []
         for count, token_id in enumerate(token_ids, start=1):
-            piece = self._detokenizer.push_token(token_id)
-            if self.num_output_tokens + count <= self._sampling.min_tokens:
-                text += piece
-                continue
-            piece, stop = matcher.push(piece)
-            text += piece
+            text, stop = self._detokenizer.push_token(token_id), None
+            if matcher and self.num_output_tokens + count > self._sampling.min_tokens:
+                text, stop = matcher.push(text)
+            texts.append(text)
             if stop is not None:
-                return text, stop, count
-        return text, None, len(token_ids)
+                return texts, stop
+        return texts, None
 
     def _flush(self) -> tuple[str, str | None]:
         """(held text, matched stop string or None); a held character may complete a match."""

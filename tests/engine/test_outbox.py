@@ -26,6 +26,9 @@ from support.wire import ASK
 REPORT = Reported(EngineReport(version=1))
 
 
+PAUSES_S = st.integers(0, 8).map(lambda number: number * GATHER_S / 4)  # exact in binary
+
+
 class Sent:
     """An outbox with the requests "g0", "g1" ..., which are gathered, and "s0" ..., which are not.
 
@@ -128,6 +131,16 @@ def test_other_replies_go_out_at_once() -> None:
     assert sent.replies == [reply]
 
 
+def test_the_tokens_of_a_running_request_survive_the_refusal_of_its_id() -> None:
+    sent = Sent()
+    sent.step(("g0", 5))
+    sent.step(("g0", 7))
+    sent.outbox.open(dataclasses.replace(ASK, request_id="g0", gathered=True))
+    sent.outbox.send(Refused.from_error("g0", QueueFullError(3, 1.0)))
+    assert sent.step(("g0", 8)) == []
+    assert sent.pause(GATHER_S) == [RequestOutput("g0", token_ids=(7, 8))]
+
+
 def test_a_request_that_is_refused_is_forgotten() -> None:
     sent = Sent()
     refused = Refused.from_error("g0", QueueFullError(3, 1.0))
@@ -139,7 +152,11 @@ def test_a_request_that_is_refused_is_forgotten() -> None:
 
 @given(
     steps=st.lists(
-        st.tuples(st.sets(st.integers(0, 4)), st.floats(0, 2 * GATHER_S), st.booleans()),
+        st.tuples(
+            st.sets(st.integers(0, 4)),
+            PAUSES_S,
+            st.booleans(),
+        ),
         max_size=40,
     ),
     ends=st.lists(st.integers(0, 40), min_size=5, max_size=5),
@@ -147,7 +164,7 @@ def test_a_request_that_is_refused_is_forgotten() -> None:
 def test_every_token_comes_once_in_order_and_in_time(
     steps: list[tuple[set[int], float, bool]], ends: list[int]
 ) -> None:
-    """Each step gives some requests a token, and then time passes, or a report is sent."""
+    """Each step gives some requests a token; then time passes, and a report may be sent."""
     sent = Sent(gathered=3, streamed=2)
     made: dict[str, list[int]] = {name: [] for name in sent.names}
     ended: set[str] = set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -192,3 +193,22 @@ def test_memory_is_given_back_twice(make: Make) -> None:
     storage.clear()
     storage.clear()
     assert storage.layers == ()
+
+
+def test_memory_may_have_huge_pages() -> None:
+    """Shared memory has none unless the administrator of the machine says so."""
+    smaps = Path("/proc/self/smaps")
+    if not smaps.exists():
+        pytest.skip("needs /proc/self/smaps")
+    storage = KvStorage(SPEC, 4096, torch.float32)
+    begin = storage.layers[0][0].data_ptr()
+    flags: list[str] | None = None
+    inside = False
+    for line in smaps.read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first and ":" not in first:
+            low, high = (int(end, 16) for end in first.split("-"))
+            inside = low <= begin < high
+        elif inside and first == "VmFlags:":
+            flags = rest
+    assert flags is not None and "sh" not in flags

@@ -397,6 +397,18 @@ async def test_what_is_open_can_be_moved_at_once(group: Group) -> None:
 
 
 @in_group
+async def test_tokens_that_an_engine_has_held_back_move_along(group: Group) -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=30, min_tokens=30)
+    request = ask(sampling=sampling, gathered=True, service_class=ServiceClass.BE)
+    reading = asyncio.create_task(collect(group.client, request))
+    await asyncio.sleep(10 * STEP_S)
+    where = group.where("r")
+    group.client.drain(where, move=True)
+    assert tokens_of(await reading) == foretold(request)
+    assert group.engines[1 - where].submitted["r"].resumed >= 8, "they are computed only once"
+
+
+@in_group
 async def test_an_engine_is_restarted_when_it_is_empty(group: Group) -> None:
     reading = asyncio.create_task(collect(group.client, ask()))
     await asyncio.sleep(5 * STEP_S)

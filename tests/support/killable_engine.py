@@ -16,8 +16,12 @@ from bros.core.request import (
     ServiceClass,
     Slo,
     TokenLogprobs,
+    expanded,
+    shortened,
 )
 from bros.engine.client import OutputStream
+from bros.engine.messages import Outputs, Reply
+from bros.engine.outbox import Outbox
 
 EOS = 0
 VOCAB = 50
@@ -46,6 +50,16 @@ def foretold(request: EngineRequest) -> list[int]:
         if answer[-1] == EOS:
             break
     return answer
+
+
+class _LoopClock:
+    """The time of the event loop, which may be virtual."""
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def unix_time(self) -> float:
+        return self.now()
 
 
 class KillableEngine:
@@ -77,6 +91,7 @@ class KillableEngine:
 
     def start(self) -> None:
         self.alive = True
+        self._outbox = Outbox(self._deliver, _LoopClock())
         self._listener(EngineReport(version=1, full=True))
         self._worker = asyncio.get_running_loop().create_task(self._work())
 
@@ -117,6 +132,7 @@ class KillableEngine:
         if self.refusals:
             raise self.refusals.pop(0)
         self.submitted[request.request_id] = request
+        self._outbox.open(request)
         stream = OutputStream(request.service_class)
         self._open[request.request_id] = (stream, list(request.prompt_token_ids))
         return stream
@@ -163,14 +179,20 @@ class KillableEngine:
             await asyncio.sleep(self.step_s)
             await self._while_hung()
             self.steps += 1
-            for request_id, (stream, tokens) in list(self._open.items()):
+            for request_id, (_, tokens) in list(self._open.items()):
                 if request_id in self.killers:
                     self.die()
                     return
-                output = self._output(request_id, tokens)
-                if output.finish_reason is not None:
-                    del self._open[request_id]
-                stream.put(output)
+                self._outbox.send(Outputs((shortened(self._output(request_id, tokens)),)))
+            self._outbox.flush_if_due()
+
+    def _deliver(self, reply: Reply) -> None:
+        assert isinstance(reply, Outputs)
+        for output in map(expanded, reply.outputs):
+            stream, _ = self._open[output.request_id]
+            if output.finish_reason is not None:
+                del self._open[output.request_id]
+            stream.put(output)
 
     def _output(self, request_id: str, tokens: list[int]) -> RequestOutput:
         request = self.submitted[request_id]
@@ -195,5 +217,5 @@ class KillableEngine:
             logprobs = (TokenLogprobs(token_id, -float(num_output)),)
         return RequestOutput(
             request_id=request_id, token_ids=(token_id,), logprobs=logprobs, finish_reason=reason,
-            cached_tokens=len(request.prompt_token_ids) // 4 * 4,
+            cached_tokens=len(request.prompt_token_ids) // 4 * 4 * (num_output == request.resumed),
         )  # fmt: skip

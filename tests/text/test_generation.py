@@ -39,6 +39,7 @@ from bros.core.request import (
 )
 from bros.core.tenants import Resource, TenantAccounts, TenantLimits
 from bros.engine.client import OutputStream
+from bros.text.answers import AnswerParser, AnswerParsing, ReasoningReader
 from bros.text.generation import (
     MAX_SUBMITTED_TOKENS,
     ChoiceResult,
@@ -53,6 +54,10 @@ from support.tiny_tokenizer import tiny_tokenizer
 TOKENIZER = tiny_tokenizer()
 EOS = 1
 PROMPT = [5, 6, 7]
+THINKING = AnswerParsing(
+    lambda: AnswerParser(ReasoningReader("<think>", "</think>", opened=False), None),
+    TOKENIZER.detokenizer,
+)
 
 
 class ScriptedEngine:
@@ -487,6 +492,34 @@ async def test_choices_are_merged_as_they_arrive() -> None:
     last = [delta async for delta in generation]
     assert [delta.index for delta in last] == [1, 0, 2]
     assert generation.num_output_tokens == 7
+
+
+@given(
+    answer=st.lists(st.sampled_from(["<think>", "</think>", "a", " b", "x", "\n"]), max_size=20),
+    cuts=st.sets(st.integers(1, 90)),
+    stop=st.sampled_from([(), ("xa",)]),
+    reason=st.sampled_from([FinishReason.LENGTH, FinishReason.STOP]),
+)
+def test_it_does_not_matter_which_tokens_come_together(
+    answer: list[str], cuts: set[int], stop: tuple[str, ...], reason: FinishReason
+) -> None:
+    """Text, reasoning and its tokens are as if each token came alone."""
+    token_ids = one_by_one("".join(answer)) + ((EOS,) if reason is FinishReason.STOP else ())
+
+    async def result(ends: Collection[int]) -> list[object]:
+        engine = ScriptedEngine()
+        generation = await generator(engine).start(
+            [PROMPT], SamplingParams(stop=stop), request_id="r", parsing=THINKING, streamed=False
+        )
+        begin = 0
+        for end in [*sorted(end for end in ends if end < len(token_ids)), len(token_ids)]:
+            engine.say(token_ids[begin:end], reason if end == len(token_ids) else None)
+            begin = end
+        (choice,) = await collect(generation)
+        return [choice, generation.reasoning_tokens]
+
+    alone = asyncio.run(result(range(1, len(token_ids))))
+    assert asyncio.run(result(cuts)) == alone
 
 
 async def test_collect_sorts_choices() -> None:
