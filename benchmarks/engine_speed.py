@@ -149,7 +149,10 @@ def _run_llm(connection: Connection, folder: str, weights: str) -> None:
         vocab = llm._engine.client.info.vocab_size
         connection.send("ready")
         while True:
-            rows, tokens, outputs = connection.recv()
+            try:
+                rows, tokens, outputs = connection.recv()
+            except EOFError:  # the benchmark has ended
+                return
             prompts = [random_tokens(rng, tokens, vocab) for _ in range(rows)]
             sampling = SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True)
             began = time.perf_counter()
