@@ -61,7 +61,7 @@ def test_results_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert all(len(answer[0].token_ids) == 6 for answer in together)
 
 
-def test_tokens_that_nobody_waits_for_come_together(
+def test_tokens_that_are_not_streamed_come_together(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Offline, a message per step would take a core from the engine."""

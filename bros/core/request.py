@@ -366,7 +366,7 @@ class EngineRequest:
         another engine has delivered.
     pooling: it is for an embedding or a score of its prompt, and generates no token.
     second_from: with `pooling`, where the second of two texts begins; None if there is only one.
-    gathered: nobody waits for single tokens: those after the first may come many at once, half a
+    gathered: its output is not streamed: tokens after the first may be sent many at once, half a
         second and a step later (engine/outbox.py).
     """
 
@@ -609,6 +609,21 @@ def expanded(output: Output) -> RequestOutput:
     if isinstance(output, RequestOutput):
         return output
     return RequestOutput(request_id=output[0], token_ids=(output[1],))
+
+
+def merged(first: RequestOutput, then: RequestOutput) -> RequestOutput:
+    """Two successive outputs of a request as one."""
+    return RequestOutput(
+        request_id=then.request_id,
+        token_ids=first.token_ids + then.token_ids,
+        logprobs=first.logprobs + then.logprobs,
+        finish_reason=then.finish_reason,
+        cached_tokens=max(first.cached_tokens, then.cached_tokens),
+        prompt_logprobs=first.prompt_logprobs + then.prompt_logprobs,
+        pooled=first.pooled + then.pooled,
+        error=then.error,
+        retry_after_s=then.retry_after_s,
+    )
 
 
 # ---- Request ids, from a generator that is passed in so that runs can be repeated.

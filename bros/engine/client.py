@@ -17,6 +17,7 @@ from bros.core.request import (
     ServiceClass,
     Slo,
     expanded,
+    merged,
 )
 from bros.engine.messages import (
     Abort,
@@ -88,21 +89,6 @@ class OutputStream:
             self._slot = output if self._slot is None else merged(self._slot, output)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
-
-
-def merged(first: RequestOutput, then: RequestOutput) -> RequestOutput:
-    """Two successive outputs of a request as one."""
-    return RequestOutput(
-        request_id=then.request_id,
-        token_ids=first.token_ids + then.token_ids,
-        logprobs=first.logprobs + then.logprobs,
-        finish_reason=then.finish_reason,
-        cached_tokens=max(first.cached_tokens, then.cached_tokens),
-        prompt_logprobs=first.prompt_logprobs + then.prompt_logprobs,
-        pooled=first.pooled + then.pooled,
-        error=then.error,
-        retry_after_s=then.retry_after_s,
-    )
 
 
 class MessageClient:

@@ -1,12 +1,11 @@
-"""What an engine sends to its client: at once where somebody waits for it, else gathered."""
+"""Sends the replies of an engine to its client, and gathers output that is not streamed."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 from bros.core.clock import Clock
-from bros.core.request import EngineRequest, Output, RequestOutput
+from bros.core.request import EngineRequest, Output, RequestOutput, merged
 from bros.engine.messages import Outputs, Refused, Reply, Reported
 
 GATHER_S = 0.5
@@ -46,8 +45,8 @@ class Outbox:
 
     def send(self, reply: Reply) -> None:
         """Send a reply; tokens are held if they are of gathered requests."""
-        if isinstance(reply, Outputs):
-            outputs = self._without_held(reply.outputs) if self._held else reply.outputs
+        if isinstance(reply, Outputs) and self._held:
+            outputs = self._without_held(reply.outputs)
             if outputs:
                 self._send(Outputs(tuple(outputs)))
             return
@@ -88,16 +87,18 @@ class Outbox:
             self._held[request_id] = []
         else:
             del self._held[request_id]
-        if not tokens:
-            return output
-        return dataclasses.replace(output, token_ids=(*tokens, *output.token_ids))
+        return merged(_of_tokens(request_id, tokens), output) if tokens else output
 
     def _flush(self) -> None:
         self._flushed_s = self._clock.now()
         outputs: list[Output] = []
         for request_id, tokens in self._held.items():
             if tokens:
-                outputs.append(RequestOutput(request_id, token_ids=tuple(tokens)))
+                outputs.append(_of_tokens(request_id, tokens))
                 tokens.clear()
         if outputs:
             self._send(Outputs(tuple(outputs)))
+
+
+def _of_tokens(request_id: str, token_ids: Sequence[int]) -> RequestOutput:
+    return RequestOutput(request_id, token_ids=tuple(token_ids))

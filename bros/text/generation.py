@@ -259,7 +259,7 @@ class TextGenerator:
         base_id = request_id or self._ids.new("req")
         each = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
         max_traces = self._accounts.limits(tenant).traces
-        # A stop string has to be found before the engine generates what nobody wants.
+        # A stop string has to be found before the engine generates more tokens after it.
         gathered = not (streamed or sampling.stop) and service_class is ServiceClass.BE
         public = self.public
         shared = [0 if public is None else public.count(prompt, cache_salt) for prompt in prompts]

@@ -238,7 +238,7 @@ class CountingEngine(FullEngine):
         ]
 
 
-def test_tokens_that_nobody_waits_for_come_twice_a_second() -> None:
+def test_tokens_that_are_not_streamed_come_twice_a_second() -> None:
     clock = ManualClock()
     awaited, gathered = (
         dataclasses.replace(ASK, request_id=name, gathered=name == "b") for name in "ab"

@@ -24,8 +24,6 @@ from bros.engine.outbox import GATHER_S, Outbox
 from support.wire import ASK
 
 REPORT = Reported(EngineReport(version=1))
-
-
 PAUSES_S = st.integers(0, 8).map(lambda number: number * GATHER_S / 4)  # exact in binary
 
 
@@ -152,11 +150,7 @@ def test_a_request_that_is_refused_is_forgotten() -> None:
 
 @given(
     steps=st.lists(
-        st.tuples(
-            st.sets(st.integers(0, 4)),
-            PAUSES_S,
-            st.booleans(),
-        ),
+        st.tuples(st.sets(st.integers(0, 4)), PAUSES_S, st.booleans()),
         max_size=40,
     ),
     ends=st.lists(st.integers(0, 40), min_size=5, max_size=5),

@@ -22,6 +22,7 @@ from bros.core.request import (
 from bros.engine.client import OutputStream
 from bros.engine.messages import Outputs, Reply
 from bros.engine.outbox import Outbox
+from bros.simulator.virtual_loop import LoopClock
 
 EOS = 0
 VOCAB = 50
@@ -50,16 +51,6 @@ def foretold(request: EngineRequest) -> list[int]:
         if answer[-1] == EOS:
             break
     return answer
-
-
-class _LoopClock:
-    """The time of the event loop, which may be virtual."""
-
-    def now(self) -> float:
-        return asyncio.get_running_loop().time()
-
-    def unix_time(self) -> float:
-        return self.now()
 
 
 class KillableEngine:
@@ -91,7 +82,7 @@ class KillableEngine:
 
     def start(self) -> None:
         self.alive = True
-        self._outbox = Outbox(self._deliver, _LoopClock())
+        self._outbox = Outbox(self._deliver, LoopClock())
         self._listener(EngineReport(version=1, full=True))
         self._worker = asyncio.get_running_loop().create_task(self._work())
 
