@@ -334,6 +334,17 @@ _ALL = (
         duration_s=150.0,
     ),
     Load(
+        name="shared cores",
+        about="chats at 0.4/s on cores that others use as well: steps vary by 13 %, in long waves",
+        rt=poisson(0.4, SHORT),
+        be=BeLoad(16),
+        profile=CPU,
+        options={"max_num_seqs": 64, "max_batch_tokens": 256},
+        kv_blocks=1500,
+        disturbance=Disturbance(noise=0.13, correlation=0.85),
+        duration_s=300.0,
+    ),
+    Load(
         name="tight",
         about="short chats at 14/s, objectives of 120 ms and 40 ms",
         rt=poisson(14.0, CHATS),

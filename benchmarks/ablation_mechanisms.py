@@ -525,6 +525,10 @@ class _FixedMargins(StepTimePredictor):
         pass
 
 
+class _NothingRare(StepTimePredictor):
+    rare_share = property(lambda self: 1.0)
+
+
 COST = (
     Mechanism(
         name="online correction",
@@ -555,7 +559,7 @@ COST = (
         name="larger margin of first tokens",
         part="cost model",
         without="first tokens have the margin of all tokens",
-        patches=[(packing, "_FIRST_TOKEN_MARGINS", 1.0)],
+        patches=[(build, "StepTimePredictor", _NothingRare)],
     ),
 )
 

@@ -266,7 +266,8 @@ _RHO_LOW, _RHO_HIGH = 0.5, 2.0
 _RATIO_LOW, _RATIO_HIGH = 0.8, 1.25
 _MAX_SLOWDOWN = 10.0
 _SLOWDOWN_ALPHA = 0.05
-_LEAST_MARGIN = 0.02
+_RARE_QUANTILE, _RARE_STEP = 0.999, 0.1
+_LEAST_RARE, _MAX_RARE = 1.04, 2.0
 
 
 class StepTimePredictor:
@@ -280,12 +281,16 @@ class StepTimePredictor:
 
     An objective is a percentile and not a mean, so `safe_seconds` multiplies with a safety factor
     that follows the `quantile` of actual / predicted: it rises a little after each step that takes
-    longer, and falls less after each that does not.
+    longer, and falls less after each that does not. `rare_factor` does the same for the 99.9th
+    percentile, in larger steps, as what is rare is seen rarely. On shared cores it is further away
+    than it is for a normal distribution: of 3,258 steps of the hybrid load 5 % took more than 1.12
+    times as long as expected, and 0.4 % more than 1.5 times.
 
     Ablation: tight, attainment -41 points without a margin; slow machine, -12 points with a fixed
     one, p99 gap +28 % without rho.
 
     safety_factor: follows `quantile`.
+    rare_factor: follows the 99.9th percentile.
     slowdown: slow moving average of actual / predicted by the model alone.
     grouping: which shared prefixes are read once; None if the model does not account for them.
     """
@@ -305,18 +310,18 @@ class StepTimePredictor:
         self.rho_prefill = 1.0
         self.rho_decode = 1.0
         self.safety_factor = 1.05
+        self.rare_factor = 1.10
         self.slowdown = 1.0
         self._alpha = alpha
         self._quantile = quantile
         self._factor_step = factor_step
         self._max_factor = max_factor
 
-    def safety_share(self, margins: float) -> float:
-        """The share of a time that leaves `margins` times the safety margin, if a safe prediction
-        takes all of it. What is rarer than 1 - `quantile` leaves no margin, so it counts as at
-        least 2 % here."""
-        margin = max(self.safety_factor - 1.0, _LEAST_MARGIN)
-        return self.safety_factor / (1.0 + margins * margin)
+    @property
+    def rare_share(self) -> float:
+        """The share of a time that a safe prediction may take, if that time is to be exceeded only
+        once in a thousand steps."""
+        return min(self.safety_factor / self.rare_factor, 1.0)
 
     def seconds(self, load: StepLoad) -> float:
         """The expected time of a step."""
@@ -360,10 +365,19 @@ class StepTimePredictor:
         return decode, self.model.seconds(load) - decode
 
     def _follow(self, ratio: float) -> None:
-        """One step of a stochastic search for the quantile of the ratios."""
-        factor = self.safety_factor
-        factor += self._factor_step * (self._quantile - (ratio <= factor))
-        self.safety_factor = min(max(factor, 1.0), self._max_factor)
+        self.safety_factor = _followed(
+            self.safety_factor, ratio, self._quantile, self._factor_step, 1.0, self._max_factor
+        )
+        self.rare_factor = _followed(
+            self.rare_factor, ratio, _RARE_QUANTILE, _RARE_STEP, _LEAST_RARE, _MAX_RARE
+        )
+
+
+def _followed(
+    factor: float, ratio: float, quantile: float, step: float, least: float, most: float
+) -> float:
+    """One step of a stochastic search for a quantile of the ratios."""
+    return min(max(factor + step * (quantile - (ratio <= factor)), least), most)
 
 
 def _corrected(rho: float, ratio: float, weight: float) -> float:

@@ -483,11 +483,6 @@ reserve, if the urgent part takes nothing; less in proportion to what that takes
 The same share of any part cost `no slack` 3 +- 2 % of its throughput, where rows alone take the
 interval (docs/decisions/0026)."""
 
-_FIRST_TOKEN_MARGINS = 2.0
-"""How many safety margins a step leaves before a first token is due. With one, more first tokens
-are late on cores that others use as well; with four, a load of only first tokens (`one-token flood`
-of the ablation) loses attainment and throughput (docs/decisions/0005)."""
-
 
 class _Packer(Generic[C]):
     """The state of one call of `pack`."""
@@ -515,7 +510,7 @@ class _Packer(Generic[C]):
         self._urgent_copied = 0
         self._common = CommonContext(memory, predictor)
         self._safety_factor = predictor.safety_factor
-        self._first_token_share = predictor.safety_share(_FIRST_TOKEN_MARGINS)
+        self._first_token_share = predictor.rare_share
 
     def take_urgent(self, candidates: Iterable[C]) -> bool:
         """Algorithm 1, lines 5-15; False if best-effort work may not follow."""

@@ -256,10 +256,23 @@ def test_safe_times_are_exceeded_as_often_as_asked(quantile: float, correlation:
         actual = MODEL.seconds(MIXED) * math.exp(deviation)
         if number >= 2000:
             late += actual > predictor.safe_seconds(MIXED)
-            very_late += actual > predictor.safe_seconds(MIXED) / predictor.safety_share(3.0)
+            very_late += actual > predictor.safe_seconds(MIXED) / predictor.rare_share
         predictor.observe(MIXED, actual)
     assert late / 10_000 == pytest.approx(1.0 - quantile, abs=0.015)
-    assert very_late / 10_000 < 0.15 * (1.0 - quantile)
+    assert 0.0002 <= very_late / 10_000 <= 0.002  # asked: 0.001
+
+
+def test_rare_times_follow_the_tail_and_not_the_spread() -> None:
+    """Steps that are twice as long as usual once in a hundred: the 95th percentile is that of the
+    others, and two or three margins would not hold them."""
+    predictor, rng = StepTimePredictor(MODEL, alpha=0.0), random.Random(3)
+    for number in range(4000):
+        usual = MODEL.seconds(MIXED) * math.exp(rng.gauss(0.0, 0.02))
+        if number == 2000:
+            assert predictor.rare_factor < 1.25
+        slow = number >= 2000 and rng.random() < 0.01
+        predictor.observe(MIXED, 1.9 * usual if slow else usual)
+    assert predictor.safety_factor < 1.1 < 1.6 < predictor.rare_factor
 
 
 def test_a_machine_that_is_slow_for_a_second_is_noticed_within_some_steps() -> None:
@@ -285,13 +298,13 @@ def test_the_safety_factor_has_bounds() -> None:
     for number in range(300):
         predictor.observe(DECODE, MODEL.seconds(DECODE) * 1.9 ** (number % 2))
         assert 1.0 <= predictor.safety_factor <= 1.2
-        three_margins = 1.0 + 3.0 * max(predictor.safety_factor - 1.0, 0.02)
-        assert three_margins * predictor.safety_share(3.0) == pytest.approx(predictor.safety_factor)
+        assert 1.0 < predictor.rare_factor <= 2.0
+        assert 0.0 < predictor.rare_share <= 1.0
     calm = StepTimePredictor(MODEL)
-    for _ in range(1000):
+    for _ in range(3000):
         calm.observe(DECODE, MODEL.seconds(DECODE))
     assert calm.safety_factor == 1.0
-    assert calm.safety_share(2.0) == pytest.approx(1 / 1.04)  # for what is slow more rarely
+    assert calm.rare_share == pytest.approx(1 / 1.04)  # for what is slow more rarely
 
 
 def test_an_empty_step_teaches_nothing() -> None:

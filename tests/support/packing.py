@@ -11,7 +11,7 @@ from bros.scheduler.packing import Bounds, Packing
 
 BLOCK_SIZE = 4
 SAFETY = 1.05
-FIRST_TOKEN_SHARE = SAFETY / 1.1  # a first token has twice the margin
+FIRST_TOKEN_SHARE = SAFETY / 1.1  # of a predictor that has seen no step
 MODEL = CostModel(
     constant_s=0.020, token_s=0.001, sample_s=0.0002, pair_s=4e-7, context_s=2e-6
 )  # fmt: skip
