@@ -64,7 +64,8 @@ ROOT = HERE.parents[1]
 PROMPT_TOKENS = 64
 SHORT, LONG = 8, 72
 DECODE_ROWS = (1, 8, 32)
-BYTES = {"fp32": 4.0, "bf16": 2.0, "int4": 0.5625}  # int4: a scale of 16 bits for 32 weights
+# Bytes of a weight of layers and of the vocabulary. int4: as in the file, in Q4_1 and Q8_0.
+BYTES = {"fp32": (4.0, 4.0), "bf16": (2.0, 2.0), "int4": (20 / 32, 34 / 32)}
 PEERS = {
     "transformers": ("fp32", "bf16"),
     "vllm": ("fp32", "bf16"),
@@ -281,7 +282,9 @@ class Work:
         """Case -> the milliseconds that memory or arithmetic need at least."""
         flop_s = machine.flop_s.get(precision, max(machine.flop_s.values()))
         weights = self.layers + self.vocabulary
-        reading_s = BYTES[precision] * weights / machine.bytes_per_s
+        of_layers, of_vocabulary = BYTES[precision]
+        size = of_layers * self.layers + of_vocabulary * self.vocabulary
+        reading_s = size / machine.bytes_per_s
         found = {
             f"decode {rows}": 1e3 * max(reading_s, 2 * rows * weights / flop_s)
             for rows in DECODE_ROWS

@@ -17,8 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bros.kernels.host_memory import WeightMemory
+
 GROUP = 32
 """Inputs that share a scale in int8 and int4, as in GGUF's Q4_0, Q4_1 and Q8_0."""
+
+_MEMORY = WeightMemory()
 
 
 class PanelFormat(enum.IntEnum):
@@ -34,7 +38,7 @@ class PanelFormat(enum.IntEnum):
 class Panels:
     """A weight matrix [outputs, inputs].
 
-    data: uint8, the panels one after the other.
+    data: uint8, the panels one after the other, in huge pages.
     width: outputs per panel; the last panel is zero-padded.
     """
 
@@ -87,7 +91,7 @@ class Panels:
         flat = [part.contiguous().flatten(2).view(torch.uint8) for part in parts]
         data = flat[0] if len(flat) == 1 else torch.cat(flat, dim=2)
         outputs, inputs = weight.shape
-        return cls(form, data.flatten(), outputs, inputs, width)
+        return cls(form, _MEMORY.keep(data.flatten()), outputs, inputs, width)
 
 
 def int8_groups(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,67 @@
+"""Weights in huge pages."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import weakref
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bros.kernels import host_memory
+from bros.kernels.host_memory import WeightMemory, huge_pages
+
+
+def numbers(size: int, seed: int) -> torch.Tensor:
+    return torch.arange(size, dtype=torch.int32).mul_(seed).to(torch.uint8)
+
+
+class SmallChunks(WeightMemory):
+    CHUNK = 4096
+
+
+@given(sizes=st.lists(st.integers(0, 9000), max_size=20))
+def test_weights_are_kept_as_they_are_apart_from_each_other(sizes: list[int]) -> None:
+    memory = SmallChunks()
+    given = [numbers(size, seed) for seed, size in enumerate(sizes, 3)]
+    kept = [memory.keep(data) for data in given]
+    ranges = sorted((each.data_ptr(), each.data_ptr() + len(each)) for each in kept if len(each))
+    for before, after in zip(ranges, ranges[1:], strict=False):
+        assert before[1] <= after[0]
+    for data, copy in zip(given, kept, strict=True):
+        assert torch.equal(data, copy)
+        assert len(copy) == 0 or copy.data_ptr() % 64 == 0
+
+
+def test_a_chunk_is_freed_with_the_last_tensor_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks: list[weakref.ref[mmap.mmap]] = []
+
+    def recorded(size: int) -> mmap.mmap:
+        memory = huge_pages(size)
+        chunks.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(host_memory, "huge_pages", recorded)
+    memory = SmallChunks()
+    first, second = memory.keep(numbers(1000, 3)), memory.keep(numbers(1000, 5))
+    assert second.data_ptr() - first.data_ptr() == 1024
+    memory.keep(numbers(5000, 7))  # more than is left: the next chunk
+    assert len(chunks) == 2
+    del first
+    gc.collect()
+    assert chunks[0]() is not None and torch.equal(second, numbers(1000, 5))
+    del second
+    gc.collect()
+    assert chunks[0]() is None
+
+
+def test_too_large_weights_are_refused() -> None:
+    class Endless(torch.Tensor):
+        def __len__(self) -> int:
+            return 1 << 60
+
+    with pytest.raises(MemoryError, match="cannot allocate 1099511627776 MiB for weights"):
+        WeightMemory().keep(torch.empty(0, dtype=torch.uint8).as_subclass(Endless))
