@@ -286,8 +286,8 @@ class StepTimePredictor:
     than it is for a normal distribution: of 3,258 steps of the hybrid load 5 % took more than 1.12
     times as long as expected, and 0.4 % more than 1.5 times.
 
-    Ablation: tight, attainment -41 points without a margin; slow machine, -12 points with a fixed
-    one, p99 gap +28 % without rho.
+    Ablation: tight, attainment -15 points without a margin; tiers, -7 points with a fixed one; slow
+    machine, -11 points without rho.
 
     safety_factor: follows `quantile`.
     rare_factor: follows the 99.9th percentile.

@@ -50,7 +50,7 @@ from bros.scheduler.state import (
 # them, resumed answers waited for 3 s (tests/text/test_resumed.py). Behind a turn, which may take a
 # whole step of best-effort work, streams waited for 0.41 s beside a flood of long prompts.
 #
-# Ablation: relegated, attainment -41 points if late deadlines stay, -41 if late requests do not
+# Ablation: relegated, attainment -39 points if late deadlines stay, -39 if late requests do not
 # wait behind others; p99 of first tokens +12 % without turns.
 #
 # A request whose first token is late waits behind those that can still be on time. A preempted
@@ -441,8 +441,8 @@ class OverloadGuard:
 # is wrong. A reset to B0 does more harm than that: with 260 running requests it makes most of them
 # late, which is the next violation.
 #
-# Ablation: tight memory, p99 of first tokens +19 % without a batch size, and many small, +14 %;
-# many small, throughput -15 % without slow start.
+# Ablation: tight memory, p99 of first tokens +19 % without a batch size, and many small, +16 %;
+# many small, throughput -14 % without slow start.
 
 
 class AdaptiveBatchSize:
@@ -474,7 +474,7 @@ _PRESSING, _OTHERS, _EARLY = 0.0, 1.0, 2.0
 
 _GAPS_IF_YIELDING = 5 / 3
 """For another request's first token, a step yields if no stream in it then waits longer than so
-many times its gap objective. Ablation: cpu, long, attainment -1.8 points with 1."""
+many times its gap objective. Ablation: slow machine, attainment -4 points with 1."""
 
 _LOST_SHARE, _MAX_LOST_S = 0.03, 1.0
 """This share of all time may be lost: with aborted steps, and with what is dropped of suspended
@@ -483,7 +483,7 @@ ones. What is not used adds up to this many seconds."""
 _TBAR_ALPHA = 0.2
 _TIGHT_FOR_S = 60.0
 """For so long after a request with a tight TTFT objective, others like it are expected. Ablation:
-one-token flood, throughput -1.9 %."""
+one-token flood, throughput -3 %."""
 _INITIAL_ROWS = 8
 _MAX_CREDIT_S = 2.0
 _MAX_STALE = 64
@@ -788,7 +788,7 @@ class BrosPolicy(Policy):
 
         So a chunk that is longer than what one step allows comes once in some steps. If the next
         step is planned before this one is done, both may use the same seconds: then it owes some.
-        Ablation: batch, p99 wait +25 %.
+        Ablation: batch, p99 wait +26 %.
         """
         if packing.urgent_s:
             left_s = self._pressure.latest * packing.urgent_s - packing.seconds
