@@ -546,13 +546,13 @@ COST = (
     Mechanism(
         name="safety margin",
         part="cost model",
-        without="steps are bounded by their expected times",
+        without="steps are bounded by their expected times, but for the margin of first tokens",
         patches=[(build, "StepTimePredictor", partial(StepTimePredictor, max_factor=1.0))],
     ),
     Mechanism(
         name="learnt margins",
         part="cost model",
-        without="the safety margin is always 5 %",
+        without="the safety margin is always 5 %, and that of first tokens 10 %",
         patches=[(build, "StepTimePredictor", _FixedMargins)],
     ),
     Mechanism(

@@ -64,7 +64,8 @@ ROOT = HERE.parents[1]
 PROMPT_TOKENS = 64
 SHORT, LONG = 8, 72
 DECODE_ROWS = (1, 8, 32)
-# Bytes of a weight of layers and of the vocabulary. int4: as in the file, in Q4_1 and Q8_0.
+# Bytes of a weight of layers and of the vocabulary. int4: those of the file, in Q4_1 and Q8_0;
+# engines may hold more.
 BYTES = {"fp32": (4.0, 4.0), "bf16": (2.0, 2.0), "int4": (20 / 32, 34 / 32)}
 PEERS = {
     "transformers": ("fp32", "bf16"),

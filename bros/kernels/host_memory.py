@@ -9,6 +9,8 @@ import threading
 import torch
 from torch import Tensor
 
+from bros.core.errors import ConfigError
+
 _LINE = 64  # bytes
 
 
@@ -17,7 +19,7 @@ def huge_pages(size: int) -> mmap.mmap:
 
     Private, since shared memory has no huge pages by default.
 
-    Raises OSError or OverflowError if there is not as much.
+    Raises OSError or OverflowError if the system has less.
     """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(AttributeError, OSError):  # not every system has huge pages
@@ -32,11 +34,12 @@ class WeightMemory:
         |<------------------- chunk --------------------->|        |<--- next chunk
 
     A step reads all weights, each once. In pages of 4 KB it translates an address for every 64
-    lines, and a matrix of a small model is too small to have a huge page of its own: with these
-    decode steps of 1 and 8 rows take 5 and 2 % less time in int4, 8 and 6 % in bf16 (SmolLM2-135M,
-    two cores of a Zen 4).
+    lines, and a matrix of a small model is too small to have a huge page of its own. With huge
+    pages decode steps of 1 and 8 rows take 5 and 2 % less time in int4, 8 and 6 % in bf16
+    (SmolLM2-135M, two cores of a Zen 4).
 
-    A chunk is freed with the last tensor in it.
+    Large matrices have memory of their own. A chunk is freed with the last tensor in it, but for
+    the one that is not yet full.
     """
 
     CHUNK = 32 * 1024 * 1024
@@ -49,11 +52,13 @@ class WeightMemory:
     def keep(self, data: Tensor) -> Tensor:
         """A copy of `data`, uint8 [n], that begins at a cache line. Thread-safe.
 
-        Raises MemoryError if there is not enough.
+        Raises ConfigError if there is not enough memory.
         """
+        if len(data) > self.CHUNK // 4:  # so that little of a chunk is left over
+            return _bytes(len(data)).copy_(data)
         with self._lock:
             if self._used + len(data) > len(self._chunk):
-                self._chunk = _bytes(max(self.CHUNK, len(data)))
+                self._chunk = _bytes(self.CHUNK)
                 self._used = 0
             kept = self._chunk[self._used : self._used + len(data)]
             self._used += -(-len(data) // _LINE) * _LINE
@@ -62,7 +67,10 @@ class WeightMemory:
 
 def _bytes(size: int) -> Tensor:
     try:
-        return torch.frombuffer(huge_pages(size), dtype=torch.uint8)
+        # Else what is made while a model is loaded could not be written to elsewhere.
+        with torch.inference_mode(False):
+            return torch.frombuffer(huge_pages(size), dtype=torch.uint8)
     except (OSError, OverflowError):
-        message = f"this machine cannot allocate {size / 2**20:.0f} MiB for weights"
-        raise MemoryError(message) from None
+        raise ConfigError(
+            f"--model, --weights: this machine cannot allocate {size / 2**20:.0f} MiB for weights"
+        ) from None

@@ -23,6 +23,7 @@ GROUP = 32
 """Inputs that share a scale in int8 and int4, as in GGUF's Q4_0, Q4_1 and Q8_0."""
 
 _MEMORY = WeightMemory()
+"""Of all models of the process, since panels are made in many places of a model."""
 
 
 class PanelFormat(enum.IntEnum):

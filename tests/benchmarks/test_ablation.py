@@ -97,7 +97,7 @@ def test_a_mechanism_is_needed_by_the_load_that_loses_without_it(ablation: Modul
 
 
 def test_the_committed_report_is_that_of_the_committed_figures(ablation: ModuleType) -> None:
-    """It is about all loads and mechanisms, and say why those stay that no load needs."""
+    """It is about all loads and mechanisms, and says why those stay that no load needs."""
     results = json.loads((RESULTS / "ablation.json").read_text())
     assert list(results["loads"]) == list(ablation.LOADS)
     assert results["mechanisms"].keys() == ablation.MECHANISMS.keys()

@@ -58,8 +58,7 @@ def tensor_bytes(root: object) -> int:
             continue
         seen.add(id(thing))
         if isinstance(thing, torch.Tensor):
-            storage = thing.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
+            sizes[thing.data_ptr()] = max(thing.nbytes, sizes.get(thing.data_ptr(), 0))
             continue
         if isinstance(thing, dict):
             found += thing.values()

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.kernels import host_memory
+from bros.core.errors import ConfigError
+from bros.kernels import host_memory, panels
 from bros.kernels.host_memory import WeightMemory, huge_pages
 
 
@@ -26,12 +27,12 @@ class SmallChunks(WeightMemory):
 @given(sizes=st.lists(st.integers(0, 9000), max_size=20))
 def test_weights_are_kept_as_they_are_apart_from_each_other(sizes: list[int]) -> None:
     memory = SmallChunks()
-    given = [numbers(size, seed) for seed, size in enumerate(sizes, 3)]
-    kept = [memory.keep(data) for data in given]
+    sources = [numbers(size, seed) for seed, size in enumerate(sizes, 3)]
+    kept = [memory.keep(data) for data in sources]
     ranges = sorted((each.data_ptr(), each.data_ptr() + len(each)) for each in kept if len(each))
     for before, after in zip(ranges, ranges[1:], strict=False):
         assert before[1] <= after[0]
-    for data, copy in zip(given, kept, strict=True):
+    for data, copy in zip(sources, kept, strict=True):
         assert torch.equal(data, copy)
         assert len(copy) == 0 or copy.data_ptr() % 64 == 0
 
@@ -48,9 +49,15 @@ def test_a_chunk_is_freed_with_the_last_tensor_in_it(monkeypatch: pytest.MonkeyP
     memory = SmallChunks()
     first, second = memory.keep(numbers(1000, 3)), memory.keep(numbers(1000, 5))
     assert second.data_ptr() - first.data_ptr() == 1024
-    memory.keep(numbers(5000, 7))  # more than is left: the next chunk
+    memory.keep(numbers(5000, 7))  # memory of its own, freed at once
+    assert len(chunks) == 2 and chunks[1]() is None
+    third = memory.keep(numbers(1000, 9))
+    assert third.data_ptr() - second.data_ptr() == 1024
+    fourth = memory.keep(numbers(1000, 11))
     assert len(chunks) == 2
-    del first
+    memory.keep(numbers(100, 13))  # more than is left: the next chunk
+    assert len(chunks) == 3
+    del first, third, fourth
     gc.collect()
     assert chunks[0]() is not None and torch.equal(second, numbers(1000, 5))
     del second
@@ -58,10 +65,25 @@ def test_a_chunk_is_freed_with_the_last_tensor_in_it(monkeypatch: pytest.MonkeyP
     assert chunks[0]() is None
 
 
+def test_a_chunk_that_was_begun_while_a_model_was_loaded_takes_other_weights() -> None:
+    memory = SmallChunks()
+    with torch.inference_mode():
+        loaded = memory.keep(numbers(100, 3))
+    assert torch.equal(memory.keep(numbers(100, 5)), numbers(100, 5))
+    assert torch.equal(loaded, numbers(100, 3))
+
+
+def test_panels_are_kept_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SmallChunks()
+    monkeypatch.setattr(panels, "_MEMORY", memory)
+    first, second = (panels.Panels.fp32(torch.ones(32, 4), 32).data for _ in range(2))
+    assert second.data_ptr() - first.data_ptr() == 512
+
+
 def test_too_large_weights_are_refused() -> None:
     class Endless(torch.Tensor):
         def __len__(self) -> int:
             return 1 << 60
 
-    with pytest.raises(MemoryError, match="cannot allocate 1099511627776 MiB for weights"):
+    with pytest.raises(ConfigError, match="cannot allocate 1099511627776 MiB for weights"):
         WeightMemory().keep(torch.empty(0, dtype=torch.uint8).as_subclass(Endless))

@@ -298,13 +298,16 @@ def test_the_safety_factor_has_bounds() -> None:
     for number in range(300):
         predictor.observe(DECODE, MODEL.seconds(DECODE) * 1.9 ** (number % 2))
         assert 1.0 <= predictor.safety_factor <= 1.2
-        assert 1.0 < predictor.rare_factor <= 2.0
-        assert 0.0 < predictor.rare_share <= 1.0
+    for _ in range(30):
+        predictor.observe(DECODE, 20.0 * predictor.seconds(DECODE))
+    assert (predictor.safety_factor, predictor.rare_factor) == (1.2, 2.0)
     calm = StepTimePredictor(MODEL)
     for _ in range(3000):
         calm.observe(DECODE, MODEL.seconds(DECODE))
     assert calm.safety_factor == 1.0
     assert calm.rare_share == pytest.approx(1 / 1.04)  # for what is slow more rarely
+    calm.safety_factor = 1.1  # slow steps in sequence: it has risen above the other
+    assert calm.rare_share == 1.0
 
 
 def test_an_empty_step_teaches_nothing() -> None:
