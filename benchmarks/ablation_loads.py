@@ -8,6 +8,7 @@ were right. Durations are as short as the intervals between ten seeds allow.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -271,6 +272,15 @@ QOSERVE = objectives(Slo(6.0, 0.05), Slo(60.0, 0.4), Slo(180.0, 0.4))
 to a tenth with their run."""
 MIXED = objectives(Slo(0.15, 0.05), Slo(0.4, 0.2), Slo(3.0, 0.3), Slo(20.0, 1.0))
 
+_on_two_cores = functools.partial(
+    Load,
+    be=BeLoad(16),
+    profile=CPU,
+    options={"max_num_seqs": 64, "max_batch_tokens": 256},
+    kv_blocks=1500,
+)
+"""The embedded model beside 16 best-effort requests."""
+
 _ALL = (
     Load(
         name="paper",
@@ -289,58 +299,38 @@ _ALL = (
         kv_blocks=1000,
         duration_s=15.0,
     ),
-    Load(
+    _on_two_cores(
         name="cpu",
         about="the embedded model on two cores: short chats at 0.9/s, 16 best-effort requests",
         rt=poisson(0.9, SHORT),
-        be=BeLoad(16),
-        profile=CPU,
-        options={"max_num_seqs": 64, "max_batch_tokens": 256},
-        kv_blocks=1500,
         duration_s=120.0,
     ),
-    Load(
+    _on_two_cores(
         name="cpu, long",
         about="the same with prompts of 100 to 220 tokens, which take up to two thirds of the TTFT",
         rt=poisson(0.4, RequestSizes(Uniform(100, 220), Uniform(2, 40))),
-        be=BeLoad(16),
-        profile=CPU,
-        options={"max_num_seqs": 64, "max_batch_tokens": 256},
-        kv_blocks=1500,
         duration_s=150.0,
     ),
-    Load(
+    _on_two_cores(
         name="cpu, documents",
         about="the same beside documents of 400 to 2,000 tokens, which take longer than the TTFT",
         rt=merged(
             poisson(0.4, SHORT),
             poisson(0.05, RequestSizes(Uniform(400, 2000), Uniform(2, 40))),
         ),
-        be=BeLoad(16),
-        profile=CPU,
-        options={"max_num_seqs": 64, "max_batch_tokens": 256},
-        kv_blocks=1500,
         duration_s=150.0,
     ),
-    Load(
+    _on_two_cores(
         name="slow machine",
         about="chats at 0.4/s where steps take 1.5 times as long as predicted, and vary by 15 %",
         rt=poisson(0.4, SHORT),
-        be=BeLoad(16),
-        profile=CPU,
-        options={"max_num_seqs": 64, "max_batch_tokens": 256},
-        kv_blocks=1500,
         disturbance=Disturbance(noise=0.15, slowdown=1.5),
         duration_s=150.0,
     ),
-    Load(
+    _on_two_cores(
         name="shared cores",
         about="chats at 0.4/s on cores that others use as well: steps vary by 13 %, in long waves",
         rt=poisson(0.4, SHORT),
-        be=BeLoad(16),
-        profile=CPU,
-        options={"max_num_seqs": 64, "max_batch_tokens": 256},
-        kv_blocks=1500,
         disturbance=Disturbance(noise=0.13, correlation=0.85),
         duration_s=300.0,
     ),
