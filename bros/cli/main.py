@@ -7,9 +7,10 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 from bros import __version__
 from bros.cli.flags import (
@@ -30,6 +31,9 @@ from bros.core.config_sources import (
 from bros.core.errors import BrosError, ConfigError
 from bros.core.rank_env import RankEnv, torchrun_rank_env, with_ranks
 from bros.engine.parent import end_with_parent
+
+if TYPE_CHECKING:
+    from bros.transport.engine_start import EngineProcess
 
 INTERRUPTED = 130
 """The exit status that shells expect after Ctrl-C."""
@@ -108,16 +112,35 @@ def _run_model(
 
 def _serve(config: Config, rank_env: RankEnv | None) -> int:
     if rank_env is None or rank_env.rank == 0:
-        from bros.server.build import serve
+        with _first_process(config) if rank_env is None else nullcontext() as first:
+            from bros.server.build import serve
 
-        if rank_env is not None:
-            end_with_parent(signal.SIGTERM)
-        return serve(config, is_rank=rank_env is not None)
+            if rank_env is not None:
+                end_with_parent(signal.SIGTERM)
+            return serve(config, is_rank=rank_env is not None, first=first)
     from bros.engine.group import run_follower
     from bros.executor.model_store import cache_dir_of
 
     cache_dir = cache_dir_of(config.server.data_dir)
     return run_follower(config.engine, rank_env, cache_dir, config.server.log_level)
+
+
+@contextmanager
+def _first_process(config: Config) -> Iterator[EngineProcess | None]:
+    """The process of the engine, started before the server is imported, if there is just one."""
+    server = config.server
+    bounds = (server.min_replicas, server.max_replicas, server.cluster)
+    if config.engine.tp > 1 or server.replicas > 1 or any(bound is not None for bound in bounds):
+        yield None
+        return
+    from bros.transport.engine_start import EngineProcess
+
+    process = EngineProcess()
+    try:
+        process.start()
+        yield process
+    finally:
+        process.end()
 
 
 def _profile(

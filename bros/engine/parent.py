@@ -14,19 +14,23 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_server(folder: Path) -> None:
+def end_with_server(folder: Path) -> threading.Event:
     """Exit at once when the server has closed its end of stdin, even from within a library call.
 
     folder: the folder of the sockets, removed here because a killed server cannot.
+
+    Returns an event that is set when the server has written to stdin.
     """
     # Unbuffered: at exit Python would wait for a thread that blocks in a buffered reader.
     stdin = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)
-    threading.Thread(target=_exit_at_eof, args=(stdin, folder), daemon=True).start()
+    written = threading.Event()
+    threading.Thread(target=_exit_at_eof, args=(stdin, folder, written), daemon=True).start()
+    return written
 
 
-def _exit_at_eof(stdin: FileIO, folder: Path) -> None:
+def _exit_at_eof(stdin: FileIO, folder: Path, written: threading.Event) -> None:
     while stdin.read(1):
-        pass  # the server sends nothing
+        written.set()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 

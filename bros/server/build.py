@@ -60,6 +60,7 @@ from bros.text.chat_format import ChatFormat
 from bros.text.generation import TextGenerator
 from bros.text.grammar_check import GrammarChecker
 from bros.text.tokenizer import Tokenizer
+from bros.transport.engine_start import EngineProcess
 from bros.transport.process_client import ProcessEngineClient
 
 logger = logging.getLogger("bros.server")
@@ -67,11 +68,12 @@ logger = logging.getLogger("bros.server")
 _SWITCH_INTERVAL_S = 0.001
 
 
-def serve(config: Config, *, is_rank: bool = False) -> int:
+def serve(config: Config, *, is_rank: bool = False, first: EngineProcess | None = None) -> int:
     """Run a server until it is stopped. Returns the exit status: 0 after SIGINT or SIGTERM, 1 if
     the engine died and may not restart.
 
     is_rank: torchrun has started this process as rank 0, and the other ranks beside it.
+    first: the process of the engine, started early; only for one engine without ranks.
 
     Raises ConfigError, ModelError or EngineDeadError if the server cannot start.
     """
@@ -89,7 +91,7 @@ def serve(config: Config, *, is_rank: bool = False) -> int:
     bound = bind(config.server.host, config.server.port)
     with bound, contextlib.closing(_open_store(config.server)) as store:
         files = resolve_model(config.engine.model, cache_dir_of(config.server.data_dir), _print)
-        return run(_serve(config, files, bound, store, tenants, tls, is_rank))
+        return run(_serve(config, files, bound, store, tenants, tls, is_rank, first))
 
 
 def set_up_logging(level: str) -> None:
@@ -111,6 +113,7 @@ async def _serve(
     tenants: Tenants,
     tls: ssl.SSLContext | None,
     is_rank: bool,
+    first: EngineProcess | None,
 ) -> int:
     servers: list[HttpServer] = []
     deaths: list[str] = []
@@ -120,7 +123,7 @@ async def _serve(
         for server in servers:
             server.stop()
 
-    engine = _engine(config, files, is_rank, on_final_death)
+    engine = _engine(config, files, is_rank, on_final_death, first)
     copies = f" {config.server.replicas} times" if isinstance(engine, RouterClient) else ""
     _print(f"Loading {files.name}{copies} ...")
     try:
@@ -161,7 +164,11 @@ async def _serve(
 
 
 def _engine(
-    config: Config, files: ModelFiles, is_rank: bool, on_final_death: Callable[[str], None]
+    config: Config,
+    files: ModelFiles,
+    is_rank: bool,
+    on_final_death: Callable[[str], None],
+    first: EngineProcess | None,
 ) -> ProcessEngineClient | LocalReplicas | ElasticReplicas:
     def make(
         number: int | None, engine: EngineConfig, on_death: Callable[[str], None]
@@ -175,6 +182,7 @@ def _engine(
             is_rank=is_rank,
             replica=number,
             on_final_death=on_death,
+            first=first if number is None else None,
         )
 
     if config.server.cluster is not None:

@@ -1,7 +1,8 @@
 """The engine process: `python -m bros.transport.process FOLDER`, started by ProcessEngineClient.
 
-FOLDER has launch.json (LaunchSpec) and the server's sockets. The server keeps stdin open without
-writing to it; when stdin closes, the server is gone and this process exits at once.
+FOLDER has launch.json (LaunchSpec) and the server's sockets. If it has none yet, the server writes
+to stdin when it has: this process was started early (EngineProcess). The server keeps stdin open;
+when it closes, the server is gone and this process exits at once.
 
 With several ranks there is one such process per rank, see launcher.py. Rank 0 talks to the server;
 another rank only reports why it failed.
@@ -78,8 +79,14 @@ class LaunchSpec:
         return "bros.transport.launcher" if self.starts_ranks else "bros.transport.process"
 
     def write(self, folder: Path) -> None:
-        """Write the folder's file. Call it before the process starts."""
-        (folder / _FILE).write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+        """Write the folder's file, which is whole as soon as it is there."""
+        part = folder / f"{_FILE}.part"
+        part.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+        part.rename(folder / _FILE)
+
+    @classmethod
+    def is_in(cls, folder: Path) -> bool:
+        return (folder / _FILE).exists()
 
     @classmethod
     def read(cls, folder: Path) -> LaunchSpec:
@@ -94,21 +101,40 @@ logger = logging.getLogger("bros.engine")
 
 def main() -> int:
     folder = Path(sys.argv[1])
-    launch = LaunchSpec.read(folder)
-    if launch.starts_ranks:
-        obey_parent_only()
-        end_with_parent()
-    else:
-        # Both reach the whole process group; the server decides when to end.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        faulthandler.register(SHOW_STACKS)
-    end_with_server(folder)
+    launch = _launch(folder)
     try:
         _run(launch, folder)
         return 0
     except Exception:  # already reported to the server
         return 1
+
+
+def _launch(folder: Path) -> LaunchSpec:
+    """The launch of this process, which from then on ends as the server wants."""
+    if LaunchSpec.is_in(folder):
+        launch = LaunchSpec.read(folder)
+        if launch.starts_ranks:
+            obey_parent_only()
+            end_with_parent()
+        else:
+            _leave_end_to_server()
+        end_with_server(folder)
+        return launch
+    # It was started early and has no ranks: import what every engine needs.
+    _leave_end_to_server()
+    begun = end_with_server(folder)
+    import bros.engine.build
+    import bros.engine.group  # noqa: F401
+
+    begun.wait()
+    return LaunchSpec.read(folder)
+
+
+def _leave_end_to_server() -> None:
+    # Both reach the whole process group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.register(SHOW_STACKS)
 
 
 def _run(launch: LaunchSpec, folder: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -21,6 +19,7 @@ from bros.engine.client import MessageClient
 from bros.engine.messages import Command, Failed, Heartbeat, Ready, Shutdown
 from bros.engine.watchdog import LoadWatch, StarvationClock
 from bros.executor.model_store import ModelFiles
+from bros.transport.engine_start import EngineProcess
 from bros.transport.ipc import Endpoints, command_codec, open_socket, reply_codec
 from bros.transport.process import HEARTBEATS_PER_TIMEOUT, SHOW_STACKS, LaunchSpec
 
@@ -428,8 +427,11 @@ class ProcessEngineClient(SupervisedClient):
         is_rank: bool = False,
         replica: int | None = None,
         on_final_death: Callable[[str], None] = lambda reason: None,
+        first: EngineProcess | None = None,
     ) -> None:
-        """replica: see LaunchSpec."""
+        """replica: see LaunchSpec.
+        first: the first process, started early, of an engine that starts no ranks.
+        """
         starts_ranks = config.tp > 1 and not is_rank
         super().__init__(
             restart=restart and not is_rank,
@@ -447,7 +449,8 @@ class ProcessEngineClient(SupervisedClient):
             replica=replica,
         )
         self._load_timeout_s = 0.0 if is_rank else config.load_timeout
-        self._process: asyncio.subprocess.Process | None = None
+        self._first = first
+        self._process: EngineProcess | None = None
 
     @property
     def pid(self) -> int | None:
@@ -459,8 +462,7 @@ class ProcessEngineClient(SupervisedClient):
 
     def _kill(self) -> None:
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            self._process.kill()
 
     def _why_alive(self) -> str:
         pid = self.pid
@@ -472,12 +474,13 @@ class ProcessEngineClient(SupervisedClient):
 
     async def _run_once(self) -> str:
         async with contextlib.AsyncExitStack() as stack:
-            # Readable by this user only.
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bros-")))
+            process = stack.enter_context(self._next_process())
             # Runs after the callbacks of _listen, so that an engine that is alive has a process.
-            stack.callback(self._close_process)
-            receiver = self._listen(stack, Endpoints.of(folder))
-            process = self._process = await self._spawn(folder)
+            stack.callback(setattr, self, "_process", None)
+            receiver = self._listen(stack, Endpoints.of(process.folder))
+            self._launch.write(process.folder)
+            process.begin()
+            self._process = process
             if self._load_timeout_s:
                 watch = asyncio.create_task(self._watch_load(process.pid), name="engine-load-watch")
                 stack.push_async_callback(_cancel, watch)
@@ -486,6 +489,10 @@ class ProcessEngineClient(SupervisedClient):
             code = await process.wait()
             await receiver.drain()
         return self._failure or f"The engine process ended unexpectedly (code {code})."
+
+    def _next_process(self) -> EngineProcess:
+        first, self._first = self._first, None
+        return first or EngineProcess("-m", self._launch.module)
 
     async def _watch_load(self, pid: int) -> None:
         """Kill an engine that makes no progress before it is ready."""
@@ -500,26 +507,13 @@ class ProcessEngineClient(SupervisedClient):
         # First, as the signal ends a process that has not got as far as to handle it.
         self._note_failure(reason, hung=True)
         if not self._launch.starts_ranks and self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(SHOW_STACKS)
+            self._process.send_signal(SHOW_STACKS)
             await asyncio.sleep(_SHOW_S)
         if self._was_ready:  # the signal has interrupted what it waited for
             self._failure, self._hung = "", False
             return
         self.on_death(self._failure)
         self._kill()
-
-    def _close_process(self) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-        self._process = None
-
-    async def _spawn(self, folder: Path) -> asyncio.subprocess.Process:
-        self._launch.write(folder)
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", self._launch.module, str(folder)),
-            stdin=asyncio.subprocess.PIPE,
-        )
 
 
 def _kernel_function(pid: int) -> str:

@@ -14,7 +14,9 @@ import pytest
 from bros import __version__
 from bros.cli.main import main
 from bros.core.config import Config
-from bros.core.errors import EngineDeadError, ModelError
+from bros.core.errors import ConfigError, EngineDeadError, ModelError
+from bros.transport.engine_start import EngineProcess
+from support.processes import exists
 
 Serve = Callable[[Config], int]
 
@@ -29,10 +31,15 @@ class FakeBuild(types.ModuleType):
         self.failure: BaseException | None = None
         self.status = 0
         self.is_rank = False
+        self.first: EngineProcess | None = None
 
-    def serve(self, config: Config, *, is_rank: bool = False) -> int:
+    def serve(
+        self, config: Config, *, is_rank: bool = False, first: EngineProcess | None = None
+    ) -> int:
         self.configs.append(config)
         self.is_rank = is_rank
+        self.first = first
+        assert first is None or exists(first.pid)
         if self.failure is not None:
             raise self.failure
         return self.status
@@ -66,6 +73,21 @@ def test_serve_gets_the_configuration(build: FakeBuild) -> None:
     assert config.engine.weights == "bf16"
     assert config.engine.seed == 7
     assert config.server.port == 9000
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--tp", "2"), ("--replicas", "2"), ("--max-replicas", "2"), ("--cluster", "auto")],
+    ids=" ".join,
+)
+def test_a_single_engine_is_started_before_the_server_is_imported(
+    build: FakeBuild, options: tuple[str, ...]
+) -> None:
+    build.failure = ConfigError("the port is taken")
+    assert run("serve", *options) == 2
+    assert (build.first is not None) == (not options)
+    if build.first is not None:
+        assert not exists(build.first.pid) and not build.first.folder.exists()
 
 
 def test_serve_without_arguments_takes_the_defaults(build: FakeBuild) -> None:

@@ -1,22 +1,21 @@
 """An engine process whose steps hang or slow down in native code when a prompt asks for it, or that
 hangs or is slow while it loads.
 
-`python hanging_engine.py FOLDER LOADING`, in place of `python -m bros.transport.process FOLDER`.
+`python hanging_engine.py LOADING FOLDER`, in place of `python -m bros.transport.process FOLDER`.
 Every step takes STEP_S longer than it would.
 """
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import faulthandler
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from bros.core.plan import StepPlan, StepResult
+from bros.transport.engine_start import EngineProcess
 from bros.transport.process import SHOW_STACKS
 from bros.transport.process_client import ProcessEngineClient
 
@@ -41,10 +40,8 @@ class HangingEngineClient(ProcessEngineClient):
 
     loading: Loading = "usual"
 
-    async def _spawn(self, folder: Path) -> asyncio.subprocess.Process:
-        self._launch.write(folder)
-        command = [sys.executable, __file__, str(folder), self.loading]
-        return await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
+    def _next_process(self) -> EngineProcess:
+        return EngineProcess(__file__, self.loading)
 
 
 def load_as(loading: str) -> None:
@@ -91,9 +88,10 @@ def main() -> int:
         return execute(self, plan, should_abort)
 
     def loading(*arguments: Any, **options: Any) -> Engine:
-        load_as(sys.argv[2])
+        load_as(load)
         return build_engine(*arguments, **options)
 
+    load = sys.argv.pop(1)
     build_engine, build.build_engine = build.build_engine, loading
     ModelRunner.execute = hanging  # type: ignore[method-assign]
     return run_process()

@@ -1,0 +1,67 @@
+"""Engine processes that start before the server knows what they load."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from bros.core.errors import EngineDeadError
+from bros.executor.model_store import ModelFiles
+from bros.transport.engine_start import EngineProcess
+from bros.transport.process_client import ProcessEngineClient
+from support.process_engine import TINY_ENGINE, ask, tokens_of
+from support.processes import exists
+from support.server_process import wait_until
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+
+@pytest.mark.asyncio
+async def test_the_first_process_was_started_early_and_later_ones_are_new(
+    files: ModelFiles,
+) -> None:
+    first = EngineProcess()
+    first.start()
+    pid, folder = first.pid, first.folder
+    client = ProcessEngineClient(TINY_ENGINE, files, log_level="error", first=first)
+    await client.start()
+    assert client.pid == pid
+    tokens = await tokens_of(client, ask("first"))
+    assert len(tokens) == 8
+    async with asyncio.timeout(60):
+        await client.restart()
+    assert client.pid != pid and not exists(pid) and not folder.exists()
+    assert await tokens_of(client, ask("second")) == tokens
+    await client.close()
+    first.end()  # as the command line does at the end; it has ended already
+
+
+def test_a_process_that_nobody_begins_ends_with_its_server() -> None:
+    """However it ends: by `end`, or so that the process only sees that its stdin is closed."""
+    for how in ("end", "close"):
+        process = EngineProcess()
+        process.start()
+        pid, folder = process.pid, process.folder
+        assert exists(pid) and folder.exists()
+        getattr(process, how)()
+        wait_until(lambda pid=pid: not exists(pid), 60.0, f"the process ends after {how}")
+        assert not folder.exists()
+        process.end()
+
+
+@pytest.mark.asyncio
+async def test_an_early_process_that_died_is_a_failed_start(files: ModelFiles) -> None:
+    first = EngineProcess()
+    first.start()
+    os.kill(first.pid, signal.SIGKILL)
+    assert await first.wait() == -signal.SIGKILL
+    deaths: list[str] = []
+    client = ProcessEngineClient(
+        TINY_ENGINE, files, log_level="critical", first=first, on_final_death=deaths.append
+    )
+    with pytest.raises(EngineDeadError, match="ended unexpectedly"):
+        await client.start()
+    assert len(deaths) == 1 and "ended unexpectedly" in deaths[0]
