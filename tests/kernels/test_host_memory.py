@@ -1,10 +1,14 @@
-"""Weights in huge pages."""
+"""Memory in huge pages: weights, and memory that is allocated before it is written."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
+import sys
+import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +17,8 @@ from hypothesis import strategies as st
 
 from bros.core.errors import ConfigError
 from bros.kernels import host_memory, panels
-from bros.kernels.host_memory import WeightMemory, huge_pages
+from bros.kernels.host_memory import HUGE_PAGE, WeightMemory, huge_pages, populate
+from support.server_process import wait_until
 
 
 def numbers(size: int, seed: int) -> torch.Tensor:
@@ -87,3 +92,40 @@ def test_too_large_weights_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="cannot allocate 1099511627776 MiB for weights"):
         WeightMemory().keep(torch.empty(0, dtype=torch.uint8).as_subclass(Endless))
+
+
+def resident_bytes(memory: mmap.mmap) -> int:
+    """How much of it, which begins at a page, has been allocated."""
+    pages = -(-len(memory) // mmap.PAGESIZE)
+    found = (ctypes.c_ubyte * pages)()
+    start = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+    assert ctypes.CDLL(None).mincore(start, ctypes.c_size_t(len(memory)), found) == 0
+    return sum(page & 1 for page in found) * mmap.PAGESIZE
+
+
+def populating() -> bool:
+    return any(thread.name == "populate" for thread in threading.enumerate())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux allocates memory ahead")
+def test_memory_is_allocated_before_it_is_written_and_keeps_what_is_in_it() -> None:
+    memory = huge_pages(5 * HUGE_PAGE + 12345)
+    memory[7] = 77
+    populate(memory, range(0, len(memory), HUGE_PAGE))
+    wait_until(lambda: not populating(), 60.0, "all is allocated")
+    release = tuple(int(n) for n in Path("/proc/sys/kernel/osrelease").read_text().split(".")[:2])
+    if release < (5, 14):
+        pytest.skip("this Linux does not allocate memory ahead")
+    # Pages of the offsets; the last byte may lie in a page after these.
+    assert resident_bytes(memory) >= 5 * HUGE_PAGE
+    assert memory[7] == 77 and not any(memory[8:])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux allocates memory ahead")
+def test_memory_that_is_freed_is_not_allocated_further() -> None:
+    memory = huge_pages(HUGE_PAGE)
+    gone = weakref.ref(memory)
+    populate(memory, [0] * 10**7)
+    del memory
+    wait_until(lambda: gone() is None, 60.0, "the memory is freed")
+    wait_until(lambda: not populating(), 60.0, "the thread ends")
