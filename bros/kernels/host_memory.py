@@ -52,7 +52,7 @@ def populate(memory: mmap.mmap, offsets: Iterable[int]) -> None:
     if sys.platform != "linux":
         return
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    arguments = (weakref.ref(memory), start, len(memory), tuple(offsets))
+    arguments = (weakref.ref(memory), start, len(memory), offsets)
     threading.Thread(target=_populate, args=arguments, name="populate", daemon=True).start()
 
 
@@ -63,13 +63,15 @@ def _populate(
         os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
     madvise = ctypes.CDLL(None).madvise  # that of mmap would hold the interpreter
     for offset in offsets:
-        kept = memory()  # for this call only
+        kept = memory()
         if kept is None:
             return
         first = max(start, (start + offset) // HUGE_PAGE * HUGE_PAGE)
         last = min(start + size, first // HUGE_PAGE * HUGE_PAGE + HUGE_PAGE)
         length = ctypes.c_size_t(last - first)
-        if madvise(ctypes.c_void_p(first), length, _MADV_POPULATE_WRITE):
+        failed = madvise(ctypes.c_void_p(first), length, _MADV_POPULATE_WRITE)
+        del kept  # so that the memory can be freed
+        if failed:
             return
 
 

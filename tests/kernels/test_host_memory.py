@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import mmap
 import sys
 import threading
@@ -125,7 +126,7 @@ def test_memory_is_allocated_before_it_is_written_and_keeps_what_is_in_it() -> N
 def test_memory_that_is_freed_is_not_allocated_further() -> None:
     memory = huge_pages(HUGE_PAGE)
     gone = weakref.ref(memory)
-    populate(memory, [0] * 10**7)
+    populate(memory, itertools.repeat(0))
     del memory
     wait_until(lambda: gone() is None, 60.0, "the memory is freed")
     wait_until(lambda: not populating(), 60.0, "the thread ends")
