@@ -173,6 +173,7 @@ def figures(result: SimulationResult, be_tokens: int) -> dict[str, Any]:
         "mean_step_s": result.end_s / max(1, result.steps),
         "step_prediction_error": stats.step_error_s / stats.step_s if stats.predicted_s else None,
         "safety_factor": stats.safety_factor,
+        "rare_factor": stats.rare_factor,
         "preempted_kv": counts.kv_preempted,
         "end_s": result.end_s,
     }

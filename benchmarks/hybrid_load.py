@@ -241,6 +241,7 @@ def figures(result: SimulationResult, slo: Slo, scheduling_s: float) -> dict[str
         "scheduling_share": scheduling_s / result.end_s,
         "step_prediction_error": stats.step_error_s / stats.step_s if stats.predicted_s else None,
         "safety_factor": stats.safety_factor,
+        "rare_factor": stats.rare_factor,
         "aborted_steps": stats.aborted_steps,
         "aborted_s": stats.aborted_s,
         "suspended_steps": stats.suspended_steps,

@@ -231,6 +231,7 @@ SAMPLED = {
     'bros_stream_slowdown_count{class="rt"}': "streams",
     "bros_batch_size": "batch_size",
     "bros_safety_factor": "safety_factor",
+    "bros_rare_factor": "rare_factor",
     "bros_engine_steps_total": "steps",
     "bros_engine_step_seconds_total": "step_seconds",
     "bros_engine_step_predicted_seconds_total": "predicted_seconds",

@@ -58,7 +58,8 @@ _GAUGES = frozenset(
 """Statistics that end with an engine; all others are counters."""
 
 _NOT_SUMMED = frozenset(
-    {"by_class", "slack", "slowdown", "safety_factor", "device_s", "traces", "yielding"}
+    {"by_class", "slack", "slowdown", "device_s", "traces", "yielding"}
+    | {"safety_factor", "rare_factor"}
 )
 
 _Stats = TypeVar("_Stats", EngineStats, ClassStats)
@@ -76,7 +77,7 @@ def total_info(infos: Sequence[EngineInfo]) -> EngineInfo:
 
 
 def total_stats(parts: Sequence[EngineStats], before: Sequence[EngineStats] = ()) -> EngineStats:
-    """The sums of all statistics; of safety factors and a tenant's traces, the largest.
+    """The sums of all statistics; of factors and a tenant's traces, the largest.
 
     before: counters of engines that have ended (see `counters`), so that sums never decrease.
     """
@@ -93,14 +94,14 @@ def total_stats(parts: Sequence[EngineStats], before: Sequence[EngineStats] = ()
         by_class[service_class] = dataclasses.replace(
             _sum(ClassStats(), of_class), slack=slack, slowdown=slowdown, device_s=device_s
         )
-    safety = max((stats.safety_factor for stats in parts), default=1.0)
     traces = Counter[str]()
     for stats in parts:
         traces |= Counter(stats.traces)  # the larger number of each tenant
     return dataclasses.replace(
         total,
         by_class=by_class,
-        safety_factor=safety,
+        safety_factor=max((stats.safety_factor for stats in parts), default=1.0),
+        rare_factor=max((stats.rare_factor for stats in parts), default=1.0),
         traces=dict(traces),
         yielding=total_buckets([stats.yielding for stats in (*parts, *before)]),
     )

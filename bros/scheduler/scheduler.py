@@ -618,6 +618,7 @@ class Scheduler:
             lost_s=steps.aborted_s + self._suspended.lost_s,
             yielding=steps.yielding,
             safety_factor=predictor.safety_factor if predictor else 1.0,
+            rare_factor=predictor.rare_factor if predictor else 1.0,
             batch_size=rows,
             batch_resets=resets,
             kv_blocks_used=kv.num_used_blocks,

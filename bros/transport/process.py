@@ -120,12 +120,12 @@ def _launch(folder: Path) -> LaunchSpec:
             _leave_end_to_server()
         end_with_server(folder)
         return launch
-    # It was started early and has no ranks: import what every engine needs.
+    # It was started early, and has no ranks.
     _leave_end_to_server()
     begun = end_with_server(folder)
-    import bros.engine.build
-    import bros.engine.group  # noqa: F401
-
+    with contextlib.suppress(Exception):  # `_run` imports the same again, and reports the failure
+        import bros.engine.build
+        import bros.engine.group  # noqa: F401
     begun.wait()
     return LaunchSpec.read(folder)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -65,3 +66,21 @@ async def test_an_early_process_that_died_is_a_failed_start(files: ModelFiles) -
     with pytest.raises(EngineDeadError, match="ended unexpectedly"):
         await client.start()
     assert len(deaths) == 1 and "ended unexpectedly" in deaths[0]
+
+
+@pytest.mark.asyncio
+async def test_an_early_process_that_cannot_import_says_so_once_it_may(
+    files: ModelFiles, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\n"
+        "sys.modules['bros.engine.group'] = None\n"
+        "from bros.transport.process import main\n"
+        "sys.exit(main())\n"
+    )
+    first = EngineProcess(str(program))
+    first.start()
+    client = ProcessEngineClient(TINY_ENGINE, files, log_level="critical", first=first)
+    with pytest.raises(EngineDeadError, match="bros.engine.group"):
+        await client.start()

@@ -82,6 +82,11 @@ _ENGINE_GAUGES: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Factor on predicted step times, as a safety margin. If it stays far above 1, measure "
             "the profile again on the idle machine",
         ),
+        "rare_factor": (
+            "rare_factor",
+            "The margin before first tokens: 1 of 1,000 steps takes longer than predicted times "
+            "this. Above 1.5 other processes use the cores",
+        ),
     }
 )
 """Field of EngineStats or ClassStats -> (metric without bros_, help text); likewise below."""
