@@ -7,8 +7,9 @@ import os
 import platform
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, suppress
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ from bros.engine.parent import end_with_parent
 
 if TYPE_CHECKING:
     from bros.transport.engine_start import EngineProcess
+
+_STOPS = (signal.SIGINT, signal.SIGTERM)
 
 INTERRUPTED = 130
 """The exit status that shells expect after Ctrl-C."""
@@ -112,7 +115,7 @@ def _run_model(
 
 def _serve(config: Config, rank_env: RankEnv | None) -> int:
     if rank_env is None or rank_env.rank == 0:
-        with _first_process(config) if rank_env is None else nullcontext() as first:
+        with _first_process(config, rank_env) as first:
             from bros.server.build import serve
 
             if rank_env is not None:
@@ -126,21 +129,43 @@ def _serve(config: Config, rank_env: RankEnv | None) -> int:
 
 
 @contextmanager
-def _first_process(config: Config) -> Iterator[EngineProcess | None]:
-    """The process of the engine, started before the server is imported, if there is just one."""
+def _first_process(config: Config, rank_env: RankEnv | None) -> Iterator[EngineProcess | None]:
+    """The process of the engine, started before the server is imported.
+
+    None if there may be several or if it has ranks, and if the process cannot be started: then the
+    server tries again, and reports why.
+    """
     server = config.server
     bounds = (server.min_replicas, server.max_replicas, server.cluster)
-    if config.engine.tp > 1 or server.replicas > 1 or any(bound is not None for bound in bounds):
+    several = server.replicas > 1 or any(bound is not None for bound in bounds)
+    if several or config.engine.tp > 1 or rank_env is not None:
         yield None
         return
     from bros.transport.engine_start import EngineProcess
 
-    process = EngineProcess()
-    try:
-        process.start()
+    with ExitStack() as stack:
+        process = None
+        with suppress(OSError), _ignoring_stops():
+            made = EngineProcess()
+            stack.callback(made.discard)
+            made.start()
+            process = made
         yield process
+
+
+@contextmanager
+def _ignoring_stops() -> Iterator[None]:
+    """A process that is started in the block never sees a signal that stops the process group: it
+    inherits that they are ignored, even before it has imported what would handle them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in _STOPS}
+    try:
+        yield
     finally:
-        process.end()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _profile(

@@ -285,7 +285,7 @@ class EngineStats:
         for example because its request was preempted.
     yielding: time from the arrival of a request until a step was suspended or aborted for it.
     safety_factor: factor on the predictions of the cost model.
-    rare_factor: the same before the first tokens of requests: 1 of 1,000 steps takes longer.
+    rare_factor: the factor that 1 of 1,000 steps exceeds; the margin before first tokens.
     batch_size: maximum rows that the policy allows in the next step.
     batch_resets: number of times the policy reset the batch size.
     kv_blocks_used: blocks that requests hold.

@@ -304,13 +304,10 @@ def _threads(pid: int) -> dict[str, _Thread]:
     folder = Path(f"/proc/{pid}/task")
     try:
         threads = os.listdir(folder)
-        policy = os.sched_getscheduler(pid)
     except OSError:
         return found
     for thread in threads:
         try:
-            if os.sched_getscheduler(int(thread)) != policy:
-                continue  # no other waits for what runs only while a core is idle
             ran_ns, queued_ns = (folder / thread / "schedstat").read_text().split()[:2]
             # After the name, which may contain anything, comes the state.
             state = (folder / thread / "stat").read_text(errors="replace").rpartition(")")[2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 from array import array
-from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from bros.core.errors import ConfigError
 from bros.core.plan import KvCopies
 from bros.executor.models.spec import ModelSpec
-from bros.kernels.host_memory import HUGE_PAGE, huge_pages, populate
+from bros.kernels.host_memory import huge_pages, populate
 
 KV_BLOCK_SIZE = 16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -79,19 +78,21 @@ class KvMemory(Protocol):
 class KvStorage:
     """KvMemory on the CPU.
 
-    All layers lie in one anonymous memory map, in huge pages if the system has them, which save the
-    attention kernel an address translation per block. The system allocates a page when it is first
-    written, or before, in the background: blocks are taken from both ends.
+    All layers lie in one anonymous memory map: the operating system provides zeroed pages on first
+    write, so unused cache takes no memory and no time to allocate, but for the pages of the first
+    blocks, which every prompt of a new engine needs. Huge pages, if the system has them, save the
+    attention kernel an address translation per block.
 
-        | K of layer 0      | V of layer 0      | K of layer 1      | ...
-        | 1, 3, 5 .. 6, 4, 2| 1, 3, 5 .. 6, 4, 2|   order of pages: all 1, all 2, ...
+        | K of layer 0       | V of layer 0       | K of layer 1       | ...
+        | block 0, 1, 2, ... | block 0, 1, 2, ... | block 0, 1, 2, ... |
+          ^ page 1             ^ page 2             ^ page 3              allocated at once
     """
 
     def __init__(
         self, spec: ModelSpec, num_blocks: int, dtype: torch.dtype, num_host_blocks: int = 0
     ) -> None:
         memory = _memory(num_blocks * bytes_per_block(spec, dtype), "--kv-memory, --kv-blocks")
-        populate(memory, _order_of_use(2 * spec.num_layers, len(memory)))
+        populate(memory, range(0, len(memory), len(memory) // (2 * spec.num_layers)))
         shape = (spec.num_layers, 2, num_blocks, spec.num_kv_heads, KV_BLOCK_SIZE, spec.head_dim)
         whole = torch.frombuffer(memory, dtype=dtype).view(shape)
         # A row is K or V of one token in one head of one layer.
@@ -170,18 +171,6 @@ def _memory(size: int, flags: str) -> mmap.mmap:
         raise ConfigError(
             f"{flags}: this machine cannot allocate {size / 2**30:.1f} GiB; ask for less"
         ) from None
-
-
-def _order_of_use(parts: int, size: int) -> Iterator[int]:
-    """Offsets of pages of memory of so many equal parts, in the order in which blocks fill them."""
-    part = size // parts
-    # One page beyond the middle, since parts need not begin at a page.
-    for distance in range(0, part // 2 + HUGE_PAGE, HUGE_PAGE):
-        inside = min(distance, part - 1)
-        for begin in range(0, size, part):
-            yield begin + inside
-        for begin in range(0, size, part):
-            yield begin + part - 1 - inside
 
 
 def _indexes(slots: array[int]) -> Tensor:

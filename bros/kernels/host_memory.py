@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import os
 import sys
 import threading
-import weakref
 from collections.abc import Iterable
 
 import torch
@@ -18,8 +16,8 @@ from bros.core.errors import ConfigError
 
 _LINE = 64  # bytes
 
-HUGE_PAGE = 2 * 1024 * 1024
-"""Bytes, on x86-64. Where huge pages have another size, `populate` works in these steps as well."""
+_HUGE_PAGE = 2 * 1024 * 1024
+"""Bytes, on x86-64. Where huge pages have another size, `populate` works in these units as well."""
 
 _MADV_POPULATE_WRITE = 23
 """Allocates pages as a write would, and leaves what is in them. Linux 5.14 or newer."""
@@ -38,40 +36,36 @@ def huge_pages(size: int) -> mmap.mmap:
     return memory
 
 
-def populate(memory: mmap.mmap, offsets: Iterable[int]) -> None:
-    """Have the system allocate memory that will be written, before that waits for it.
+def populate(memory: mmap.mmap, offsets: Iterable[int]) -> threading.Thread:
+    """Have the system allocate the pages at these offsets, before a request has to wait for that.
 
-    A thread does so while a core is idle, HUGE_PAGE bytes at each of the offsets in turn, until the
-    memory is freed. What is there already stays. On systems that cannot, nothing happens.
+    A thread does so without the interpreter's lock, and ends with the last one; it is returned.
+    What is in the memory stays. On a system that cannot do this nothing is allocated.
+
+    It is for few pages, those of the first prompt. With all pages of a cache of 1 GiB, prompts of
+    the first second waited for the thread, four of them for 100 ms each.
 
     A huge page takes 0.1 ms to clear, and 2 ms on a virtual machine whose host has to provide it.
-    The first prompt of an engine writes one for K and one for V of every layer: SmolLM2-135M took
-    150 ms longer for it than for the next one (two cores of a Zen 4). With a thread of the lowest
-    nice value, which a step has to wait for, it was the first four that took 100 ms longer each.
+    The first prompt of an engine writes one for K and one for V of every layer, for which
+    SmolLM2-135M took 150 ms longer than for the next one (two cores of a Zen 4).
     """
+    thread = threading.Thread(
+        target=_populate, args=(memory, offsets), name="populate", daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def _populate(memory: mmap.mmap, offsets: Iterable[int]) -> None:
     if sys.platform != "linux":
         return
+    madvise = ctypes.CDLL(None).madvise  # the method of mmap keeps the interpreter's lock
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    arguments = (weakref.ref(memory), start, len(memory), offsets)
-    threading.Thread(target=_populate, args=arguments, name="populate", daemon=True).start()
-
-
-def _populate(
-    memory: weakref.ref[mmap.mmap], start: int, size: int, offsets: Iterable[int]
-) -> None:
-    with contextlib.suppress(OSError):  # a sandbox may forbid it
-        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
-    madvise = ctypes.CDLL(None).madvise  # that of mmap would hold the interpreter
     for offset in offsets:
-        kept = memory()
-        if kept is None:
-            return
-        first = max(start, (start + offset) // HUGE_PAGE * HUGE_PAGE)
-        last = min(start + size, first // HUGE_PAGE * HUGE_PAGE + HUGE_PAGE)
-        length = ctypes.c_size_t(last - first)
-        failed = madvise(ctypes.c_void_p(first), length, _MADV_POPULATE_WRITE)
-        del kept  # so that the memory can be freed
-        if failed:
+        page = (start + offset) // _HUGE_PAGE * _HUGE_PAGE
+        first, last = max(start, page), min(start + len(memory), page + _HUGE_PAGE)
+        size = ctypes.c_size_t(last - first)
+        if madvise(ctypes.c_void_p(first), size, _MADV_POPULATE_WRITE):
             return
 
 

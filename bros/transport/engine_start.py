@@ -12,19 +12,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-_END_S = 1.0
-"""How long `end` waits for a process that it has killed: the kernel may free much memory."""
+_DISCARD_S = 1.0
+"""How long `discard` waits for a process that it has killed: the kernel may free much memory."""
 
 
 class EngineProcess:
-    """An engine process, or the launcher of its ranks, with the folder of its launch.json and its
-    sockets, which only this user can read. Leaving the block closes both.
+    """An engine process, or the launcher of its ranks, and the folder of its launch.json and its
+    sockets, which only this user can read. At the end of the block the process is told to exit, and
+    the folder is removed.
 
     A process that is started early imports torch, which takes a second, while this process imports
-    a server. Both together are then ready 0.6 s sooner (two cores of a Zen 4):
+    a server; docs/decisions/0004 has what that gains:
 
-        bros serve    options | start | import the server | launch.json, begin | ...
-        engine                        | import torch      | wait               | load the model
+        bros serve    options | start | import the server | launch.json, launch | ...
+        engine                        | import torch      | wait                | load the model
     """
 
     def __init__(self, *program: str) -> None:
@@ -45,18 +46,18 @@ class EngineProcess:
         return self._process.pid
 
     def start(self) -> None:
-        """Start the process. While there is no launch.json, it waits for `begin`."""
+        """Start the process early: without a launch.json it waits for `launch`."""
         self._process = subprocess.Popen(
             [sys.executable, *self._program, str(self.folder)], stdin=subprocess.PIPE, bufsize=0
         )
 
-    def begin(self) -> None:
-        """launch.json is there. The process is started, if it was not started early."""
+    def launch(self) -> None:
+        """Tell the process that launch.json is written; start it, if it was not started early."""
         if self._process is None:
             self.start()
             return
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended: `wait` tells
+        with contextlib.suppress(BrokenPipeError):  # the process has ended, as `wait` will find
             self._process.stdin.write(b"\n")
 
     async def wait(self) -> int:
@@ -68,7 +69,7 @@ class EngineProcess:
 
         def watch() -> None:
             process.wait()
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(ended.set)
 
         # A thread of its own: those of asyncio.to_thread are few.
@@ -86,16 +87,16 @@ class EngineProcess:
         assert self._process is not None
         self._process.kill()
 
-    def end(self) -> None:
-        """Kill the process, if it was started and still runs, and close this."""
+    def discard(self) -> None:
+        """Kill the process, if it was started and still runs, wait for it, and `close`."""
         if self._process is not None:
             self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_S)
+                self._process.wait(_DISCARD_S)
         self.close()
 
     def close(self) -> None:
-        """Close the stdin of the process, which then exits at once, and remove the folder."""
+        """Close the stdin of the process, which exits at once for that, and remove the folder."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
         self._folder.cleanup()

@@ -1,8 +1,8 @@
-"""The engine process: `python -m bros.transport.process FOLDER`, started by ProcessEngineClient.
+"""The engine process: `python -m bros.transport.process FOLDER`, started as EngineProcess.
 
-FOLDER has launch.json (LaunchSpec) and the server's sockets. If it has none yet, the server writes
-to stdin when it has: this process was started early (EngineProcess). The server keeps stdin open;
-when it closes, the server is gone and this process exits at once.
+FOLDER has the server's sockets and launch.json (LaunchSpec). A process that was started early
+(EngineProcess) finds no launch.json yet, and waits until the server writes a byte to stdin. The
+server keeps stdin open; when it closes, the server is gone and this process exits at once.
 
 With several ranks there is one such process per rank, see launcher.py. Rank 0 talks to the server;
 another rank only reports why it failed.
@@ -79,7 +79,7 @@ class LaunchSpec:
         return "bros.transport.launcher" if self.starts_ranks else "bros.transport.process"
 
     def write(self, folder: Path) -> None:
-        """Write the folder's file, which is whole as soon as it is there."""
+        """Write the folder's file, in one step: whoever reads it finds all of it or nothing."""
         part = folder / f"{_FILE}.part"
         part.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
         part.rename(folder / _FILE)

@@ -479,7 +479,7 @@ class ProcessEngineClient(SupervisedClient):
             stack.callback(setattr, self, "_process", None)
             receiver = self._listen(stack, Endpoints.of(process.folder))
             self._launch.write(process.folder)
-            process.begin()
+            process.launch()
             self._process = process
             if self._load_timeout_s:
                 watch = asyncio.create_task(self._watch_load(process.pid), name="engine-load-watch")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import signal
 import subprocess
 import sys
 import types
@@ -15,6 +16,7 @@ from bros import __version__
 from bros.cli.main import main
 from bros.core.config import Config
 from bros.core.errors import ConfigError, EngineDeadError, ModelError
+from bros.transport import engine_start
 from bros.transport.engine_start import EngineProcess
 from support.processes import exists
 
@@ -31,15 +33,15 @@ class FakeBuild(types.ModuleType):
         self.failure: BaseException | None = None
         self.status = 0
         self.is_rank = False
-        self.first: EngineProcess | None = None
+        self.first: FakeProcess | None = None
 
     def serve(
-        self, config: Config, *, is_rank: bool = False, first: EngineProcess | None = None
+        self, config: Config, *, is_rank: bool = False, first: FakeProcess | None = None
     ) -> int:
         self.configs.append(config)
         self.is_rank = is_rank
         self.first = first
-        assert first is None or exists(first.pid)
+        assert first is None or first.runs
         if self.failure is not None:
             raise self.failure
         return self.status
@@ -55,10 +57,21 @@ class FakeBuild(types.ModuleType):
         yield "thanks"
 
 
+class FakeProcess:
+    """Stands for EngineProcess."""
+
+    def start(self) -> None:
+        self.runs = True
+
+    def discard(self) -> None:
+        self.runs = False
+
+
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> FakeBuild:
     fake = FakeBuild()
     monkeypatch.setitem(sys.modules, "bros.server.build", fake)
+    monkeypatch.setattr(engine_start, "EngineProcess", FakeProcess)
     return fake
 
 
@@ -77,7 +90,14 @@ def test_serve_gets_the_configuration(build: FakeBuild) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [(), ("--tp", "2"), ("--replicas", "2"), ("--max-replicas", "2"), ("--cluster", "auto")],
+    [
+        (),
+        ("--tp", "2"),
+        ("--replicas", "2"),
+        ("--min-replicas", "1"),
+        ("--max-replicas", "2"),
+        ("--cluster", "auto"),
+    ],
     ids=" ".join,
 )
 def test_a_single_engine_is_started_before_the_server_is_imported(
@@ -86,8 +106,39 @@ def test_a_single_engine_is_started_before_the_server_is_imported(
     build.failure = ConfigError("the port is taken")
     assert run("serve", *options) == 2
     assert (build.first is not None) == (not options)
-    if build.first is not None:
-        assert not exists(build.first.pid) and not build.first.folder.exists()
+    assert build.first is None or not build.first.runs
+
+
+def test_the_server_reports_that_no_process_can_be_started(
+    build: FakeBuild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tries again; the command line only tries to be early."""
+
+    def refused(self: FakeProcess) -> None:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(FakeProcess, "start", refused)
+    assert run("serve") == 0
+    assert build.configs and build.first is None
+
+
+@pytest.mark.multiprocess
+def test_an_early_process_does_not_outlive_a_server_that_does_not_start(
+    build: FakeBuild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[EngineProcess] = []
+
+    def failing(config: Config, *, is_rank: bool, first: EngineProcess) -> int:
+        found.append(first)
+        assert exists(first.pid) and first.folder.exists()
+        raise ConfigError("the port is taken")
+
+    monkeypatch.setattr(engine_start, "EngineProcess", EngineProcess)
+    monkeypatch.setattr(build, "serve", failing)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert run("serve") == 2
+    assert not exists(found[0].pid) and not found[0].folder.exists()
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 def test_serve_without_arguments_takes_the_defaults(build: FakeBuild) -> None:

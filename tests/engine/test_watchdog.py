@@ -28,7 +28,6 @@ from bros.engine.watchdog import (
     Progress,
     StarvationClock,
     Watchdog,
-    _threads,
     is_traced,
 )
 from bros.scheduler.steps import ExpectedTime
@@ -219,27 +218,6 @@ def test_threads_that_wait_for_a_core_hold_a_process_up() -> None:
         ended.set()
         for thread in threads:
             thread.join()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_thread_that_runs_only_while_a_core_is_idle_holds_nothing_up() -> None:
-    """Such as that of host_memory.populate, which may wait for as long as the cores are busy."""
-    both, ended = threading.Barrier(2), threading.Event()
-
-    def wait() -> None:
-        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
-        both.wait()
-        ended.wait()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    try:
-        both.wait()
-        counted = _threads(os.getpid())
-        assert str(os.getpid()) in counted and str(thread.native_id) not in counted
-    finally:
-        ended.set()
-        thread.join()
 
 
 _BURN = """

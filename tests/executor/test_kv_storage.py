@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.core.errors import ConfigError
@@ -20,12 +20,10 @@ from bros.executor.kv_storage import (
     KV_BLOCK_SIZE,
     KvMemory,
     KvStorage,
-    _order_of_use,
     bytes_per_block,
 )
 from bros.executor.models.spec import ModelSpec
 from bros.kernels.cuda_ops import CudaKvCopier
-from bros.kernels.host_memory import HUGE_PAGE
 from support.cuda_on_cpu import CpuDriver, compile_kernels
 from support.kv_streams import EagerStreams
 
@@ -214,16 +212,3 @@ def test_memory_may_have_huge_pages() -> None:
         elif inside and first == "VmFlags:":
             flags = rest
     assert flags is not None and "sh" not in flags
-
-
-@given(parts=st.integers(1, 9), part=st.integers(1, 6 * HUGE_PAGE))
-@example(parts=1, part=4 * HUGE_PAGE - 8192)
-def test_every_page_is_allocated_ahead_and_both_ends_of_a_part_first(parts: int, part: int) -> None:
-    size = parts * part
-    offsets = list(_order_of_use(parts, size))
-    assert all(0 <= offset < size for offset in offsets)
-    for shift in (0, 4096, HUGE_PAGE - 4096):  # memory need not begin at a huge page
-        pages = {(offset + shift) // HUGE_PAGE for offset in offsets}
-        assert pages == set(range(shift // HUGE_PAGE, (size + shift - 1) // HUGE_PAGE + 1))
-    ends = {end for begin in range(0, size, part) for end in (begin, begin + part - 1)}
-    assert set(offsets[: 2 * parts]) == ends

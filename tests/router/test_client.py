@@ -616,6 +616,15 @@ def test_traces_of_several_engines_are_those_of_the_one_with_the_most() -> None:
     assert (total.steps, total.traces) == (7, {"a": 3, "b": 4})
 
 
+def test_factors_of_several_engines_are_the_largest_of_those_that_run() -> None:
+    parts = [
+        EngineStats(safety_factor=safety, rare_factor=rare)
+        for safety, rare in ((1.1, 1.5), (1.3, 1.2), (1.9, 1.9))
+    ]
+    total = total_stats(parts[:2], before=[counters(parts[2])])
+    assert (total.safety_factor, total.rare_factor) == (1.3, 1.5)
+
+
 def test_the_device_time_of_a_tenant_is_that_of_all_engines_and_of_those_that_have_ended() -> None:
     parts = [
         EngineStats(by_class={ServiceClass.BE: ClassStats(device_s=used)})

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,15 +19,33 @@ from support.process_engine import TINY_ENGINE, ask, tokens_of
 from support.processes import exists
 from support.server_process import wait_until
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+
+
+def started_early(*program: str) -> EngineProcess:
+    """Returns when the process has found no launch.json: it ignores SIGTERM from then on."""
+    process = EngineProcess(*program)
+    process.start()
+    status = Path(f"/proc/{process.pid}/status")
+
+    def ignores_stops() -> bool:
+        found = re.search(r"SigIgn:\s+(\w+)", status.read_text())
+        assert found
+        return bool(int(found[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+    wait_until(ignores_stops, 60.0, "the process waits for its launch")
+    return process
 
 
 @pytest.mark.asyncio
 async def test_the_first_process_was_started_early_and_later_ones_are_new(
     files: ModelFiles,
 ) -> None:
-    first = EngineProcess()
-    first.start()
+    first = started_early()
     pid, folder = first.pid, first.folder
     client = ProcessEngineClient(TINY_ENGINE, files, log_level="error", first=first)
     await client.start()
@@ -37,26 +57,24 @@ async def test_the_first_process_was_started_early_and_later_ones_are_new(
     assert client.pid != pid and not exists(pid) and not folder.exists()
     assert await tokens_of(client, ask("second")) == tokens
     await client.close()
-    first.end()  # as the command line does at the end; it has ended already
+    first.discard()  # as the command line does at the end; it has ended already
 
 
-def test_a_process_that_nobody_begins_ends_with_its_server() -> None:
-    """However it ends: by `end`, or so that the process only sees that its stdin is closed."""
-    for how in ("end", "close"):
-        process = EngineProcess()
-        process.start()
+def test_a_process_that_is_never_launched_ends_with_its_server() -> None:
+    """However it ends: by `discard`, or so that the process only sees that its stdin is closed."""
+    for how in ("discard", "close"):
+        process = started_early()
         pid, folder = process.pid, process.folder
         assert exists(pid) and folder.exists()
         getattr(process, how)()
         wait_until(lambda pid=pid: not exists(pid), 60.0, f"the process ends after {how}")
         assert not folder.exists()
-        process.end()
+        process.discard()
 
 
 @pytest.mark.asyncio
 async def test_an_early_process_that_died_is_a_failed_start(files: ModelFiles) -> None:
-    first = EngineProcess()
-    first.start()
+    first = started_early()
     os.kill(first.pid, signal.SIGKILL)
     assert await first.wait() == -signal.SIGKILL
     deaths: list[str] = []
@@ -79,8 +97,7 @@ async def test_an_early_process_that_cannot_import_says_so_once_it_may(
         "from bros.transport.process import main\n"
         "sys.exit(main())\n"
     )
-    first = EngineProcess(str(program))
-    first.start()
+    first = started_early(str(program))
     client = ProcessEngineClient(TINY_ENGINE, files, log_level="critical", first=first)
     with pytest.raises(EngineDeadError, match="bros.engine.group"):
         await client.start()

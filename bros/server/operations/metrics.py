@@ -85,7 +85,7 @@ _ENGINE_GAUGES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "rare_factor": (
             "rare_factor",
             "The margin before first tokens: 1 of 1,000 steps takes longer than predicted times "
-            "this. Above 1.5 other processes use the cores",
+            "this. Above 1.5 other processes probably use the device",
         ),
     }
 )
