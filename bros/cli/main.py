@@ -7,7 +7,6 @@ import os
 import platform
 import signal
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, suppress
 from importlib import metadata
@@ -31,12 +30,11 @@ from bros.core.config_sources import (
 )
 from bros.core.errors import BrosError, ConfigError
 from bros.core.rank_env import RankEnv, torchrun_rank_env, with_ranks
+from bros.core.stop_signals import stop_signals_handled
 from bros.engine.parent import end_with_parent
 
 if TYPE_CHECKING:
     from bros.transport.engine_start import EngineProcess
-
-_STOPS = (signal.SIGINT, signal.SIGTERM)
 
 INTERRUPTED = 130
 """The exit status that shells expect after Ctrl-C."""
@@ -145,27 +143,14 @@ def _first_process(config: Config, rank_env: RankEnv | None) -> Iterator[EngineP
 
     with ExitStack() as stack:
         process = None
-        with suppress(OSError), _ignoring_stops():
+        # It is not to see the signals that stop this process group, not even while it imports what
+        # would handle them.
+        with suppress(OSError), stop_signals_handled(signal.SIG_IGN):
             made = EngineProcess()
             stack.callback(made.discard)
             made.start()
             process = made
         yield process
-
-
-@contextmanager
-def _ignoring_stops() -> Iterator[None]:
-    """A process that is started in the block never sees a signal that stops the process group: it
-    inherits that they are ignored, even before it has imported what would handle them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in _STOPS}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _profile(

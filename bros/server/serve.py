@@ -9,7 +9,6 @@ import math
 import signal
 import socket
 import ssl
-import threading
 from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import Any, TypeVar
@@ -19,6 +18,7 @@ from starlette.applications import Starlette
 
 from bros.core.config import ServerConfig
 from bros.core.errors import ConfigError
+from bros.core.stop_signals import stop_signals_handled
 from bros.server.connections import ConnectionLimits, Connections
 from bros.server.state import ServerState
 
@@ -32,8 +32,6 @@ before uvicorn cancels their tasks."""
 
 _FORCED_S = 1.0
 """The same after a second SIGINT."""
-
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -169,16 +167,9 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         # uvicorn's own method raises the signals again at the end. SIGTERM would then kill the
         # process before the engine is closed.
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
         self._loop = asyncio.get_running_loop()
-        previous = {number: signal.signal(number, self.handle_exit) for number in _STOP_SIGNALS}
-        try:
+        with stop_signals_handled(self.handle_exit):
             yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         second = sig == signal.SIGINT and self.should_exit and not self._ending

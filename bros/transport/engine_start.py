@@ -42,8 +42,7 @@ class EngineProcess:
     @property
     def pid(self) -> int:
         """Of a process that was started."""
-        assert self._process is not None
-        return self._process.pid
+        return self._started.pid
 
     def start(self) -> None:
         """Start the process early: without a launch.json it waits for `launch`."""
@@ -62,8 +61,7 @@ class EngineProcess:
 
     async def wait(self) -> int:
         """Until the process ends; returns its exit code."""
-        process = self._process
-        assert process is not None
+        process = self._started
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
 
@@ -79,13 +77,11 @@ class EngineProcess:
 
     def send_signal(self, number: int) -> None:
         """Nothing happens if the process has ended."""
-        assert self._process is not None
-        self._process.send_signal(number)
+        self._started.send_signal(number)
 
     def kill(self) -> None:
         """Nothing happens if the process has ended."""
-        assert self._process is not None
-        self._process.kill()
+        self._started.kill()
 
     def discard(self) -> None:
         """Kill the process, if it was started and still runs, wait for it, and `close`."""
@@ -100,6 +96,11 @@ class EngineProcess:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
         self._folder.cleanup()
+
+    @property
+    def _started(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None
+        return self._process
 
     def __enter__(self) -> Self:
         return self

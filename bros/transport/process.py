@@ -79,7 +79,7 @@ class LaunchSpec:
         return "bros.transport.launcher" if self.starts_ranks else "bros.transport.process"
 
     def write(self, folder: Path) -> None:
-        """Write the folder's file, in one step: whoever reads it finds all of it or nothing."""
+        """Write the folder's file atomically."""
         part = folder / f"{_FILE}.part"
         part.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
         part.rename(folder / _FILE)

@@ -7,13 +7,11 @@ import contextlib
 import dataclasses
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from bros.core.config import EngineConfig
 from bros.core.errors import BrosError, ConfigError, EngineDeadError
+from bros.core.stop_signals import signal_handlers_restored
 from bros.executor.model_store import cache_dir_of, resolve_model
 from bros.scheduler.profiles import profile_folders
 from bros.transport.ipc import Endpoints, heartbeats
@@ -101,9 +100,6 @@ def _launch_of(spec: HostSpec) -> LaunchSpec:
 # ---- The connection to a cluster.
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
 def check_reachable(address: str, timeout_s: float) -> None:
     """Raise ConfigError if `address` is not host:port or nothing accepts a connection there."""
     host, _, port = address.rpartition(":")
@@ -115,21 +111,6 @@ def check_reachable(address: str, timeout_s: float) -> None:
     except (OSError, OverflowError, UnicodeError) as error:
         message = f"--cluster: no Ray cluster answers at {address}: {error}"
         raise ConfigError(message) from error
-
-
-@contextlib.contextmanager
-def signal_handlers_restored() -> Iterator[None]:
-    """Restore the handlers of SIGINT and SIGTERM after the block."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # other threads cannot set handlers
-        return
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None:  # None: not set by Python, which cannot restore it
-                signal.signal(number, handler)
 
 
 _OBJECT_STORE_BYTES = 80 * 2**20

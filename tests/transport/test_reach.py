@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from bros.core.errors import ConfigError
-from bros.transport.ray import check_reachable, signal_handlers_restored
+from bros.core.stop_signals import signal_handlers_restored
+from bros.transport.ray import check_reachable
 
 
 @pytest.fixture
