@@ -24,16 +24,15 @@ namespace {
 
 constexpr int64_t kRowBlockBytes = 512 * 1024;
 
-// What a single tile prefetches while it reads the weights at `weights`, where Panel::kPrefetches.
-// Products of int4 with 1 to 4 rows take 12 to 16 % less time with 2,560 and with 5,120 bytes, 7 %
-// less with 640; of int8 with 1 row 4 to 11 % less, with 4 rows 6 to 16 % (AVX2, Zen 3, one thread
-// and two). With AVX-512 VNNI, prefetching the next panel did not change the time of one row.
-BROS_INLINE const char* ahead(const char* weights) {
-  return kLanes == 16 ? nullptr : weights + 2560;
-}
+// How far ahead a single tile prefetches the weights that it reads, in bytes. Products of int4 with 1
+// to 4 rows take 12 to 16 % less time with 2,560 and with 5,120, 7 % less with 640 (AVX2, Zen 3).
+constexpr int64_t kAhead = 2560;
 
-BROS_INLINE void prefetch(const char* from, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+// Prefetches what a single tile of so many rows reads at `weights` and after it.
+template <class Panel>
+BROS_INLINE Prefetch ahead(const char* weights, int64_t rows) {
+  if (rows < Panel::kAheadRows) return {nullptr, 0, false};
+  return {weights + kAhead, Panel::bytes(Panel::kStep), false};
 }
 
 // The sums of R rows for C panels: out[r * stride + c * kPanelOutputs + i].
@@ -46,12 +45,11 @@ BROS_INLINE void tile(const Inputs& in, float* __restrict out, int64_t stride) {
     }
   }
   const char* __restrict x = in.x;
+  Prefetch prefetch = in.prefetch;
   for (int64_t k = in.first; k < in.first + in.count; k += Panel::kStep, x += Panel::kStepBytes) {
     Panel panels[C];
     for (int c = 0; c < C; ++c) panels[c].seek(in.weights + c * in.panel_bytes, k);
-    if constexpr (Panel::kPrefetches) {
-      if (in.next) prefetch(in.next + Panel::bytes(k - in.first), Panel::bytes(Panel::kStep));
-    }
+    prefetch.one_step();
     const int64_t count = min_of<int64_t>(Panel::kStep, in.first + in.count - k);
     Panel::template multiply<R, C>(panels, x, in.x_stride, count, sum);
   }
@@ -82,16 +80,16 @@ BROS_INLINE void tile_at(const LinearArgs& a, const Inputs& in, float* out, int6
 template <int R, int C, class Panel>
 void few_rows(const LinearArgs& a, const Rows& rows, int64_t begin, int64_t end) {
   const int64_t bytes = Panel::bytes(a.inputs);
-  Inputs in = {rows.x, rows.x_stride, nullptr, bytes, 0, a.inputs, false, nullptr};
+  Inputs in = {rows.x, rows.x_stride, nullptr, bytes, 0, a.inputs, false, {}};
   int64_t p = begin;
   for (; p + C <= end; p += C) {
     in.weights = static_cast<const char*>(a.weights) + p * bytes;
-    in.next = ahead(in.weights);
+    in.prefetch = ahead<Panel>(in.weights, R);
     tile_at<R, C, Panel>(a, in, rows.out, p * kPanelOutputs);
   }
   for (; p < end; ++p) {
     in.weights = static_cast<const char*>(a.weights) + p * bytes;
-    in.next = ahead(in.weights);
+    in.prefetch = ahead<Panel>(in.weights, R);
     tile_at<R, 1, Panel>(a, in, rows.out, p * kPanelOutputs);
   }
 }
@@ -101,11 +99,12 @@ template <class Panel, int R>
 void block_rows(const LinearArgs& a, const Inputs& in, const Rows& rows, int64_t at,
                 int64_t tiles) {
   const int64_t full = rows.count - tiles * (R - 1);  // tiles of R rows
+  const int64_t steps = ceil_div(in.count, Panel::kStep);
   Inputs block = in;
   float* out = rows.out;
   for (int64_t t = 0; t < tiles; ++t) {
     const int64_t count = t < full ? R : R - 1;
-    block.next = t + 1 == tiles ? in.next : nullptr;
+    block.prefetch = in.prefetch.part(t, tiles, steps);
     if (t < full) {
       tile_at<R, 1, Panel>(a, block, out, at);
     } else {
@@ -245,10 +244,15 @@ void many_rows(const LinearArgs& a, const Rows& all, int64_t begin, int64_t end)
                      k,
                      min_of(kInputBlock, a.inputs - k),
                      k > 0,
-                     nullptr};
-        // The last of several tiles reads weights from the cache; the block after them is next.
-        in.next = tiles > 1 ? weights + Panel::bytes(k + in.count)
-                            : ahead(weights + Panel::bytes(k));
+                     {}};
+        // Tiles that read weights from the cache prefetch the next block, each an equal part of it:
+        // if the last one prefetches all, it waits for memory and the others do not.
+        if (tiles > 1 || kWidens) {
+          const int64_t step = Panel::bytes(in.count) / ceil_div(in.count, Wide::kStep);
+          in.prefetch = {weights + Panel::bytes(k + in.count), step, rows.count <= Wide::kL2Rows};
+        } else {
+          in.prefetch = ahead<Panel>(weights + Panel::bytes(k), rows.count);
+        }
         if constexpr (kWidens) {
           widen_block<Panel>(weights, k, in.count, wide);
           in.weights = reinterpret_cast<const char*>(wide);

@@ -17,10 +17,12 @@
 //     kTileRows               rows of a tile, as the registers allow
 //     kPanels                 panels that one row is multiplied with at once: 1 for groups, since
 //                             two take 1.4 times as long (AVX2) or twice as long (VNNI)
-//     kPrefetches             whether weights are prefetched. The last of several tiles prefetches
-//                             those after its own: int4 by VNNI takes 12 % less time for 8 rows;
-//                             fp32, whose loop is short, would take 10 % more for 16, and bf16 as
-//                             long as before. A single tile prefetches its own (`ahead`)
+//     kAheadRows              a single tile of at least so many rows prefetches its own weights
+//                             (`ahead` in linear.h). With fewer it takes as long, or longer: one row
+//                             of int4 by VNNI 1.05 to 1.18 times
+//     kL2Rows                 several tiles prefetch the next block to L2 with up to so many rows,
+//                             which wait for memory: 16 rows of bf16 take 0.81 of the time so, and
+//                             1.04 with L1. With more rows L1 is better: 32 take 0.81, and 0.85
 //     kHasOutliers            whether some groups of a row have second bytes, for add_low
 //     bytes(inputs)           of a panel
 //     seek(weights, k)        goes to input k, a multiple of kStep, of the panel at `weights`
@@ -92,7 +94,7 @@ struct Fp32Panel : ExactProducts<Fp32Panel> {
   static constexpr int kTileRows = 6;  // 12 of 16
 #endif
   static constexpr int kPanels = 4;
-  static constexpr bool kPrefetches = false;
+  static constexpr int kAheadRows = kLanes == 16 ? 9 : 5, kL2Rows = 18;
   static constexpr bool kHasOutliers = false;
   static constexpr int kStep = 1, kStepBytes = 4;
   static int64_t bytes(int64_t inputs) { return inputs * kPanelOutputs * 4; }
@@ -110,7 +112,7 @@ struct Fp32Panel : ExactProducts<Fp32Panel> {
 struct Bf16Panel : ExactProducts<Bf16Panel> {
   using Wide = Fp32Panel;
   static constexpr int kPanels = 4;
-  static constexpr bool kPrefetches = false;
+  static constexpr int kAheadRows = 5;
   static constexpr bool kHasOutliers = false;
   static constexpr int kStep = 2, kStepBytes = 8;
   static int64_t bytes(int64_t inputs) { return inputs * kPanelOutputs * 2; }
@@ -140,7 +142,7 @@ struct Bf16Panel {
   static constexpr bool kRounds = true;
   static constexpr int kTileRows = 12;  // sums: 24 of 32 registers
   static constexpr int kPanels = 4;
-  static constexpr bool kPrefetches = false;
+  static constexpr int kAheadRows = 9, kL2Rows = 18;
   static constexpr bool kHasOutliers = false;
   static constexpr int kStep = 2, kStepBytes = 4;
   static int64_t bytes(int64_t inputs) { return inputs * kPanelOutputs * 2; }
@@ -359,7 +361,7 @@ struct Int8Panel {
   static constexpr bool kRounds = true;
   static constexpr int kTileRows = 4;  // sums of a group, of a block and of the row: 24 registers
   static constexpr int kPanels = 1;
-  static constexpr bool kPrefetches = true;
+  static constexpr int kAheadRows = kLanes == 16 ? 5 : 1, kL2Rows = 16;
   static constexpr bool kHasOutliers = false;
   static constexpr int kStep = kBlockGroups * kGroup, kStepBytes = sizeof(ActivationBlock);
   static constexpr int64_t kGroupBytes = kPanelOutputs * (4 + kGroup);
@@ -490,7 +492,7 @@ struct Int4Panel {
   // memory between groups, which takes as long as tiles of 4 rows.
   static constexpr int kTileRows = 6;
   static constexpr int kPanels = 1;
-  static constexpr bool kPrefetches = true;
+  static constexpr int kAheadRows = kLanes == 16 ? 3 : 1, kL2Rows = 8;
   static constexpr bool kHasOutliers = true;
   static constexpr int kStep = kGroup, kStepBytes = sizeof(ActivationGroup);
   static constexpr int64_t kGroupBytes = kPanelOutputs * (4 + kGroup / 2);

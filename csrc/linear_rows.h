@@ -17,6 +17,30 @@ struct Rows {
   int64_t count;
 };
 
+// What a tile prefetches while it multiplies: `step` bytes in each of its steps, or nothing if `from`
+// is null.
+struct Prefetch {
+  const char* from;
+  int64_t step;
+  bool to_l2;  // not to L1
+
+  BROS_INLINE void one_step() {
+    if (!from) return;
+    if (to_l2) {
+      for (int64_t i = 0; i < step; i += 64) __builtin_prefetch(from + i, 0, 2);
+    } else {
+      for (int64_t i = 0; i < step; i += 64) __builtin_prefetch(from + i);
+    }
+    from += step;
+  }
+
+  // Of `tiles` tiles that share the work, each with so many steps, what tile t prefetches.
+  BROS_INLINE Prefetch part(int64_t t, int64_t tiles, int64_t steps) const {
+    if (!from) return *this;
+    return {from + step * steps * t / tiles, step / tiles, to_l2};
+  }
+};
+
 // Inputs [first, first + count) of the panels at `weights`, and the same of the rows of x.
 struct Inputs {
   const char* x;
@@ -25,8 +49,8 @@ struct Inputs {
   int64_t panel_bytes;
   int64_t first;
   int64_t count;
-  bool carry;        // the sums go on from `out`
-  const char* next;  // prefetched where Panel::kPrefetches, as many bytes as are read; or null
+  bool carry;  // the sums go on from `out`
+  Prefetch prefetch;
 };
 
 template <class A, class B>

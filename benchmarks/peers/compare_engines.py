@@ -1,7 +1,7 @@
 """Steps of bros and of other engines on this machine, beside what the machine can do at most.
 
     python benchmarks/peers/compare_engines.py [--vllm PYTHON] [--openvino PYTHON]
-        [--llama-cpp PYTHON] [--shape NAME] [--precisions fp32,bf16,int4]
+        [--llama-cpp PYTHON] [--no-transformers] [--shape NAME] [--precisions fp32,bf16,int4]
         [--prompts 256,1024,4096] [--rounds 5] [--json FILE] [--quick]
 
 The embedded model, or random weights in the shape of a larger one (--shape). PYTHON is the
@@ -333,6 +333,7 @@ def main() -> None:
     parser.add_argument("--vllm", metavar="PYTHON")
     parser.add_argument("--openvino", metavar="PYTHON")
     parser.add_argument("--llama-cpp", metavar="PYTHON", dest="llama_cpp")
+    parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--precisions", default="fp32,bf16,int4")
     parser.add_argument("--prompts", default="256,1024,4096")
@@ -341,7 +342,7 @@ def main() -> None:
     console = Console()
     prompts = tuple(map(int, args.prompts.split(",")))
     pythons: dict[str, str | None] = {
-        "transformers": sys.executable,
+        "transformers": None if args.no_transformers else sys.executable,
         "vllm": args.vllm,
         "openvino": args.openvino,
         "llama.cpp": args.llama_cpp,
