@@ -79,6 +79,7 @@ BROS_INLINE void tile_at(const LinearArgs& a, const Inputs& in, float* out, int6
 // All R rows in one tile: panels [begin, end), C at a time.
 template <int R, int C, class Panel>
 void few_rows(const LinearArgs& a, const Rows& rows, int64_t begin, int64_t end) {
+  static_assert(C == 1 || R < Panel::kAheadRows, "`ahead` is about one panel");
   const int64_t bytes = Panel::bytes(a.inputs);
   Inputs in = {rows.x, rows.x_stride, nullptr, bytes, 0, a.inputs, false, {}};
   int64_t p = begin;
