@@ -1,20 +1,23 @@
 """Speed of every kernel on SmolLM2-135M shapes: the reference and each compiled level.
 
-    python benchmarks/kernels_speed.py [--threads 2] [--repeats 30] [--only shared]
+    python benchmarks/kernels_speed.py [--threads 2] [--repeats 30] [--only TABLE]
 
 Prints medians in microseconds. Calls alternate between the KV of 30 layers, so that decode reads
 memory rather than the processor's cache, as in a real step. The second table is about decode steps
 with a shared prefix: attention of all layers, with the prefix read by each row or read once; the
-two alternate.
+two alternate. The third table is about products of packed weights: matrices that the last cache
+does not hold together take turns. Levels whose products no engine uses are left out.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from harness import benchmark_parser, save, table_of
@@ -24,7 +27,9 @@ from torch import Tensor
 from bros.core.clock import SystemClock
 from bros.core.plan import SharedPrefix
 from bros.executor.inputs import with_shared_parts
-from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels
+from bros.executor.models.layers import has_products
+from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels, Products
+from bros.kernels.panels import GROUP, PanelFormat, Panels
 from bros.kernels.reference import ReferenceKernels
 
 LAYOUT = HeadLayout(num_heads=9, num_kv_heads=3, head_dim=64)
@@ -41,6 +46,10 @@ ATTENTION_ROWS = {
 SHARED_PREFIXES = [(16, 64), (16, 256), (16, 1500), (16, 6000)]
 SHARED_PREFIXES += [(2, 64), (2, 256), (2, 1500), (4, 64), (4, 1500), (8, 1500), (32, 1500)]
 PRIVATE_TOKENS = 100
+PRODUCT_ROWS = (1, 4, 8, 16, 32, 256)
+PRODUCT_SHAPES = {"576 wide": (2 * INTERMEDIATE, HIDDEN), "2,048 wide": (16384, 2048)}
+"""Outputs and inputs: gate and up of SmolLM2-135M, and of Llama-3.2-1B."""
+PRODUCT_WEIGHTS = 128 * 1024 * 1024  # of all matrices that take turns
 KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -167,6 +176,37 @@ def shared_rows(kernels: Kernels, repeats: int) -> Iterator[list[str]]:
         yield [f"{rows} rows, {prefix} shared, {kv_dtype}", *times, f"{ratio:.2f}"]
 
 
+def packed(weight_format: PanelFormat, outputs: int, inputs: int, width: int) -> Panels:
+    """Random weights."""
+    if weight_format is PanelFormat.INT4:
+        codes = torch.randint(16, (outputs, inputs), dtype=torch.uint8)
+        scale = torch.rand(outputs, inputs // GROUP)
+        return Panels.int4(codes, scale, -8 * scale, width)
+    pack = {PanelFormat.FP32: Panels.fp32, PanelFormat.BF16: Panels.bf16}
+    return pack.get(weight_format, Panels.int8)(torch.randn(outputs, inputs), width)
+
+
+def product_rows(products: Sequence[Products], repeats: int) -> Iterator[list[str]]:
+    """The third table."""
+    for (name, (outputs, inputs)), form in itertools.product(PRODUCT_SHAPES.items(), PanelFormat):
+        count = max(2, PRODUCT_WEIGHTS // (outputs * inputs))
+        matrices = {}
+        for width in {each.panel_width for each in products}:
+            one = packed(form, outputs, inputs, width)
+            copies = [dataclasses.replace(one, data=one.data.clone()) for _ in range(count)]
+            matrices[width] = itertools.cycle(copies)
+
+        def multiply(by: Products, x: Tensor, matrices: Mapping[int, Iterator[Panels]]) -> None:
+            by.linear(x, next(matrices[by.panel_width]), None)
+
+        for rows in PRODUCT_ROWS:
+            x = torch.randn(rows, inputs)
+            medians = [median_s(partial(multiply, each, x, matrices), repeats) for each in products]
+            times = (f"{median * 1e6:,.0f}" for median in medians)
+            rate = 2 * rows * outputs * inputs / medians[-1] / 1e9
+            yield [f"{name}, {form.name.lower()}, {rows}", *times, f"{rate:.0f} GFLOP/s"]
+
+
 def all_cases() -> Iterator[Case]:
     for tokens in TOKENS:
         yield from elementwise_cases(tokens)
@@ -185,13 +225,13 @@ def back_ends() -> list[Kernels]:
     return [ReferenceKernels(), *(CpuKernels(level) for level in reversed(levels()))]
 
 
-def median_s(case: Case, kernels: Kernels, repeats: int) -> float:
+def median_s(run: Callable[[], object], repeats: int) -> float:
     """Median duration of `repeats` calls after a warm-up."""
     clock = SystemClock()
     durations = []
     for _ in range(3 + repeats):
         before = clock.now()
-        case.run(kernels)
+        run()
         durations.append(clock.now() - before)
     return statistics.median(durations[3:])
 
@@ -199,7 +239,7 @@ def median_s(case: Case, kernels: Kernels, repeats: int) -> float:
 def rows_of_all(kernels: Sequence[Kernels], repeats: int) -> Iterator[list[str]]:
     """The first table."""
     for case in all_cases():
-        medians = [median_s(case, each, repeats) for each in kernels]
+        medians = [median_s(partial(case.run, each), repeats) for each in kernels]
         yield [case.name, *(f"{m * 1e6:,.0f}" for m in medians), case.note(medians[-1])]
 
 
@@ -207,24 +247,34 @@ def main() -> None:
     parser = benchmark_parser(__doc__, repeats=2)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--only", choices=["each", "shared"], help="one of the two tables")
+    parser.add_argument("--only", choices=["each", "shared", "products"], help="one table")
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
     kernels = back_ends()
     console = Console(width=120)
     results: dict[str, list[list[str]]] = {}
-    if args.only != "shared":
+    if args.only in (None, "each"):
         names = [each.name for each in kernels]
         headings = ("operation, tokens", *names, f"{names[-1]} rate")
         results["each"] = list(rows_of_all(kernels, args.repeats))
         title = f"Median microseconds, {args.threads} threads"
         console.print(table_of(title, headings, results["each"]))
-    if args.only != "each" and len(kernels) > 1:
+    if args.only in (None, "shared") and len(kernels) > 1:
         headings = ("rows, tokens", "read by each row", "grouping", "read once", "speed-up")
         results["shared"] = list(shared_rows(kernels[-1], max(1, args.repeats // 3)))
         title = f"Attention of a decode step, microseconds, {kernels[-1].name}"
         console.print(table_of(title, headings, results["shared"]))
+    compiled = {
+        each.name: each.products
+        for each in kernels
+        if each.products and has_products(each.name, "int4")
+    }
+    if args.only in (None, "products") and compiled:
+        headings = ("weights, rows", *compiled, f"{[*compiled][-1]} rate")
+        results["products"] = list(product_rows([*compiled.values()], args.repeats))
+        title = f"Products, median microseconds, {args.threads} threads"
+        console.print(table_of(title, headings, results["products"]))
     save(args.json, results)
 
 
