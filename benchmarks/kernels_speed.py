@@ -28,8 +28,9 @@ from bros.core.clock import SystemClock
 from bros.core.plan import SharedPrefix
 from bros.executor.inputs import with_shared_parts
 from bros.executor.models.layers import has_products
+from bros.executor.weights import Int4Groups
 from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels, Products
-from bros.kernels.panels import GROUP, PanelFormat, Panels
+from bros.kernels.panels import PanelFormat, Panels
 from bros.kernels.reference import ReferenceKernels
 
 LAYOUT = HeadLayout(num_heads=9, num_kv_heads=3, head_dim=64)
@@ -176,14 +177,18 @@ def shared_rows(kernels: Kernels, repeats: int) -> Iterator[list[str]]:
         yield [f"{rows} rows, {prefix} shared, {kv_dtype}", *times, f"{ratio:.2f}"]
 
 
-def packed(weight_format: PanelFormat, outputs: int, inputs: int, width: int) -> Panels:
+def packed(form: PanelFormat, outputs: int, inputs: int, width: int) -> Panels:
     """Random weights."""
-    if weight_format is PanelFormat.INT4:
-        codes = torch.randint(16, (outputs, inputs), dtype=torch.uint8)
-        scale = torch.rand(outputs, inputs // GROUP)
-        return Panels.int4(codes, scale, -8 * scale, width)
-    pack = {PanelFormat.FP32: Panels.fp32, PanelFormat.BF16: Panels.bf16}
-    return pack.get(weight_format, Panels.int8)(torch.randn(outputs, inputs), width)
+    weight = torch.randn(outputs, inputs)
+    if form is PanelFormat.INT4:
+        four = Int4Groups.from_dense(weight)
+        return Panels.int4(four.codes, four.scale, four.minimum, width)
+    pack = {
+        PanelFormat.FP32: Panels.fp32,
+        PanelFormat.BF16: Panels.bf16,
+        PanelFormat.INT8: Panels.int8,
+    }
+    return pack[form](weight, width)
 
 
 def product_rows(products: Sequence[Products], repeats: int) -> Iterator[list[str]]:

@@ -585,16 +585,20 @@ def test_streams_end_once_with_the_right_tokens_under_every_policy(
     run_virtual(main)
 
 
-def test_one_that_cannot_be_closed_keeps_no_other_from_it() -> None:
+def test_one_that_cannot_be_closed_keeps_no_other_from_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def test() -> None:
         group = Group()
-        bad = Unclosable()
-        bad.start()
-        group.client.add(bad)
-        group.engines.append(bad)
+        for engine in (Unclosable(), KillableEngine()):
+            engine.start()
+            group.client.add(engine)
+            group.engines.append(engine)
         await group.close()
+        assert [engine.closed for engine in group.engines] == [True] * 4
 
     run_virtual(test)
+    assert "closing an engine failed: cannot" in caplog.messages
 
 
 @in_group
