@@ -263,6 +263,10 @@ def _rows_of_batches(rng: random.Random, number: int) -> Mapping[str, Any]:
     return {"prompt_token_ids": _tokens((5_000_000 + rng.randrange(10), 512), (number, 64))}
 
 
+def _of_tenants(rng: random.Random, number: int) -> Mapping[str, Any]:
+    return {"tenant": rng.choice(("ann", "bob", "cid", "dan"))}
+
+
 def _deadlines(rng: random.Random, number: int) -> Mapping[str, Any]:
     return {"slo": Slo(deadline_s=rng.choice((8.0, 20.0, 60.0)))}
 
@@ -334,6 +338,13 @@ _ALL = (
         disturbance=Disturbance(noise=0.13, correlation=0.85),
         duration_s=300.0,
     ),
+    _on_two_cores(
+        name="pairs",
+        about="the same with two prompts of 50 to 150 tokens at once, which take half of the TTFT",
+        rt=poisson(0.4, RequestSizes(Uniform(50, 150), Uniform(2, 40)), together=2),
+        disturbance=Disturbance(noise=0.13, correlation=0.85),
+        duration_s=300.0,
+    ),
     Load(
         name="tight",
         about="short chats at 14/s, objectives of 120 ms and 40 ms",
@@ -373,6 +384,16 @@ _ALL = (
         kv_blocks=900,
         options={"overload": "relegate", "max_num_seqs": 32, "slo_ttft": 1000.0},
         duration_s=12.0,
+    ),
+    Load(
+        name="tenants",
+        about="OPT-30B, ShareGPT's chats at 4/s beside 64 best-effort requests, of four tenants",
+        rt=poisson(4.0, RT_SIZES["sharegpt"], _of_tenants),
+        be=BeLoad(64),
+        be_fields=_of_tenants,
+        profile=OPT_30B,
+        options={"rt_slowdown": 1.4},
+        duration_s=120.0,
     ),
     Load(
         name="long prompts",

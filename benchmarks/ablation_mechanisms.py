@@ -102,6 +102,27 @@ def _wrapped(owner: Any, name: str, wrapper: Callable[..., Any]) -> Patch:
     return owner, name, replaced
 
 
+def _for_one_newcomer(
+    yields: Callable[..., bool],
+    policy: BrosPolicy,
+    packing: Any,
+    began_s: float,
+    newcomers: Sequence[Any],
+    *args: Any,
+) -> bool:
+    return any(yields(policy, packing, began_s, [each], *args) for each in newcomers)
+
+
+def _with_the_usual_margin(yields: Callable[..., bool], policy: BrosPolicy, *args: Any) -> bool:
+    predictor = policy.predictor
+    rare = predictor.rare_factor
+    predictor.rare_factor = predictor.safety_factor
+    try:
+        return yields(policy, *args)
+    finally:
+        predictor.rare_factor = rare
+
+
 _OTHER_SEEDS = "with nine other seeds it costs something: "
 
 PACKING = (
@@ -356,6 +377,18 @@ TIME = (
         patches=[(bros, "_LOST_SHARE", math.inf), (bros, "_MAX_LOST_S", math.inf)],
         kept="it bounds what encoders and the scoring of prompts lose, of which no load has any: "
         "27 % without it (tests/scheduler/test_suspended.py)",
+    ),
+    Mechanism(
+        name="newcomers together",
+        part="policy",
+        without="whether a step yields is asked for each newcomer as if it came alone",
+        patches=[_wrapped(BrosPolicy, "yields", _for_one_newcomer)],
+    ),
+    Mechanism(
+        name="margin of newcomers",
+        part="policy",
+        without="a step yields only if a first token would miss its usual margin",
+        patches=[_wrapped(BrosPolicy, "yields", _with_the_usual_margin)],
     ),
     Mechanism(
         name="yielding may delay streams",
@@ -621,6 +654,12 @@ MEMORY = (
             "with best-effort answers of 200 to 500 tokens in 14,400 tokens of KV memory, "
             "throughput falls by 18 %"
         ),
+    ),
+    Mechanism(
+        name="spare blocks",
+        part="memory",
+        without="each holder has half a block beside those of its expected tokens, for rounding",
+        patches=[(memory, "_SPARE_BLOCKS", 0.5)],
     ),
     Mechanism(
         name="output lengths are learnt",

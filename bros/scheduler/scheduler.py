@@ -13,6 +13,7 @@ planned.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import random
 from collections.abc import Callable, Container, Sequence
@@ -64,7 +65,7 @@ from bros.scheduler.packing import Packing, pack, shared_prefixes
 from bros.scheduler.policies import Policy, Proposal
 from bros.scheduler.prefixes import Prefixes, look_up
 from bros.scheduler.state import SIDES, Queues, RequestState, arrival_s, due_from_s
-from bros.scheduler.steps import ExpectedTime, Gains, Step, StepLedger
+from bros.scheduler.steps import ExpectedTime, Gains, Newcomer, Step, StepLedger
 from bros.scheduler.suspended import SuspendedWork, share_done
 
 # ---- Async scheduling: planning a step while the one before it runs.
@@ -502,7 +503,8 @@ class Scheduler:
         return self._policy.aborts_steps and has_best_effort and not packing.spends_credit
 
     def yields(self, new_request: EngineRequest, now: float, *, suspends: bool = False) -> bool:
-        """Whether the running step should be stopped for a request that has just arrived.
+        """Whether the running step should be stopped for a request that has just arrived, and those
+        of which this was asked before.
 
         Only if `may_abort`. This does not submit the request.
 
@@ -521,7 +523,8 @@ class Scheduler:
         selected = step.packing.selected
         may_lose = not suspends or any(state.num_read < state.read_end for state, _ in selected)
         lost_s = now - step.began_s if may_lose else 0.0
-        if not self._policy.yields(step.packing, step.began_s, tokens, due_s, now, lost_s):
+        bisect.insort(step.newcomers, Newcomer(due_s, tokens))
+        if not self._policy.yields(step.packing, step.began_s, step.newcomers, now, lost_s):
             return False
         self._steps.yield_to(arrival_s(new_request, now))
         return True

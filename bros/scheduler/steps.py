@@ -102,6 +102,17 @@ class ExpectedTime(NamedTuple):
     has_new_size: bool = False
 
 
+class Newcomer(NamedTuple):
+    """A real-time request that has arrived while a step runs.
+
+    due_s: when its first token is due.
+    tokens: of its prompt, without those that are cached.
+    """
+
+    due_s: float
+    tokens: int
+
+
 @dataclass(slots=True)
 class Step:
     """A committed step, with what is needed when it ends.
@@ -111,6 +122,8 @@ class Step:
     expected_s: predicted seconds; 0 without a cost model.
     gains: what its requests have gained when it ends.
     new_request: arrival_index of the first request that was submitted after the commit.
+    newcomers: real-time requests that have arrived since it began and are not submitted yet, in
+        order of their deadlines.
     blocked: (class, tenant) -> reason, for each tenant with waiting requests of the class.
     idle: (request, reason) of requests that hold memory but are not in the step.
     assumed_done: the scheduler has called `assume_done` for it.
@@ -126,6 +139,7 @@ class Step:
     new_request: int
     blocked: dict[tuple[ServiceClass, str], str]
     idle: list[tuple[RequestState, str]]
+    newcomers: list[Newcomer] = field(default_factory=list)
     assumed_done: bool = False
     ends_requests: bool = False
 

@@ -11,6 +11,7 @@ from bros.core.clock import ManualClock
 from bros.core.plan import StepPlan, StepResult
 from bros.core.request import EngineRequest, FinishReason, Slo
 from bros.engine.engine import Engine
+from bros.scheduler.cost_model import StepTimePredictor
 from support.scheduling import engine_info, make_scheduler, request
 from support.toy_model import ToyModel
 from support.virtual_time import BE, RT, VirtualRun, plan_seconds
@@ -90,6 +91,47 @@ def test_not_if_a_running_answer_would_stall_for_it() -> None:
     run.steps(12)
     run.scheduler.schedule(run.now)
     assert run.scheduler.yields(arrival(LONG, run.now), run.now + 0.05)
+
+
+def test_newcomers_of_the_same_step_are_looked_at_together() -> None:
+    """After a step of 0.2 s one prompt of 100 tokens ends in time, a second one does not."""
+    run = run_with_best_effort()
+    plan = run.scheduler.schedule(run.now)
+    assert plan is not None
+    assert not run.scheduler.yields(arrival(SHORT, 0.01), 0.01)
+    assert run.scheduler.yields(arrival(SHORT, 0.01), 0.01)
+
+
+def test_a_newcomer_of_an_earlier_step_does_not_count() -> None:
+    run = run_with_best_effort()
+    plan = run.scheduler.schedule(run.now)
+    assert plan is not None
+    assert not run.scheduler.yields(arrival(SHORT, 0.01), 0.01)
+    run.now = plan_seconds(plan)
+    run.scheduler.apply(run._executor.execute(plan), run.now)
+    assert not asked_at(run, SHORT, 0.01)
+
+
+def test_a_newcomer_that_is_late_anyway_leaves_others_their_time() -> None:
+    run = run_with_best_effort()
+    run.scheduler.schedule(run.now)
+    assert not run.scheduler.yields(arrival(LONG, -0.3), 0.01)
+    assert not run.scheduler.yields(arrival(SHORT, 0.01), 0.01)
+
+
+def test_where_steps_vary_much_a_step_yields_if_a_first_token_might_be_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The step takes 0.135 s more. A prompt of 255 tokens ends after 0.29 s more, before it or
+    after it; one of 275 after 0.31 s, when the token of the stream is due already."""
+    for share, prompt, expected in ((0.99, 255, False), (0.65, 255, True), (0.65, 275, False)):
+        run = run_with_best_effort()
+        run.submit("watched", 10, max_tokens=50, slo=Slo(0.4, 0.2))
+        run.steps(5)
+        run.scheduler.schedule(run.now)
+        monkeypatch.setattr(StepTimePredictor, "rare_share", share)
+        at = run.now + 0.01
+        assert run.scheduler.yields(arrival(prompt, at, Slo(0.5)), at) is expected
 
 
 def test_a_step_without_best_effort_is_never_aborted() -> None:
@@ -257,5 +299,5 @@ def test_one_urgent_request_among_several_arrivals_aborts_the_step() -> None:
     info = engine_info(blocks=4000, block_size=4, policy="bros")
     engine = Engine(scheduler, AskingModel(4), ManualClock(), info)
     engine.submit(request("be", [7] * 9000, BE))
-    assert engine.step(lambda: [arrival(SHORT, 0.0), arrival(LONG, 0.0)]) == []
+    assert engine.step(lambda: [arrival(50, 0.0), arrival(LONG, 0.0)]) == []
     assert engine.stats().aborted_steps == 1

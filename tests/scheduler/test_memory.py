@@ -69,8 +69,8 @@ def test_peak_tokens_is_what_a_simulation_step_by_step_finds(
 
 
 def test_be_is_admitted_only_if_all_can_grow_as_expected() -> None:
-    """Two requests of 8 tokens that grow by 16 each need 48 tokens and a block for rounding."""
-    for blocks, expected in ((12, False), (13, True)):
+    """Two requests of 8 tokens that grow by 16 each need 48 tokens and a spare block each."""
+    for blocks, expected in ((13, False), (14, True)):
         running, new_request = state(0, BE, 8, cached=7), state(1, BE, 8)
         _, memory = memory_with([running], blocks, expected_tokens=lambda s: 16)
         assert memory.reserve(new_request, 8) is expected

@@ -10,6 +10,7 @@ from bros.core.request import ServiceClass
 from bros.scheduler.cost_model import StepTimePredictor
 from bros.scheduler.packing import Bounds, Packing
 from bros.scheduler.state import Queues, RequestState
+from bros.scheduler.steps import Newcomer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,17 +78,15 @@ class Policy(ABC):
         self,
         packing: Packing[RequestState],
         began_s: float,
-        tokens: int,
-        due_s: float,
+        newcomers: Sequence[Newcomer],
         now: float,
         lost_s: float,
     ) -> bool:
-        """Whether to stop the running step for a real-time request that has just arrived.
+        """Whether to stop the running step for real-time requests that have arrived meanwhile.
 
         packing: the running step, with best-effort work.
         began_s: when it began.
-        tokens: prompt tokens of the new request that are not cached.
-        due_s: when its first token is due.
+        newcomers: in order of their deadlines; not empty.
         lost_s: time whose work would be lost.
         """
         return False
