@@ -503,8 +503,8 @@ class Scheduler:
         return self._policy.aborts_steps and has_best_effort and not packing.spends_credit
 
     def yields(self, new_request: EngineRequest, now: float, *, suspends: bool = False) -> bool:
-        """Whether the running step should be stopped for a request that has just arrived, and those
-        of which this was asked before.
+        """Whether the running step should be stopped for a request that has just arrived, together
+        with those that have arrived earlier in the same step.
 
         Only if `may_abort`. This does not submit the request.
 
