@@ -190,7 +190,7 @@ class Rules:
     early_return: bool = False  # Ablation: tight, throughput -13 %
     strict_rows: bool = False  # Ablation: long prompts, attainment collapses with two of nine seeds
     replace: bool = True  # Ablation: relegated, throughput -35 %
-    aborts_steps: bool = True  # Ablation: one-token flood, attainment -36 points
+    aborts_steps: bool = True  # Ablation: one-token flood, attainment -37 points
     min_chunk: int = 16
 
     @classmethod
@@ -505,7 +505,7 @@ class _Packer(Generic[C]):
         self._replaced = False
         self._has_credit = False
         # Whether this step may preempt, so that copies to the host have to be predicted. Ablation:
-        # long prompts, p99 gap +7 %, attainment -1.5 points.
+        # overload, throughput -1 %.
         self._memory_is_tight = memory.is_tight(bounds.rows, bounds.tokens)
         self._urgent_copied = 0
         self._common = CommonContext(memory, predictor)

@@ -34,7 +34,7 @@ from bros.scheduler.state import Queues, Rank, RequestState, section
 
 _PREFIX_TOKENS = 64
 """Requests with so many equal first tokens are taken to share a prefix. Ablation: batch prefixes,
-throughput -15 %."""
+throughput -21 %."""
 
 _MAX_KNOWN = 10_000
 
