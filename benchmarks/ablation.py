@@ -421,10 +421,10 @@ def report(results: Mapping[str, Any]) -> Iterator[str]:
 
 def _why_kept(name: str, *, needed: bool) -> str:
     """Why a mechanism stays although no load needs it; nothing if one does."""
+    if needed:
+        return ""
     mechanism = MECHANISMS.get(name)
-    if mechanism is not None and mechanism.kept:
-        return f"nothing; it stays: {mechanism.kept}"
-    return "" if needed else "nothing"
+    return f"nothing; it stays: {mechanism.kept}" if mechanism and mechanism.kept else "nothing"
 
 
 def _mean(values: Sequence[float | None]) -> str:

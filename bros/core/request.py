@@ -396,6 +396,12 @@ class EngineRequest:
         return not has_none and self.sampling.max_tokens != 0
 
     @property
+    def patient(self) -> bool:
+        """Whether its first token is not waited for, see RequestGroup."""
+        group = self.hints.group
+        return group is not None and not group.awaited
+
+    @property
     def reads_prompt(self) -> bool:
         """Whether results need hidden states of positions before the last."""
         if self.pooling is None:

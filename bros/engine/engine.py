@@ -116,7 +116,7 @@ class Engine:
         """Run one step and return its outputs. Any exception leaves the engine unusable.
 
         arrivals: called while the step runs; returns the requests that have arrived since its last
-            call, which the caller submits later. A step with best-effort work may yield to one of
+            call, which the caller submits later. A step with best-effort work may yield to
             them: it is suspended or aborted, and has no outputs. None: no request can arrive.
 
         With asynchronous scheduling this launches a step and returns the outputs of the one before;
@@ -140,7 +140,7 @@ class Engine:
 
             def should_abort() -> bool:
                 new = arrivals()  # nearly always empty: the executor asks before every layer
-                return bool(new) and self._yields(new)
+                return bool(new) and scheduler.yields(new, clock.now(), suspends=self._suspends)
 
             result = self._executor.execute(plan, should_abort)
         else:
@@ -211,10 +211,6 @@ class Engine:
     def close(self) -> None:
         self._executor.close()
         self._grammars.close()
-
-    def _yields(self, arrivals: Iterable[EngineRequest]) -> bool:
-        now, suspends = self._clock.now(), self._suspends
-        return any(self._scheduler.yields(new, now, suspends=suspends) for new in arrivals)
 
     def _log_ends(self, outputs: Sequence[Output]) -> None:
         """Log the trace of each request that ended, at level DEBUG."""

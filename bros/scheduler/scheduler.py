@@ -16,7 +16,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import random
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from operator import itemgetter
 
 from bros.core.errors import InvalidRequestError
@@ -502,32 +502,44 @@ class Scheduler:
         has_best_effort = len(packing.selected) > packing.num_urgent
         return self._policy.aborts_steps and has_best_effort and not packing.spends_credit
 
-    def yields(self, new_request: EngineRequest, now: float, *, suspends: bool = False) -> bool:
-        """Whether the running step should be stopped for a request that has just arrived, together
-        with those that have arrived earlier in the same step.
+    def yields(
+        self, new_requests: Iterable[EngineRequest], now: float, *, suspends: bool = False
+    ) -> bool:
+        """Whether the running step should be stopped for requests that have arrived since the last
+        call, together with those of the calls before in the same step.
 
-        Only if `may_abort`. This does not submit the request.
+        Only if `may_abort`. This does not submit the requests. What becomes of them before the step
+        ends does not matter: one that is aborted still counts.
 
         suspends: the executor would keep what the step has computed.
         """
-        if new_request.service_class is not ServiceClass.RT or new_request.prefill_only:
-            return False
-        ttft_s = objectives(new_request, ServiceClass.RT, self._default_slo, now).ttft_s
-        if ttft_s is None:
-            return False
-        due_s = due_from_s(new_request, now) + ttft_s
-        tokens = len(new_request.prompt_token_ids) - self._prefixes.cached_tokens(new_request)
         step = self._steps.latest
         assert step is not None
+        came_s = now
+        for request in new_requests:
+            if (newcomer := self._newcomer(request, now)) is not None:
+                bisect.insort(step.newcomers, newcomer)
+                came_s = min(came_s, arrival_s(request, now))
+        if not step.newcomers:
+            return False
         # Hidden states are read after the last layer, where a step can only be aborted.
         selected = step.packing.selected
         may_lose = not suspends or any(state.num_read < state.read_end for state, _ in selected)
         lost_s = now - step.began_s if may_lose else 0.0
-        bisect.insort(step.newcomers, Newcomer(due_s, tokens))
         if not self._policy.yields(step.packing, step.began_s, step.newcomers, now, lost_s):
             return False
-        self._steps.yield_to(arrival_s(new_request, now))
+        self._steps.yield_to(came_s)
         return True
+
+    def _newcomer(self, request: EngineRequest, now: float) -> Newcomer | None:
+        """None if no step yields to it."""
+        if request.service_class is not ServiceClass.RT or request.prefill_only or request.patient:
+            return None
+        ttft_s = objectives(request, ServiceClass.RT, self._default_slo, now).ttft_s
+        if ttft_s is None:
+            return None
+        tokens = len(request.prompt_token_ids) - self._prefixes.cached_tokens(request)
+        return Newcomer(due_from_s(request, now) + ttft_s, tokens)
 
     def suspend_step(self, plan: StepPlan, stopped: SuspendedStep, now: float) -> None:
         """Suspend the step that was scheduled last: none of its tokens counts as computed, but the

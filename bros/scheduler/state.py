@@ -166,8 +166,7 @@ class RequestState:
         params = request.sampling
         self.request = request
         self.samples = request.samples
-        group = request.hints.group
-        self.patient = group is not None and not group.awaited
+        self.patient = request.patient
         self.early = request.prefill_only and request.hints.early
         self.needs_history = self.samples and params.needs_history
         self.request_id = request.request_id

@@ -106,7 +106,8 @@ class Newcomer(NamedTuple):
     """A real-time request that has arrived while a step runs.
 
     due_s: when its first token is due.
-    tokens: of its prompt, without those that are cached.
+    tokens: of its prompt, without those that are cached. A prefix that only newcomers share counts
+        for each of them.
     """
 
     due_s: float

@@ -9,9 +9,9 @@ import pytest
 
 from bros.core.clock import ManualClock
 from bros.core.plan import StepPlan, StepResult
-from bros.core.request import EngineRequest, FinishReason, Slo
+from bros.core.request import EngineRequest, FinishReason, Hints, RequestGroup, Slo
 from bros.engine.engine import Engine
-from bros.scheduler.cost_model import StepTimePredictor
+from bros.scheduler.cost_model import StepLoad, StepTimePredictor
 from support.scheduling import engine_info, make_scheduler, request
 from support.toy_model import ToyModel
 from support.virtual_time import BE, RT, VirtualRun, plan_seconds
@@ -36,14 +36,14 @@ def asked_at(run: VirtualRun, prompt: int, after_s: float, **options: object) ->
     run.scheduler.schedule(run.now)
     assert run.scheduler.may_abort
     at = run.now + after_s
-    return run.scheduler.yields(arrival(prompt, at, **options), at)
+    return run.scheduler.yields([arrival(prompt, at, **options)], at)
 
 
 def test_a_step_with_best_effort_is_aborted_for_a_first_token_that_would_be_late() -> None:
     run = run_with_best_effort()
     plan = run.scheduler.schedule(run.now)
     assert plan is not None and 0.15 < plan_seconds(plan) <= 0.2
-    assert run.scheduler.yields(arrival(LONG, 0.01), 0.01)
+    assert run.scheduler.yields([arrival(LONG, 0.01)], 0.01)
 
 
 def test_not_if_the_first_token_can_wait_for_the_end_of_the_step() -> None:
@@ -56,13 +56,13 @@ def test_not_if_the_first_token_would_be_late_all_the_same() -> None:
     run = run_with_best_effort()
     run.scheduler.schedule(0.0)
     known_late = arrival(LONG, -0.3)
-    assert not run.scheduler.yields(known_late, 0.01)
+    assert not run.scheduler.yields([known_late], 0.01)
 
 
 def test_the_rest_of_an_answer_that_was_lost_can_still_be_in_time() -> None:
     run = run_with_best_effort()
     run.scheduler.schedule(0.0)
-    assert run.scheduler.yields(replace(arrival(LONG, -9.0), resumed=5), 0.01)
+    assert run.scheduler.yields([replace(arrival(LONG, -9.0), resumed=5)], 0.01)
 
 
 @pytest.mark.parametrize("slo", [Slo(1.0), Slo(0.31)])
@@ -73,7 +73,7 @@ def test_the_objective_is_the_request_s_own(slo: Slo) -> None:
 def test_not_for_best_effort_work() -> None:
     run = run_with_best_effort()
     run.scheduler.schedule(0.0)
-    assert not run.scheduler.yields(replace(arrival(LONG, 0.01), service_class=BE), 0.01)
+    assert not run.scheduler.yields([replace(arrival(LONG, 0.01), service_class=BE)], 0.01)
 
 
 def test_not_if_a_running_answer_would_stall_for_it() -> None:
@@ -85,28 +85,30 @@ def test_not_if_a_running_answer_would_stall_for_it() -> None:
     run.scheduler.schedule(run.now)
     assert run.scheduler.may_abort
     at = run.now + 0.1
-    assert not run.scheduler.yields(arrival(LONG, run.now), at)
+    assert not run.scheduler.yields([arrival(LONG, run.now)], at)
     run = run_with_best_effort()
     run.submit("ahead of its pace", 10, max_tokens=50, slo=Slo(0.4, 0.4))
     run.steps(12)
     run.scheduler.schedule(run.now)
-    assert run.scheduler.yields(arrival(LONG, run.now), run.now + 0.05)
+    assert run.scheduler.yields([arrival(LONG, run.now)], run.now + 0.05)
 
 
 def test_newcomers_of_the_same_step_are_looked_at_together() -> None:
     """After a step of 0.2 s one prompt of 100 tokens ends in time, a second one does not."""
     run = run_with_best_effort()
-    plan = run.scheduler.schedule(run.now)
-    assert plan is not None
-    assert not run.scheduler.yields(arrival(SHORT, 0.01), 0.01)
-    assert run.scheduler.yields(arrival(SHORT, 0.01), 0.01)
+    run.scheduler.schedule(run.now)
+    assert not run.scheduler.yields([arrival(SHORT, 0.01)], 0.01)
+    assert run.scheduler.yields([arrival(SHORT, 0.01)], 0.01)
+    run = run_with_best_effort()
+    run.scheduler.schedule(run.now)
+    assert run.scheduler.yields(2 * [arrival(SHORT, 0.01)], 0.01)
 
 
 def test_a_newcomer_of_an_earlier_step_does_not_count() -> None:
     run = run_with_best_effort()
     plan = run.scheduler.schedule(run.now)
     assert plan is not None
-    assert not run.scheduler.yields(arrival(SHORT, 0.01), 0.01)
+    assert not run.scheduler.yields([arrival(SHORT, 0.01)], 0.01)
     run.now = plan_seconds(plan)
     run.scheduler.apply(run._executor.execute(plan), run.now)
     assert not asked_at(run, SHORT, 0.01)
@@ -115,23 +117,72 @@ def test_a_newcomer_of_an_earlier_step_does_not_count() -> None:
 def test_a_newcomer_that_is_late_anyway_leaves_others_their_time() -> None:
     run = run_with_best_effort()
     run.scheduler.schedule(run.now)
-    assert not run.scheduler.yields(arrival(LONG, -0.3), 0.01)
-    assert not run.scheduler.yields(arrival(SHORT, 0.01), 0.01)
+    assert not run.scheduler.yields([arrival(LONG, -0.3)], 0.01)
+    assert not run.scheduler.yields([arrival(50, 0.01)], 0.01)  # 0.38 s with LONG
 
 
-def test_where_steps_vary_much_a_step_yields_if_a_first_token_might_be_late(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The step takes 0.135 s more. A prompt of 255 tokens ends after 0.29 s more, before it or
-    after it; one of 275 after 0.31 s, when the token of the stream is due already."""
-    for share, prompt, expected in ((0.99, 255, False), (0.65, 255, True), (0.65, 275, False)):
+def test_a_flood_of_newcomers_costs_few_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_with_best_effort()
+    run.scheduler.schedule(run.now)
+    count = 0
+    seconds = StepTimePredictor.seconds
+
+    def counted(predictor: StepTimePredictor, load: StepLoad) -> float:
+        nonlocal count
+        count += 1
+        return seconds(predictor, load)
+
+    monkeypatch.setattr(StepTimePredictor, "seconds", counted)
+    for _ in range(30):
+        run.scheduler.yields(20 * [arrival(20, 0.15)], 0.15)  # 18 of them fit before 0.55 s
+    assert count < 30 * 2 * 20
+
+
+def test_members_of_a_task_group_stop_no_step() -> None:
+    """Only the end of the last one is waited for."""
+    for awaited in (False, True):
         run = run_with_best_effort()
-        run.submit("watched", 10, max_tokens=50, slo=Slo(0.4, 0.2))
-        run.steps(5)
         run.scheduler.schedule(run.now)
-        monkeypatch.setattr(StepTimePredictor, "rare_share", share)
-        at = run.now + 0.01
-        assert run.scheduler.yields(arrival(prompt, at, Slo(0.5)), at) is expected
+        hints = Hints(group=RequestGroup(id="votes", awaited=awaited))
+        members = 4 * [replace(arrival(60, 0.01), hints=hints)]
+        assert run.scheduler.yields(members, 0.01) is awaited
+
+
+@pytest.mark.parametrize(
+    ("share", "prompt", "expected"), [(0.99, 255, False), (0.65, 255, True), (0.65, 275, False)]
+)
+def test_where_steps_vary_much_a_step_yields_if_a_first_token_might_be_late(
+    share: float, prompt: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step takes 0.135 s, and a stream's token is due 0.30 s after it began. If the step
+    yields, a prompt of 255 tokens ends before that, and one of 275 does not."""
+    run, at = run_with_stream()
+    monkeypatch.setattr(StepTimePredictor, "rare_share", share)
+    assert run.scheduler.yields([arrival(prompt, at, Slo(0.5))], at) is expected
+
+
+def test_a_first_token_that_would_be_late_may_delay_a_stream() -> None:
+    """Its token is due after 0.30 s, at the latest after 0.50 s; the prompt takes 0.33 s."""
+    run, at = run_with_stream()
+    assert run.scheduler.yields([arrival(LONG, at, Slo(0.4))], at)
+
+
+def test_no_stream_stalls_because_its_step_took_longer_than_predicted() -> None:
+    """Its token is late already when the newcomer comes; it may come after 0.50 s at the latest."""
+    run, _ = run_with_stream()
+    at = run.now + 0.31
+    assert not run.scheduler.yields([arrival(LONG, at, Slo(0.4))], at)
+    assert run.scheduler.yields([arrival(SHORT, at, Slo(0.13))], at)
+
+
+def run_with_stream() -> tuple[VirtualRun, float]:
+    """A step with best-effort work and a stream has run for 10 ms."""
+    run = run_with_best_effort()
+    run.submit("watched", 10, max_tokens=50, slo=Slo(0.4, 0.2))
+    run.steps(5)
+    plan = run.scheduler.schedule(run.now)
+    assert plan is not None and 0.13 < plan_seconds(plan) < 0.14
+    return run, run.now + 0.01
 
 
 def test_a_step_without_best_effort_is_never_aborted() -> None:
@@ -223,7 +274,7 @@ def test_the_new_prompt_has_the_next_step_and_both_classes_their_tokens() -> Non
     plan = run.scheduler.schedule(run.now)
     assert plan is not None
     at = run.now + 0.05
-    assert run.scheduler.yields(arrival(LONG, run.now), at)
+    assert run.scheduler.yields([arrival(LONG, run.now)], at)
     came = run.now
     run.now = at
     run.scheduler.abort_step(plan, at)
@@ -242,7 +293,7 @@ def test_a_request_whose_pace_is_impossible_aborts_no_step() -> None:
     run.scheduler.schedule(run.now)
     assert run.scheduler.may_abort
     needed = arrival(LONG - 50, run.now, Slo(0.34))
-    assert run.scheduler.yields(needed, run.now + 0.01)
+    assert run.scheduler.yields([needed], run.now + 0.01)
 
 
 def test_however_many_ask_for_it_little_time_is_lost() -> None:
@@ -256,7 +307,7 @@ def test_however_many_ask_for_it_little_time_is_lost() -> None:
         assert plan is not None
         at = run.now + 0.3 * plan_seconds(plan)
         new = arrival(20, at, Slo(0.1, 0.2))
-        if run.scheduler.may_abort and run.scheduler.yields(new, at):
+        if run.scheduler.may_abort and run.scheduler.yields([new], at):
             run.scheduler.abort_step(plan, at)
             run.now = at
         else:

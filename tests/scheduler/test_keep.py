@@ -168,7 +168,7 @@ def test_scopes_count_when_a_step_is_aborted_for_a_first_token() -> None:
         plan = run.schedule()
         hints = Hints(private_from=0, private_salt=salt)
         run.submit("rt", 41, slo=Slo(0.06), hints=hints)
-        asked[salt] = run.scheduler.yields(run.requests["rt"], run.now + 0.02)
+        asked[salt] = run.scheduler.yields([run.requests["rt"]], run.now + 0.02)
         run.finish(plan)
         run.drain()
     assert asked == {"same": True, "other": False}

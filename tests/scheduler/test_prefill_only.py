@@ -133,7 +133,7 @@ def test_no_step_is_aborted_for_a_prefill_only_request() -> None:
         plan = run.schedule()
         assert run.scheduler.may_abort
         run.submit("rt", range(600, 620), slo=Slo(0.06), prefill_only=prefill_only)
-        asked.append(run.scheduler.yields(run.requests["rt"], run.now + 0.02))
+        asked.append(run.scheduler.yields([run.requests["rt"]], run.now + 0.02))
         run.finish(plan)
         run.drain()
     assert asked == [True, False]

@@ -246,7 +246,7 @@ def test_how_long_a_newcomer_has_waited_for_the_step_to_yield_is_counted() -> No
     plan = run.scheduler.schedule(0.0)
     assert plan is not None
     new = replace(request("new", 300), arrival_s=0.02)
-    assert run.scheduler.yields(new, 0.024, suspends=True)
+    assert run.scheduler.yields([new], 0.024, suspends=True)
     asked = iter(range(LAYERS))
     stopped = model.execute(plan, lambda: next(asked) == 1)
     assert isinstance(stopped, SuspendedStep)
@@ -288,7 +288,7 @@ def test_little_is_lost_where_steps_can_only_be_aborted(suspends: bool) -> None:
         stopped_s = run.now + 0.5 * seconds
         new = request(f"rt{number}", 20, slo=Slo(0.065, 0.2), max_tokens=1, arrival_s=stopped_s)
         may_yield = run.scheduler.may_abort
-        if may_yield and run.scheduler.yields(new, stopped_s, suspends=suspends):
+        if may_yield and run.scheduler.yields([new], stopped_s, suspends=suspends):
             run.now = stopped_s
             run.scheduler.abort_step(plan, run.now)
         else:

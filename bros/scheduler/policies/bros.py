@@ -657,10 +657,11 @@ class BrosPolicy(Policy):
     ) -> bool:
         """See Policy.yields. A step yields if all of this holds for a newcomer:
 
-        - it would be on time in a step that begins now and has the prompts of those before it too;
+        - it would be on time in a step that begins now and has the prompts of those before it too,
+          however many tokens and rows that are;
         - after this step it would be late with the usual safety margin, and no stream stalls for
-          too long by yielding; or it would be late with the margin of first tokens, and no token
-          that this step would give on time becomes late;
+          too long by yielding; or it would be late with the margin of first tokens, and moreover no
+          token that this step would give on time becomes late;
         - not too much time was lost.
 
         Ablation: pairs, attainment -4 points if each newcomer is looked at alone; slow machine, -2
@@ -677,11 +678,13 @@ class BrosPolicy(Policy):
             load.add(num_tokens, state.num_computed_tokens - num_tokens, sampled)
         # Requests that are late already do not count.
         others = [state for state, _ in urgent if not state.late]
-        on_time_s = _first_from(ends_s, [state.deadline_s for state in others])
         latest_s = _first_from(ends_s, map(_latest_s, others))
+        on_time_s = min(latest_s, _first_from(ends_s, [state.deadline_s for state in others]))
         for due_s, tokens in newcomers:
             load.add(tokens, 0, True)
             done_s = now + predictor.seconds(load)
+            if done_s > newcomers[-1].due_s:
+                return False  # all others are late as well
             if done_s > due_s:
                 load.remove(tokens, 0, True)  # it is late anyway, and waits behind the others
                 continue
