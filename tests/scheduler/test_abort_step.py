@@ -158,7 +158,10 @@ def test_where_steps_vary_much_a_step_yields_if_a_first_token_might_be_late(
     yields, a prompt of 255 tokens ends before that, and one of 275 does not."""
     run, at = run_with_stream()
     monkeypatch.setattr(StepTimePredictor, "rare_share", share)
-    assert run.scheduler.yields([arrival(prompt, at, Slo(0.5))], at) is expected
+    new = arrival(prompt, at, Slo(0.5))
+    assert not run.scheduler.yields([new], at), "work would be lost"
+    run, at = run_with_stream()
+    assert run.scheduler.yields([new], at, suspends=True) is expected
 
 
 def test_a_first_token_that_would_be_late_may_delay_a_stream() -> None:
@@ -171,8 +174,8 @@ def test_no_stream_stalls_because_its_step_took_longer_than_predicted() -> None:
     """Its token is late already when the newcomer comes; it may come after 0.50 s at the latest."""
     run, _ = run_with_stream()
     at = run.now + 0.31
-    assert not run.scheduler.yields([arrival(LONG, at, Slo(0.4))], at)
-    assert run.scheduler.yields([arrival(SHORT, at, Slo(0.13))], at)
+    assert not run.scheduler.yields([arrival(LONG, at, Slo(0.4))], at, suspends=True)
+    assert run.scheduler.yields([arrival(SHORT, at, Slo(0.13))], at, suspends=True)
 
 
 def run_with_stream() -> tuple[VirtualRun, float]:

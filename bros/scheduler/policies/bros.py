@@ -661,7 +661,7 @@ class BrosPolicy(Policy):
           however many tokens and rows that are;
         - after this step it would be late with the usual safety margin, and no stream stalls for
           too long by yielding; or it would be late with the margin of first tokens, and moreover no
-          token that this step would give on time becomes late;
+          token that this step would give on time becomes late, and no work is lost;
         - not too much time was lost.
 
         Ablation: pairs, attainment -4 points if each newcomer is looked at alone; slow machine, -2
@@ -680,6 +680,7 @@ class BrosPolicy(Policy):
         others = [state for state, _ in urgent if not state.late]
         latest_s = _first_from(ends_s, map(_latest_s, others))
         on_time_s = min(latest_s, _first_from(ends_s, [state.deadline_s for state in others]))
+        share = 1.0 if lost_s else predictor.rare_share
         for due_s, tokens in newcomers:
             load.add(tokens, 0, True)
             done_s = now + predictor.seconds(load)
@@ -691,7 +692,7 @@ class BrosPolicy(Policy):
             after_s = ends_s + predictor.safe_seconds(load)
             if after_s > due_s and done_s <= latest_s:
                 return True
-            if after_s - now > (due_s - now) * predictor.rare_share and done_s <= on_time_s:
+            if after_s - now > (due_s - now) * share and done_s <= on_time_s:
                 return True
         return False
 
