@@ -276,6 +276,9 @@ QOSERVE = objectives(Slo(6.0, 0.05), Slo(60.0, 0.4), Slo(180.0, 0.4))
 to a tenth with their run."""
 MIXED = objectives(Slo(0.15, 0.05), Slo(0.4, 0.2), Slo(3.0, 0.3), Slo(20.0, 1.0))
 
+_WAVES = Disturbance(noise=0.13, correlation=0.85)
+"""Of steps on cores that others use as well."""
+
 _on_two_cores = functools.partial(
     Load,
     be=BeLoad(16),
@@ -335,14 +338,14 @@ _ALL = (
         name="shared cores",
         about="chats at 0.4/s on cores that others use as well: steps vary by 13 %, in long waves",
         rt=poisson(0.4, SHORT),
-        disturbance=Disturbance(noise=0.13, correlation=0.85),
+        disturbance=_WAVES,
         duration_s=300.0,
     ),
     _on_two_cores(
         name="pairs",
         about="the same with two prompts of 50 to 150 tokens at once, which take half of the TTFT",
         rt=poisson(0.4, RequestSizes(Uniform(50, 150), Uniform(2, 40)), together=2),
-        disturbance=Disturbance(noise=0.13, correlation=0.85),
+        disturbance=_WAVES,
         duration_s=300.0,
     ),
     Load(

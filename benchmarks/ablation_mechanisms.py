@@ -553,10 +553,6 @@ class _FixedMargins(StepTimePredictor):
         pass
 
 
-class _NothingRare(StepTimePredictor):
-    rare_share = property(lambda self: 1.0)
-
-
 COST = (
     Mechanism(
         name="online correction",
@@ -587,7 +583,7 @@ COST = (
         name="larger margin of first tokens",
         part="cost model",
         without="first tokens have the margin of all tokens, in packing and when steps yield",
-        patches=[(build, "StepTimePredictor", _NothingRare)],
+        patches=[(StepTimePredictor, "rare_share", 1.0)],
     ),
 )
 
