@@ -649,7 +649,7 @@ class Job:
             self._let_go(sum(outcome.num_bytes for outcome in outcomes))
 
     async def _store(self, outcomes: Sequence[RowOutcome]) -> None:
-        """If the tenant may not store so much more, the batch fails with what it has."""
+        """If the tenant may not store so much more, the batch fails with what fits."""
         context = self._context
         try:
             await context.persist(
@@ -662,6 +662,11 @@ class Job:
                 context.together,
             )
         except (TenantLimitError, OverTenantLimitError) as error:
+            if len(outcomes) > 1:  # many wait if the store is slow; the first of them may fit
+                half = len(outcomes) // 2
+                await self._store(outcomes[:half])
+                await self._store(outcomes[half:])  # stores nothing once the batch has failed
+                return
             message = (
                 f"The results do not fit beside your files: {error} The output file has what was "
                 "answered before. Delete files that you do not need, then submit the requests that "
