@@ -45,6 +45,7 @@ from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_mod
 
 PROMPT_TOKENS = 64
 DECODE_STEPS = 12
+MOST_OUTPUTS = 512  # of a row: it must not end while others begin
 LLM_DECODE_STEPS = 48  # so many that the difference of two calls is exact enough
 DECODE_ROWS = (1, 8, 32)
 FORMATS = ("fp32", "bf16", "int4")
@@ -78,20 +79,29 @@ class BrosTarget:
         self.host_ms: Samples = {}
 
     def decode(self, rows: int) -> list[float]:
-        """Milliseconds per decode step."""
-        for _ in range(rows):
-            self._submit(PROMPT_TOKENS, DECODE_STEPS + rows + 2)
-        begun: set[str] = set()
-        while len(begun) < rows:  # prefill may take several steps
-            begun |= {output.request_id for output in map(expanded, self._engine.step())}
-        times, host = [], []
-        for _ in range(DECODE_STEPS):
+        """Milliseconds per decode step of all rows.
+
+        Raises RuntimeError if rows end before all have begun and enough steps are measured.
+        """
+        names = [self._submit(PROMPT_TOKENS, MOST_OUTPUTS) for _ in range(rows)]
+        times: list[float] = []
+        host: list[float] = []
+        while len(times) < DECODE_STEPS:
             began, busy_s = time.perf_counter(), self._timed.busy_s
-            self._engine.step()
+            outputs = self._engine.step()
             total = time.perf_counter() - began
+            if any(output.finish_reason for output in map(expanded, outputs)):
+                raise RuntimeError(f"a row ended after {len(times)} decode steps of {rows} rows")
+            # Prompts may take several steps, between which the rows that have begun get tokens.
+            plan = self._timed.plan
+            assert plan is not None
+            if len(outputs) < rows or plan.num_tokens > rows:
+                continue
             times.append(total * 1e3)
             outside_s = total - (self._timed.busy_s - busy_s)
             host.append((outside_s + self._preparation_s()) * 1e3)
+        for name in names:
+            self._engine.abort(name)
         finish(self._engine)
         self.host_ms.setdefault(f"decode {rows}", []).append(statistics.median(host))
         return times
@@ -109,10 +119,12 @@ class BrosTarget:
         build_inputs(self._timed.plan)
         return time.perf_counter() - began
 
-    def _submit(self, tokens: int, outputs: int) -> None:
+    def _submit(self, tokens: int, outputs: int) -> str:
+        """Returns the id of the request."""
         self._count += 1
         prompt = random_tokens(random.Random(self._count), tokens, self._vocab)
         self._engine.submit(greedy_request(str(self._count), prompt, outputs))
+        return str(self._count)
 
 
 class LlmTarget:
