@@ -124,10 +124,17 @@ def test_recorded_mixed_steps_equal_others(groups: bool, rng: random.Random) -> 
     recorded = assemble(graph_rows=12, graph_tokens=100, groups=groups)
     check_same(assemble(), recorded, plans)
     decode_graphs = len(capture_sizes(12)) + 2 * groups
-    replayed = [plan for plan in plans if plan.num_tokens > len(plan.chunks)]
     assert len(recorded.replays.counts) == decode_graphs + len(mixed_sizes(16, 100))
     mixed = sum(recorded.replays.counts[:-decode_graphs])
-    assert mixed >= 2 * sum(plan.num_tokens <= 96 for plan in replayed)
+    # Graphs of mixed steps have room for 16 samples, and for 16 chunks of several tokens.
+    replayed = [
+        plan
+        for plan in plans
+        if len(plan.chunks) < plan.num_tokens <= 96
+        and sum(chunk.sample is not None for chunk in plan.chunks) <= 16
+        and sum(len(chunk.token_ids) > 1 for chunk in plan.chunks) <= 16
+    ]
+    assert mixed >= 2 * len(replayed)
 
 
 def test_a_mixed_step_that_may_be_suspended_is_not_replayed() -> None:
