@@ -44,9 +44,8 @@ from bros.executor.inputs import build_inputs
 from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_model
 
 PROMPT_TOKENS = 64
-DECODE_STEPS = 12
+DECODE_STEPS = 48  # so many that the difference of two calls of bros.LLM is exact enough
 MOST_OUTPUTS = 512  # of a row: it must not end while others begin
-LLM_DECODE_STEPS = 48  # so many that the difference of two calls is exact enough
 DECODE_ROWS = (1, 8, 32)
 FORMATS = ("fp32", "bf16", "int4")
 PREFILL_TOKENS = (256, 1024)
@@ -138,10 +137,10 @@ class LlmTarget:
         self._connection.recv()  # it is ready
 
     def decode(self, rows: int) -> list[float]:
-        """Milliseconds per decode step, the mean of LLM_DECODE_STEPS."""
+        """Milliseconds per decode step, the mean of DECODE_STEPS."""
         short_s = self._seconds(rows, PROMPT_TOKENS, 1)
-        long_s = self._seconds(rows, PROMPT_TOKENS, 1 + LLM_DECODE_STEPS)
-        return [(long_s - short_s) / LLM_DECODE_STEPS * 1e3]
+        long_s = self._seconds(rows, PROMPT_TOKENS, 1 + DECODE_STEPS)
+        return [(long_s - short_s) / DECODE_STEPS * 1e3]
 
     def prefill(self, tokens: int) -> list[float]:
         """Milliseconds to the first token of one prompt."""
