@@ -192,7 +192,7 @@ def test_a_session_can_end_at_any_time(
             assert all(task.done() for task in (*run.tasks, *run.clients))
         running.cancel()
         # Of the clients too: a failure that nobody asks for is logged whenever its task is freed,
-        # and that broke other tests (Python 3.11.7 can't format one while it parses source).
+        # and that broke other tests (Python 3.11.7 cannot format one while it parses source).
         await asyncio.gather(running, *run.tasks, *run.clients, return_exceptions=True)
         await asyncio.sleep(10.0)
         assert asyncio.all_tasks() == {asyncio.current_task()}
