@@ -35,8 +35,8 @@ struct ThreadScratch {
   DecodeScratch decode;
   TileScratch tile;
   float* run;  // [head_dim], of a merge
-  ThreadScratch(Arena* arena, const Problem& p)
-      : decode(arena, p), tile(arena, p), run(arena->take<float>(p.dim)) {}
+  ThreadScratch(Arena* arena, const Problem& p, int64_t most_lanes)
+      : decode(arena, p), tile(arena, p, most_lanes), run(arena->take<float>(p.dim)) {}
 };
 
 template <class T, class Words>
@@ -76,7 +76,7 @@ const char* attention(const AttentionArgs& a) {
   const int threads = parallel ? a.threads : 1;
 
   Arena measured(nullptr);
-  ThreadScratch(&measured, p);
+  ThreadScratch(&measured, p, counted.most_lanes);
   const int64_t thread_bytes = round_up(measured.used(), 4096);
   thread_local Scratch memory;
   void* base = memory.reserve(threads * thread_bytes + counted.num_tasks * sizeof(Task) + 64 +
@@ -95,7 +95,7 @@ const char* attention(const AttentionArgs& a) {
   const float q_scale = a.scale * 1.44269504f;  // scores in base 2
   if (!parallel) {
     Arena own(base);
-    const ThreadScratch scratch(&own, p);
+    const ThreadScratch scratch(&own, p, counted.most_lanes);
     for (int64_t i = 0; i < list.num_tasks; ++i) run(p, tasks[i], q_scale, scratch, partials);
     for (int64_t i = 0; i < list.num_merges; ++i) {
       merge_parts(p, merges[i], sources, partials, scratch.run);
@@ -105,7 +105,7 @@ const char* attention(const AttentionArgs& a) {
 #pragma omp parallel num_threads(threads)
   {
     Arena own(static_cast<char*>(base) + thread_number() * thread_bytes);
-    const ThreadScratch scratch(&own, p);
+    const ThreadScratch scratch(&own, p, counted.most_lanes);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < list.num_tasks; ++i) run(p, tasks[i], q_scale, scratch, partials);
 #pragma omp for schedule(static)

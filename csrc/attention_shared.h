@@ -14,7 +14,7 @@
 namespace bros {
 namespace {
 
-constexpr int64_t kTileLanes = 192;    // lanes of a query tile, unless one query has more
+constexpr int64_t kTileLanes = 192;    // lanes of a query tile; see TaskList::tile_lanes
 constexpr int64_t kSharedSplit = kRunKeys;  // context keys of a task if all queries are in one tile
 
 struct SharedPart {

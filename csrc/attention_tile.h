@@ -44,8 +44,10 @@ struct TileScratch {
   float* all_l;        // per panel [kPanel]
   int32_t* visible;    // per panel [kPanel]: keys that the lane attends to, context included
 
-  TileScratch(Arena* arena, const Problem& p) : key_stride(round_up(p.dim, kRows)) {
-    const int64_t panels = ceil_div(max_of(kTileLanes, p.group), kPanel);
+  // most_lanes: of any tile task.
+  TileScratch(Arena* arena, const Problem& p, int64_t most_lanes)
+      : key_stride(round_up(p.dim, kRows)) {
+    const int64_t panels = ceil_div(most_lanes, kPanel);
     k = arena->take<float>(kTileKeys * key_stride);
     v = arena->take<float>(kTileKeys * key_stride);
     scores = arena->take<float>(kTileKeys * kPanel);
@@ -216,11 +218,18 @@ class KeyStream {
   template <class S>
   void copy(const TileScratch& s, int64_t row, int64_t n, const S* k, const S* v, int64_t stride) {
     for (int64_t i = 0; i < n; ++i) {
-      float* key = s.k + (row + i) * s.key_stride;
+      Words::template put_row<S, T>(s.k + (row + i) * s.key_stride, k + i * stride, p_.dim);
+    }
+    for (int64_t i = 0; i < n;) {
       float* values = s.v + (row + i) / Words::kPerWord * s.key_stride;
       const int part = static_cast<int>((row + i) % Words::kPerWord);
-      Words::template put_row<S, T>(key, k + i * stride, p_.dim);
-      Words::template put_column<S, T>(values, v + i * stride, p_.dim, part);
+      if (part == 0 && n - i >= Words::kPerWord) {
+        Words::template put_columns<S, T>(values, v + i * stride, stride, p_.dim);
+        i += Words::kPerWord;
+      } else {
+        Words::template put_column<S, T>(values, v + i * stride, p_.dim, part);
+        ++i;
+      }
       for (int64_t d = p_.dim; d < s.key_stride; ++d) values[d] = 0.0f;
     }
   }
@@ -266,20 +275,43 @@ template <class Words>
 void start_panels(const Problem& p, const Task& task, float q_scale, const TileScratch& s,
                   int64_t panels) {
   const int64_t lanes = task.num_queries * p.group;
+  const int64_t num_words = ceil_div(p.dim, Words::kPerWord);
   float* scaled = s.v;  // no key has been read yet
-  float* words = s.k;
-  for (int64_t i = 0; i < panels * kPanel; ++i) {
-    const int64_t lane = min_of(i, lanes - 1);  // lanes past the end repeat the last one
-    const int64_t query = lane / p.group;
-    s.visible[i] = task.with_chunk
-                       ? task.num_context + task.first_query + static_cast<int32_t>(query) + 1
-                       : kSeesAll;
-    const float* in = p.query(task.query_token(query), task.kv_head * p.group + lane % p.group);
-    float* out = s.q + i / kPanel * p.dim * kPanel + i % kPanel;
-    for (int64_t d = 0; d < p.dim; ++d) scaled[d] = in[d] * q_scale;
-    Words::template put_row<float, float>(words, scaled, p.dim);
-    for (int64_t d = 0; d < ceil_div(p.dim, Words::kPerWord); ++d) {
-      __builtin_memcpy(out + d * kPanel, words + d, sizeof *out);
+  float* words = s.k;   // [kLanes, key_stride]
+  for (int64_t first = 0; first < panels * kPanel; first += kLanes) {
+    for (int64_t i = 0; i < kLanes; ++i) {
+      const int64_t lane = min_of(first + i, lanes - 1);  // lanes past the end repeat the last one
+      const int64_t query = lane / p.group;
+      s.visible[first + i] =
+          task.with_chunk ? task.num_context + task.first_query + static_cast<int32_t>(query) + 1
+                          : kSeesAll;
+      const float* in = p.query(task.query_token(query), task.kv_head * p.group + lane % p.group);
+      for (int64_t d = 0; d < p.dim; ++d) scaled[d] = in[d] * q_scale;
+      Words::template put_row<float, float>(words + i * s.key_stride, scaled, p.dim);
+    }
+    float* out = s.q + first / kPanel * p.dim * kPanel + first % kPanel;
+    for (int64_t word = 0; word < num_words; word += kLanes) {
+      Vec block[kLanes];
+      for (int64_t i = 0; i < kLanes; ++i) block[i] = load(words + i * s.key_stride + word);
+      transpose(block);
+      for (int64_t i = 0; i < min_of<int64_t>(kLanes, num_words - word); ++i) {
+        store(out + (word + i) * kPanel, block[i]);
+      }
+    }
+  }
+}
+
+// Writes element d of lane i, scaled(o[d][i]), to rows[i][d], for the first `count` of kLanes lanes.
+template <class Scaled>
+BROS_INLINE void write_lanes(const float* o, int64_t dim, int64_t count, float* const* rows,
+                             const Scaled& scaled) {
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    const int64_t width = min_of<int64_t>(kLanes, dim - d);
+    Vec block[kLanes] = {};
+    for (int64_t i = 0; i < width; ++i) block[i] = scaled(load(o + (d + i) * kPanel));
+    transpose(block);
+    for (int64_t i = 0; i < count; ++i) {
+      width == kLanes ? store(rows[i] + d, block[i]) : store_first(rows[i] + d, block[i], width);
     }
   }
 }
@@ -289,32 +321,31 @@ void write_record(const Problem& p, const Task& task, const TileScratch& s, int6
                   float* results) {
   const int64_t lanes = task.num_queries * p.group;
   for (int64_t lane = panel * kPanel; lane < min_of(lanes, (panel + 1) * kPanel); lane += kLanes) {
-    const float* o = s.o + panel * s.key_stride * kPanel + lane % kPanel;
     const int64_t count = min_of<int64_t>(kLanes, lanes - lane);
-    float* out = results + lane * p.lane_size();
-    for (int64_t d = 0; d < p.dim; d += kLanes) {
-      const int64_t width = min_of<int64_t>(kLanes, p.dim - d);
-      Vec block[kLanes] = {};
-      for (int64_t i = 0; i < width; ++i) block[i] = load(o + (d + i) * kPanel);
-      transpose(block);
-      for (int64_t i = 0; i < count; ++i) {
-        float* to = out + i * p.lane_size() + d;
-        width == kLanes ? store(to, block[i]) : store_first(to, block[i], width);
-      }
-    }
+    float* rows[kLanes];
     for (int64_t i = 0; i < count; ++i) {
-      const Partial result(out + i * p.lane_size(), p.dim);
+      rows[i] = results + (lane + i) * p.lane_size();
+      const Partial result(rows[i], p.dim);
       *result.m = s.m[lane + i];
       *result.l = s.l[lane + i];
     }
+    write_lanes(s.o + panel * s.key_stride * kPanel + lane % kPanel, p.dim, count, rows,
+                [](Vec o) { return o; });
   }
 }
 
 void finish_panels(const Problem& p, const Task& task, const TileScratch& s) {
-  for (int64_t lane = 0; lane < task.num_queries * p.group; ++lane) {
-    const float* o = s.all + lane / kPanel * s.key_stride * kPanel + lane % kPanel;
-    float* out = p.output(task.query_token(lane / p.group), task.kv_head * p.group + lane % p.group);
-    for (int64_t d = 0; d < p.dim; ++d) out[d] = o[d * kPanel] / s.all_l[lane];
+  const int64_t lanes = task.num_queries * p.group;
+  for (int64_t lane = 0; lane < lanes; lane += kLanes) {
+    const int64_t count = min_of<int64_t>(kLanes, lanes - lane);
+    float* rows[kLanes];
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t query = (lane + i) / p.group, head = (lane + i) % p.group;
+      rows[i] = p.output(task.query_token(query), task.kv_head * p.group + head);
+    }
+    const Vec l = load(s.all_l + lane);
+    write_lanes(s.all + lane / kPanel * s.key_stride * kPanel + lane % kPanel, p.dim, count, rows,
+                [l](Vec o) { return o / l; });
   }
 }
 

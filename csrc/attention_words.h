@@ -2,6 +2,8 @@
 // a sum. Words are as floats in memory, whatever they hold.
 #pragma once
 
+#include <type_traits>
+
 #include "avx512_model.h"
 #include "simd.h"
 
@@ -51,6 +53,11 @@ struct Floats {
   BROS_INLINE static void put_column(float* words, const S* x, int64_t n, int) {
     put_row<S, T>(words, x, n);
   }
+  // Writes all numbers of n words, from kPerWord rows.
+  template <class S, class T>
+  BROS_INLINE static void put_columns(float* words, const S* x, int64_t, int64_t n) {
+    put_row<S, T>(words, x, n);
+  }
 };
 
 #if defined(BROS_MULTIPLIES_PAIRS)
@@ -69,11 +76,12 @@ struct Bf16Pairs {
   BROS_INLINE static Vec rounded(Vec x) {
     return bit_cast<Vec>(_mm512_slli_epi32(halves(_mm512_cvtneps_pbh(x)), 16));
   }
-  BROS_INLINE static Vec join(const Vec (&x)[2]) {
+  BROS_INLINE static Vec join(const Vec (&x)[2]) { return join(x[0], x[1]); }
+  BROS_INLINE static Vec join(Vec first, Vec second) {
     alignas(64) static constexpr int16_t kOrder[32] = {
         0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
         8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    const __m512i bits = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(x[1], x[0]));
+    const __m512i bits = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first));
     return bit_cast<Vec>(_mm512_permutexvar_epi16(_mm512_load_si512(kOrder), bits));
   }
 
@@ -92,13 +100,32 @@ struct Bf16Pairs {
 
   template <class S, class T>
   BROS_INLINE static void put_row(float* words, const S* x, int64_t n) {
-    convert_to_bf16(reinterpret_cast<char*>(words), x, n);
+    if constexpr (std::is_same_v<S, Bf16>) {
+      __builtin_memcpy(words, x, n * sizeof *x);
+    } else {
+      convert_to_bf16(reinterpret_cast<char*>(words), x, n);
+    }
   }
   template <class S, class T>
   BROS_INLINE static void put_column(float* words, const S* x, int64_t n, int part) {
     for_each_vector(
         n, [&](int64_t i) { put(words + i, load(x + i), kLanes, part); },
         [&](int64_t i, int64_t m) { put(words + i, load_first(x + i, m), m, part); });
+  }
+  template <class S, class T>
+  BROS_INLINE static void put_columns(float* words, const S* x, int64_t stride, int64_t n) {
+    const S* rows[] = {x, x + stride};
+    if constexpr (std::is_same_v<S, Bf16>) {
+      for_each_vector(
+          n, [&](int64_t i) { store(words + i, load_column(rows, 2, i, 0)); },
+          [&](int64_t i, int64_t m) { store_first(words + i, load_column(rows, 2, i, m), m); });
+    } else {
+      for_each_vector(
+          n, [&](int64_t i) { store(words + i, join(load(rows[0] + i), load(rows[1] + i))); },
+          [&](int64_t i, int64_t m) {
+            store_first(words + i, join(load_first(rows[0] + i, m), load_first(rows[1] + i, m)), m);
+          });
+    }
   }
 
  private:

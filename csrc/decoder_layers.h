@@ -106,8 +106,9 @@ void copy_rows(float* to, const float* from, const int32_t* rows, int64_t count,
 // Activations of at most so many bytes stay for the next step; more are freed, so that no memory
 // stays that only a very long prompt needs. The pages of fresh memory have to be mapped and cleared
 // one by one, where malloc gives them back at once, as it does on a thread (`bros.LLM`): 24 ms of
-// CPU time in a prompt of 1,024 tokens, of 1,260 (SmolLM2-135M in int4, Zen 4).
-constexpr int64_t kKeptBytes = 64 * 1024 * 1024;
+// CPU time in a prompt of 1,024 tokens, of 1,260, and 2 % of the time of one of 4,000, whose
+// activations take 125 MB (SmolLM2-135M in int4, Zen 4). Huge pages instead gained nothing there.
+constexpr int64_t kKeptBytes = 256 * 1024 * 1024;
 
 // One step. Its arguments must have been checked.
 class DecoderLayers {
