@@ -19,9 +19,9 @@ namespace bros {
 namespace {
 
 constexpr int64_t kTileSplit = 1024;  // context keys of a part if a row has one tile of queries
-// Tiles of a row with many queries are larger, since each one copies the keys: the attention of 4,096
-// tokens takes 0.95 of the time (Zen 4, two threads). But with too few tasks, threads wait for the
-// last one: 256 tokens in three tasks take 1.3 times as long as in twelve.
+// Tiles of a row with many queries are larger, since each one copies the keys: the attention of
+// 4,096 tokens takes 0.95 of the time (Zen 4, two threads). But with too few tasks, threads wait for
+// the last one: 256 tokens in three tasks take 1.3 times as long as in twelve.
 constexpr int64_t kMostTileLanes = 4 * kTileLanes;
 constexpr int64_t kTasksPerThread = 6;  // of a row with larger tiles, at least
 

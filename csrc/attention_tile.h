@@ -301,7 +301,7 @@ void start_panels(const Problem& p, const Task& task, float q_scale, const TileS
   }
 }
 
-// Writes element d of lane i, scaled(o[d][i]), to rows[i][d], for the first `count` of kLanes lanes.
+// Writes element d of lane i, scaled(o[d][i]), to rows[i][d], for the first `count` lanes.
 template <class Scaled>
 BROS_INLINE void write_lanes(const float* o, int64_t dim, int64_t count, float* const* rows,
                              const Scaled& scaled) {
