@@ -95,7 +95,7 @@ class TaskList {
   int64_t num_sources = 0;
   int64_t partial_floats;
   int64_t multiply_adds = 0;
-  int64_t most_lanes = 0;  // of a tile task
+  int64_t most_lanes = 0;  // no tile task has more
 
  private:
   int64_t queries_per_tile(int64_t lanes) const {

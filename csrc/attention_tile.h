@@ -44,7 +44,7 @@ struct TileScratch {
   float* all_l;        // per panel [kPanel]
   int32_t* visible;    // per panel [kPanel]: keys that the lane attends to, context included
 
-  // most_lanes: of any tile task.
+  // most_lanes: of all tile tasks.
   TileScratch(Arena* arena, const Problem& p, int64_t most_lanes)
       : key_stride(round_up(p.dim, kRows)) {
     const int64_t panels = ceil_div(most_lanes, kPanel);

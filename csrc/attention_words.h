@@ -76,12 +76,11 @@ struct Bf16Pairs {
   BROS_INLINE static Vec rounded(Vec x) {
     return bit_cast<Vec>(_mm512_slli_epi32(halves(_mm512_cvtneps_pbh(x)), 16));
   }
-  BROS_INLINE static Vec join(const Vec (&x)[2]) { return join(x[0], x[1]); }
-  BROS_INLINE static Vec join(Vec first, Vec second) {
+  BROS_INLINE static Vec join(const Vec (&x)[2]) {
     alignas(64) static constexpr int16_t kOrder[32] = {
         0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
         8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    const __m512i bits = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first));
+    const __m512i bits = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(x[1], x[0]));
     return bit_cast<Vec>(_mm512_permutexvar_epi16(_mm512_load_si512(kOrder), bits));
   }
 
@@ -121,9 +120,10 @@ struct Bf16Pairs {
           [&](int64_t i, int64_t m) { store_first(words + i, load_column(rows, 2, i, m), m); });
     } else {
       for_each_vector(
-          n, [&](int64_t i) { store(words + i, join(load(rows[0] + i), load(rows[1] + i))); },
+          n, [&](int64_t i) { store(words + i, join({load(rows[0] + i), load(rows[1] + i)})); },
           [&](int64_t i, int64_t m) {
-            store_first(words + i, join(load_first(rows[0] + i, m), load_first(rows[1] + i, m)), m);
+            const Vec word = join({load_first(rows[0] + i, m), load_first(rows[1] + i, m)});
+            store_first(words + i, word, m);
           });
     }
   }
