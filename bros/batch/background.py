@@ -7,8 +7,8 @@ rows do when the engine fails. A response without an end is run, whichever proce
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
+import functools
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,6 @@ from typing import Protocol
 
 from bros.batch.objects import (
     RowInterruptedError,
-    StoreError,
     StoreFullError,
     StoreUnavailableError,
 )
@@ -67,7 +66,6 @@ class BackgroundRunner:
         """context: of the BatchRunner, whose rows the responses take turns with."""
         threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="background")
         self._context = dataclasses.replace(context, threads=threads)
-        self._threads = threads
         self._store = store
         self._handler = handler
         self._polling = PollLoop(context.settings)
@@ -181,9 +179,7 @@ class BackgroundRunner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        with contextlib.suppress(StoreError, StoreFullError):
-            await self._context.io(self._store.release, self._owner)
-        self._threads.shutdown(wait=False)
+        await self._context.end(functools.partial(self._store.release, self._owner))
 
 
 def _error(message: str) -> str:

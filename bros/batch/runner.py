@@ -349,6 +349,10 @@ class PollLoop:
                     await self._wakeup.wait()
 
 
+_STOP_TIMEOUT_S = 5.0
+"""How long jobs may take to stop, and then their blocking work."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerContext:
     """Shared by all jobs of a runner.
@@ -398,6 +402,18 @@ class RunnerContext:
                     logger.warning("retrying in %.1f s: %s", pause_s, error)
             await asyncio.sleep(pause_s)
         raise AssertionError("pauses never end")
+
+    async def end(self, release: Callable[[], None]) -> None:
+        """End the threads, then release all leases; nothing uses the store afterwards, unless a
+        thread needs more than _STOP_TIMEOUT_S.
+
+        Work whose caller was cancelled goes on in its thread. A claim among it must not follow the
+        release: what it claims would have no runner until the lease ends.
+        """
+        ending = asyncio.create_task(asyncio.to_thread(self.threads.shutdown))
+        await asyncio.wait([ending], timeout=_STOP_TIMEOUT_S)
+        with contextlib.suppress(StoreError, StoreFullError):
+            await asyncio.to_thread(release)
 
 
 async def run_row(context: RunnerContext, answer: Callable[[], Awaitable[T]]) -> T:
@@ -799,9 +815,6 @@ _ADJUST_S = 0.5
 _SWEEP_S = 600.0
 _THREADS = 6
 
-_STOP_TIMEOUT_S = 5.0
-"""How long jobs may take to stop."""
-
 _MAX_FAULTS = 3
 _FAULT = LineError(
     "internal_error",
@@ -972,9 +985,7 @@ class BatchRunner:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        with contextlib.suppress(StoreError, StoreFullError):
-            await self._context.io(self._context.store.release, self._owner)
-        self._context.threads.shutdown(wait=False)
+        await self._context.end(functools.partial(self._context.store.release, self._owner))
 
     async def _adjust_limit(self) -> None:
         """Adjust the limit so that the engine never runs out of rows and few of them wait.

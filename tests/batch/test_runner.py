@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 
 from bros.batch import runner
+from bros.batch.background import BackgroundRunner, ResponseOutcome
 from bros.batch.objects import Batch, BatchStatus, Lease, RowOutcome
+from bros.batch.responses import ResponseStore, StoredResponse
 from bros.batch.rows import RowFacts, RowReply, reply_line
 from bros.batch.runner import BatchRunner, ByteBudget, RunnerSettings
 from bros.core.clock import SystemClock
@@ -70,6 +72,28 @@ async def _idle() -> EngineStats:
     return EngineStats()
 
 
+class _NoResponses:
+    """A ResponseHandler for a store without responses."""
+
+    async def answer(self, response: StoredResponse, *, due_in_s: float) -> ResponseOutcome:
+        raise AssertionError("there are no responses")
+
+
+def _runner(
+    store: Store,
+    rows: _Rows,
+    limits: TenantLimits = NO_LIMITS,
+    note_refusal: Callable[[str, Resource], None] = lambda tenant, resource: None,
+) -> BatchRunner:
+    """limits: of each tenant."""
+    settings = RunnerSettings(model="", lease_s=15.0, poll_s=0.02)
+    ids = IdGenerator(random.Random(0))
+    return BatchRunner(
+        *(store.batches, store.files, rows, _idle, _Clock(), ids, settings, lambda tenant: limits),
+        note_refusal=note_refusal,
+    )
+
+
 @contextlib.asynccontextmanager
 async def _running(
     store: Store,
@@ -77,13 +101,8 @@ async def _running(
     limits: TenantLimits = NO_LIMITS,
     note_refusal: Callable[[str, Resource], None] = lambda tenant, resource: None,
 ) -> AsyncIterator[BatchRunner]:
-    """A runner that runs during the block. limits: of each tenant."""
-    settings = RunnerSettings(model="", lease_s=15.0, poll_s=0.02)
-    ids = IdGenerator(random.Random(0))
-    runner = BatchRunner(
-        *(store.batches, store.files, rows, _idle, _Clock(), ids, settings, lambda tenant: limits),
-        note_refusal=note_refusal,
-    )
+    """A runner that runs during the block."""
+    runner = _runner(store, rows, limits, note_refusal)
     running = asyncio.create_task(runner.run())
     try:
         yield runner
@@ -244,6 +263,41 @@ async def test_results_count_as_bytes_of_files_before_they_are_in_one(store: Sto
         await _until_final(store, "bob", batch_id)
     results = store.batches.usage()["bob", Resource.FILE_BYTES] - before
     assert while_it_runs == results * 3 // 4
+
+
+@pytest.mark.parametrize("kind", ["batches", "background responses"])
+async def test_a_runner_that_has_ended_uses_the_store_no_more(
+    store: Store, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it claims after it has released all would have no runner until the lease ends."""
+    batch_runner, responses = _runner(store, _Rows()), ResponseStore(store.database)
+    runs: BatchRunner | BackgroundRunner = batch_runner
+    if kind == "background responses":
+        runs = BackgroundRunner(batch_runner.context, responses, _NoResponses())
+    claims = store.batches if kind == "batches" else responses
+    calls: list[str] = []
+    claiming, may_go_on = asyncio.Event(), threading.Event()
+    loop, claim, release = asyncio.get_running_loop(), claims.claim, claims.release
+
+    def slow_claim(*arguments: Any) -> Sequence[object]:
+        loop.call_soon_threadsafe(claiming.set)
+        assert may_go_on.wait(20.0)
+        claimed = claim(*arguments)
+        calls.append("claim")
+        return claimed
+
+    def noted_release(owner: str) -> None:
+        calls.append("release")
+        release(owner)
+
+    monkeypatch.setattr(claims, "claim", slow_claim)
+    monkeypatch.setattr(claims, "release", noted_release)
+    running = asyncio.create_task(runs.run())
+    await claiming.wait()
+    running.cancel()
+    loop.call_later(0.1, may_go_on.set)
+    await asyncio.gather(running, return_exceptions=True)
+    assert calls == ["claim", "release"]
 
 
 async def test_waiting_outcomes_are_bounded_by_their_bytes_and_wait_in_order() -> None:
