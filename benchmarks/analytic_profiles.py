@@ -20,8 +20,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from bros.profiling.profiles import ANALYTIC, Profile, ProfileKey
 from bros.scheduler.cost_model import CostModel
-from bros.scheduler.profiles import ANALYTIC, Profile, ProfileKey
 
 _BYTES = 2
 """Size of a weight, an activation and a KV value: all fp16."""

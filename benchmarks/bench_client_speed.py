@@ -24,8 +24,8 @@ from bros.bench.dialects import RequestFormat, dialect_of
 from bros.bench.load import LoadResult, OfferedLoad, drive
 from bros.bench.plan import Piece, Planned, Session, SessionRequest
 from bros.core.clock import SystemClock, process_cpu_s
+from bros.core.machine import available_cores
 from bros.core.request import ServiceClass
-from bros.scheduler.profiles import available_cores
 
 TOKENS = 64
 PROMPT = list(range(1000, 1512))

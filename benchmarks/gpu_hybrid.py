@@ -36,13 +36,13 @@ from bros.core.interfaces import EngineInfo
 from bros.core.plan import StepPlan
 from bros.core.request import ServiceClass
 from bros.engine.engine import Engine
-from bros.engine.profiling import quick_profile
 from bros.executor.loader import random_executor
 from bros.executor.model_store import default_cache_dir
 from bros.executor.models.spec import ModelSpec
+from bros.profiling.measuring import quick_profile
+from bros.profiling.profiles import Profile, profile_folders
 from bros.scheduler.build import build_scheduler
 from bros.scheduler.cost_model import CostModel
-from bros.scheduler.profiles import Profile, profile_folders
 from bros.simulator.simulation import (
     Device,
     SimExecutor,

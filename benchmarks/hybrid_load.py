@@ -43,13 +43,13 @@ from bros.core.plan import StepPlan, StepResult
 from bros.core.request import EngineRequest, ServiceClass, Slo
 from bros.engine.engine import Engine
 from bros.engine.grammars import Grammars
-from bros.engine.profiling import step_time_model
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_model
 from bros.executor.runner import ModelRunner
+from bros.profiling.measuring import step_time_model
+from bros.profiling.profiles import profile_folders
 from bros.scheduler.build import build_scheduler
 from bros.scheduler.cost_model import CostModel
-from bros.scheduler.profiles import profile_folders
 from bros.scheduler.scheduler import Scheduler
 from bros.simulator.metrics import report_of, timeline_of
 from bros.simulator.simulation import (

@@ -22,7 +22,7 @@ from bros.cli.simulate_tables import progress_bar
 from bros.core.clock import SystemClock
 from bros.core.config import MAX_RT_SLOWDOWN, EngineConfig
 from bros.core.request import ServiceClass
-from bros.scheduler.profiles import Profile
+from bros.profiling.profiles import Profile
 from bros.simulator.metrics import ClassReport, Report
 from bros.simulator.simulation import SimulatedScenario, device_of, read_profile
 from bros.simulator.sweep import run_all, run_scenario

@@ -26,8 +26,8 @@ from bros.cli.simulate_tables import progress_bar
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.core.request import ServiceClass
+from bros.profiling.profiles import load_profile
 from bros.router.state import RouterSettings
-from bros.scheduler.profiles import load_profile
 from bros.simulator.fleet import FleetReport, FleetScenario, fleet_config, run_fleet
 from bros.simulator.prefix_workloads import (
     AzureLoad,

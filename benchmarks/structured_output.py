@@ -67,8 +67,8 @@ from bros.engine.group import Group
 from bros.engine.thread_client import ThreadEngineClient
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_model
+from bros.profiling.profiles import profile_folders
 from bros.scheduler.build import build_scheduler
-from bros.scheduler.profiles import profile_folders
 from bros.text.generation import TextGenerator, collect
 from bros.text.grammar_check import GrammarChecker
 from bros.text.tokenizer import Tokenizer

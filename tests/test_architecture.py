@@ -23,6 +23,7 @@ LEVELS: Sequence[tuple[str, ...]] = (
     ("core",),
     ("kvcache", "kernels", "workload"),
     ("scheduler", "executor"),
+    ("profiling",),
     ("engine",),
     ("text",),
     ("transport",),

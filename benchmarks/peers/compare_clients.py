@@ -36,7 +36,7 @@ from rich.table import Table
 from bros.bench.results import environment
 from bros.cli.bench import local_server
 from bros.core.clock import SystemClock
-from bros.scheduler.profiles import available_cores
+from bros.core.machine import available_cores
 from bros.workload.arrivals import BLOCK_TOKENS, PoissonLoad
 
 TARGET = 0.05

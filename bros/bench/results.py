@@ -38,8 +38,8 @@ from bros.bench.metrics import (
 )
 from bros.core.clock import Clock
 from bros.core.errors import BrosError
+from bros.core.machine import available_cores, cpu_name
 from bros.core.request import ServiceClass, Slo
-from bros.scheduler.profiles import available_cores, cpu_name
 from bros.workload.attainment import Attainment
 
 SCHEMA_VERSION = 2

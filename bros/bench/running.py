@@ -25,8 +25,8 @@ from bros.bench.prompts import Prompts
 from bros.bench.results import Command, ScenarioResult, ServerSample
 from bros.core.clock import Clock, process_cpu_s
 from bros.core.errors import BrosError, ConfigError
+from bros.core.machine import available_cores
 from bros.core.request import ServiceClass
-from bros.scheduler.profiles import available_cores
 from bros.text.tokenizer import Tokenizer
 
 # ---- Best-effort load as a batch job instead of requests in flight (--be-as batch).

@@ -15,6 +15,7 @@ from importlib import metadata
 from bros import __version__
 from bros.core.clock import Clock
 from bros.core.config import EngineConfig
+from bros.core.machine import available_cores, cpu_name
 from bros.engine.self_test import Generated, first_difference, generate
 from bros.executor.diagnosis import (
     Backend,
@@ -27,7 +28,6 @@ from bros.executor.diagnosis import (
 )
 from bros.executor.target import Target
 from bros.kernels.self_test import Check
-from bros.scheduler.profiles import available_cores, cpu_name
 from bros.terminal import print_table
 
 _PACKAGES = ("torch", "triton", "xformers", "numpy", "transformers", "safetensors", "tokenizers")

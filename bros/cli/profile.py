@@ -12,10 +12,10 @@ from bros.core.config import Config, EngineConfig
 from bros.core.errors import ConfigError
 from bros.core.rank_env import RankEnv
 from bros.engine.group import Group
-from bros.engine.profiling import MAX_STORED_ERROR, Measured, full_profile
 from bros.executor.model_store import ModelFiles, cache_dir_of, resolve_model
 from bros.executor.target import choose_target, find_cuda
-from bros.scheduler.profiles import Profile, checkout_profiles
+from bros.profiling.measuring import MAX_STORED_ERROR, Measured, full_profile
+from bros.profiling.profiles import Profile, checkout_profiles
 from bros.terminal import print_table, progress_bar
 
 STEP_TOKENS = 1024

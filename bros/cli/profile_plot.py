@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
-from bros.engine.profiling import Measured
-from bros.scheduler.fitting import Sample, relative_errors
+from bros.profiling.fitting import Sample, relative_errors
+from bros.profiling.measuring import Measured
 
 _BAND = 0.05
 _KINDS = (

@@ -60,9 +60,10 @@ from bros.core.clock import Clock
 from bros.core.config import POLICIES, EngineConfig
 from bros.core.config_sources import given_flags, load_config, near_matches
 from bros.core.errors import ConfigError
+from bros.core.machine import available_cores
+from bros.profiling.profiles import Profile, profile_folders
 from bros.router.state import ROUTERS
 from bros.scheduler.build import needs_cost_model, unused_options, without_effect
-from bros.scheduler.profiles import Profile, available_cores, profile_folders
 from bros.simulator.fleet import (
     FleetReport,
     FleetScenario,

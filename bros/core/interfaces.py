@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, runtime_checkable
 
-from bros.core.errors import EngineDeadError
+from bros.core.errors import ConfigError, EngineDeadError
 from bros.core.plan import StepPlan, StepResult, SuspendedStep, TokenConstraint
 from bros.core.request import (
     EngineRequest,
@@ -516,6 +516,16 @@ class LaunchingExecutor(Executor, Protocol):
         tokens. `close` may be called with steps in flight.
         """
         ...
+
+
+def find_launcher(executor: Executor, async_scheduling: str) -> LaunchingExecutor | None:
+    """The executor, if it can launch steps and asynchronous scheduling is not "off"; else None.
+    Raises ConfigError for "on" if it cannot launch."""
+    if async_scheduling != "off" and isinstance(executor, LaunchingExecutor):
+        return executor
+    if async_scheduling == "on":
+        raise ConfigError("--async-scheduling on: needs a GPU; elsewhere steps occupy the host")
+    return None
 
 
 OutputSink = Callable[[Output | EngineDeadError], None]

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from bros.core.clock import Clock
 from bros.core.config import EngineConfig
-from bros.engine.engine import Engine, find_launcher
+from bros.core.interfaces import find_launcher
+from bros.engine.engine import Engine
 from bros.engine.grammars import Grammars
 from bros.engine.group import Group
-from bros.engine.profiling import step_time_model
 from bros.executor.model_store import ModelFiles
+from bros.profiling.measuring import step_time_model
 from bros.scheduler.build import (
     best_effort_yields,
     build_scheduler,

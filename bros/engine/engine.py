@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from bros.core.clock import Clock
-from bros.core.errors import ConfigError, OverloadedError
+from bros.core.errors import OverloadedError
 from bros.core.interfaces import (
     EngineInfo,
     EngineReport,
@@ -20,6 +20,7 @@ from bros.core.interfaces import (
     StepHandle,
     StopRule,
     SuspendingExecutor,
+    find_launcher,
 )
 from bros.core.plan import SuspendedStep
 from bros.core.request import EngineRequest, Output, RequestOutput, ServiceClass, Slo, expanded
@@ -220,16 +221,6 @@ class Engine:
             trace = self.trace(output.request_id) if output.finish_reason else None
             if trace is not None:
                 logger.debug("%s", describe_trace(trace))
-
-
-def find_launcher(executor: Executor, async_scheduling: str) -> LaunchingExecutor | None:
-    """The executor, if it can launch steps and asynchronous scheduling is not "off"; else None.
-    Raises ConfigError for "on" if it cannot launch."""
-    if async_scheduling != "off" and isinstance(executor, LaunchingExecutor):
-        return executor
-    if async_scheduling == "on":
-        raise ConfigError("--async-scheduling on: needs a GPU; elsewhere steps occupy the host")
-    return None
 
 
 def describe_trace(trace: RequestTrace) -> str:

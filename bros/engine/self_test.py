@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from bros.core.clock import Clock
 from bros.core.config import EngineConfig
+from bros.core.interfaces import find_launcher
 from bros.core.request import EngineRequest, SamplingParams, expanded
-from bros.engine.engine import Engine, find_launcher
+from bros.engine.engine import Engine
 from bros.executor.diagnosis import SMALL_MODEL
 from bros.executor.loader import random_executor
 from bros.executor.models.spec import ModelSpec

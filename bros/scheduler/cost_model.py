@@ -12,7 +12,7 @@
 
 swap(step) is added to T(step); where the device overlaps copies with computation, the longer of
 the two counts. A `StepLoad` holds the sums, so adding a candidate costs the same for every batch
-size. fitting.py fits models, profiles.py stores them.
+size. profiling/ measures steps, fits models and stores them.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ from bros.core.interfaces import EngineClient, EngineInfo
 from bros.core.request import CHAT_SAMPLING, IdGenerator, ServiceClass
 from bros.core.tenants import TenantAccounts
 from bros.executor.model_store import ModelFiles, cache_dir_of, resolve_model
+from bros.profiling.profiles import profile_folders
 from bros.router.client import RouterClient
 from bros.router.elastic import ElasticReplicas
-from bros.scheduler.profiles import profile_folders
 from bros.semantic.service.live import SessionSettings
 from bros.semantic.service.service import SessionService
 from bros.semantic.transforms.process import TransformProcesses

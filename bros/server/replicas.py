@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from bros.core.clock import Clock, SystemClock
 from bros.core.config import Config, EngineConfig, ServerConfig
 from bros.core.errors import ConfigError
+from bros.core.machine import available_cores
 from bros.router.client import RouterClient
 from bros.router.elastic import ElasticReplicas, ElasticSettings, StartableClient
 from bros.router.fleet import Fleet, make_fleet
 from bros.router.state import RouterSettings
-from bros.scheduler.profiles import available_cores
 from bros.transport.node_allocation import allocation_of, check_room
 from bros.transport.process_client import ProcessEngineClient
 

@@ -36,9 +36,9 @@ from bros.core.request import (
     expanded,
 )
 from bros.engine.engine import Engine
+from bros.profiling.profiles import Profile, load_profile
 from bros.scheduler.build import best_effort_yields, build_scheduler
 from bros.scheduler.cost_model import CostModel, StepLoad
-from bros.scheduler.profiles import Profile, load_profile
 from bros.scheduler.scheduler import Scheduler
 from bros.scheduler.suspended import share_done
 from bros.workload.arrivals import (

@@ -20,7 +20,7 @@ from bros.core.request import IdGenerator
 from bros.engine.build import build_engine
 from bros.engine.thread_client import ThreadEngineClient
 from bros.executor.model_store import ModelFiles, resolve_model
-from bros.scheduler.profiles import profile_folders
+from bros.profiling.profiles import profile_folders
 from bros.text.generation import TextGenerator
 from bros.text.tokenizer import Tokenizer
 

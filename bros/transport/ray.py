@@ -26,7 +26,7 @@ from bros.core.config import EngineConfig
 from bros.core.errors import BrosError, ConfigError, EngineDeadError
 from bros.core.stop_signals import signal_handlers_restored
 from bros.executor.model_store import cache_dir_of, resolve_model
-from bros.scheduler.profiles import profile_folders
+from bros.profiling.profiles import profile_folders
 from bros.transport.ipc import Endpoints, heartbeats
 from bros.transport.node_allocation import NodeAllocation
 from bros.transport.process import HEARTBEATS_PER_TIMEOUT, LaunchSpec

@@ -16,8 +16,8 @@ from analytic_profiles import (
     published_profiles,
 )
 
+from bros.profiling.profiles import Profile, load_profile
 from bros.scheduler.cost_model import StepLoad
-from bros.scheduler.profiles import Profile, load_profile
 
 FOLDER = Path(__file__).parents[2] / "profiles"
 

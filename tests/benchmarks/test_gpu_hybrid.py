@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bros.scheduler.profiles import checkout_profiles
+from bros.profiling.profiles import checkout_profiles
 
 PROFILE = "nvidia-h100-80gb-hbm3/llama-3-8b-bf16"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bros.cli.main import main
-from bros.scheduler.profiles import MEASURED, load_profile
+from bros.profiling.profiles import MEASURED, load_profile
 from support.tiny_models import save_tiny_llama
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -13,7 +13,7 @@ import pytest
 from bros.cli.flags import DEFAULT_PROFILE
 from bros.cli.main import main
 from bros.core.errors import ConfigError
-from bros.scheduler.profiles import Profile, ProfileKey
+from bros.profiling.profiles import Profile, ProfileKey
 from bros.simulator.simulation import read_profile, stored_profiles
 from support.scenarios import SLOW, STEPS
 

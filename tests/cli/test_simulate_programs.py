@@ -11,7 +11,7 @@ import pytest
 from bros.cli.flags import add_arguments
 from bros.cli.main import main
 from bros.cli.simulate import ProgramSettings, read_program_settings
-from bros.scheduler.profiles import Profile, ProfileKey
+from bros.profiling.profiles import Profile, ProfileKey
 from bros.simulator.programs import PROGRAMS
 from support.scenarios import STEPS
 

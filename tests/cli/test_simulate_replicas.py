@@ -11,7 +11,7 @@ import pytest
 from bros.cli.flags import MOST_REQUESTS, REPLICA_PROFILE, add_arguments
 from bros.cli.main import main
 from bros.cli.simulate import ReplicaSettings, read_replica_settings
-from bros.scheduler.profiles import Profile, ProfileKey
+from bros.profiling.profiles import Profile, ProfileKey
 from support.scenarios import STEPS
 
 KEY = ProfileKey(

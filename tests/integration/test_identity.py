@@ -36,9 +36,9 @@ from bros.executor.kv_storage import KV_BLOCK_SIZE
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_model
 from bros.executor.target import grouping_for
+from bros.profiling.profiles import profile_folders
 from bros.scheduler.build import build_scheduler
 from bros.scheduler.cost_model import CostModel
-from bros.scheduler.profiles import profile_folders
 from bros.text.tokenizer import Tokenizer
 from support.checkpoints import save_checkpoint
 from support.prompts import FAMILIES, PROMPTS

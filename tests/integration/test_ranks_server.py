@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from bros import LLM, SamplingParams
-from bros.scheduler.profiles import MEASURED, load_profile
+from bros.profiling.profiles import MEASURED, load_profile
 from support.processes import children, descendants, ranks_below, wait_until_gone
 from support.server_process import HTTP, ServerProcess, running_server, wait_until
 from support.tiny_tokenizer import save_chat_llama

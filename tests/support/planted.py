@@ -8,8 +8,8 @@ from collections.abc import Callable
 from bros.core.clock import ManualClock
 from bros.core.interfaces import EngineInfo
 from bros.core.plan import SEGMENT_WIDTH, Chunk, KvCopies, SampledToken, StepPlan, StepResult
+from bros.profiling.fitting import ChunkShape, StepShape, load_of
 from bros.scheduler.cost_model import CostModel
-from bros.scheduler.fitting import ChunkShape, StepShape, load_of
 
 
 def shape_of(plan: StepPlan, block_size: int) -> StepShape:

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from bros.scheduler.cost_model import CostModel
-from bros.scheduler.fitting import (
+from bros.profiling.fitting import (
     MAX_KNOTS,
     ChunkShape,
     CopySample,
@@ -26,6 +25,7 @@ from bros.scheduler.fitting import (
     relative_errors,
     with_copies,
 )
+from bros.scheduler.cost_model import CostModel
 from support.tier import examples
 
 PADDING = ((16, 1), (128, 8), (256, 16), (512, 32))

@@ -26,8 +26,9 @@ from typing import Any
 from bros import __version__
 from bros.core.clock import Clock
 from bros.core.errors import ConfigError
+from bros.core.machine import cpu_name
+from bros.profiling.fitting import FitError
 from bros.scheduler.cost_model import CostModel
-from bros.scheduler.fitting import FitError
 
 SCHEMA = 1
 KINDS = MEASURED, QUICK, ANALYTIC = ("measured", "quick", "analytic")
@@ -366,21 +367,6 @@ def device_slug(device: str, cores: int) -> str:
     if device != "cpu":
         return _slug(device)
     return _slug(f"{cpu_name()} {cores} threads")
-
-
-def available_cores() -> int:
-    """How many hardware threads this process may run on."""
-    return len(os.sched_getaffinity(0))
-
-
-def cpu_name() -> str:
-    """Model name of the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1] for line in lines if line.startswith("model name")]
-    return names[0].strip() if names else platform.processor() or platform.machine()
 
 
 def _slug(text: str) -> str:

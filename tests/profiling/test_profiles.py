@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 import bros
 from bros.core.clock import ManualClock
 from bros.core.errors import ConfigError
-from bros.scheduler.cost_model import CostModel
-from bros.scheduler.fitting import FitError
-from bros.scheduler.profiles import (
+from bros.core.machine import available_cores
+from bros.profiling.fitting import FitError
+from bros.profiling.profiles import (
     MEASURED,
     QUICK,
     SCHEMA,
     Profile,
     ProfileKey,
-    available_cores,
     checkout_profiles,
     device_slug,
     find_profile,
@@ -32,6 +31,7 @@ from bros.scheduler.profiles import (
     profile_folders,
     versions,
 )
+from bros.scheduler.cost_model import CostModel
 
 KEY = ProfileKey(
     device="acme-9000-2-threads",

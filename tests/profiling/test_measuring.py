@@ -17,7 +17,10 @@ from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError
 from bros.core.interfaces import EngineInfo, Grouping
 from bros.core.plan import StepPlan, StepResult
-from bros.engine.profiling import (
+from bros.executor.cuda.graphs import MIXED_PADDING
+from bros.executor.models.layers import token_padding
+from bros.profiling.fitting import Sample, StepShape, error_of, fit, load_of, with_copies
+from bros.profiling.measuring import (
     COPIED_TOKENS,
     OVERLAPPED_TOKENS,
     StepLimits,
@@ -34,11 +37,8 @@ from bros.engine.profiling import (
     step_padding,
     step_time_model,
 )
-from bros.executor.cuda.graphs import MIXED_PADDING
-from bros.executor.models.layers import token_padding
+from bros.profiling.profiles import MEASURED, QUICK, Profile, find_profile, load_profile
 from bros.scheduler.cost_model import CostModel, StepLoad
-from bros.scheduler.fitting import Sample, StepShape, error_of, fit, load_of, with_copies
-from bros.scheduler.profiles import MEASURED, QUICK, Profile, find_profile, load_profile
 from support.planted import PlantedExecutor
 from support.tier import examples
 

@@ -13,28 +13,27 @@ from pathlib import Path
 from bros.core.clock import Clock
 from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError
-from bros.core.interfaces import EngineInfo, Executor, Grouping, LaunchingExecutor
+from bros.core.interfaces import EngineInfo, Executor, Grouping, LaunchingExecutor, find_launcher
+from bros.core.machine import available_cores
 from bros.core.plan import Chunk, KvCopies, SampleSpec, SharedPrefix, StepPlan
 from bros.core.request import SamplingParams
-from bros.engine.engine import find_launcher
 from bros.executor.cuda.graphs import MIXED_PADDING
 from bros.executor.models.layers import token_padding
 from bros.kernels.dispatch import compiled_digest
-from bros.scheduler.build import step_bounds
-from bros.scheduler.cost_model import CostModel
-from bros.scheduler.fitting import ChunkShape, CopySample, Fit, Sample, StepShape, fit, with_copies
-from bros.scheduler.profiles import (
+from bros.profiling.fitting import ChunkShape, CopySample, Fit, Sample, StepShape, fit, with_copies
+from bros.profiling.profiles import (
     MEASURED,
     QUICK,
     Profile,
     ProfileKey,
-    available_cores,
     device_slug,
     find_profile,
     iso_date,
     load_profile,
     versions,
 )
+from bros.scheduler.build import step_bounds
+from bros.scheduler.cost_model import CostModel
 
 # ---- Which steps to measure, within the limits of an engine.
 #

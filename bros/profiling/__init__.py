@@ -1,0 +1,1 @@
+"""Step times: measured, fitted to cost models, stored and found again."""
