@@ -16,6 +16,7 @@ import sqlalchemy as sa
 
 from bros.batch.database import BATCHES, FILES, Database
 from bros.batch.objects import OPEN_STATUSES, StoredFile, StoreFullError, is_storable
+from bros.core.durable import sync_folder
 from bros.core.errors import NotFoundError
 from bros.core.tenants import (
     ALL_TENANTS,
@@ -102,8 +103,8 @@ class Bodies:
         with translate_disk_full(self._option):
             path.parent.mkdir(exist_ok=True)
             writer.path.replace(path)
-            _sync_folder(path.parent)
-            _sync_folder(self._folder)
+            sync_folder(path.parent)
+            sync_folder(self._folder)
 
     def sweep(self, is_used: Callable[[str], bool]) -> int:
         """Delete unused bodies and abandoned temporary files; returns the number of bodies.
@@ -140,14 +141,6 @@ def _locked(folder: Path) -> tuple[int, Path]:
         if os.fstat(handle).st_nlink:
             return handle, Path(name)
         os.close(handle)  # another process deleted it in `sweep` before it was locked
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @dataclass(frozen=True, slots=True)

@@ -408,12 +408,21 @@ class RunnerContext:
         thread needs more than _STOP_TIMEOUT_S.
 
         Work whose caller was cancelled goes on in its thread. A claim among it must not follow the
-        release: what it claims would have no runner until the lease ends.
+        last release: what it claims would have no runner until the lease ends.
         """
-        ending = asyncio.create_task(asyncio.to_thread(self.threads.shutdown))
-        await asyncio.wait([ending], timeout=_STOP_TIMEOUT_S)
-        with contextlib.suppress(StoreError, StoreFullError):
-            await asyncio.to_thread(release)
+
+        def release_if_possible() -> None:
+            with contextlib.suppress(StoreError, StoreFullError):
+                release()
+
+        def end() -> None:
+            self.threads.shutdown()
+            release_if_possible()
+
+        ending = asyncio.create_task(asyncio.to_thread(end))
+        ended, _ = await asyncio.wait([ending], timeout=_STOP_TIMEOUT_S)
+        if not ended:
+            await asyncio.to_thread(release_if_possible)
 
 
 async def run_row(context: RunnerContext, answer: Callable[[], Awaitable[T]]) -> T:

@@ -45,6 +45,7 @@ from bros.cli.flags import DEFAULT_URL, BatchFlags, read_own, whole
 from bros.core.clock import Clock
 from bros.core.config import RT_SLOWDOWN
 from bros.core.config_sources import URL_VARIABLE, given_flags, load_config
+from bros.core.durable import sync_folder
 from bros.core.errors import BrosError, ConfigError, InvalidRequestError
 
 # ---- Writing results: to standard output, to devices, or atomically to files.
@@ -86,6 +87,7 @@ def write_stdout(pieces: Iterable[bytes]) -> None:
 def write_atomically(path: Path, pieces: Iterable[bytes]) -> None:
     """Write a temporary file and rename it to `path`; write a device or pipe directly.
 
+    Both are on the disk afterwards: what the file was made from may then be removed.
     Raises BrosError if it cannot be written.
     """
     special = path.exists() and not path.is_file()
@@ -93,8 +95,13 @@ def write_atomically(path: Path, pieces: Iterable[bytes]) -> None:
     try:
         with written.open("wb") as file:
             file.writelines(pieces)
+            if not special:
+                file.flush()
+                os.fsync(file.fileno())
         if not special:
             written.replace(path)
+            with contextlib.suppress(OSError):  # not every file system can
+                sync_folder(path.parent)
     except OSError as error:
         raise BrosError(f"{path} cannot be written: {error.strerror}") from None
     finally:

@@ -198,6 +198,11 @@ class FairGate:
         job.add_done_callback(end)
         return await asyncio.shield(job)
 
+    async def end(self, within_s: float) -> None:
+        """Wait until the work that runs has ended, but not longer. None may come any more."""
+        ending = asyncio.create_task(asyncio.to_thread(self._threads.shutdown))
+        await asyncio.wait([ending], timeout=within_s)
+
     async def _wait(self, tenant: str) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.add(tenant, turn)
@@ -234,13 +239,17 @@ class FairGate:
 
     def _retry_later(self) -> None:
         """Start waiting work when the first tenant without CPU time has some again."""
-        if self._retry is not None:
-            return
         waits = map(self._cpu_wait_s, self._queue.waiting())
         wait_s = min((wait_s for wait_s in waits if wait_s > 0), default=0.0)
-        if wait_s > 0:
-            loop = asyncio.get_running_loop()
-            self._retry = loop.call_later(max(wait_s, _LEAST_RETRY_S), self._start_again)
+        if wait_s <= 0:
+            return
+        loop = asyncio.get_running_loop()
+        at_s = loop.time() + max(wait_s, _LEAST_RETRY_S)
+        if self._retry is not None:
+            if self._retry.when() <= at_s:
+                return
+            self._retry.cancel()
+        self._retry = loop.call_at(at_s, self._start_again)
 
     def _start_again(self) -> None:
         self._retry = None

@@ -15,17 +15,27 @@ class LoopThread:
     """An event loop on its own thread. The caller may run a loop itself, as notebooks do."""
 
     def __init__(self, name: str) -> None:
+        self._lock = threading.Lock()
+        self._closing = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     @property
     def closed(self) -> bool:
-        return self._loop.is_closed()
+        """Whether `close` was called."""
+        return self._closing
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine without waiting for it. Cancelling the future cancels it."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """Start a coroutine without waiting for it. Cancelling the future cancels it. Once `close`
+        was called, the coroutine does not run, and the future is cancelled."""
+        with self._lock:
+            if not self._closing:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        coroutine.close()
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        future.cancel()
+        return future
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine and wait for its result. KeyboardInterrupt cancels it."""
@@ -37,14 +47,21 @@ class LoopThread:
             raise
 
     def close(self) -> None:
-        """Cancel all tasks and end the thread. Callers blocked in `run` get CancelledError."""
-        self.run(self._cancel_all())
+        """Cancel all tasks and end the thread; only the first call does. Callers that are blocked
+        in `run`, or call it from now on, get CancelledError."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True  # what others have started is a task before the last one is
+            last = asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop)
+        last.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     async def _cancel_all(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        # What is cancelled may start other tasks as it ends.
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)

@@ -49,6 +49,7 @@ class ThreadEngineClient(MessageClient):
         self._closing = False
         self._hung = False
         self._hang_timeout_s = hang_timeout_s
+        self._has_ended = asyncio.Event()  # the thread, or it hangs
         loop = asyncio.get_running_loop()
 
         def reply(message: Reply) -> None:
@@ -94,10 +95,23 @@ class ThreadEngineClient(MessageClient):
         if self._hung:
             pass
         elif self._built or not self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join)
+            await self._until_ended()
         else:
             atexit.register(self._thread.join)
         self.on_death("The engine was closed.")
+
+    async def _until_ended(self) -> None:
+        """Wait until the thread has ended, or hangs."""
+        loop = asyncio.get_running_loop()
+
+        def join() -> None:
+            self._thread.join()
+            with contextlib.suppress(RuntimeError):  # the loop is closed: it did hang
+                loop.call_soon_threadsafe(self._has_ended.set)
+
+        # Of a thread of the executor the end of the program would wait.
+        threading.Thread(target=join, name="bros-engine-end", daemon=True).start()
+        await self._has_ended.wait()
 
     def _run(self, transport: _ThreadTransport) -> None:
         try:
@@ -159,6 +173,7 @@ class ThreadEngineClient(MessageClient):
 
     def _on_hang(self, reason: str) -> None:
         self._hung = True
+        self._has_ended.set()
         self._inbox.put(Shutdown())  # it ends if its step does
         self.on_death(
             f"{reason} An engine on a thread cannot be replaced; its memory is free when this "

@@ -174,6 +174,9 @@ class Dispatcher:
                 self._on_withdrawn(item)
                 continue
             except BaseException:
+                # The caller may be cancelled in the turn after the engine has accepted the request.
+                if item.accepted and item.replica is not None:
+                    await item.replica.client.abort(item.id)
                 self._replica_set.detach(item)
                 raise
             if not self._replica_set.others_available(refused):

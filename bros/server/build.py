@@ -305,6 +305,11 @@ def with_jobs(state: ServerState, store: Store) -> ServerState:
     return dataclasses.replace(state, jobs=jobs)
 
 
+_STORE_END_S = 5.0
+"""For so long a server that stops waits for what its requests still do in the store, to close it
+after that."""
+
+
 @contextlib.asynccontextmanager
 async def _running(state: ServerState, collector: Collector | None = None) -> AsyncIterator[None]:
     """Run the tasks of batches and sessions, and the watch of the loop, during the block.
@@ -334,6 +339,7 @@ async def _running(state: ServerState, collector: Collector | None = None) -> As
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await state.jobs.threads.end(_STORE_END_S)
         if state.grammars is not None:
             state.grammars.close()
 

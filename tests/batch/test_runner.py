@@ -300,6 +300,31 @@ async def test_a_runner_that_has_ended_uses_the_store_no_more(
     assert calls == ["claim", "release"]
 
 
+async def test_what_a_late_thread_claims_is_released_once_it_has_ended(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runner itself does not wait for a thread for longer than _STOP_TIMEOUT_S."""
+    monkeypatch.setattr(runner, "_STOP_TIMEOUT_S", 0.05)
+    loop, claiming, may_go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    claim, batch_id = store.batches.claim, _submit(store, "bob", 4)
+
+    def slow_claim(*arguments: Any) -> Sequence[object]:
+        loop.call_soon_threadsafe(claiming.set)
+        assert may_go_on.wait(20.0)
+        return claim(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.batches, "claim", slow_claim)
+        running = asyncio.create_task(_runner(store, _Rows()).run())
+        await claiming.wait()
+        running.cancel()
+        await asyncio.wait([running])
+        may_go_on.set()
+        await loop.shutdown_default_executor()  # where the late one releases what it has claimed
+    ((_, claimed),) = store.batches.claim("another", NOW, 15.0, 1, "")
+    assert claimed.id == batch_id
+
+
 async def test_waiting_outcomes_are_bounded_by_their_bytes_and_wait_in_order() -> None:
     budget = ByteBudget(100)
     await budget.acquire(70)

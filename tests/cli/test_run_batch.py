@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from bros.batch.objects import BatchStatus, RowOutcome, RowRef, StoreError
 from bros.batch.rows import RowReply, reply_line
 from bros.batch.store import BatchStore, open_store
+from bros.cli.batch import write_atomically
 from bros.cli.main import main
 from bros.cli.run_batch import RequestedRun, begin
 from bros.core.clock import SystemClock
@@ -230,3 +233,26 @@ def test_files_that_cannot_be_used(
     write(folder / "in.jsonl", row(1))
     assert run(model, *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_was_written_is_on_the_disk_before_its_store_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power failure might leave neither the answers nor what they were made from."""
+    calls: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def noted_fsync(handle: int) -> None:
+        calls.append("flush folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "flush file")
+        fsync(handle)
+
+    def noted_replace(source: Any, target: Any) -> None:
+        assert Path(source).read_bytes() == b"ab", "all of it is written"
+        calls.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    write_atomically(tmp_path / "out.jsonl", [b"a", b"b"])
+    assert calls == ["flush file", "rename", "flush folder"]
+    assert (tmp_path / "out.jsonl").read_bytes() == b"ab"

@@ -216,17 +216,19 @@ async def test_work_does_not_wait_for_that_of_other_gates_nor_of_the_loop() -> N
 
 
 class Budget:
-    """spent: what work has used, by tenant. empty: tenants without CPU time, until `refill`."""
+    """spent: what work has used, by tenant. empty: tenants without CPU time. wait_s: for how long,
+    by tenant."""
 
     def __init__(self, *empty: str) -> None:
         self.spent: Counter[str] = Counter()
         self.empty = set(empty)
+        self.wait_s: dict[str, float] = {}
 
     def spend(self, tenant: str, cpu_s: float) -> None:
         self.spent[tenant] += cpu_s  # type: ignore[assignment]
 
     def cpu_wait_s(self, tenant: str) -> float:
-        return 0.01 if tenant in self.empty else 0.0
+        return self.wait_s.get(tenant, 0.01) if tenant in self.empty else 0.0
 
 
 async def test_work_of_a_tenant_without_cpu_time_waits_and_that_of_others_does_not() -> None:
@@ -240,6 +242,36 @@ async def test_work_of_a_tenant_without_cpu_time_waits_and_that_of_others_does_n
     budget.empty.clear()
     await asyncio.gather(*waiting[1:])  # a timer starts them
     assert waiting[0].cancelled()
+
+
+async def test_work_waits_for_the_cpu_time_of_its_own_tenant_alone() -> None:
+    """That of b has some again long before that of a, which came first."""
+    budget = Budget("a", "b")
+    budget.wait_s["a"] = 3600.0
+    gate = FairGate(1, 1, budget)
+    first = asyncio.create_task(gate.run("a", threading.get_ident))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(gate.run("b", threading.get_ident))
+    await asyncio.sleep(0)
+    budget.empty.discard("b")
+    await asyncio.wait_for(second, 10)
+    assert not first.done()
+    first.cancel()
+    await asyncio.wait([first])
+
+
+async def test_the_end_of_a_gate_waits_for_what_cancelled_callers_began_but_not_for_ever() -> None:
+    gate, work = FairGate(2, 1), Held()
+    call = asyncio.create_task(gate.run("a", work))
+    await asyncio.wait_for(work.begun.wait(), 10)
+    call.cancel()
+    await asyncio.wait([call])
+    await gate.end(0.05)  # it gives up
+    ending = asyncio.create_task(gate.end(20.0))
+    await asyncio.sleep(0.05)
+    assert not ending.done()
+    work.let_go()
+    await ending
 
 
 async def test_replies_are_written_without_cpu_time() -> None:

@@ -36,13 +36,16 @@ class GatedModel(ToyModel):
         super().__init__()
         self.gate = threading.Event()
         self.gate.set()
+        self.waiting = False  # a step, for the gate
         self.broken = False
         self.steps = 0
         self.hold_after = -1  # steps, after which the gate closes by itself
         self.closed = False
 
     def execute(self, plan: StepPlan) -> StepResult:
+        self.waiting = not self.gate.is_set()
         assert self.gate.wait(timeout=30), "the test forgot to open the gate"
+        self.waiting = False
         if self.broken:
             raise RuntimeError("device on fire")
         self.steps += 1
@@ -247,6 +250,22 @@ async def test_when_a_step_hangs_everything_open_fails_and_nothing_waits_for_it(
     await until(lambda: model.closed)
     await asyncio.sleep(0.05)
     assert not watched.alive
+
+
+async def test_closing_does_not_wait_for_a_step_that_turns_out_to_hang(
+    watched: ThreadEngineClient, model: GatedModel
+) -> None:
+    model.gate.clear()
+    await watched.submit(ask("a"))
+    await until(lambda: model.waiting)
+    async with asyncio.timeout(20):
+        closing = asyncio.create_task(watched.close())
+        await asyncio.sleep(0)
+        assert not watched.hung
+        await closing
+    assert watched.hung and not model.closed
+    model.gate.set()
+    await until(lambda: model.closed)
 
 
 async def test_an_idle_engine_and_slow_steps_do_not_hang(

@@ -26,6 +26,7 @@ from bros.core.request import (
     ServiceClass,
     Slo,
 )
+from bros.engine.client import OutputStream
 from bros.router.fleet import Fleet, make_fleet
 from bros.router.replica_set import ReplicaState, counters, total_stats
 from bros.router.state import RouterSettings
@@ -298,6 +299,43 @@ async def test_cancelling_a_submission_aborts_the_request(group: Group) -> None:
             await submission
         await asyncio.sleep(0)
         assert group.client.num_open == 0 and group.fleet.open == {}
+
+
+@in_group
+async def test_what_is_cancelled_just_as_an_engine_accepts_it_does_not_run_there(
+    group: Group,
+) -> None:
+    """The caller is cancelled in each of the turns of the event loop around the acceptance."""
+    outcomes = [await _submit_and_cancel(group, f"r{turns}", turns) for turns in range(5)]
+    assert outcomes[0] and not outcomes[-1], "it is cancelled before its submission ends, and after"
+    await asyncio.sleep(5 * STEP_S)
+    assert group.client.num_open == 0 and group.fleet.open == {}
+    assert not any(engine.open_ids for engine in group.engines)
+
+
+async def _submit_and_cancel(group: Group, request_id: str, turns: int) -> bool:
+    """Cancel a submission some turns of the loop after an engine has accepted it, or abort the
+    request if it has ended by then. Returns whether it was cancelled."""
+    loop, accept = asyncio.get_running_loop(), KillableEngine.submit
+
+    def cancel(turns: int) -> None:
+        if turns:
+            loop.call_soon(cancel, turns - 1)
+        else:
+            submission.cancel()
+
+    async def submit(engine: KillableEngine, request: EngineRequest) -> OutputStream:
+        stream = await accept(engine, request)
+        loop.call_soon(cancel, turns)
+        return stream
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(KillableEngine, "submit", submit)
+        submission = asyncio.create_task(group.client.submit(ask(request_id, 100)))
+        await asyncio.wait([submission])
+    if not submission.cancelled():
+        await group.client.abort(request_id)
+    return submission.cancelled()
 
 
 @in_group

@@ -1,0 +1,90 @@
+"""An event loop on a thread of its own: nobody waits for it for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from bros.core.loop_thread import LoopThread
+
+
+def in_thread(work: Callable[[], object]) -> concurrent.futures.Future[object]:
+    """The outcome of `work` on a thread that the end of the program does not wait for."""
+    future: concurrent.futures.Future[object] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def test_a_caller_gets_the_result_of_a_coroutine_or_what_it_raises() -> None:
+    async def fail() -> None:
+        raise ValueError("no")
+
+    loop = LoopThread("test")
+    assert loop.run(asyncio.sleep(0, "done")) == "done"
+    with pytest.raises(ValueError, match="no"):
+        loop.run(fail())
+    assert not loop.closed
+    loop.close()
+    loop.close()
+    assert loop.closed
+
+
+def test_callers_are_freed_when_it_closes_whenever_they_have_called() -> None:
+    """One caller is blocked when it closes, another one calls while a task takes long to end, and
+    one when it is closed."""
+    loop, ending, may_end = LoopThread("test"), threading.Event(), threading.Event()
+
+    async def ends_late() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ending.set()
+            await asyncio.to_thread(may_end.wait, 20)
+
+    before = in_thread(lambda: loop.run(ends_late()))
+    while loop.run(_count_tasks()) < 2:
+        pass
+    closing = in_thread(loop.close)
+    assert ending.wait(20)
+    during = in_thread(lambda: loop.run(asyncio.sleep(60)))
+    with pytest.raises(concurrent.futures.CancelledError):
+        during.result(20)
+    may_end.set()
+    closing.result(20)
+    with pytest.raises(concurrent.futures.CancelledError):
+        before.result(20)
+    after = in_thread(lambda: loop.run(asyncio.sleep(60)))
+    with pytest.raises(concurrent.futures.CancelledError):
+        after.result(20)
+
+
+def test_what_a_task_starts_as_it_is_cancelled_ends_as_well() -> None:
+    loop = LoopThread("test")
+    started: list[asyncio.Task[None]] = []
+
+    async def starts_another() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            started.append(asyncio.create_task(asyncio.sleep(60)))
+
+    future = loop.start(starts_another())
+    while loop.run(_count_tasks()) < 2:
+        pass
+    loop.close()
+    assert future.cancelled() and started[0].cancelled()
+
+
+async def _count_tasks() -> int:
+    return len(asyncio.all_tasks())
