@@ -107,7 +107,7 @@ class Model:
         ]
         for llm_call in still:
             if llm_call.id in self.active:
-                asked.update(llm_call.inputs)
+                asked.update(v for v in llm_call.inputs if self.variables[v] == "pending")
                 asked.update(b.outputs[0] for b, same in graph.before(llm_call) if same)
         new = {
             llm_call.id for llm_call in still if asked.intersection(llm_call.outputs)
