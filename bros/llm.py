@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import operator
+import reprlib
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ from bros.text.chat_format import ChatFormat
 from bros.text.contexts import Contexts, GenerationJob, TokenContext
 from bros.text.generation import ChoiceResult, collect, shifted_seed
 from bros.text.pooling import PoolingInput, TextPooler, check_dimensions, embedding_of
+from bros.text.tokenizer import Tokenizer
 from bros.text.tools import NO_TOOLS
 from bros.transport.local import LocalEngine, open_local
 
@@ -80,7 +83,7 @@ class LLM:
         many: Sequence[Any] = [prompts] if single else prompts
         tokenizer = self._engine.tokenizer
         jobs = [
-            _Job(tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt), sampling)
+            _Job(_token_ids(tokenizer, prompt), sampling)
             for prompt, sampling in zip(many, _one_per_prompt(params, len(many)), strict=True)
         ]
         return self._run_all(jobs, service_class, progress, "prompt")
@@ -174,10 +177,7 @@ class LLM:
         if info is None or info.pooling not in client.info.poolings:
             raise InvalidRequestError("This model computes no embeddings.", param="model")
         check_dimensions(dimensions, info)
-        inputs = [
-            PoolingInput(tokenizer.encode(text) if isinstance(text, str) else list(text))
-            for text in many
-        ]
+        inputs = [PoolingInput(_token_ids(tokenizer, text, "texts")) for text in many]
         pooler = TextPooler(client, SystemClock(), self._engine.ids)
         results = self._run(
             pooler.run(inputs, info.pooling, service_class=service_class, param="texts")
@@ -204,6 +204,12 @@ class LLM:
 
     def _chat_job(self, messages: Sequence[Message], sampling: SamplingParams) -> _Job:
         tokenizer, chat = self._engine.tokenizer, self._chat
+        if isinstance(messages, str) or not all(isinstance(each, Mapping) for each in messages):
+            raise InvalidRequestError(
+                'messages must be a list of {"role": ..., "content": ...}, got '
+                f"{reprlib.repr(messages)}.",
+                param="messages",
+            )
         adapted, _ = chat.conversation(messages, ())
         text = tokenizer.render_chat(adapted)
         start = chat.reasoning_start(text)
@@ -351,9 +357,25 @@ class Context:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         """Token ids; special tokens such as BOS are added at the beginning of the context only."""
-        if not isinstance(prompt, str):
-            return list(prompt)
-        return self._llm._engine.tokenizer.encode(prompt, add_special_tokens=not len(self))
+        tokenizer = self._llm._engine.tokenizer
+        return _token_ids(tokenizer, prompt, add_special_tokens=not len(self))
+
+
+def _token_ids(
+    tokenizer: Tokenizer, prompt: Prompt, param: str = "prompt", *, add_special_tokens: bool = True
+) -> list[int]:
+    """Raises InvalidRequestError, naming `param`, for what is neither a text nor token ids."""
+    try:
+        if isinstance(prompt, str):
+            return tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        if isinstance(prompt, bytes | bytearray):  # which are numbers for Python
+            raise TypeError
+        return [operator.index(token_id) for token_id in prompt]
+    except (TypeError, UnicodeEncodeError):  # half of a surrogate pair is no text
+        raise InvalidRequestError(
+            f"{param}: a text or a list of token ids is needed, got {reprlib.repr(prompt)}.",
+            param=param,
+        ) from None
 
 
 def _several(texts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

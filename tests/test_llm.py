@@ -89,6 +89,19 @@ def test_params_are_for_all_or_for_each(llm: LLM) -> None:
         llm.generate(["a"], each, progress=False)
 
 
+@pytest.mark.parametrize(
+    "prompt", [[["a"]], [[1.5]], [5.5], [None], ["\ud800"], [b"bytes", "text"]]
+)
+def test_what_is_no_prompt_is_refused_and_the_engine_goes_on(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="^prompt: a text or a list of token ids"):
+        llm.generate(prompt, GREEDY, progress=False)
+    with pytest.raises(InvalidRequestError, match="^messages must be a list"):
+        llm.chat(["hello"], GREEDY, progress=False)
+    with pytest.raises(InvalidRequestError, match="^messages must be a list"):
+        llm.chat("hello", GREEDY, progress=False)
+    assert len(llm.generate("one", GREEDY, progress=False)) == 1
+
+
 def test_outputs_match_a_grammar(folder: Path) -> None:
     with LLM(str(folder), kernels="reference", kv_blocks=64, threads=1) as llm:
         gbnf = 'root ::= "stop " "there" | "go on"'

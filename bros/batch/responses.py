@@ -62,7 +62,7 @@ _OVERHEAD_BYTES = 512
 """What a response counts for besides its JSON."""
 
 _OVERDUE = {
-    "code": "rate_limit_exceeded",
+    "code": "server_error",
     "message": "The response was not finished before its deadline.",
 }
 

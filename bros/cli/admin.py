@@ -126,10 +126,13 @@ class _Command:
             raise BrosError(f"{self.url} does not answer: {reason}") from error
         except httpx.InvalidURL as error:
             raise ConfigError(f"--url: {error}") from error
-        if response.status_code == 404 and path == _REPLICAS:
-            raise BrosError(
-                "This server has only one engine; start it with --replicas N to have several."
-            )
+        if response.status_code == 404:
+            if path == _REPLICAS:
+                raise BrosError(
+                    "This server has only one engine; start it with --replicas N to have several."
+                )
+            if path.startswith(_REPLICAS):
+                self._ask("GET", _REPLICAS)  # says so, if that is why
         if not response.is_success:
             raise BrosError(f"{response.status_code}: {error_message(response)}")
         try:

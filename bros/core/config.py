@@ -70,7 +70,9 @@ class TenantNumber:
         """`ann=3,bob=0.5` -> {"ann": 3.0, "bob": 0.5}; raises ConfigError."""
         found: dict[str, float] = {}
         for part in filter(None, (text or "").split(",")):
-            name, _, value = part.partition("=")
+            name, equals, value = part.partition("=")
+            if not equals:
+                raise ConfigError(f"{part[:50]!r} is not NAME=N, with {self.title}")
             if name in found:
                 raise ConfigError(f"{name!r} is named twice")
             found[name] = self.parse(value)
@@ -278,13 +280,14 @@ class EngineConfig(_Checked):
     )
     tenant_weights: str | None = option(
         None,
-        "shares of device time between tenants, e.g. ann=3,bob=0.5; default: weight=N in "
+        "shares of device time between tenants, e.g. ann=3,bob=0.5; of others: weight=N in "
         "--api-keys, else 1",
         tenants=WEIGHT,
     )
     tenant_rt_slowdowns: str | None = option(
         None,
-        "--rt-slowdown of tenants' work, e.g. ann=1.2,bob=3; default: rt_slowdown=N in --api-keys",
+        "--rt-slowdown of tenants' work, e.g. ann=1.2,bob=3; of others: rt_slowdown=N in "
+        "--api-keys",
         tenants=RT_SLOWDOWN,
     )
     late: str = option(

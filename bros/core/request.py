@@ -200,21 +200,22 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        self._check_types()
         for name in ("stop", "stop_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         _check_range("temperature", self.temperature, 0.0, 100.0)
         _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _check_range("top_k", self.top_k, 0, 2**31 - 1)
+        _check_whole("top_k", self.top_k, 0, 2**31 - 1)
         _check_range("min_p", self.min_p, 0.0, 1.0)
-        _check_range("n", self.n, 1, 128)
+        _check_whole("n", self.n, 1, 128)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        _check_whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.seed is not None:
-            _check_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+            _check_whole("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         if self.max_tokens is not None:
-            _check_range("max_tokens", self.max_tokens, 0, 2**31 - 1)
+            _check_whole("max_tokens", self.max_tokens, 0, 2**31 - 1)
             if self.min_tokens > self.max_tokens:
                 raise InvalidRequestError(
                     f"min_tokens ({self.min_tokens}) must not exceed max_tokens "
@@ -222,16 +223,38 @@ class SamplingParams:
                     param="min_tokens",
                 )
         if self.logprobs is not None:
-            _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            _check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
-            _check_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+            _check_whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         self._check_stops_and_bias()
+
+    def _check_types(self) -> None:
+        """Types of the fields that are no numbers: Python checks none of them."""
+        for name, value, what in (
+            ("stop", self.stop, "a text or a list of texts"),
+            ("stop_token_ids", self.stop_token_ids, "a list of token ids"),
+        ):
+            if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+                raise InvalidRequestError(f"{name} must be {what}, got {value!r}.", param=name)
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequestError(
+                f"logit_bias must map token ids to numbers, got {self.logit_bias!r}.", "logit_bias"
+            )
+        if not isinstance(self.grammar, Grammar | None):
+            raise InvalidRequestError(
+                "grammar must be a Grammar, as from bros.core.grammars.json_schema, got "
+                f"{self.grammar!r}.",
+                param="grammar",
+            )
 
     def _check_stops_and_bias(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequestError(
                 f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}.", "stop"
             )
+        for text in self.stop:
+            if not isinstance(text, str):
+                raise InvalidRequestError(f"stop strings must be texts, got {text!r}.", "stop")
         if any(len(s) > MAX_STOP_CHARS for s in self.stop):
             raise InvalidRequestError(
                 f"stop strings must have at most {MAX_STOP_CHARS} characters.", param="stop"
@@ -244,9 +267,9 @@ class SamplingParams:
                     f"{name} takes at most {limit} tokens, got {len(getattr(self, name))}.", name
                 )
         for token_id in self.stop_token_ids:
-            _check_range("stop_token_ids", token_id, 0, 2**31 - 1)
+            _check_whole("stop_token_ids", token_id, 0, 2**31 - 1)
         for token_id, bias in self.logit_bias.items():
-            _check_range("logit_bias", token_id, 0, 2**31 - 1)
+            _check_whole("logit_bias", token_id, 0, 2**31 - 1)
             _check_range("logit_bias", bias, -100.0, 100.0)
 
     @property
@@ -274,10 +297,18 @@ class SamplingParams:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
+def _check_whole(name: str, value: int, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidRequestError(f"{name} must be a whole number, got {value!r}.", param=name)
+    if not low <= value <= high:
+        message = f"{name} must be in [{low}, {high}], got {value!r}."
+        raise InvalidRequestError(message, param=name)
+
+
 def _check_range(
     name: str, value: float, low: float, high: float, *, low_open: bool = False
 ) -> None:
-    if not isinstance(value, int | float):
+    if not isinstance(value, int | float) or isinstance(value, bool):
         raise InvalidRequestError(f"{name} must be a number, got {value!r}.", param=name)
     in_range = (low < value if low_open else low <= value) and value <= high
     if not in_range or not math.isfinite(value):

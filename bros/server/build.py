@@ -312,9 +312,10 @@ after that."""
 
 @contextlib.asynccontextmanager
 async def _running(state: ServerState, collector: Collector | None = None) -> AsyncIterator[None]:
-    """Run the tasks of batches and sessions, and the watch of the loop, during the block.
+    """Run the tasks of batches and sessions during the block.
 
-    collector: makes its full collections while no user waits.
+    collector: of a server: makes its full collections while no user waits, and its event loop is
+        watched. None: there are no users, so that nobody needs to know what delays the loop.
     """
     assert state.jobs is not None and state.sessions is not None
 
@@ -329,9 +330,10 @@ async def _running(state: ServerState, collector: Collector | None = None) -> As
     tasks = [
         asyncio.create_task(state.jobs.run(), name="batches"),
         asyncio.create_task(state.sessions.run(), name="sessions"),
-        asyncio.create_task(LagWatch(state.clock, state.metrics.loop_lag).run(), name="loop lag"),
     ]
     if collector is not None:
+        watch = LagWatch(state.clock, state.metrics.loop_lag)
+        tasks.append(asyncio.create_task(watch.run(), name="loop lag"))
         tasks.append(asyncio.create_task(collector.run(is_idle), name="garbage collector"))
     try:
         yield

@@ -76,13 +76,20 @@ class Tenants:
         return found
 
     def with_numbers(self, config: EngineConfig) -> EngineConfig:
-        """The options of an engine, which gets weights and slowdowns unless options say others."""
-        found = {"tenant_weights": self.weights, "tenant_rt_slowdowns": self.rt_slowdowns}
-        changes: dict[str, Any] = {
-            option: ",".join(f"{name}={value!r}" for name, value in values.items())
-            for option, values in found.items()
-            if values and getattr(config, option) is None
-        }
+        """The options of an engine, which gets the weights and slowdowns of all tenants; those of
+        its options come first. Raises ConfigError if an option names an unknown tenant."""
+        changes: dict[str, Any] = {}
+        for option, number, known in (
+            ("tenant_weights", WEIGHT, self.weights),
+            ("tenant_rt_slowdowns", RT_SLOWDOWN, self.rt_slowdowns),
+        ):
+            given = number.parse_all(getattr(config, option))
+            for name in given:
+                if name not in self.keys:
+                    flag = option.replace("_", "-")
+                    raise ConfigError(f"--{flag}: --api-keys has no tenant {name!r}")
+            if values := {**known, **given}:
+                changes[option] = ",".join(f"{name}={value!r}" for name, value in values.items())
         return dataclasses.replace(config, **changes) if changes else config
 
     def accounts(

@@ -742,13 +742,22 @@ class CallReader(ABC):
 
     bare = ""
 
-    def __init__(self, begin: str, end: str, names: Collection[str], max_calls: int | None) -> None:
+    def __init__(
+        self,
+        begin: str,
+        end: str,
+        names: Collection[str],
+        max_calls: int | None,
+        only_calls: bool = False,
+    ) -> None:
         """begin, end: the markers; end may be empty. names: of the tools. max_calls: further calls
-        are left out; None: there is no limit."""
+        are left out; None: there is no limit. only_calls: the answer begins with a call for sure.
+        """
         self._begin = begin
         self._end = end
         self._names = names
         self._max_calls = max_calls
+        self._only_calls = only_calls
         self._state: Callable[[str, list[AnswerPart]], str] = self._outside
         self._held = ""
         """Text that may be the beginning of a marker, with the whitespace before it."""
@@ -764,9 +773,11 @@ class CallReader(ABC):
             text = self._state(text, parts)
 
     def finish(self, parts: list[AnswerPart], *, cut: bool = False) -> None:
-        """The output has ended. cut: by its length, so that what follows a marker was a call."""
+        """The output has ended. cut: by its length, so that what follows a marker was a call; and
+        so was what may be the beginning of a marker, where nothing but calls can come."""
         call = self._call
-        is_head = cut and (bool(self._count) or self._begin in self._raw)
+        is_next = cut and (self._only_calls or self._after_end)
+        is_head = cut and (self._only_calls or bool(self._count) or self._begin in self._raw)
         if call is not None and call.name is not None and self._state == self._in_call:
             self._pass_on(call, parts)
             self._note_end(parts)
@@ -776,7 +787,7 @@ class CallReader(ABC):
             _add_text(parts, self._raw)
         elif self._state == self._broken:
             self._note_end(parts)
-        elif self._state == self._outside:
+        elif self._state == self._outside and not is_next:
             _add_text(parts, self._held.lstrip() if self._after_end else self._held)
 
     @abstractmethod

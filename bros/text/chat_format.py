@@ -311,7 +311,7 @@ class ChatFormat:
                 reasoning = ReasoningReader(begin, end, opened=opened)
             if tools is not None:
                 begin, end = self._as_shown(tools.begin), self._as_shown(tools.end)
-                calls = tools.reader(begin, end, use.allowed, max_calls)
+                calls = tools.reader(begin, end, use.allowed, max_calls, use.required)
             return AnswerParser(reasoning, calls)
 
         return AnswerParsing(parser, functools.partial(IncrementalDetokenizer, self._table))

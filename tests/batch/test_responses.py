@@ -172,7 +172,7 @@ def test_deadlines_end_what_is_open(responses: ResponseStore) -> None:
     responses.fail_overdue(NOW + 10)
     assert not responses.finish(running, ResponseStatus.COMPLETED, "{}", None)
     failed = responses.get("ann", "a", NOW).to_object()
-    assert (failed["status"], failed["error"]["code"]) == ("failed", "rate_limit_exceeded")
+    assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
     assert responses.get("ann", "b", NOW).status is ResponseStatus.IN_PROGRESS
 
 

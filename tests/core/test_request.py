@@ -69,6 +69,32 @@ def test_numbers_that_are_none_are_refused(name: str, value: float) -> None:
     assert caught.value.param == name
 
 
+@pytest.mark.parametrize("name", sorted(RANGES))
+@pytest.mark.parametrize("value", [True, "1", [1], 1.5])
+def test_values_of_another_type_are_refused(name: str, value: Any) -> None:
+    """Python checks no types, and the engine would fail with all its requests."""
+    if name in FLOATS and value == 1.5:
+        return
+    with pytest.raises(InvalidRequestError, match=f"^{name} must be a .*number, got ") as caught:
+        make(name, value)
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("grammar", value) for value in ("root ::= x", {"type": "object"})),
+        *(("stop", value) for value in (5, {"a": 1}, [b"end"], [None])),
+        *(("stop_token_ids", value) for value in (5, "12", [1.0], [True])),
+        *(("logit_bias", value) for value in ([1], "a", {"1": 2.0}, {1: "2"}, {1.5: 1.0})),
+    ],
+)
+def test_what_is_no_number_has_its_type_checked(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        make(name, value)
+    assert caught.value.param == name and "must " in str(caught.value)
+
+
 def test_min_tokens_must_not_exceed_max_tokens() -> None:
     assert SamplingParams(min_tokens=4, max_tokens=4).min_tokens == 4
     with pytest.raises(InvalidRequestError, match="must not exceed max_tokens") as caught:

@@ -87,7 +87,7 @@ async def test_after_its_deadline_it_fails(server: BatchServer) -> None:
     background(server).wake()
     failed = await wait(server, queued.id)
     assert failed.status == "failed" and failed.error is not None
-    assert failed.error.code == "rate_limit_exceeded"
+    assert failed.error.code == "server_error"
     await until(lambda: server.engine.waiting == 0)
     assert server.engine.aborted
 

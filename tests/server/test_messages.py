@@ -258,6 +258,16 @@ async def test_what_cannot_be_honoured_is_refused_by_name(
     assert body["type"] == "error" and named in body["error"]["message"]
 
 
+async def test_a_wrong_method_or_media_type_is_no_error_of_the_server(live: LiveServer) -> None:
+    async with httpx.AsyncClient(base_url=live.url, headers={"x-api-key": "secret"}) as http:
+        for response in (
+            await http.get("/v1/messages"),
+            await http.post("/v1/messages", content=b"{}", headers={"content-type": "text/plain"}),
+        ):
+            assert response.status_code in (405, 415)
+            assert response.json()["error"]["type"] == "invalid_request_error"
+
+
 async def test_errors_have_the_envelope_of_the_client(
     live: LiveServer, client: anthropic.AsyncAnthropic
 ) -> None:
@@ -297,6 +307,7 @@ async def _rows(server: BatchServer) -> None:
     message = sdk().types.Message.model_validate(result["response"]["body"])
     assert message.content[0].text == "Hello world"
     assert message.usage.service_tier == "batch"
+    assert message.id.startswith("msg_")
     bad = await server.wait(await server.submit(line(1, messages=[]), endpoint="/v1/messages"))
     assert bad.errors is not None and bad.errors.data is not None
     assert [error.param for error in bad.errors.data] == ["body.messages"]

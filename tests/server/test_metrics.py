@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 from hypothesis import given
@@ -204,6 +205,10 @@ def test_every_metric_is_described_once_and_labels_are_few() -> None:
     for family in found:
         assert family.documentation, family.name
         assert family.type in ("counter", "gauge", "histogram"), family.name
+    exported = {sample.name for family in found for sample in family.samples}
+    for family in found:
+        for name in re.findall(r"\bbros_\w+", family.documentation):
+            assert name in exported | set(names), f"{family.name} tells of {name}"
     labels = {label for family in found for sample in family.samples for label in sample.labels}
     assert labels <= {"class", "objective", "le", "cause"}
 

@@ -237,9 +237,10 @@ def replica(number: int, state: str, **fields: Any) -> dict[str, Any]:
 
 
 class Desk:
-    """A server that answers what it is told to, and `bros admin` in front of it."""
+    """A server that answers what it is told to, and `bros admin` in front of it. An answer that is
+    None, and each one after the last, is a 404."""
 
-    def __init__(self, *answers: list[dict[str, Any]]) -> None:
+    def __init__(self, *answers: list[dict[str, Any]] | None) -> None:
         self.answers = list(answers)
         self.asked: list[tuple[str, str, bytes]] = []
         self.keys: list[str | None] = []
@@ -264,9 +265,9 @@ class Desk:
     def _answer(self, request: httpx.Request) -> httpx.Response:
         self.asked.append((request.method, str(request.url), request.content))
         self.keys.append(request.headers.get("authorization"))
-        if not self.answers:
+        data = self.answers.pop(0) if self.answers else None
+        if data is None:
             return httpx.Response(404, json={"error": {"message": "There is nothing."}})
-        data = self.answers.pop(0)
         body = {"router": "e2", "continued": 3, "moved": 1, "plan": self.plan, "data": data}
         return httpx.Response(200, json=body)
 
@@ -312,10 +313,11 @@ def test_draining_waits_until_nothing_is_open() -> None:
 
 
 def test_wrong_usage_is_explained() -> None:
-    with pytest.raises(BrosError, match="one engine"):
-        Desk().run("replicas")
+    for action in (("replicas",), ("drain", "0"), ("resume", "0")):
+        with pytest.raises(BrosError, match="one engine"):
+            Desk().run(*action)
     with pytest.raises(BrosError, match="404: There is nothing"):
-        Desk().run("resume", "3")
+        Desk(None, [replica(0, "up")]).run("resume", "3")
     with pytest.raises(ConfigError, match="whole number"):
         Desk().run("drain", "all")
     with pytest.raises(ConfigError, match="http"):

@@ -375,6 +375,7 @@ async def test_rows_of_batches(server: BatchServer) -> None:
     texts = {name: Response.model_validate(body).output_text for name, body in bodies.items()}
     assert texts == {"row-0": "Hello world", "row-1": "Hell"}
     assert {(body["service_tier"], body["store"]) for body in bodies.values()} == {("flex", False)}
+    assert all(body["id"].startswith("resp_") for body in bodies.values())
     assert done.usage is not None and done.usage.output_tokens == 12 + 4
     wrong: list[dict[str, Any]] = [
         {"store": True},

@@ -74,7 +74,7 @@ def test_each_key_has_a_name(tmp_path: Path) -> None:
         assert tenants.find(wrong) is None
 
 
-def test_weights_and_slowdowns_of_keys_are_the_engine_s_unless_options_name_others(
+def test_weights_and_slowdowns_of_keys_are_the_engine_s_and_options_change_those_they_name(
     tmp_path: Path,
 ) -> None:
     tenants = load(
@@ -84,8 +84,17 @@ def test_weights_and_slowdowns_of_keys_are_the_engine_s_unless_options_name_othe
     config = tenants.with_numbers(EngineConfig())
     assert WEIGHT.parse_all(config.tenant_weights) == {"ann": 3.0, "cid": 0.25}
     assert RT_SLOWDOWN.parse_all(config.tenant_rt_slowdowns) == {"bob": 2.0}
-    given = EngineConfig(tenant_weights="bob=2", tenant_rt_slowdowns="ann=3")
-    assert tenants.with_numbers(given) == given
+    given = EngineConfig(tenant_weights="bob=2,cid=1", tenant_rt_slowdowns="bob=3")
+    config = tenants.with_numbers(given)
+    assert WEIGHT.parse_all(config.tenant_weights) == {"ann": 3.0, "bob": 2.0, "cid": 1.0}
+    assert RT_SLOWDOWN.parse_all(config.tenant_rt_slowdowns) == {"bob": 3.0}
+    for unknown in ({"tenant_weights": "anna=2"}, {"tenant_rt_slowdowns": "ann=2,anna=2"}):
+        with pytest.raises(ConfigError, match="^--tenant-.*: --api-keys has no tenant 'anna'"):
+            tenants.with_numbers(EngineConfig(**unknown))
+    with pytest.raises(ConfigError, match="--api-keys has no tenant 'ann'"):
+        Tenants({}).with_numbers(EngineConfig(tenant_weights="ann=2"))
+    with pytest.raises(ConfigError, match="--tenant-weights: 'ann' is not NAME=N, with a weight"):
+        EngineConfig(tenant_weights="ann")
     assert Tenants({}).with_numbers(EngineConfig()) == EngineConfig()
     with pytest.raises(ConfigError, match="--tenant-weights: 'x' is not a weight"):
         EngineConfig(tenant_weights="bob=x")

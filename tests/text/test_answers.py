@@ -44,13 +44,18 @@ READERS = tuple(MARKERS)
 
 
 def parser_of(
-    reader: type[CallReader], *, max_calls: int | None = None, opened: bool = False, mark: str = ""
+    reader: type[CallReader],
+    *,
+    max_calls: int | None = None,
+    opened: bool = False,
+    mark: str = "",
+    only_calls: bool = False,
 ) -> AnswerParser:
     """mark: CONTROL, if the markers are tokens."""
     begin, end = MARKERS[reader]
     return AnswerParser(
         ReasoningReader(f"{mark}<think>", f"{mark}</think>", opened=opened),
-        reader(mark + begin, mark + end if end else "", NAMES, max_calls),
+        reader(mark + begin, mark + end if end else "", NAMES, max_calls, only_calls),
     )
 
 
@@ -141,7 +146,7 @@ JSON_VALUES = st.recursive(
         st.booleans(),
         st.integers(-(2**60), 2**60),
         st.floats(allow_nan=False, allow_infinity=False),
-        st.text(max_size=12),
+        st.text(st.characters(exclude_characters=CONTROL, codec="utf-8"), max_size=12),
         st.sampled_from(["</tool_call>", "<tool_call>", '"', "\\", "[TOOL_CALLS]", "a'b", "\n"]),
     ),
     lambda inner: st.one_of(
@@ -402,6 +407,32 @@ def test_of_a_call_behind_another_one_no_head_is_shown() -> None:
     answer.add(parser.push('[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g'))
     answer.add(parser.finish(cut=True))
     assert (answer.text, [call.name for call in answer.calls]) == ("", ["f"])
+
+
+@pytest.mark.parametrize("reader", CUT)
+def test_a_marker_that_is_cut_is_not_shown_where_nothing_but_a_call_can_come(
+    reader: type[CallReader],
+) -> None:
+    begin, _ = MARKERS[reader]
+    for end in range(1, len(begin)):
+        for only_calls in (True, False):
+            answer, parser = ParsedAnswer(), parser_of(reader, only_calls=only_calls)
+            answer.add(parser.push(begin[:end]))
+            answer.add(parser.finish(cut=True))
+            assert answer.text == ("" if only_calls else begin[:end]), "else it may be text"
+    answer, parser = ParsedAnswer(), parser_of(reader, only_calls=True)
+    answer.add(parser.push(reader.bare))
+    answer.add(parser.finish(cut=True))
+    assert answer.text == ""
+
+
+def test_a_marker_that_is_cut_is_not_shown_behind_a_call_but_behind_text_it_may_be_text() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    for text, cut, shown in (("", True, ""), ("", False, "<tool_"), ("so a", True, "so a <tool_")):
+        answer, parser = ParsedAnswer(), parser_of(HermesCalls)
+        answer.add(parser.push(f"{call}\n{text} <tool_"))
+        answer.add(parser.finish(cut=cut))
+        assert (answer.text, len(answer.calls)) == (shown, 1)
 
 
 def test_json_that_may_be_the_answer_is_shown_where_it_is_cut() -> None:

@@ -767,13 +767,13 @@ class SessionService:
         session_id: str,
         node_name: str = "",
         *,
-        id_prefix: str = "req",
+        id_prefix: str = "req-",
         prompt: PlainPrompt = EMPTY_PROMPT,
     ) -> PlainCall:
         """Record a request of a plain OpenAI client as a call of a session.
 
         The answers of the session that the prompt contains are its inputs, see `find_inputs`.
-        id_prefix: of the call's id, which is also the id of the response.
+        id_prefix: beginning of the call's id, which is also the id of the response.
 
         A session whose id begins with "sess-" must exist; any other id opens a new session. As
         long as only plain clients use such a session, `create` and `join` may end it while it is
@@ -787,7 +787,7 @@ class SessionService:
         ]
         answer = OutputPiece(node_name or "output", self._ids.new("var"))
         new = NewCall(
-            id=self._ids.new(id_prefix),
+            id=self._ids.new(id_prefix, ""),
             name=node_name,
             kind=CallKind.PLAIN,
             pieces=(*inputs, answer),

@@ -65,7 +65,7 @@ _CHARS_PER_NUMBER = 5
 class PoolingCall(ABC, Generic[R]):
     """A validated request of one endpoint.
 
-    id_prefix: prefix of the response's id.
+    id_prefix: beginning of the response's id.
     param: name of the field with the texts.
     """
 
@@ -184,7 +184,7 @@ def _embedding_info(state: ServerState) -> EmbeddingInfo:
 class EmbeddingCall(PoolingCall[EmbeddingRequest]):
     """POST /v1/embeddings"""
 
-    id_prefix, param = "embd", "input"
+    id_prefix, param = "embd-", "input"
     _model = EmbeddingRequest
 
     @property
@@ -277,7 +277,7 @@ class PairCall(PoolingCall[R]):
 class ScoreCall(PairCall[ScoreRequest]):
     """POST /v1/score"""
 
-    id_prefix, param = "score", "text_2"
+    id_prefix, param = "score-", "text_2"
     _model = ScoreRequest
 
     def pairs(self) -> list[tuple[str, str]]:
@@ -302,7 +302,7 @@ class ScoreCall(PairCall[ScoreRequest]):
 class RerankCall(PairCall[RerankRequest]):
     """POST /v1/rerank"""
 
-    id_prefix, param = "rerank", "documents"
+    id_prefix, param = "rerank-", "documents"
     _model = RerankRequest
 
     def pairs(self) -> list[tuple[str, str]]:
@@ -363,7 +363,7 @@ class PoolingExchange:
         self._arrival_s = arrival_s
         self._held = held
         self._pooler = TextPooler(state.engine, state.clock, state.ids, state.accounts)
-        self._id = state.ids.new(call.id_prefix)
+        self._id = state.ids.new(call.id_prefix, "")
         self.usage = PoolingUsage(prompt_tokens=0, total_tokens=0)
         self.cached_tokens = 0
 

@@ -50,7 +50,7 @@ class MessageCall(CallAsChat):
     body: the chat completion that is generated.
     """
 
-    id_prefix, param, chunk_kind = "msg", "messages", "message"
+    id_prefix, param, chunk_kind = "msg_", "messages", "message"
     field_names = _NAMES
 
     def __init__(self, state: ServerState, fields: Mapping[str, Any]) -> None:

@@ -39,7 +39,6 @@ class MessageExchange(Exchange):
 
     def __init__(self, state: ServerState, call: MessageCall, **options: Any) -> None:
         """options: of Exchange."""
-        options.setdefault("request_id", state.ids.new("msg", "_"))
         super().__init__(state, call, **options)
         self._message_call = call
 

@@ -543,7 +543,7 @@ MAX_ECHOED_CHARS = 10_000_000
 class Call(Protocol):
     """A validated request of one endpoint.
 
-    id_prefix: prefix of the response's id.
+    id_prefix: beginning of the response's id.
     param: name of the field with the prompts.
     chunk_kind: `object` of the chunks of a stream.
     field_names: field of a chat completion -> its name in this API, if it has another one.
@@ -615,7 +615,7 @@ def _kept(body: R, **others: Any) -> R:
 class ChatCall:
     """POST /v1/chat/completions"""
 
-    id_prefix, param, chunk_kind = "chatcmpl", "messages", "chat.completion.chunk"
+    id_prefix, param, chunk_kind = "chatcmpl-", "messages", "chat.completion.chunk"
     field_names: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, state: ServerState, fields: Mapping[str, Any]) -> None:
@@ -762,7 +762,7 @@ class CallAsChat:
 class CompletionCall:
     """POST /v1/completions"""
 
-    id_prefix, param, chunk_kind = "cmpl", "prompt", "text_completion"
+    id_prefix, param, chunk_kind = "cmpl-", "prompt", "text_completion"
     field_names: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, state: ServerState, fields: Mapping[str, Any]) -> None:

@@ -85,7 +85,7 @@ class Exchange:
         if session_call is not None:
             self._id, self._hints = session_call.request_id, session_call.hints
         else:
-            self._id, self._hints = request_id or state.ids.new(call.id_prefix), hints
+            self._id, self._hints = request_id or state.ids.new(call.id_prefix, ""), hints
         self._created = int(state.clock.unix_time()) if created is None else created
         self._answer: Answer | None = None
 

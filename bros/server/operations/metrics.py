@@ -96,22 +96,22 @@ _ENGINE_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "steps": ("engine_steps", "Steps run"),
         "step_s": (
             "engine_step_seconds",
-            "Total duration of all steps. Divided by bros_engine_steps: the mean",
+            "Total duration of all steps. Divided by bros_engine_steps_total: the mean",
         ),
         "predicted_s": (
             "engine_step_predicted_seconds",
             "Duration of steps as the cost model predicted it, 0 if the policy has no cost "
-            "model. A lasting difference to bros_engine_step_seconds means a stale profile",
+            "model. A lasting difference to bros_engine_step_seconds_total means a stale profile",
         ),
         "step_error_s": (
             "engine_step_error_seconds",
-            "Sum of |predicted - actual|. Divided by bros_engine_step_seconds: relative error of "
-            "the cost model. A large error means missed objectives or wasted capacity",
+            "Sum of |predicted - actual|. Divided by bros_engine_step_seconds_total: relative "
+            "error of the cost model. A large error means missed objectives or wasted capacity",
         ),
         "be_added_s": (
             "be_added_seconds",
             "Time that best-effort work added to steps with real-time requests. Divided by "
-            "bros_engine_step_seconds: the cost of sharing. To reduce it, lower --rt-wait",
+            "bros_engine_step_seconds_total: the cost of sharing. To reduce it, lower --rt-wait",
         ),
         "aborted_steps": (
             "engine_steps_aborted",
@@ -120,7 +120,7 @@ _ENGINE_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "aborted_s": (
             "engine_steps_aborted_seconds",
-            "Time spent in aborted steps. Divided by bros_engine_step_seconds: their cost. "
+            "Time spent in aborted steps. Divided by bros_engine_step_seconds_total: their cost. "
             "To reduce it, lower --rt-wait",
         ),
         "suspended_steps": (
@@ -135,7 +135,7 @@ _ENGINE_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "lost_s": (
             "engine_lost_seconds",
             "Time whose work was lost: of aborted steps, and of suspended ones whose requests were "
-            "preempted. Divided by bros_engine_step_seconds: the cost of yielding",
+            "preempted. Divided by bros_engine_step_seconds_total: the cost of yielding",
         ),
         "forced_tokens": (
             "forced_tokens",
@@ -153,7 +153,7 @@ _ENGINE_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "mask_wait_s": (
             "mask_wait_seconds",
             "Time that steps waited for what a grammar allows. Divided by "
-            "bros_engine_step_seconds: the cost of grammars",
+            "bros_engine_step_seconds_total: the cost of grammars",
         ),
         "batch_resets": (
             "batch_resets",
@@ -302,7 +302,7 @@ def _objectives(counts: Mapping[str, ClassStats]) -> Metric:
         CounterMetricFamily,
         "slo_met",
         "Finished real-time requests that met an objective: time to first token (ttft), mean time "
-        "between tokens (tpot), or both. Divided by bros_requests_finished of class rt: "
+        "between tokens (tpot), or both. Divided by bros_requests_finished_total of class rt: "
         "attainment, the figure to alert on. If it falls, lower --rt-wait, use --overload relegate "
         "or reject, or add capacity",
         (_CLASS, "objective"),

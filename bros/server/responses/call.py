@@ -109,7 +109,7 @@ class ResponseCall(CallAsChat):
     ended: the response object, once it is complete.
     """
 
-    id_prefix, param, chunk_kind = "resp", "input", "response"
+    id_prefix, param, chunk_kind = "resp_", "input", "response"
     field_names = _NAMES
 
     def __init__(

@@ -119,7 +119,6 @@ class ResponseExchange(Exchange):
         self._keeps = call.given.store is not False
         goes_on = call.given.previous_response_id is not None or bool(call.given.tools)
         hints = Hints(keep_s=_PIN_S) if goes_on and self._keeps else NO_HINTS
-        options.setdefault("request_id", state.ids.new("resp", "_"))
         super().__init__(state, call, hints=hints, **options)
         self._response_call = call
         self._jobs = jobs
