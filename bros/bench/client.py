@@ -264,7 +264,7 @@ class AiohttpTransport:
                 url, data=body, headers=headers, allow_redirects=False
             )
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise TransportError(_describe_error(error)) from error
+            raise TransportError(described(error)) from error
         try:
             names = {name.lower(): value for name, value in response.headers.items()}
             yield HttpResponse(response.status, names, _Body(response))
@@ -285,13 +285,14 @@ class _Body:
         try:
             data = await self._content.readany()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise TransportError(_describe_error(error)) from error
+            raise TransportError(described(error)) from error
         if not data:
             raise StopAsyncIteration
         return data
 
 
-def _describe_error(error: Exception) -> str:
+def described(error: Exception) -> str:
+    """What happened, without the names and the wording of the HTTP library."""
     match error:
         case aiohttp.ClientConnectorError():
             return f"cannot connect to {error.host}:{error.port}: {_os_error_text(error.os_error)}"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 
 import aiohttp
 
-from bros.bench.client import AiohttpTransport, Client, Outcome, Record, Render
+from bros.bench.client import AiohttpTransport, Client, Outcome, Record, Render, described
 from bros.bench.dialects import Endpoint, RequestFormat, dialect_of
 from bros.bench.load import PREPARE_AHEAD_S, LoadResult, OfferedLoad, OnProgress, drive
 from bros.bench.metrics import ClassMetrics, RunMetrics, Window, measure, measure_tenants
@@ -373,8 +373,8 @@ class Probe:
             async with self._session.get(self._base + path) as response:
                 return response.status, await response.text(errors="replace")
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            reason = str(error) or type(error).__name__
-            raise NoServerError(f"{self._base} does not answer: {reason}") from None
+            message = f"{self._base} does not answer: {described(error)}"
+            raise NoServerError(message) from None
 
 
 def _model(entry: dict[str, Any]) -> Model:

@@ -10,6 +10,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -81,6 +82,9 @@ def load_tls(config: ServerConfig) -> ssl.SSLContext | None:
         if config.tls_key is not None:
             raise ConfigError("--tls-key: needs --tls-cert")
         return None
+    for flag, path in (("--tls-cert", config.tls_cert), ("--tls-key", config.tls_key)):
+        if path is not None and not Path(path).exists():  # ssl does not say which one
+            raise ConfigError(f"{flag}: there is no file {path}")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         # A function for the password, because the default asks for it on the terminal.

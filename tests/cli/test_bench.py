@@ -333,7 +333,9 @@ def test_no_server_is_an_error(
 ) -> None:
     arguments = ["bench", str(model), "--target", "http://127.0.0.1:9", "--out", str(tmp_path)]
     assert main(arguments, {}) == 1
-    assert "http://127.0.0.1:9 does not answer" in capsys.readouterr().err
+    assert "http://127.0.0.1:9 does not answer: cannot connect to 127.0.0.1:9: Conn" in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.long

@@ -107,7 +107,6 @@ def test_files_that_are_no_certificate_are_named(
     wrong.write_text("no certificate")
     for config in (
         ServerConfig(tls_cert=str(wrong)),
-        ServerConfig(tls_cert=str(tmp_path / "missing.pem")),
         ServerConfig(tls_cert=certificate[0]),
         ServerConfig(tls_cert=certificate[0], tls_key=str(wrong)),
     ):
@@ -115,3 +114,13 @@ def test_files_that_are_no_certificate_are_named(
             load_tls(config)
     with pytest.raises(ConfigError, match="--tls-key: needs --tls-cert"):
         load_tls(ServerConfig(tls_key=certificate[1]))
+
+
+def test_a_file_that_is_missing_is_named(tmp_path: Path, certificate: tuple[str, str]) -> None:
+    missing = str(tmp_path / "missing.pem")
+    for flag, config in (
+        ("--tls-cert", ServerConfig(tls_cert=missing, tls_key=certificate[1])),
+        ("--tls-key", ServerConfig(tls_cert=certificate[0], tls_key=missing)),
+    ):
+        with pytest.raises(ConfigError, match=f"^{flag}: there is no file {missing}$"):
+            load_tls(config)
