@@ -87,7 +87,7 @@ def write_stdout(pieces: Iterable[bytes]) -> None:
 def write_atomically(path: Path, pieces: Iterable[bytes]) -> None:
     """Write a temporary file and rename it to `path`; write a device or pipe directly.
 
-    Both are on the disk afterwards: what the file was made from may then be removed.
+    The file and its name are on the disk afterwards: what it was made from may then be removed.
     Raises BrosError if it cannot be written.
     """
     special = path.exists() and not path.is_file()
