@@ -59,7 +59,7 @@ def test_tenants_share_the_load_with_keys_of_the_file(tmp_path: Path) -> None:
     assert target.api_key == "ann-key", "to ask for models and metrics"
     for more, message in (
         (["--tenants", "eve=1"], "--tenants: eve has no key in --api-keys"),
-        (["--tenants", "ann"], "--tenants: '' is not a share from 0.001 to 1000"),
+        (["--tenants", "ann"], "--tenants: 'ann' is not NAME=N, with a share"),
         (["--tenants", ""], "--tenants: nobody has no key"),
         (["--be-as", "batch"], "--tenants: a batch is of one tenant"),
     ):
