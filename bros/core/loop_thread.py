@@ -1,11 +1,13 @@
-"""An event loop on its own thread, for synchronous callers."""
+"""Between event loops and threads: a loop on a thread of its own, for synchronous callers, and
+blocking work that a loop hears of when it is done."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -65,3 +67,20 @@ class LoopThread:
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
+
+
+def call_after(work: Callable[[], object], then: Callable[[], object], name: str) -> None:
+    """Do blocking `work` on a thread of its own, and call `then` on the running loop after it, if
+    that is not closed by then.
+
+    The threads of asyncio.to_thread are few, and the end of the program waits for them.
+    name: of the thread.
+    """
+    loop = asyncio.get_running_loop()
+
+    def run() -> None:
+        work()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(then)
+
+    threading.Thread(target=run, name=name, daemon=True).start()

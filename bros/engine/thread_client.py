@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 from bros.core.errors import EngineDeadError
 from bros.core.interfaces import EngineInfo
+from bros.core.loop_thread import call_after
 from bros.engine.client import MessageClient
 from bros.engine.engine import Engine
 from bros.engine.loop import run_engine
@@ -95,23 +96,11 @@ class ThreadEngineClient(MessageClient):
         if self._hung:
             pass
         elif self._built or not self._thread.is_alive():
-            await self._until_ended()
+            call_after(self._thread.join, self._has_ended.set, "bros-engine-end")
+            await self._has_ended.wait()
         else:
             atexit.register(self._thread.join)
         self.on_death("The engine was closed.")
-
-    async def _until_ended(self) -> None:
-        """Wait until the thread has ended, or hangs."""
-        loop = asyncio.get_running_loop()
-
-        def join() -> None:
-            self._thread.join()
-            with contextlib.suppress(RuntimeError):  # the loop is closed: it did hang
-                loop.call_soon_threadsafe(self._has_ended.set)
-
-        # Of a thread of the executor the end of the program would wait.
-        threading.Thread(target=join, name="bros-engine-end", daemon=True).start()
-        await self._has_ended.wait()
 
     def _run(self, transport: _ThreadTransport) -> None:
         try:

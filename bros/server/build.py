@@ -315,7 +315,7 @@ async def _running(state: ServerState, collector: Collector | None = None) -> As
     """Run the tasks of batches and sessions during the block.
 
     collector: of a server: makes its full collections while no user waits, and its event loop is
-        watched. None: there are no users, so that nobody needs to know what delays the loop.
+        watched. None: without clients nothing depends on when the loop runs.
     """
     assert state.jobs is not None and state.sessions is not None
 

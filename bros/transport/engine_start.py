@@ -7,10 +7,11 @@ import contextlib
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from bros.core.loop_thread import call_after
 
 _DISCARD_S = 1.0
 """How long `discard` waits for a process that it has killed: the kernel may free much memory."""
@@ -61,17 +62,8 @@ class EngineProcess:
 
     async def wait(self) -> int:
         """Until the process ends; returns its exit code."""
-        process = self._started
-        loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
-
-        def watch() -> None:
-            process.wait()
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(ended.set)
-
-        # A thread of its own: those of asyncio.to_thread are few.
-        threading.Thread(target=watch, name="engine-wait", daemon=True).start()
+        process, ended = self._started, asyncio.Event()
+        call_after(process.wait, ended.set, "engine-wait")
         await ended.wait()
         return process.wait()
 

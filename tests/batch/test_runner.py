@@ -28,6 +28,7 @@ from bros.core.request import IdGenerator, Slo
 from bros.core.tenants import NO_LIMITS, Resource, TenantLimits
 from support.batch_store import NOW, Store
 from support.crash import input_lines
+from support.held_work import Held
 from support.processes import open_files
 
 _CHECK_S = 0.05
@@ -276,12 +277,10 @@ async def test_a_runner_that_has_ended_uses_the_store_no_more(
         runs = BackgroundRunner(batch_runner.context, responses, _NoResponses())
     claims = store.batches if kind == "batches" else responses
     calls: list[str] = []
-    claiming, may_go_on = asyncio.Event(), threading.Event()
-    loop, claim, release = asyncio.get_running_loop(), claims.claim, claims.release
+    held, claim, release = Held(), claims.claim, claims.release
 
     def slow_claim(*arguments: Any) -> Sequence[object]:
-        loop.call_soon_threadsafe(claiming.set)
-        assert may_go_on.wait(20.0)
+        held()
         claimed = claim(*arguments)
         calls.append("claim")
         return claimed
@@ -293,9 +292,9 @@ async def test_a_runner_that_has_ended_uses_the_store_no_more(
     monkeypatch.setattr(claims, "claim", slow_claim)
     monkeypatch.setattr(claims, "release", noted_release)
     running = asyncio.create_task(runs.run())
-    await claiming.wait()
+    await held.begun.wait()
     running.cancel()
-    loop.call_later(0.1, may_go_on.set)
+    asyncio.get_running_loop().call_later(0.1, held.let_go)
     await asyncio.gather(running, return_exceptions=True)
     assert calls == ["claim", "release"]
 
@@ -305,22 +304,21 @@ async def test_what_a_late_thread_claims_is_released_once_it_has_ended(
 ) -> None:
     """The runner itself does not wait for a thread for longer than _STOP_TIMEOUT_S."""
     monkeypatch.setattr(runner, "_STOP_TIMEOUT_S", 0.05)
-    loop, claiming, may_go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
-    claim, batch_id = store.batches.claim, _submit(store, "bob", 4)
+    held, claim, batch_id = Held(), store.batches.claim, _submit(store, "bob", 4)
 
     def slow_claim(*arguments: Any) -> Sequence[object]:
-        loop.call_soon_threadsafe(claiming.set)
-        assert may_go_on.wait(20.0)
+        held()
         return claim(*arguments)
 
     with monkeypatch.context() as patched:
         patched.setattr(store.batches, "claim", slow_claim)
         running = asyncio.create_task(_runner(store, _Rows()).run())
-        await claiming.wait()
+        await held.begun.wait()
         running.cancel()
         await asyncio.wait([running])
-        may_go_on.set()
-        await loop.shutdown_default_executor()  # where the late one releases what it has claimed
+        held.let_go()
+        # Where the late one releases what it has claimed.
+        await asyncio.get_running_loop().shutdown_default_executor()
     ((_, claimed),) = store.batches.claim("another", NOW, 15.0, 1, "")
     assert claimed.id == batch_id
 

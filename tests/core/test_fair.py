@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bros.core.fair import LONG_SIZE, CpuUse, FairGate, FairQueue, FairThreads
+from support.held_work import Held
 from support.tier import examples
 
 TENANTS = ["a", "b", "c"]
@@ -88,23 +89,6 @@ def test_tenant_that_was_idle_is_not_owed_time() -> None:
         order.append(started[0])
         queue.end(started[0], 1.0)
     assert sorted(order[:2]) == sorted(order[2:4]) == ["busy", "new"]
-
-
-class Held:
-    """Work that runs until it is let go."""
-
-    def __init__(self) -> None:
-        self.begun = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        self._go = threading.Event()
-
-    def __call__(self) -> int:
-        self._loop.call_soon_threadsafe(self.begun.set)
-        self._go.wait()
-        return threading.get_ident()
-
-    def let_go(self) -> None:
-        self._go.set()
 
 
 async def test_work_runs_on_another_thread_and_its_error_comes_back() -> None:
