@@ -47,12 +47,26 @@ BROS_INLINE void tile(const Inputs& in, float* __restrict out, int64_t stride) {
   }
   const char* __restrict x = in.x;
   Prefetch prefetch = in.prefetch;
-  for (int64_t k = in.first; k < in.first + in.count; k += Panel::kStep, x += Panel::kStepBytes) {
+  const int64_t end = in.first + in.count;
+  int64_t k = in.first;
+  if constexpr (Panel::kStepsPerPrefetch > 1) {
+    constexpr int64_t kInputs = Panel::kStepsPerPrefetch * Panel::kStep;
+    for (; k + kInputs <= end; k += kInputs) {
+      prefetch.next(Panel::kStepsPerPrefetch);
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < kInputs; i += Panel::kStep, x += Panel::kStepBytes) {
+        Panel panels[C];
+        for (int c = 0; c < C; ++c) panels[c].seek(in.weights + c * in.panel_bytes, k + i);
+        Panel::template multiply<R, C>(panels, x, in.x_stride, Panel::kStep, sum);
+      }
+    }
+  }
+  for (; k < end; k += Panel::kStep, x += Panel::kStepBytes) {
     Panel panels[C];
     for (int c = 0; c < C; ++c) panels[c].seek(in.weights + c * in.panel_bytes, k);
-    prefetch.one_step();
-    const int64_t count = min_of<int64_t>(Panel::kStep, in.first + in.count - k);
-    Panel::template multiply<R, C>(panels, x, in.x_stride, count, sum);
+    prefetch.next(1);
+    Panel::template multiply<R, C>(panels, x, in.x_stride, min_of<int64_t>(Panel::kStep, end - k),
+                                   sum);
   }
   for (int r = 0; r < R; ++r) {
     for (int i = 0; i < 2 * C; ++i) store(out + r * stride + i * kLanes, sum[r][i]);

@@ -24,14 +24,16 @@ struct Prefetch {
   int64_t step;
   bool to_l2;  // not to L1
 
-  BROS_INLINE void one_step() {
+  // For the next `steps` steps.
+  BROS_INLINE void next(int64_t steps) {
     if (!from) return;
+    const int64_t bytes = steps * step;
     if (to_l2) {
-      for (int64_t i = 0; i < step; i += 64) __builtin_prefetch(from + i, 0, 2);
+      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
     } else {
-      for (int64_t i = 0; i < step; i += 64) __builtin_prefetch(from + i);
+      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
     }
-    from += step;
+    from += bytes;
   }
 
   // Of `tiles` tiles that share the work, each with so many steps, what tile t prefetches.
