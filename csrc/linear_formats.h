@@ -28,7 +28,8 @@
 //                             count a prefetch beside them: with 16 instead of 1, and loops of 4
 //                             steps, 8 and 16 rows take 0.85 of the time, 32 take 0.90, 64 take 0.97
 //                             and 256 as long (Zen 3, two threads). AVX-512 was not measured
-//     kHasOutliers            whether some groups of a row have second bytes, for add_low
+//     kHasOutliers            whether some groups of a row have second bytes, for add_low and
+//                             multiply_row
 //     bytes(inputs)           of a panel
 //     seek(weights, k)        goes to input k, a multiple of kStep, of the panel at `weights`
 //     multiply(panels, x, x_stride, count, sum)
@@ -559,6 +560,35 @@ struct Int4Panel {
         }
       }
     }
+  }
+
+  // The product with the second bytes of one outlier, per vector of outputs, before it is scaled
+  // and added to the sums of its row.
+  struct Low {
+    Vec product[2];
+    Vec scale[2];
+  };
+
+  // sum[j] += one group of one row, without the second bytes of an outlier, which are left in *low.
+  // Returns where those of the next outlier go.
+  BROS_INLINE Low* multiply_row(const char* x, Vec (&sum)[2], Low* low) const {
+    const ActivationGroup& group = activations(x, 0);
+    if (!group.is_outlier) {
+      ByteSums sums[1][2];
+      multiply_bytes([&](int) { return group.high; }, sums);
+      for (int j = 0; j < 2; ++j) {
+        sum[j] = add_scaled(sum[j], sums[0][j].value(), scale(j), minimum(j), group);
+      }
+      return low;
+    }
+    ByteSums sums[2][2];
+    multiply_bytes([&](int byte) { return byte ? group.low : group.high; }, sums);
+    for (int j = 0; j < 2; ++j) {
+      low->scale[j] = scale(j);
+      sum[j] = add_scaled(sum[j], sums[0][j].value(), low->scale[j], minimum(j), group);
+      low->product[j] = sums[1][j].value() * splat(group.low_scale);
+    }
+    return low + 1;
   }
 
   static void round(const float* x, int64_t inputs, char* out) {
