@@ -166,6 +166,20 @@ def test_many_rows_in_blocks(level: str, form: str, rows: int) -> None:
 
 
 @each_level
+@each_format
+def test_few_rows_have_the_bits_of_more(level: str, form: str) -> None:
+    """Inputs of three blocks: each number of rows may have a kernel of its own."""
+    kernels, inputs = cpu_kernels(level), 2208
+    panels, values = panels_of(level, form, normal(0, 40, inputs))
+    x = activations(1, 9, inputs)
+    out = kernels.linear(x, panels, None)
+    exact = rounded(x, level, form) @ values.double().T
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-6 * inputs)
+    for rows in range(1, 9):
+        assert torch.equal(kernels.linear(x[:rows], panels, None), out[:rows])
+
+
+@each_level
 @pytest.mark.parametrize("form", ["int8", "int4"])
 @pytest.mark.parametrize("rows", [6, 20])
 def test_activations_of_any_size(level: str, form: str, rows: int) -> None:
