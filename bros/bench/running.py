@@ -209,8 +209,10 @@ async def _request_json(session: aiohttp.ClientSession, method: str, url: str, *
             if response.status >= 400:
                 raise BatchJobError(f"{url} answers with status {response.status}: {text[:300]}")
             return json.loads(text)
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise BatchJobError(f"{url} does not respond: {error!r}") from error
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise BatchJobError(f"{url} does not respond: {described(error)}") from error
+    except ValueError as error:
+        raise BatchJobError(f"{url} answers without JSON: {text[:300]!r}") from error
 
 
 # ---- The Prometheus metrics of a bros server that are sampled during a run.

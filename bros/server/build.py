@@ -55,7 +55,7 @@ from bros.server.responses.background import EngineResponseHandler
 from bros.server.responses.running import RunningResponses
 from bros.server.serve import HttpServer, bind, load_tls, run
 from bros.server.state import STORE_THREADS, STORE_THREADS_PER_TENANT, Jobs, ServerState
-from bros.server.tenants import Tenants, load_tenants, public_prefixes
+from bros.server.tenants import Tenants, load_tenants, public_prefixes, public_texts
 from bros.text.chat_format import ChatFormat
 from bros.text.generation import TextGenerator
 from bros.text.grammar_check import GrammarChecker
@@ -87,6 +87,7 @@ def serve(config: Config, *, is_rank: bool = False, first: EngineProcess | None 
     config = dataclasses.replace(config, engine=tenants.with_numbers(config.engine))
     tls = load_tls(config.server)
     BrowserRules.of(config.server, socket.gethostname())  # raises ConfigError
+    public_texts(config.server)  # raises ConfigError
     raise_descriptor_limit()
     bound = bind(config.server.host, config.server.port)
     with bound, contextlib.closing(_open_store(config.server)) as store:

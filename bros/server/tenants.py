@@ -203,13 +203,19 @@ def public_prefixes(config: ServerConfig, tokenizer: Tokenizer) -> PublicPrefixe
     ConfigError."""
     if config.share_prefix == "all":
         return PublicPrefixes(all_tokens=True)
+    texts = public_texts(config)
+    return PublicPrefixes.of(tokenizer, texts) if texts else None
+
+
+def public_texts(config: ServerConfig) -> list[str]:
+    """The texts of the files of --public-prefix. Raises ConfigError for one that it cannot read."""
     texts = []
     for name in filter(None, map(str.strip, (config.public_prefix or "").split(","))):
         try:
             texts.append(Path(name).expanduser().read_text(encoding="utf-8").rstrip("\n"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--public-prefix: cannot read {name}: {error}") from error
-    return PublicPrefixes.of(tokenizer, texts) if texts else None
+    return texts
 
 
 def _number_of(option: str, given: Sequence[str], number: int) -> float:

@@ -118,7 +118,7 @@ class TextPooler:
         others are aborted.
 
         request_id: base of the engine's request ids, see `numbered`. None: a new one.
-        param: the request field that a PromptTooLongError names.
+        param: the request field that an error about a text names.
         arrival_s: time from which objectives count, on this pooler's clock; None: now.
 
         Raises TenantLimitError, what EngineClient.submit raises, OverloadedError if a request was
@@ -215,6 +215,13 @@ class TextPooler:
                 raise PromptTooLongError(
                     len(each.token_ids), info.max_model_len, param, generates=False
                 )
+            for token in (min(each.token_ids, default=0), max(each.token_ids, default=0)):
+                if not 0 <= token < info.vocab_size:
+                    raise InvalidRequestError(
+                        f"'{param}' has token id {token}, which is outside the vocabulary "
+                        f"[0, {info.vocab_size}).",
+                        param=param,
+                    )
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:

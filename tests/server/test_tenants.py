@@ -20,7 +20,7 @@ from bros.core.interfaces import ClassStats, EngineStats, RequestTrace
 from bros.core.request import ServiceClass, Slo
 from bros.core.tenants import Resource
 from bros.server.app import duration
-from bros.server.tenants import Tenants, load_tenants, public_prefixes
+from bros.server.tenants import Tenants, load_tenants, public_texts
 from support.batch_server import BatchServer, batch_server, jsonl, openai_client, row, until
 from support.scripted_server import HeldBody, Server, assert_envelope, make_tokenizer
 
@@ -399,7 +399,7 @@ async def test_what_tenants_share_is_the_operators_choice(
 def test_a_public_prefix_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     config = ServerConfig(public_prefix=f" {tmp_path / 'none'}")
     with pytest.raises(ConfigError, match="--public-prefix: cannot read .*none"):
-        public_prefixes(config, make_tokenizer())
+        public_texts(config)
 
 
 WORKING = """
