@@ -213,7 +213,9 @@ def public_texts(config: ServerConfig) -> list[str]:
     for name in filter(None, map(str.strip, (config.public_prefix or "").split(","))):
         try:
             texts.append(Path(name).expanduser().read_text(encoding="utf-8").rstrip("\n"))
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise ConfigError(f"--public-prefix: cannot read {name}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
             raise ConfigError(f"--public-prefix: cannot read {name}: {error}") from error
     return texts
 

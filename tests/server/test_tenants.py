@@ -22,7 +22,7 @@ from bros.core.tenants import Resource
 from bros.server.app import duration
 from bros.server.tenants import Tenants, load_tenants, public_texts
 from support.batch_server import BatchServer, batch_server, jsonl, openai_client, row, until
-from support.scripted_server import HeldBody, Server, assert_envelope, make_tokenizer
+from support.scripted_server import HeldBody, Server, assert_envelope
 
 _UNKNOWN = (
     "The request 'unknown' is unknown; the server keeps traces of running and recent requests only."
