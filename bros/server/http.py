@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -317,6 +318,13 @@ async def _read_limited(
     return bytes(body)
 
 
+_REASONS: Mapping[str, str] = MappingProxyType(
+    {"model_type": "must be an object", "dict_type": "must be an object",
+     "list_type": "must be a list"}
+)  # fmt: skip
+"""Kind of error -> what a client reads, where Pydantic's text names types of Python."""
+
+
 def _to_invalid_request(details: ErrorDetails) -> InvalidRequestError:
     param = _path(details["loc"])
     kind = details["type"]
@@ -325,7 +333,7 @@ def _to_invalid_request(details: ErrorDetails) -> InvalidRequestError:
             f"Missing required parameter: '{param}'.", param, "missing_required_parameter"
         )
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
-    reason = details["msg"][:1].lower() + details["msg"][1:]
+    reason = _REASONS.get(kind) or details["msg"][:1].lower() + details["msg"][1:]
     where = f"for '{param}'" if param else "of the body"
     return InvalidRequestError(f"Invalid value {where}: {reason}.", param or None, code)
 

@@ -131,3 +131,22 @@ async def test_not_a_number_is_refused_even_in_unread_fields(server: Server, val
         await server.http.post("/v1/completions", content=body, headers=JSON), 400
     )
     assert error["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "reason"),
+    [
+        ({"messages": ["a"]}, "messages[0]", "must be an object"),
+        ({"messages": {"role": "user"}}, "messages", "must be a list"),
+        ({"response_format": "json"}, "response_format", "must be an object"),
+        ({"logit_bias": [1]}, "logit_bias", "must be an object"),
+        ({"slo": 1}, "slo", "must be an object"),
+    ],
+)
+async def test_objects_and_lists_have_the_names_of_json(
+    server: Server, fields: dict[str, Any], param: str, reason: str
+) -> None:
+    body = {**GOOD["/v1/chat/completions"], **fields}
+    error = assert_envelope(await server.http.post("/v1/chat/completions", json=body), 400)
+    assert (error["param"], error["code"]) == (param, "invalid_type")
+    assert error["message"] == f"Invalid value for '{param}': {reason}."
