@@ -385,8 +385,11 @@ async def _update_stats(replica: ReplicaHandle) -> EngineDeadError | None:
 
 
 async def _fetch_stats(replica: ReplicaHandle) -> EngineDeadError | None:
+    fleet_id = replica.fleet_id
     try:
-        replica.stats = await replica.client.stats()
+        stats = await replica.client.stats()
+        if replica.fleet_id == fleet_id:  # else the counters of the engine are retained already
+            replica.stats = stats
     except EngineDeadError as error:
         replica.retain_counters()
         return error

@@ -279,8 +279,12 @@ class Dispatcher:
         self._continue_elsewhere(item)
 
     def _continue_elsewhere(self, item: RoutedRequest) -> None:
-        """Start a task that finds another replica for a request."""
+        """Start a task that finds another replica for a request; while closing, fail it."""
         self._disconnect(item)
+        if self.closing is not None:
+            item.stream.put(EngineDeadError(self.closing))
+            self._remove(item)
+            return
         item.task = asyncio.create_task(self._continue(item), name="routed-request")
         item.task.add_done_callback(functools.partial(self._on_task_done, item))
 

@@ -514,6 +514,8 @@ class ElasticReplicas(RouterClient):
                 return
             await self.wait_drained(number)
         del self._removals[number]
+        if not self._replica_set.find(number).draining:
+            return  # somebody has resumed it
         self.remove(number)
         self._close_client(number)
 

@@ -22,7 +22,7 @@ from bros.core.errors import (
     OverloadedError,
     PromptTooLongError,
 )
-from bros.core.interfaces import EmbeddingInfo, EngineClient
+from bros.core.interfaces import EmbeddingInfo, EngineClient, RequestStream
 from bros.core.request import (
     EngineRequest,
     FinishReason,
@@ -151,9 +151,14 @@ class TextPooler:
         waiting = iter(enumerate(requests))
         watching = observer or PoolingObserver()
 
+        accepted = 0
+
         async def work() -> None:
+            nonlocal accepted
             for index, request in waiting:
-                results[index] = await self._one(index, request, watching)
+                stream = await self._engine.submit(request)
+                accepted += 1
+                results[index] = await self._result(index, request, stream, watching)
 
         tokens = sum(len(each.token_ids) for each in inputs)
         with self._accounts.hold(tenant, REQUESTS[service_class], window):
@@ -162,14 +167,17 @@ class TextPooler:
                 async with asyncio.TaskGroup() as group:
                     for _ in range(window):
                         group.create_task(work())
-            except BaseExceptionGroup as failures:
-                raise _first(failures) from None
+            except BaseException as error:
+                if not accepted:
+                    self._accounts.undo_request(tenant, tokens)
+                if isinstance(error, BaseExceptionGroup):
+                    raise _first(error) from None
+                raise
         return [result for result in results if result is not None]
 
-    async def _one(
-        self, index: int, request: EngineRequest, observer: PoolingObserver
+    async def _result(
+        self, index: int, request: EngineRequest, stream: RequestStream, observer: PoolingObserver
     ) -> PooledResult:
-        stream = await self._engine.submit(request)
         observer.accepted(index, stream.service_class)
         pieces: list[PooledTokens] = []
         ended: asyncio.Future[RequestOutput] = asyncio.get_running_loop().create_future()

@@ -8,12 +8,13 @@ import asyncio
 import pytest
 
 from bros.core.errors import EngineDeadError, QueueFullError
+from bros.core.interfaces import EngineStats
 from bros.core.request import FinishReason, ServiceClass, Slo
 from bros.router.fleet import make_fleet
 from bros.router.replica_set import ReplicaState
 from bros.router.state import RouterSettings
 from bros.simulator.virtual_loop import run_virtual
-from support.killable_engine import STEP_S, foretold
+from support.killable_engine import STEP_S, KillableEngine, foretold
 from support.router_group import HANGS_S, Group, ask, collect, in_group, tokens_of
 
 RT, BE = ServiceClass.RT, ServiceClass.BE
@@ -162,6 +163,60 @@ async def test_a_request_ends_if_the_router_closes_as_its_engine_is_lost(group: 
     await group.client.close()
     with pytest.raises(EngineDeadError, match="shutting down"):
         await reading
+
+
+@in_group
+async def test_a_request_ends_if_the_router_closes_while_an_engine_accepts_it(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = KillableEngine.close
+
+    async def slowly(self: KillableEngine) -> None:
+        await asyncio.sleep(1)
+        await close(self)
+
+    monkeypatch.setattr(KillableEngine, "close", slowly)
+    reading = asyncio.create_task(collect(group.client, ask(max_tokens=900)))
+    await asyncio.sleep(STEP_S / 4)
+    await group.client.close()
+    with pytest.raises(EngineDeadError, match="shutting down"):
+        await reading
+
+
+@in_group
+async def test_an_engine_that_answers_and_dies_in_one_turn_counts_once(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client reads several messages in a turn of the event loop."""
+    answers: dict[KillableEngine, asyncio.Future[EngineStats]] = {}
+
+    async def stats(self: KillableEngine) -> EngineStats:
+        answers[self] = asyncio.get_running_loop().create_future()
+        return await answers[self]
+
+    monkeypatch.setattr(KillableEngine, "stats", stats)
+
+    async def asked(*, dies: bool = False) -> EngineStats:
+        reading = asyncio.create_task(group.client.stats())
+        while len(answers) < sum(engine.alive for engine in group.engines):
+            await asyncio.sleep(0)
+        for engine, answer in answers.items():
+            answer.set_result(EngineStats(steps=engine.steps, kv_blocks_total=100))
+            if dies and engine is lost:
+                engine.die()
+        answers.clear()
+        return await reading
+
+    await group.client.submit(ask(max_tokens=900))
+    lost, other = group.engines[group.where("r")], group.engines[1 - group.where("r")]
+    await asyncio.sleep(1)
+    assert (await asked()).kv_blocks_total == 200
+    known = lost.steps
+    await asyncio.sleep(1)
+    await asked(dies=True)
+    after = await asked()
+    assert (after.steps, after.kv_blocks_total) == (known + other.steps, 100)
+    await group.client.abort("r")
 
 
 # Refused after it was accepted

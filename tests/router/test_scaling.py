@@ -230,6 +230,26 @@ async def test_a_draining_replica_is_used_again_before_another_is_started() -> N
     await group.client.close()
 
 
+@in_virtual_time
+async def test_one_that_an_operator_resumes_stays_though_it_is_drained_at_once() -> None:
+    group = Group(step_s=0.1, first=2, min_replicas=1, max_replicas=2, calm_s=30.0)
+    await group.client.start()
+    requests = [ask(f"r{n}", group.clock.now(), None, 4000) for n in range(2)]
+    answers = [asyncio.create_task(tokens_of(group.client, each)) for each in requests]
+    while ReplicaState.DRAINING not in group.states:
+        await asyncio.sleep(0.5)
+    (drained,) = [
+        status for status in group.client.replicas() if status.state is ReplicaState.DRAINING
+    ]
+    group.client.resume(drained.number)
+    for request in requests:
+        await group.client.abort(request.request_id)
+    await asyncio.gather(*answers)
+    await asyncio.sleep(0.3)  # less than until the number of replicas is looked at again
+    assert group.up == 2 and not any(engine.closed for engine in group.engines)
+    await group.client.close()
+
+
 @pytest.mark.parametrize("most", [2, 3])
 @in_virtual_time
 async def test_what_an_operator_drains_counts(most: int) -> None:

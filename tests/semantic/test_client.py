@@ -102,6 +102,26 @@ def test_a_program_gives_its_values(session: P.Session) -> None:
     assert first.get() == answer_to("one")
 
 
+def test_half_a_character_harms_nothing_else(session: P.Session) -> None:
+    for half in ("a\udc80", ["a\udc80", P.SemanticVariable("b")], OSError("a\udc80")):
+        with pytest.raises(ValueError, match=r"ask\(\): question has half a character"):
+            ask(half)
+    with pytest.raises(ValueError, match="the value of a variable has half a character"):
+        P.SemanticVariable("a\udc80")
+    variable = P.SemanticVariable()
+    answer = ask(variable)
+    with pytest.raises(ValueError, match="half a character"):
+        variable.set("a\udc80")
+    variable.set("one")
+    assert answer.get() == answer_to("one")
+
+
+def test_gather_takes_variables(session: P.Session) -> None:
+    for wrong in ([ask("one")], "one"):
+        with pytest.raises(TypeError, match="variables are arguments of their own, not a"):
+            P.gather(wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"deadline": -1}, {"deadline": 0}, {"ttft": "soon"}, {"tpot": float("nan")}, {"timeout": -3}],

@@ -699,20 +699,42 @@ class TestNative:
         [
             (None, "TypeError: it returned None"),
             (ZeroDivisionError("by 0"), "ZeroDivisionError: by"),
+            (SystemExit(3), "the function raised SystemExit: 3"),
+            (KeyboardInterrupt(), "the function raised KeyboardInterrupt"),
+            (asyncio.CancelledError(), "the function raised CancelledError"),
+            ("a\ud800", "its result has half a character .* at position 1"),
+            ({"a": float("nan")}, "ValueError: .*JSON"),
         ],
+        ids=repr,
     )
     def test_what_it_raises_is_what_failed(
         self, desk: Desk, returned: object, message: str
     ) -> None:
-        @P.native_function
         def bad(text):
-            if isinstance(returned, Exception):
+            if isinstance(returned, BaseException):
                 raise returned
             return returned
 
-        with pytest.raises(P.UpstreamError, match=message) as raised:
-            write(bad("a")).get()
-        assert raised.value.cause.stage is P.FailedStage.NATIVE
+        async def bad_too(text):
+            return bad(text)
+
+        for function in map(P.native_function, (bad, bad_too)):
+            with pytest.raises(P.UpstreamError, match=message) as raised:
+                write(function("a")).get(timeout=30)
+            assert raised.value.cause.stage is P.FailedStage.NATIVE
+        assert write("b").get(timeout=30) == code_of("b")  # the session goes on
+
+    def test_a_result_that_the_server_refuses_is_what_failed(self, desk: Desk) -> None:
+        @P.native_function
+        def much(text):
+            return "x" * 100
+
+        async def refuse(session_id: str, variable_id: str, value: str) -> None:
+            raise InvalidRequestError("the value is too long")
+
+        desk.backend.set = refuse  # type: ignore[method-assign]
+        with pytest.raises(P.UpstreamError, match="the value is too long"):
+            much("a").get(timeout=30)
 
     def test_too_few_values_are_a_failure(self, desk: Desk) -> None:
         @P.native_function(outputs=("a", "b"))

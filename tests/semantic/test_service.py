@@ -493,11 +493,12 @@ async def test_a_session_that_ends_with_more_than_it_remembers_counts_all_of_it(
 
 
 @virtually
-async def test_what_is_forgotten_makes_room() -> None:
+@pytest.mark.parametrize("words", ["some twenty chars", "a hundred chars " * 6])
+async def test_what_is_forgotten_makes_room(words: str) -> None:
     """Of a long life only the latest calls count, and no more of their templates either."""
     desk = Desk(kept_calls=5, max_chars=5000)
     for i in range(300):
-        (request,) = desk.submit(call(f"{i} some twenty chars {{{{output:v{i}}}}}"))
+        (request,) = desk.submit(call(f"{i} {words} {{{{output:v{i}}}}}"))
         await desk.value(f"v{i}")
     calls = desk.service.inspect(TENANT, desk.session).calls
     assert len(calls) == 5

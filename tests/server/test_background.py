@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import openai
 import pytest
 from openai.types.responses import Response
 
+from bros.batch.objects import RowPostponedError, StoreUnavailableError
+from bros.batch.responses import ResponseStatus
 from bros.core.request import ServiceClass
+from bros.server.responses.background import EngineResponseHandler
+from bros.server.responses.running import Followers, RunningResponses, WatchedResponses
 from support.batch_server import BatchServer, batch_server, eventually, until
 
 from .test_responses import create, read_events
@@ -380,3 +387,50 @@ async def test_they_expire(tmp_path: Path) -> None:
             await server.client.responses.retrieve(second.id)
         server.store.responses.sweep(server.clock.unix_time())
         assert server.store.responses.usage() == {}
+
+
+# A store that cannot be read for a moment
+
+
+async def test_those_who_follow_it_wait_for_a_store_that_is_busy() -> None:
+    done = SimpleNamespace(status=ResponseStatus.COMPLETED)
+    answers = [StoreUnavailableError("busy"), StoreUnavailableError("busy"), done]
+
+    async def look() -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with WatchedResponses().followed("ann", "r", look, lambda: False) as watched:
+        assert await asyncio.wait_for(watched.stored(), 30) is done
+
+
+async def test_what_ends_to_wait_for_changes_leaves_nothing() -> None:
+    followers = Followers()
+    waiting = [asyncio.ensure_future(followers.changed(0)) for _ in range(3)]
+    await asyncio.sleep(0)
+    for each in waiting[:2]:
+        each.cancel()
+    await asyncio.wait(waiting[:2])
+    assert len(followers._waiting) == 1
+    followers.notify()
+    await waiting[2]
+
+
+async def test_it_runs_later_if_its_conversation_cannot_be_read_now(server: BatchServer) -> None:
+    def busy(*_: object) -> None:
+        raise StoreUnavailableError("the database is busy")
+
+    jobs = server.live.server.state.jobs
+    assert jobs is not None
+    handler: Any = jobs.background._handler
+    handler = EngineResponseHandler(handler._runner, Mock(conversation=busy), RunningResponses())
+    given = {"model": server.live.server.state.model_name, "input": []}
+    items = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]
+    stored: Any = SimpleNamespace(
+        id="resp_2", previous_id="resp_1", request=json.dumps(given), input=json.dumps(items),
+        tenant="", created_at=0,
+    )  # fmt: skip
+    with pytest.raises(RowPostponedError, match="busy"):
+        await handler.answer(stored, due_in_s=60.0)

@@ -16,6 +16,9 @@ import pytest_asyncio
 import torch
 from transformers import AutoModel, PreTrainedModel
 
+from bros.core.errors import QueueFullError
+from bros.core.interfaces import RequestStream
+from bros.core.request import EngineRequest
 from bros.server.embeddings.schema import MAX_INPUTS
 from support.encoders import hidden_states, save_encoder
 from support.model_server import ModelServer, model_server
@@ -379,3 +382,25 @@ async def test_limits_of_a_tenant_hold(bert: tuple[PreTrainedModel, Path], tmp_p
         reply = await server.http.post("/v1/embeddings", json=body, headers=headers)
         assert_envelope(reply, 429)
         held.release()
+
+
+async def test_what_the_engine_refuses_does_not_count_for_the_limits_per_minute(
+    bert: tuple[PreTrainedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ann key-a max_requests_per_minute=2\n")
+    async with model_server(bert[1], tmp_path, server={"api_keys": str(keys)}) as server:
+        headers, engine = {"Authorization": "Bearer key-a"}, server.state.engine
+        submit = engine.submit
+
+        async def full(request: EngineRequest) -> RequestStream:
+            raise QueueFullError(1, 1.0)
+
+        monkeypatch.setattr(engine, "submit", full)
+        for _ in range(3):
+            reply = await server.http.post("/v1/embeddings", json={"input": "a"}, headers=headers)
+            assert reply.status_code in (429, 503)
+        monkeypatch.setattr(engine, "submit", submit)
+        for status in (200, 200, 429):
+            reply = await server.http.post("/v1/embeddings", json={"input": "a"}, headers=headers)
+            assert reply.status_code == status

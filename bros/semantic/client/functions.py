@@ -12,7 +12,7 @@ from typing import Any, overload
 
 from bros.core import grammars
 from bros.core.request import SamplingParams
-from bros.semantic.client.program import FunctionSpec, SemanticVariable, make_call
+from bros.semantic.client.program import FunctionSpec, SemanticVariable, checked_text, make_call
 from bros.semantic.core.template import Piece, Placeholder, parse_template, with_roles
 from bros.semantic.schema import Role
 
@@ -30,7 +30,7 @@ class SemanticCallable:
     """A semantic or native function. A call returns at once: a variable, or a named tuple of
     variables if there are several outputs.
 
-    read: converts an argument for the call; raises TypeError.
+    read: converts an argument for the call; raises TypeError or ValueError.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class SemanticCallable:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Make a call. Keyword arguments with the name of an output give its variable.
 
-        Raises TypeError for wrong arguments, ValueError for a variable of another session that has
-        no value yet.
+        Raises TypeError for wrong arguments, ValueError for a text that cannot be sent and for a
+        variable of another session that has no value yet.
         """
         given = {name: kwargs.pop(name) for name in self._spec.outputs if name in kwargs}
         try:
@@ -61,8 +61,8 @@ class SemanticCallable:
         for name, value in bound.arguments.items():
             try:
                 arguments[name] = self._read(value)
-            except TypeError as error:
-                raise TypeError(f"{self._spec.name}(): {name} {error}") from None
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{self._spec.name}(): {name} {error}") from None
         call = make_call(self._spec, arguments, given)
         outputs = list(call.outputs.values())
         return outputs[0] if self._several is None else self._several(*outputs)
@@ -278,17 +278,22 @@ def _check_transforms(transforms: Mapping[str, str], names: set[str]) -> None:
 
 
 def _argument(value: Any) -> Any:
-    """An argument as an input: a variable, a text, or a tuple of these. Raises TypeError."""
-    if isinstance(value, SemanticVariable | str):
+    """An argument as an input: a variable, a text, or a tuple of these.
+
+    Raises TypeError or ValueError.
+    """
+    if isinstance(value, SemanticVariable):
         return value
+    if isinstance(value, str):
+        return checked_text(value)
     if value is None:
         raise TypeError("is None; an input is a variable or an object with a text")
     if isinstance(value, list | tuple):
         if all(isinstance(part, SemanticVariable | str) for part in value):
-            return tuple(value) if value else ""
+            return tuple(map(_argument, value)) if value else ""
         if any(isinstance(part, SemanticVariable) for part in value):
             raise TypeError("has variables among other things than strings; call str() on those")
-    return str(value)
+    return checked_text(str(value))
 
 
 def _tuple_type(spec: FunctionSpec) -> Callable[..., tuple[SemanticVariable, ...]]:

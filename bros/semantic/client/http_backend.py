@@ -176,6 +176,8 @@ class HttpBackend:
             raise ServerUnreachableError(f"{self._server} does not answer: {reason}") from error
         except (InvalidRequestError, ConfigError):
             raise  # these are subclasses of ValueError
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"a text cannot be sent: {error}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             message = f"{self._server} does not have semantic sessions: {error!r}"
             raise ServerUnreachableError(message) from error

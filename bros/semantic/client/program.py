@@ -122,6 +122,26 @@ class PieceStream:
         await self._pieces.aclose()
 
 
+def _check_value(value: object) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"the value of a variable is a string, not {type(value).__name__}")
+    try:
+        checked_text(value)
+    except ValueError as error:
+        raise ValueError(f"the value of a variable {error}") from None
+
+
+def checked_text(text: str) -> str:
+    """Raises ValueError for half a character, as errors="surrogateescape" leaves them: no text
+    with one can be sent. The message goes on after the name of the text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"has half a character (a lone surrogate) at position {error.start}"
+        raise ValueError(half) from None
+    return text
+
+
 class SemanticVariable:
     """A text that calls read or produce: Parrot's Semantic Variable.
 
@@ -156,8 +176,10 @@ class SemanticVariable:
         name: str | None = None,
         session: SessionInterface | None = None,
     ) -> None:
-        if value is not None and not isinstance(value, str):
-            raise TypeError(f"the value of a variable is a string, not {type(value).__name__}")
+        if value is not None:
+            _check_value(value)
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"the name of a variable is a string, not {type(name).__name__}")
         self._value = value
         self._name = name or "variable"
         self._producer: ProgramCall | None = None
@@ -343,8 +365,7 @@ class SemanticVariable:
 
     def _set_locally(self, text: str) -> bool:
         """Store the value. Returns whether the server knows the variable and needs the value."""
-        if not isinstance(text, str):
-            raise TypeError(f"the value of a variable is a string, not {type(text).__name__}")
+        _check_value(text)
         with self._lock:
             if self._producer is not None:
                 message = f"The variable {self._name!r} gets its value from a call."
@@ -403,7 +424,12 @@ async def agather(
 
 def _common_session(variables: tuple[SemanticVariable, ...]) -> SessionInterface | None:
     """The session of all variables without a value; None if there are none. Raises ValueError for
-    several sessions."""
+    several sessions, TypeError for what is no variable."""
+    for variable in variables:
+        if not isinstance(variable, SemanticVariable):
+            raise TypeError(
+                f"variables are arguments of their own, not a {type(variable).__name__}"
+            )
     sessions = {variable._resolve_session() for variable in variables if variable.value is None}
     if len(sessions) > 1:
         raise ValueError("these variables belong to several sessions; get them one by one")

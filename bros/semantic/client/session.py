@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bros.core.errors import BrosError, OverloadedError, QueueFullError
+from bros.core.errors import BrosError, InvalidRequestError, OverloadedError, QueueFullError
 from bros.semantic.client.connection import Backend, Connection, refuse_running_loop
 from bros.semantic.client.program import (
     CURRENT,
@@ -44,6 +44,7 @@ from bros.semantic.client.program import (
     SemanticVariable,
     SessionInterface,
     Wanted,
+    checked_text,
 )
 from bros.semantic.errors import (
     Cause,
@@ -569,8 +570,11 @@ class AsyncSession:
             except Exception as error:
                 await backend.fail(session_id, call.request_id, _describe(error))
                 return
-            for name, value in values.items():
-                await backend.set(session_id, call.outputs[name].id, value)
+            try:
+                for name, value in values.items():
+                    await backend.set(session_id, call.outputs[name].id, value)
+            except InvalidRequestError as error:  # such as a value that is too long
+                await backend.fail(session_id, call.request_id, _describe(error))
         except BrosError as error:
             # The call was cancelled meanwhile, or the session or the server is gone.
             logger.info("the result of %s() is discarded: %s", call.function.name, error)
@@ -586,10 +590,19 @@ class AsyncSession:
         arguments = {name: _substitute(value, texts) for name, value in call.arguments.items()}
         function = call.function.native
         assert function is not None
-        if inspect.iscoroutinefunction(function):
-            returned = await function(**arguments)
-        else:
-            returned = await asyncio.to_thread(function, **arguments)
+        try:
+            if inspect.iscoroutinefunction(function):
+                returned = await function(**arguments)
+            else:
+                returned = await asyncio.to_thread(function, **arguments)
+        except (SystemExit, KeyboardInterrupt) as error:
+            # As it is, it would end the event loop, on which all calls wait.
+            raise RuntimeError(f"the function raised {_describe(error)}") from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise RuntimeError("the function raised CancelledError") from error
         return _outputs(call, returned)
 
     async def _wait(
@@ -706,17 +719,21 @@ def _outputs(call: ProgramCall, returned: Any) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    """A returned object as text: lists, tuples and dicts as JSON. Raises TypeError for None."""
-    if isinstance(value, str):
-        return value
+    """A returned object as text: lists, tuples and dicts as JSON.
+
+    Raises TypeError for None, ValueError for what is no text or no JSON.
+    """
     if value is None:
         raise TypeError("it returned None; it must return the value of its output")
     if isinstance(value, list | tuple | dict):
-        return json.dumps(value, ensure_ascii=False)
-    return str(value)
+        value = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        return checked_text(str(value))
+    except ValueError as error:
+        raise ValueError(f"its result {error}") from None
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
     text = str(error)
     message = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return message[:_MESSAGE_CHARS]

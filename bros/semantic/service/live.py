@@ -453,13 +453,13 @@ class ServedSession:
             self.answers.popitem()
             yield
 
-    def forget_records(self) -> None:
+    def forget_records(self, *, few: bool = False) -> None:
         """Drop records of calls that the graph has forgotten and that have no prompt or pinned KV.
 
-        It does so only when there are many, so that its cost is amortized.
+        It does so only when there are many, so that its cost is amortized. few: even a few.
         """
         known = self.machine.graph.calls
-        if len(self.records) > 2 * len(known) + _FORGET_FROM:
+        if few or len(self.records) > 2 * len(known) + _FORGET_FROM:
             self.records = {
                 key: record
                 for key, record in self.records.items()

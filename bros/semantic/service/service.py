@@ -586,6 +586,8 @@ class SessionService:
         chars = yield from counted_chars(found)
         text_chars = sum(chars)
         if session.text_chars + text_chars > self._settings.max_chars:
+            session.forget_records(few=True)
+        if session.text_chars + text_chars > self._settings.max_chars:
             raise SessionLimitError(
                 "The templates and sampling parameters of the session would have more than "
                 f"{self._settings.max_chars} characters."

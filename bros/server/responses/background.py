@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from bros.batch.background import ResponseOutcome
-from bros.batch.objects import RowInterruptedError, RowPostponedError
+from bros.batch.objects import RowInterruptedError, RowPostponedError, StoreUnavailableError
 from bros.batch.responses import ResponseStatus, ResponseStore, StoredResponse
 from bros.core.errors import BrosError
 from bros.core.request import IdGenerator, Slo
@@ -29,6 +29,9 @@ from bros.server.responses.running import RunningResponses
 from bros.server.state import ServerState
 
 logger = logging.getLogger(__name__)
+
+_STORE_RETRY_S = 1.0
+"""A response whose conversation the store cannot read now runs again after so long."""
 
 
 class BackgroundExchange(Exchange):
@@ -88,6 +91,8 @@ class EngineResponseHandler:
             body = await self._runner.run(exchange)
         except (RowPostponedError, RowInterruptedError):
             raise
+        except StoreUnavailableError as error:  # as it reads the conversation
+            raise RowPostponedError(str(error), _STORE_RETRY_S) from error
         except Exception as error:
             if not isinstance(error, BrosError):  # a BrosError is an error of the client
                 logger.exception("a background response failed")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING
 
+from bros.batch.objects import StoreUnavailableError
 from bros.batch.responses import StoredResponse
 
 if TYPE_CHECKING:  # it imports the state, of which these are a part
@@ -14,6 +16,8 @@ if TYPE_CHECKING:  # it imports the state, of which these are a part
 
     EventsAfter = Callable[[int], Events]
 
+
+logger = logging.getLogger(__name__)
 
 _WOKEN = 100
 """Followers that go on in one turn of the event loop: each sends something."""
@@ -35,7 +39,12 @@ class Followers:
             return
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiting)
-        await waiting
+        try:
+            await waiting
+        except asyncio.CancelledError:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+            raise
 
     def notify(self) -> None:
         """There is a change."""
@@ -131,8 +140,13 @@ class WatchedResponse(Followers):
         """Read it until it has ended. runs_here: whether this process runs it."""
         try:
             while True:
-                found, before = await look(), self._found
-                self._found = found
+                try:
+                    found = await look()
+                except StoreUnavailableError as error:
+                    logger.warning("a followed response is read again: %s", error)
+                    await asyncio.sleep(LOOK_EVERY_S)
+                    continue
+                before, self._found = self._found, found
                 if before is None or found.status is not before.status or runs_here():
                     self.notify()
                 if found.status.is_final:
