@@ -8,7 +8,7 @@ import math
 import random
 import string
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -151,6 +151,19 @@ _BIAS_BYTES, _ITEM_BYTES = 100, 50
 """Memory of an entry of a map of numbers, and of a number or short text in a list."""
 
 
+def check_token_ids(param: str, ids: Collection[int], size: int) -> None:
+    """Raises InvalidRequestError naming `param` for an id outside a vocabulary of this size.
+
+    ids: at least one.
+    """
+    for token_id in (min(ids), max(ids)):
+        if not 0 <= token_id < size:
+            raise InvalidRequestError(
+                f"'{param}' has token id {token_id}, which is outside the vocabulary [0, {size}).",
+                param=param,
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to sample tokens and when to stop. Raises InvalidRequestError naming the wrong field.
@@ -271,6 +284,13 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _check_whole("logit_bias", token_id, 0, 2**31 - 1)
             _check_range("logit_bias", bias, -100.0, 100.0)
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raises InvalidRequestError for a token id that a model with a vocabulary of this size
+        does not have."""
+        for name in ("stop_token_ids", "logit_bias"):
+            if ids := getattr(self, name):
+                check_token_ids(name, ids, size)
 
     @property
     def greedy(self) -> bool:

@@ -12,7 +12,7 @@ from bros.core.errors import (
     PromptTooLongError,
     QueueFullError,
 )
-from bros.core.request import EngineRequest, Pooling, ServiceClass, Slo
+from bros.core.request import EngineRequest, Pooling, ServiceClass, Slo, check_token_ids
 from bros.scheduler.metrics import ClassCounters
 from bros.scheduler.policies import Policy
 from bros.scheduler.state import Queues, RequestState, arrival_s
@@ -90,17 +90,15 @@ class Limits:
             raise PromptTooLongError(len(prompt), self.max_model_len)
         _check_resumed(request)
         params = request.sampling
-        self._check_ids("prompt", min(prompt), max(prompt))
-        if params.stop_token_ids:
-            stops = params.stop_token_ids
-            self._check_ids("stop_token_ids", min(stops), max(stops))
-            if params.min_tokens and len(self.eos_token_ids.union(stops)) >= self.vocab_size:
+        check_token_ids("prompt", prompt, self.vocab_size)
+        params.check_vocabulary(self.vocab_size)
+        if params.stop_token_ids and params.min_tokens:
+            stops = self.eos_token_ids.union(params.stop_token_ids)
+            if len(stops) >= self.vocab_size:
                 raise InvalidRequestError(
                     "stop_token_ids leaves no token to choose before min_tokens.",
                     param="stop_token_ids",
                 )
-        if params.logit_bias:
-            self._check_ids("logit_bias", min(params.logit_bias), max(params.logit_bias))
 
     def _check_task(self, request: EngineRequest) -> None:
         if request.pooling is None and not self.generates:
@@ -116,14 +114,6 @@ class Limits:
                 else "This model has no score head.",
                 param="model",
                 code="model_not_supported",
-            )
-
-    def _check_ids(self, param: str, lowest: int, highest: int) -> None:
-        if lowest < 0 or highest >= self.vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise InvalidRequestError(
-                f"{param}: token id {wrong} is outside the vocabulary [0, {self.vocab_size}).",
-                param=param,
             )
 
 

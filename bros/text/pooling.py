@@ -34,6 +34,7 @@ from bros.core.request import (
     SamplingParams,
     ServiceClass,
     Slo,
+    check_token_ids,
     expanded,
 )
 from bros.core.tenants import REQUESTS, TenantAccounts
@@ -223,13 +224,8 @@ class TextPooler:
                 raise PromptTooLongError(
                     len(each.token_ids), info.max_model_len, param, generates=False
                 )
-            for token in (min(each.token_ids, default=0), max(each.token_ids, default=0)):
-                if not 0 <= token < info.vocab_size:
-                    raise InvalidRequestError(
-                        f"'{param}' has token id {token}, which is outside the vocabulary "
-                        f"[0, {info.vocab_size}).",
-                        param=param,
-                    )
+            if each.token_ids:
+                check_token_ids(param, each.token_ids, info.vocab_size)
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -15,6 +15,7 @@ from bros.semantic.core.submission import (
     MAX_CALL_OUTPUTS,
     MAX_RENDERED_CHARS,
     SubmissionReader,
+    check_sampling,
 )
 from bros.semantic.core.template import MAX_OPENINGS
 from bros.semantic.schema import (
@@ -43,7 +44,12 @@ class CountingChat(ChatFormat):
 
 def submitter(chat: CountingChat) -> SubmissionReader:
     numbers = itertools.count()
-    return SubmissionReader(chat, lambda prefix: f"{prefix}-{next(numbers)}", max_tokens=9)
+    return SubmissionReader(
+        chat,
+        lambda prefix: f"{prefix}-{next(numbers)}",
+        max_tokens=9,
+        vocab_size=TOKENIZER.vocab_size,
+    )
 
 
 # Alike enough to be taken for one another, and some of them are wrong.
@@ -172,3 +178,22 @@ def test_calls_with_many_pieces_are_read_in_more_slices() -> None:
     for pieces, pauses in ((1, 0), (30, 1), (300, 10)):
         specs = [CallSpec(template="{{x}}" * (pieces - 1) + "{{output:y}}")] * 10
         assert len(list(submitter(CountingChat()).reading(specs, {}))) == pauses
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("stop_token_ids", [1, TOKENIZER.vocab_size]), ("logit_bias", {10**6: 1})]
+)
+def test_tokens_outside_the_vocabulary_are_refused_where_they_are(field: str, value: Any) -> None:
+    reader = submitter(CountingChat())
+    sampling = {field: value}
+    own = CallSpec(template="{{output:y}}", parameters=[Parameter(name="y", sampling=sampling)])
+    for spec, place in (
+        (CallSpec(template="{{output:y}}", sampling=sampling), "requests[0].sampling"),
+        (own, "requests[0].parameters[0].sampling"),
+    ):
+        with pytest.raises(InvalidRequestError, match="is outside the vocabulary") as raised:
+            reader.read([spec], {})
+        assert raised.value.param == f"{place}.{field}"
+    with pytest.raises(InvalidRequestError, match="is outside the vocabulary") as raised:
+        check_sampling(sampling, TOKENIZER.vocab_size)
+    assert raised.value.param == f"sampling.{field}"

@@ -128,11 +128,11 @@ async def test_wrong_grammars_are_refused_when_they_are_submitted(
 
 
 def test_the_front_end_takes_the_same_fields(tmp_path: Path) -> None:
-    check_sampling({"structured_outputs": {"choice": ["a", "b"]}})
+    check_sampling({"structured_outputs": {"choice": ["a", "b"]}}, 100)
     with pytest.raises(ValueError, match="one grammar only"):
-        check_sampling({**JSON, "guided_regex": "a"})
+        check_sampling({**JSON, "guided_regex": "a"}, 100)
     with pytest.raises(ValueError, match="'response_format.type' must be text"):
-        check_sampling({"response_format": {}})
+        check_sampling({"response_format": {}}, 100)
     assert SamplingParams(grammar=grammars.json_object()).grammar is not None
 
 

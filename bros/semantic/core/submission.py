@@ -386,9 +386,13 @@ def size_of(spec: CallSpec) -> int:
 class SubmissionReader:
     """Validates submitted calls and converts them for the graph."""
 
-    def __init__(self, chat: ChatFormat, new_id: Callable[[str], str], max_tokens: int) -> None:
-        """new_id: makes an id with the given prefix. max_tokens: default of outputs."""
+    def __init__(
+        self, chat: ChatFormat, new_id: Callable[[str], str], max_tokens: int, vocab_size: int
+    ) -> None:
+        """new_id: makes an id with the given prefix. max_tokens: default of outputs. vocab_size:
+        of the model."""
         self._chat = chat
+        self._vocab_size = vocab_size
         self._new_id = new_id
         self._max_tokens = max_tokens
 
@@ -403,7 +407,7 @@ class SubmissionReader:
         self, specs: Sequence[CallSpec], sampling: Mapping[str, Any]
     ) -> Generator[None, None, list[Submission]]:
         """`read` in slices: it pauses where the caller may let other work run."""
-        cache = _ProgramCache(self._chat)
+        cache = _ProgramCache(self._chat, self._vocab_size)
         found: list[Submission] = []
         since_pause = 0
         for index, spec in enumerate(specs):
@@ -493,8 +497,9 @@ def counted_chars(
 class _ProgramCache:
     """Caches what the calls of one program have in common: pieces, transforms and sampling."""
 
-    def __init__(self, chat: ChatFormat) -> None:
+    def __init__(self, chat: ChatFormat, vocab_size: int) -> None:
         self._chat = chat
+        self._vocab_size = vocab_size
         self.parsing = functools.cache(functools.partial(chat.parsing, NO_TOOLS))
         """(ReasoningStart) -> how to tell the reasoning from the answer."""
         self._with_reasoning: dict[tuple[int, ReasoningStart], SamplingParams] = {}
@@ -519,7 +524,7 @@ class _ProgramCache:
     def sampling(self, **fields: Any) -> SamplingParams:
         key = repr(fields)  # 1 is not True here, and lists can be in it
         if key not in self._sampling:
-            self._sampling[key] = SamplingParams(**fields)
+            self._sampling[key] = _sampling(self._vocab_size, **fields)
         return self._sampling[key]
 
     def with_reasoning(self, sampling: SamplingParams, start: ReasoningStart) -> SamplingParams:
@@ -569,9 +574,10 @@ class _ParameterReader:
         return cache.transforms(source, f"{self._place}.transforms") if source else None
 
     def sampling(
-        self, defaults: Mapping[str, Any], make: Callable[..., SamplingParams] = SamplingParams
+        self, defaults: Mapping[str, Any], make: Callable[..., SamplingParams]
     ) -> SamplingParams:
-        """The sampling parameters of an output, with the call's as defaults."""
+        """The sampling parameters of an output, with the call's as defaults. make: makes them of
+        their fields."""
         place = f"{self._place}.sampling"
         own = self.parameter.sampling or {}
         _check_names(place, own)
@@ -611,11 +617,19 @@ class _ParameterReader:
         raise InvalidRequestError(message, f"{self._place}.{field}")
 
 
-def check_sampling(sampling: Mapping[str, Any]) -> int:
+def check_sampling(sampling: Mapping[str, Any], vocab_size: int) -> int:
     """Returns their memory in bytes. Raises InvalidRequestError (param "sampling.…") for invalid
     sampling parameters."""
     _check_names("sampling", sampling)
-    return _ParameterReader(None, Parameter(name="")).sampling(_without_none(sampling)).num_bytes
+    reader = _ParameterReader(None, Parameter(name=""))
+    make = functools.partial(_sampling, vocab_size)
+    return reader.sampling(_without_none(sampling), make).num_bytes
+
+
+def _sampling(vocab_size: int, **fields: Any) -> SamplingParams:
+    made = SamplingParams(**fields)
+    made.check_vocabulary(vocab_size)
+    return made
 
 
 def _overridden(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

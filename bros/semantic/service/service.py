@@ -433,7 +433,8 @@ class SessionService:
             self._accounts,
             chat,
         )
-        self._reader = SubmissionReader(chat, ids.new, settings.max_tokens)
+        self._vocab_size = engine.info.vocab_size
+        self._reader = SubmissionReader(chat, ids.new, settings.max_tokens, self._vocab_size)
         self._registry = SessionRegistry(settings.max_gone)
         self._stopping: set[asyncio.Task[None]] = set()
         self._waiting = ValueWaiter(clock, settings, self._accounts)
@@ -479,7 +480,7 @@ class SessionService:
         """
         if ttl_s is not None and not 0.0 < ttl_s < math.inf:
             raise InvalidRequestError(f"ttl_s must be more than 0, got {ttl_s!r}.", "ttl_s")
-        sampling_bytes = check_sampling(sampling or {})
+        sampling_bytes = check_sampling(sampling or {}, self._vocab_size)
         self._accounts.check(tenant, Resource.SESSION_CHARS, sampling_bytes)
         if session_id is not None:
             self._check_new_id(tenant, session_id)
