@@ -91,6 +91,10 @@ class OutputStream:
             self._reader.set_result(None)
 
 
+def _is_refused(accepted: asyncio.Future[ServiceClass]) -> bool:
+    return accepted.done() and not accepted.cancelled() and accepted.exception() is not None
+
+
 class MessageClient:
     """An EngineClient on top of `send`; the transport calls `on_reply` in the event loop.
 
@@ -106,6 +110,9 @@ class MessageClient:
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._streams: dict[str, OutputStream] = {}
         self._submissions: dict[str, asyncio.Future[ServiceClass]] = {}
+        # Ids of requests whose `submit` was cancelled, until the engine has refused or ended them:
+        # what it says about them must not reach a later request with the same id.
+        self._withdrawn: set[str] = set()
         self._queries: dict[int, asyncio.Future[Any]] = {}
         self._query_ids = itertools.count()
         self._listener: Callable[[EngineReport], None] | None = None
@@ -135,7 +142,7 @@ class MessageClient:
         """See EngineClient."""
         self._check_alive()
         request_id = request.request_id
-        if request_id in self._streams:
+        if request_id in self._streams or request_id in self._withdrawn:
             raise InvalidRequestError(f"request id {request_id!r} is in use.", "request_id")
         accepted: asyncio.Future[ServiceClass] = asyncio.get_running_loop().create_future()
         stream = OutputStream(request.service_class)
@@ -145,8 +152,9 @@ class MessageClient:
             self._send(Submit(request))
             stream.service_class = await accepted
         except BaseException as error:
-            self._streams.pop(request_id, None)
-            if isinstance(error, asyncio.CancelledError) and self._alive:
+            has_ended = self._streams.pop(request_id, None) is None or _is_refused(accepted)
+            if isinstance(error, asyncio.CancelledError) and self._alive and not has_ended:
+                self._withdrawn.add(request_id)
                 self._send(Abort(request_id))  # the engine may have accepted it already
             raise
         finally:
@@ -246,6 +254,7 @@ class MessageClient:
         self._submissions.clear()
         self._queries.clear()
         self._streams.clear()
+        self._withdrawn.clear()
 
     def _on_ready(self, info: EngineInfo) -> None:
         self._info, self._alive, self._was_ready = info, True, True
@@ -281,12 +290,16 @@ class MessageClient:
                 stream = streams.get(output.request_id)
             else:
                 stream = streams.pop(output.request_id, None)
+                if stream is None:
+                    self._withdrawn.discard(output.request_id)
             if stream is not None:  # else `submit` was cancelled before the engine had accepted
                 stream.put(output)
 
     def _resolve(self, request_id: str, result: ServiceClass | Exception) -> None:
         future = self._submissions.get(request_id)
         if future is None or future.done():
+            if isinstance(result, Exception):
+                self._withdrawn.discard(request_id)
             return
         if isinstance(result, Exception):
             future.set_exception(result)

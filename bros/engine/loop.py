@@ -7,7 +7,7 @@ from typing import Protocol
 
 from bros.core.clock import Clock, SystemClock
 from bros.core.collector import Collector
-from bros.core.errors import BrosError
+from bros.core.errors import BrosError, InvalidRequestError
 from bros.core.request import EngineRequest
 from bros.engine.engine import Engine
 from bros.engine.messages import (
@@ -61,10 +61,12 @@ class _Compiling:
     """Submitted requests whose grammar is being compiled. They are not queued yet, so that nothing
     waits for them."""
 
-    def __init__(self, engine: Engine, put: Callable[[Command], None]) -> None:
-        """put: receives a Compiled command, on another thread, once a request can be queued."""
+    def __init__(self, engine: Engine, put: Callable[[Command], None], client: Sender) -> None:
+        """put: receives a Compiled command, on another thread, once a request can be queued.
+        client: hears of requests that are aborted before that."""
         self._engine = engine
         self._put = put
+        self._client = client
         self._held: dict[str, Submit] = {}
 
     def hold(self, command: Submit) -> bool:
@@ -90,8 +92,10 @@ class _Compiling:
                     if submit is None:  # it was aborted
                         continue
                     command = submit
-                case Abort(request_id):
-                    self._held.pop(request_id, None)
+                case Abort(request_id) if self._held.pop(request_id, None) is not None:
+                    error = InvalidRequestError("The request was aborted before it was queued.")
+                    self._client.send(Refused.from_error(request_id, error))
+                    continue
             if not (isinstance(command, Submit) and self.hold(command)):
                 yield command
 
@@ -112,7 +116,7 @@ def run_engine(
     progress = progress or Progress()
     outbox = Outbox(transport.send, clock or SystemClock())
     deferred: list[Command] = []  # received during the step, handled after it
-    compiling = _Compiling(engine, lambda command: transport.put(command))
+    compiling = _Compiling(engine, lambda command: transport.put(command), outbox)
     no_requests: list[EngineRequest] = []
 
     def arrivals() -> list[EngineRequest]:

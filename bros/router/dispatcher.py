@@ -206,8 +206,8 @@ class Dispatcher:
         except InvalidRequestError as error:
             if replica not in item.unreleased:
                 raise
-            # The engine still has the request from before it was withdrawn.
-            raise OverloadedError(str(error), _STUCK_WAIT_S) from error
+            message = f"{replica.name} still has this request from before it was withdrawn."
+            raise OverloadedError(message, _STUCK_WAIT_S) from error
         item.accepted, item.avoided = True, None
         # What the client asked for before this engine had accepted the request.
         if item.latest is not None:

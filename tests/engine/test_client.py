@@ -15,7 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bros.core.clock import SystemClock
-from bros.core.errors import EngineDeadError, OverloadedError, QueueFullError
+from bros.core.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    QueueFullError,
+)
 from bros.core.interfaces import EngineReport, EngineStats, RequestStream, RequestTrace
 from bros.core.request import (
     FinishReason,
@@ -27,6 +32,7 @@ from bros.core.request import (
 )
 from bros.engine.client import MessageClient, OutputStream
 from bros.engine.messages import (
+    Abort,
     Accepted,
     Command,
     Failed,
@@ -280,6 +286,55 @@ async def test_a_refusal_for_overload_reaches_the_caller(any_wire: Wire) -> None
         await submission
     assert refused.value.retry_after_s == 7.5
     assert wire.client.num_open == 0
+
+
+ENDED = Outputs((RequestOutput(request_id="r", finish_reason=FinishReason.ABORT),))
+
+
+@pytest.mark.parametrize(
+    "replies",
+    [
+        [Accepted("r", ServiceClass.RT), ENDED],
+        [Refused.from_error("r", OverloadedError("Too busy.", 1.0))],
+    ],
+    ids=["accepted", "refused"],
+)
+async def test_an_id_is_in_use_until_the_engine_has_left_a_withdrawn_request(
+    wire: Wire, replies: list[Reply]
+) -> None:
+    """Else what it says about that one would be taken for the answer to the next one."""
+    withdrawn = asyncio.create_task(wire.client.submit(ASK))
+    await asyncio.sleep(0)
+    withdrawn.cancel()
+    await asyncio.wait([withdrawn])
+    assert wire.sent == [Submit(ASK), Abort("r")]
+    for reply in replies:
+        with pytest.raises(InvalidRequestError, match="in use"):
+            await wire.client.submit(ASK)
+        wire.client.on_reply(reply)
+    again = asyncio.create_task(wire.client.submit(ASK))
+    await asyncio.sleep(0)
+    wire.client.on_reply(Accepted("r", ServiceClass.RT))
+    await again
+
+
+@pytest.mark.parametrize("ended", [True, False])
+async def test_an_id_is_free_if_the_engine_has_answered_as_submit_is_cancelled(
+    wire: Wire, ended: bool
+) -> None:
+    submission = asyncio.create_task(wire.client.submit(ASK))
+    await asyncio.sleep(0)
+    if ended:
+        wire.client.on_reply(Accepted("r", ServiceClass.RT))
+        wire.client.on_reply(ENDED)
+    else:
+        wire.client.on_reply(Refused.from_error("r", OverloadedError("Too busy.", 1.0)))
+    submission.cancel()
+    await asyncio.wait([submission])
+    again = asyncio.create_task(wire.client.submit(ASK))
+    await asyncio.sleep(0)
+    wire.client.on_reply(Accepted("r", ServiceClass.RT))
+    await again
 
 
 async def test_only_what_is_open_is_promoted(wire: Wire) -> None:

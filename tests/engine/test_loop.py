@@ -314,3 +314,5 @@ def test_requests_wait_for_their_grammar_and_others_do_not_wait_for_them() -> No
     run_engine(engine, line)  # type: ignore[arg-type]
     accepted = [reply.request_id for reply in line.replies if isinstance(reply, Accepted)]
     assert accepted == [ASK.request_id, "slow"]
+    refused = [reply.request_id for reply in line.replies if isinstance(reply, Refused)]
+    assert refused == ["gone"], "its client must not wait for it"
