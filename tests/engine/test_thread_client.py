@@ -279,10 +279,16 @@ async def test_an_idle_engine_and_slow_steps_do_not_hang(
     assert len(await answer) == 6 and not watched.hung
 
 
+def names_of_threads_since(before: set[threading.Thread]) -> set[str]:
+    """Without the threads of engines of earlier tests, which may still end."""
+    return {thread.name for thread in set(threading.enumerate()) - before}
+
+
 @pytest.mark.parametrize("timeout_s", [0.0, 0.4])
 async def test_steps_may_take_any_time_unless_they_are_watched_and_not_the_first(
     model: GatedModel, timeout_s: float
 ) -> None:
+    before = set(threading.enumerate())
     client = ThreadEngineClient(lambda: make_engine(model), hang_timeout_s=timeout_s)
     await client.wait_ready()
     model.gate.clear()
@@ -292,7 +298,7 @@ async def test_steps_may_take_any_time_unless_they_are_watched_and_not_the_first
     model.gate.set()
     assert len(await answer) == 6
     await client.close()
-    assert "bros-engine-watch" not in {thread.name for thread in threading.enumerate()}
+    assert "bros-engine-watch" not in names_of_threads_since(before)
 
 
 async def test_close_after_a_failure_releases_the_executor_too(model: GatedModel) -> None:
@@ -333,6 +339,7 @@ async def test_close_waits_for_the_thread_that_watches(
         go_on.wait(timeout=30)
 
     monkeypatch.setattr(Watchdog, "check", check)
+    before = set(threading.enumerate())
     client = ThreadEngineClient(lambda: make_engine(model), hang_timeout_s=0.01)
     await client.wait_ready()
     assert await asyncio.to_thread(begun.wait, 30)
@@ -341,7 +348,7 @@ async def test_close_waits_for_the_thread_that_watches(
     assert not closing.done()
     go_on.set()
     await closing
-    assert "bros-engine-watch" not in {thread.name for thread in threading.enumerate()}
+    assert "bros-engine-watch" not in names_of_threads_since(before)
 
 
 async def test_one_thread_builds_steps_and_closes() -> None:
