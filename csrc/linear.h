@@ -49,6 +49,8 @@ BROS_INLINE void tile(const Inputs& in, float* __restrict out, int64_t stride) {
   Prefetch prefetch = in.prefetch;
   const int64_t end = in.first + in.count;
   int64_t k = in.first;
+  // The step is written twice: as a function that both loops call, products of int8 with 8 and more
+  // rows took 1.15 times as long (AVX2, GCC 12).
   if constexpr (Panel::kStepsPerPrefetch > 1) {
     constexpr int64_t kInputs = Panel::kStepsPerPrefetch * Panel::kStep;
     for (; k + kInputs <= end; k += kInputs) {

@@ -515,7 +515,7 @@ class ElasticReplicas(RouterClient):
             await self.wait_drained(number)
         del self._removals[number]
         if not self._replica_set.find(number).draining:
-            return  # somebody has resumed it
+            return  # an operator has resumed it
         self.remove(number)
         self._close_client(number)
 

@@ -151,7 +151,6 @@ class TextPooler:
         results: list[PooledResult | None] = [None] * len(requests)
         waiting = iter(enumerate(requests))
         watching = observer or PoolingObserver()
-
         accepted = 0
 
         async def work() -> None:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bros.core.errors import InvalidRequestError
-from bros.core.request import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
+from bros.core.request import MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS, check_token_ids
 from bros.server.http import (
     json_list,
     json_pieces,
@@ -195,11 +195,8 @@ async def detokenize(request: Request) -> Response:
     vocab_size = state.engine.info.vocab_size
 
     def render() -> bytes:
-        largest = max(body.tokens, default=0)
-        if largest >= vocab_size:
-            raise InvalidRequestError(
-                f"Token id {largest} is outside the vocabulary [0, {vocab_size}).", param="tokens"
-            )
+        if body.tokens:
+            check_token_ids("tokens", body.tokens, vocab_size)
         text = _decode(state.tokenizer, body.tokens)
         # A DetokenizeReply. Dumping the model would hold the interpreter.
         return b'{"prompt":%b}' % b"".join(json_pieces(text))
