@@ -416,6 +416,24 @@ class TestLostConnections:
         question.set("one")
         assert ask(question).get(timeout=60) == answer_to("one")
 
+    @pytest.mark.parametrize("operation", ["get", "set"])
+    def test_a_native_result_arrives(self, lossy: LossyBackend, half: str, operation: str) -> None:
+        letters = first_letters(ask("one"))
+        lossy.lost = (operation, half)
+        assert letters.get(timeout=60) == answer_to("one")[:4]
+        assert lossy.lost is None
+
+    def test_a_native_failure_is_told(self, lossy: LossyBackend, half: str) -> None:
+        @P.native_function
+        def divide(text):
+            return 1 // 0
+
+        failed = divide(ask("one"))
+        lossy.lost = ("fail", half)
+        with pytest.raises(P.UpstreamError, match="ZeroDivisionError"):
+            failed.get(timeout=60)
+        assert lossy.lost is None
+
 
 class TestHttp:
     def test_no_server_at_the_address(self) -> None:

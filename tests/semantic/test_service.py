@@ -368,6 +368,21 @@ async def test_plain_requests_are_part_of_a_session() -> None:
 
 
 @virtually
+async def test_a_client_that_names_each_plain_request_anew_pins_few() -> None:
+    engine = ProgramEngine()
+    service = make_service(engine)
+    for number in range(150):
+        joined = service.join(TENANT, "crew", f"agent-{number}")
+        engine.kept.add(f"plain-{number}")
+        joined.accepted(ServiceClass.RT, [f"plain-{number}"])
+        joined.finished("text", prompt_tokens=1, cached_tokens=0, output_tokens=1)
+    await asyncio.sleep(0.1)
+    assert engine.kept == {f"plain-{number}" for number in range(150 - 64, 150)}
+    await service.delete(TENANT, "crew")
+    assert not engine.kept
+
+
+@virtually
 async def test_plain_requests_that_fail_or_leave() -> None:
     engine = ProgramEngine()
     service = make_service(engine)

@@ -8,7 +8,12 @@ from contextlib import aclosing
 import pytest
 
 from bros.core.errors import InvalidRequestError, NotFoundError
-from bros.semantic.errors import GetTimeoutError, SessionGoneError, UpstreamError
+from bros.semantic.errors import (
+    GetTimeoutError,
+    SessionGoneError,
+    SessionLimitError,
+    UpstreamError,
+)
 from bros.semantic.schema import CallSpec, VariableView
 from support.program_engine import STEP_S, ProgramEngine, echo
 from support.programs import TENANT, Desk, call, native, soon, virtually
@@ -103,6 +108,31 @@ async def test_a_client_that_leaves_does_not_wait_any_more() -> None:
     assert desk.service.inspect(TENANT, desk.session).expires_in_s == 100.0
     with pytest.raises(GetTimeoutError):  # and there is room again
         await desk.value(variable, timeout_s=1.0)
+
+
+@virtually
+async def test_clients_that_come_together_are_limited_like_those_one_after_another() -> None:
+    desk = Desk(max_waiting=2)
+    variable = desk.service.declare(TENANT, desk.session, "v").id
+
+    async def read() -> None:
+        async with aclosing(desk.service.stream(TENANT, desk.session, variable)) as pieces:
+            async for _ in pieces:
+                pass
+
+    wanted = [(variable, None)]
+    clients = [desk.service.get_all(TENANT, desk.session, wanted) for _ in range(3)]
+    tasks = [asyncio.create_task(client) for client in (*clients, read(), read())]
+    await asyncio.sleep(1.0)
+    refused = [task for task in tasks if task.done()]
+    assert len(refused) == 3
+    for task in refused:
+        with pytest.raises(SessionLimitError, match="2 requests already wait for values"):
+            await task
+    desk.set(variable, "value")
+    for task in tasks:
+        if task not in refused:
+            await task
 
 
 @pytest.mark.parametrize("how", ["delete", "cancel", "fail"])

@@ -14,7 +14,7 @@ from bros.core.request import IdGenerator
 from bros.semantic.client.connection import Backend, Connection
 from bros.semantic.client.local import LocalBackend, serve_locally
 from bros.semantic.errors import ServerUnreachableError
-from bros.semantic.schema import CallSpec, SubmittedCall
+from bros.semantic.schema import CallSpec, Criteria, Perf, SubmittedCall
 from bros.server.app import create_app
 from bros.server.serve import HttpServer, bind
 from bros.server.tenants import load_tenants
@@ -98,6 +98,21 @@ class LossyBackend(LocalBackend):
     ) -> None:
         work = super().declare(session_id, variable_id, name, value)
         await self._exchange("declare", work)
+
+    async def set(self, session_id: str, variable_id: str, value: str) -> None:
+        await self._exchange("set", super().set(session_id, variable_id, value))
+
+    async def fail(self, session_id: str, request_id: str, message: str) -> None:
+        await self._exchange("fail", super().fail(session_id, request_id, message))
+
+    async def get(
+        self, session_id: str, variable_id: str, criteria: Criteria, timeout_s: float
+    ) -> str:
+        work = super().get(session_id, variable_id, criteria, timeout_s)
+        # Only those of native functions, whose criteria are these.
+        if criteria.perf is not Perf.THROUGHPUT:
+            return await work
+        return await self._exchange("get", work)
 
     async def _exchange(self, operation: str, work: Coroutine[Any, Any, T]) -> T:
         lost, half = self.lost or ("", "")

@@ -24,6 +24,8 @@ import threading
 from collections import deque
 from collections.abc import (
     AsyncGenerator,
+    Awaitable,
+    Callable,
     Coroutine,
     Iterator,
     Mapping,
@@ -70,6 +72,10 @@ _POLL_S = 50.0
 
 _REFUSED = (QueueFullError, OverloadedError, SessionLimitError)
 _TRY_AGAIN = (*_REFUSED, ServerUnreachableError)
+
+_RETRY_AFTER_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Pauses before requests of a native function are repeated, which no caller waits for: a connection
+that is lost once would otherwise cost its result and all that depends on it."""
 
 
 def connect(
@@ -568,11 +574,13 @@ class AsyncSession:
             except (UpstreamError, SessionGoneError):
                 return  # the server knows, and has failed the call
             except Exception as error:
-                await backend.fail(session_id, call.request_id, _describe(error))
+                message = _describe(error)
+                await _repeatedly(backend.fail, session_id, call.request_id, message)
                 return
             try:
                 for name, value in values.items():
-                    await backend.set(session_id, call.outputs[name].id, value)
+                    variable_id = call.outputs[name].id
+                    await _repeatedly(_set_once, backend, session_id, variable_id, value)
             except InvalidRequestError as error:  # such as a value that is too long
                 await backend.fail(session_id, call.request_id, _describe(error))
         except BrosError as error:
@@ -585,7 +593,8 @@ class AsyncSession:
         variables = list(call.inputs())
         # A client requested the outputs with the real criteria; THROUGHPUT raises no level.
         criteria = Criteria(perf=Perf.THROUGHPUT)
-        values = await asyncio.gather(*(self._wait(v, criteria, None) for v in variables))
+        waiting = (_repeatedly(self._wait, variable, criteria, None) for variable in variables)
+        values = await asyncio.gather(*waiting)
         texts = dict(zip(variables, values, strict=True))
         arguments = {name: _substitute(value, texts) for name, value in call.arguments.items()}
         function = call.function.native
@@ -674,6 +683,17 @@ def _recording_errors(calls: Sequence[ProgramCall]) -> Iterator[None]:
         for call in calls:
             call.error = error
         raise
+
+
+async def _repeatedly(request: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+    """Send a request, and send it again after each pause as long as a retry may succeed."""
+    for pause_s in _RETRY_AFTER_S:
+        try:
+            return await request(*arguments)
+        except _TRY_AGAIN as error:
+            logger.info("repeated in %g s: %s", pause_s, error)
+        await asyncio.sleep(pause_s)
+    return await request(*arguments)
 
 
 async def _set_once(backend: Backend, session_id: str, variable_id: str, value: str) -> None:

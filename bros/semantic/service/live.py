@@ -99,6 +99,10 @@ _FREED_TOGETHER = 500
 
 _KEPT_ANSWERS = 8
 
+_KEPT_NAMES = 64
+"""Names of plain calls whose KV stays pinned: a client that gives each request a new name would
+otherwise pin the KV of all of them until its session ends."""
+
 
 class LoadMark(NamedTuple):
     """The load of an engine at one time.
@@ -354,7 +358,7 @@ class ServedSession:
     num_plain: running requests of plain clients.
     only_plain: whether a plain client opened it and only plain clients have used it.
     last_plain: call name -> engine requests whose KV is pinned for the plain client's next request
-        of that name.
+        of that name; the latest names come last.
     answers: key -> fingerprint of the calls and answer of the latest programs with a key.
     end_reason: why it has ended; None while it is open.
     """
@@ -440,6 +444,14 @@ class ServedSession:
         if len(self.answers) > _KEPT_ANSWERS:
             del self.answers[next(iter(self.answers))]
         self.count_chars()
+
+    def keep_plain(self, name: str, request_ids: tuple[str, ...]) -> tuple[str, ...]:
+        """Keep the KV of a plain call for the next one of its name. Returns the engine requests
+        whose KV is kept no longer, since enough later names have theirs."""
+        self.last_plain[name] = request_ids
+        if len(self.last_plain) <= _KEPT_NAMES:
+            return ()
+        return self.last_plain.pop(next(iter(self.last_plain)))
 
     def dismantling(self) -> Iterator[None]:
         """Let go of the calls, variables, records and answers of a session that has ended, in

@@ -815,7 +815,8 @@ class PlainCall:
         if self._session.machine.closed:
             self._runner.release(self._engine_ids)
         else:
-            self._session.last_plain[self._llm_call.call.name] = self._engine_ids
+            name = self._llm_call.call.name
+            self._runner.release(self._session.keep_plain(name, self._engine_ids))
         self._llm_call.output.quotation = self._prompt.contains(text)
         self._session.machine.finished(self._llm_call, text, None, self._clock.now())
         self._end()

@@ -241,6 +241,9 @@ class ValueWaiter:
     def _subscribed(
         self, session: ServedSession, subscribers: Subscribers, variables: Iterable[Variable]
     ) -> Iterator[Subscription]:
+        # Since the caller's check others may have come: of those whose programs are read in slices,
+        # and of those whose streams are not read yet.
+        self.check(session.tenant)
         self._count += 1
         try:
             with (
@@ -748,8 +751,8 @@ class SessionService:
 
         The concatenated pieces are the value, unless the engine died and generated another text
         when the LLM call was restarted. Raises NotFoundError, SessionGoneError and
-        SessionLimitError at once; the iterator raises UpstreamError, GetTimeoutError and
-        SessionGoneError. A caller that stops early calls `aclose`.
+        SessionLimitError at once; the iterator raises UpstreamError, GetTimeoutError,
+        SessionGoneError and SessionLimitError. A caller that stops early calls `aclose`.
         """
         session = self._touched(tenant, session_id)
         self._waiting.check(tenant)
