@@ -49,7 +49,12 @@ async def open_local(
     profiles = profile_folders(cache_dir)
     start = _on_thread if config.tp == 1 else _in_ranks
     loading = asyncio.create_task(asyncio.to_thread(Tokenizer.load, files.folder))
-    client = await start(config, files, profiles, report)
+    try:
+        client = await start(config, files, profiles, report)
+    except BaseException:
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+        raise
     try:
         tokenizer = await loading
         ids = IdGenerator(random.SystemRandom())

@@ -157,12 +157,15 @@ class SupervisedClient(MessageClient, ABC):
         Raises EngineDeadError if the next one fails to start.
         """
         if self._alive and self._restarting is None:
-            self._restarting = asyncio.get_running_loop().create_future()
+            ended = self._restarting = asyncio.get_running_loop().create_future()
             self._send_command(Shutdown())
-            await asyncio.wait([self._restarting], timeout=self._grace_s)
-            if self._restarting is not None:
-                self._kill()
-                await self._restarting
+            try:
+                await asyncio.wait([ended], timeout=self._grace_s)
+            finally:
+                # Also if the caller is cancelled: nobody would wait for an engine that hangs.
+                if not ended.done():
+                    self._kill()
+            await asyncio.wait([ended])  # which, unlike `await ended`, never cancels it
         await self.wait_ready()
 
     async def close(self) -> None:

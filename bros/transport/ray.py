@@ -311,11 +311,13 @@ class RayEngineClient(SupervisedClient):
             killed = asyncio.create_task(self._killed.wait())
             if self._closing:
                 self._kill()
-            await asyncio.wait([running, killed], return_when=asyncio.FIRST_COMPLETED)
-            reason = running.result() if running.done() else "The replica was killed."
-            for task in (running, killed):
-                task.cancel()
-            await asyncio.gather(running, killed, return_exceptions=True)
+            try:
+                await asyncio.wait([running, killed], return_when=asyncio.FIRST_COMPLETED)
+                reason = running.result() if running.done() else "The replica was killed."
+            finally:
+                for task in (running, killed):
+                    task.cancel()
+                await asyncio.gather(running, killed, return_exceptions=True)
             await receiver.drain()
         return self._failure or reason
 

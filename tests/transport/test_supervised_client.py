@@ -70,6 +70,44 @@ async def test_an_engine_that_has_given_signs_of_life_is_killed_when_none_come(
     engine.close()
 
 
+class RestartedClient(EndlessClient):
+    """Of engines that do not shut down when they are told to. `ends` lets a killed one end."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.starts = 0
+        self.ends = asyncio.Event()
+
+    async def _run_once(self) -> str:
+        self.starts += 1
+        self.killed.clear()
+        reason = await super()._run_once()
+        await self.ends.wait()
+        return reason
+
+
+@pytest.mark.parametrize("when", ["shutting down", "killed"])
+async def test_a_restart_whose_caller_leaves_takes_place(tmp_path: Path, when: str) -> None:
+    client = RestartedClient(tmp_path)
+    await client.start()
+    restarting = asyncio.create_task(client.restart())
+    async with asyncio.timeout(10):
+        if when == "killed":
+            await client.killed.wait()
+        else:
+            await asyncio.sleep(0)
+        restarting.cancel()
+        await asyncio.wait([restarting])
+        assert restarting.cancelled()
+        await client.killed.wait()
+        client.ends.set()
+        while client.starts < 2:
+            await asyncio.sleep(0.001)
+        await client.wait_ready()
+    assert client.alive and client.num_lost == 0
+    await client.close()
+
+
 class SlowClient(EndlessClient):
     """Of an engine that becomes ready when `loaded` is set."""
 
