@@ -32,7 +32,7 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import SecretStr
+from pydantic import ConfigDict, SecretStr, field_validator
 
 from bros.core.errors import BrosError
 from bros.core.sse import EventReader, read_events
@@ -59,7 +59,14 @@ class BrosChat(BaseChatModel):
     slo: objectives such as {"ttft_ms": 300}.
     timeout: seconds without received data after which a request fails.
     extra_body: further fields of the request body.
+
+    Raises pydantic's ValidationError, a ValueError, for unknown arguments and for those that no
+    header can carry.
     """
+
+    # LangChain's default ignores unknown arguments, so that a misspelled one has no effect. Errors
+    # would show invalid keys.
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
     url: str = "http://localhost:8000"
     model: str | None = None
@@ -74,6 +81,14 @@ class BrosChat(BaseChatModel):
     slo: dict[str, float] | None = None
     timeout: float = 600.0
     extra_body: dict[str, Any] | None = None
+
+    @field_validator("session", "node", "api_key")
+    @classmethod
+    def _fits_a_header(cls, value: str | SecretStr | None) -> str | SecretStr | None:
+        text = value.get_secret_value() if isinstance(value, SecretStr) else value
+        if text is not None and not (text.isascii() and text.isprintable()):
+            raise ValueError("a header carries it, so it must be printable ASCII characters")
+        return value
 
     @property
     def _llm_type(self) -> str:

@@ -11,6 +11,7 @@ from langchain_core.messages import BaseMessage, convert_to_openai_messages
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 from langchain_core.runnables import Runnable, RunnableConfig
 
+from bros.semantic.client.functions import check_mapping, check_sampling, check_transforms
 from bros.semantic.client.program import FunctionSpec, SemanticVariable, agather, gather, make_call
 from bros.semantic.core.template import Piece, Placeholder, Text
 from bros.semantic.schema import Perf, Role
@@ -34,7 +35,8 @@ class SemanticPrompt(Runnable[Any, SemanticVariable]):
     output: name of the answer.
     sampling: as of `semantic_function`.
     transforms: as of `semantic_function`.
-    Raises ValueError for templates that cannot be sent unrendered: jinja2, formats such as {x:>3}.
+    Raises ValueError for templates that cannot be sent unrendered: jinja2, formats such as {x:>3};
+    and for invalid sampling or transforms.
     """
 
     def __init__(
@@ -52,8 +54,12 @@ class SemanticPrompt(Runnable[Any, SemanticVariable]):
         self._inputs = tuple(prompt.input_variables)
         if output in self._inputs or output in prompt.partial_variables:
             raise ValueError(f"{output!r} is a variable of the prompt; name the output otherwise")
+        check_mapping("sampling", sampling or {})
+        check_mapping("transforms", transforms or {})
         self._sampling = dict(sampling or {})
         self._transforms = dict(transforms or {})
+        check_sampling(self._sampling, {})
+        check_transforms(self._transforms, {*self._inputs, *prompt.partial_variables, output})
         if isinstance(prompt, PromptTemplate):
             self._parts: list[Part | MessagesPlaceholder] = [(None, _pieces(prompt))]
         else:

@@ -141,6 +141,23 @@ class TestPrompts:
         with pytest.raises(ValueError, match=message):
             SemanticPrompt(template)
 
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"sampling": {"temperatur": 1}}, "sampling: 'temperatur' is neither"),
+            ({"sampling": {"max_tokens": -1}}, "max_tokens"),
+            ({"sampling": "hot"}, "sampling must be a mapping, got 'hot'"),
+            ({"transforms": "strip"}, "transforms must be a mapping, got 'strip'"),
+            ({"transforms": {"output": "srtip"}}, "srtip"),
+            ({"transforms": {"other": "strip"}}, "'other' does not occur"),
+        ],
+    )
+    def test_invalid_options_are_refused_at_once(
+        self, options: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(ValueError, match=message):
+            prompt("{x}", **options)
+
     def test_wrong_arguments(self, backend: FakeBackend) -> None:
         two = prompt("{x} {y}")
         with pytest.raises(TypeError, match="a mapping with x, y is needed"):
@@ -263,6 +280,20 @@ class TestChatModel:
         assert raised.value.param == "temperature"
         with pytest.raises(P.ServerUnreachableError):
             BrosChat(url="http://127.0.0.1:9").invoke("Hi")
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"temprature": 1.0}, "temprature"),
+            ({"node": "gr\u00fcn"}, "node\n.*must be printable ASCII"),
+            ({"session": "a\nb"}, "session\n.*must be printable ASCII"),
+            ({"api_key": "secret\n"}, "api_key\n.*must be printable ASCII"),
+        ],
+    )
+    def test_invalid_arguments_are_named(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message) as raised:
+            BrosChat(**options)
+        assert "secret" not in str(raised.value)
 
     def test_the_key_is_not_shown(self) -> None:
         assert "secret" not in repr(BrosChat(api_key="secret"))

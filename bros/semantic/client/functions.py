@@ -183,6 +183,8 @@ def _make(function: Callable[..., Any], settings: _Settings) -> SemanticCallable
 
 
 def _spec(function: Callable[..., Any], title: str, settings: _Settings) -> FunctionSpec:
+    check_mapping("sampling", settings.sampling)
+    check_mapping("transforms", settings.transforms)
     source = function.__doc__
     if not source or not source.strip():
         raise ValueError("its docstring is the template, and there is none")
@@ -201,7 +203,7 @@ def _spec(function: Callable[..., Any], title: str, settings: _Settings) -> Func
     for name in sorted(parameters.keys() - inputs):
         raise ValueError(f"the parameter {name} does not occur in the template")
     names = tuple(output.name for output in outputs)
-    _check_transforms(settings.transforms, {*inputs, *names})
+    check_transforms(settings.transforms, {*inputs, *names})
     common, own = _sampling(settings.sampling, outputs)
     plain = tuple(replace(p, sampling=None) if isinstance(p, Placeholder) else p for p in pieces)
     return FunctionSpec(
@@ -251,26 +253,42 @@ def _sampling(
     for output in outputs:
         if output.sampling is not None:
             own[output.name] = sampling[output.sampling]
+            check_mapping(f"sampling: {output.sampling}", own[output.name])
     for fields in ({}, *own.values()):
-        for name in {**common, **fields}:
-            if name not in _SAMPLING:
-                raise ValueError(
-                    f"sampling: {name!r} is neither a parameter of sampling nor a name that the "
-                    "template uses"
-                )
-        grammars.from_fields(fields or common)  # the grammar of an output replaces the common one
-        SamplingParams(**_without_grammar({**common, **fields}))
+        check_sampling(common, fields)
     return common, own
 
 
-def _without_grammar(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if name not in grammars.FIELDS}
+# ---- What a template is given.
 
 
-def _check_transforms(transforms: Mapping[str, str], names: set[str]) -> None:
+def check_mapping(name: str, value: Mapping[str, Any]) -> None:
+    """Raises ValueError for anything else."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be a mapping, got {value!r}"[:200])
+
+
+def check_sampling(common: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raises ValueError for invalid sampling fields of an output. own: they replace common ones."""
+    fields = {**common, **own}
+    for name in fields:
+        if name not in _SAMPLING:
+            raise ValueError(
+                f"sampling: {name!r} is neither a parameter of sampling nor a name that the "
+                "template uses"
+            )
+    grammars.from_fields(own or common)  # the grammar of an output replaces the common one
+    of_sampling = {name: value for name, value in fields.items() if name not in grammars.FIELDS}
+    SamplingParams(**of_sampling)
+
+
+def check_transforms(transforms: Mapping[str, str], names: set[str]) -> None:
+    """Raises ValueError for invalid transforms, and for those of other names than these."""
     for name, source in transforms.items():
         if name not in names:
             raise ValueError(f"transforms: {name!r} does not occur in the template")
+        if not isinstance(source, str):
+            raise ValueError(f"transforms of {name} must be a string, got {source!r}"[:200])
         # A late import: few programs use transforms, which import parsers.
         from bros.semantic.transforms import parse_transforms
 
