@@ -153,7 +153,8 @@ async def test_which_session(kept: Server) -> None:
     ok(await chat(kept, {"x-bros-session": made.id}))
     assert len(await calls(kept, made.id)) == 1
     response = await chat(kept, {"x-bros-session": "sess-unknown"})
-    assert assert_envelope(response, 404)["code"] == "session_not_found"
+    error = assert_envelope(response, 404)
+    assert (error["code"], error["param"]) == ("session_not_found", "x-bros-session")
     ok(await made.ask("DELETE"))
     assert_envelope(await chat(kept, {"x-bros-session": made.id}), 410)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from bros.core.errors import InvalidRequestError
+from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.core.request import FinishReason
 from bros.semantic.core.matching import MAX_INPUTS, PlainPrompt
 from bros.semantic.schema import MAX_NAME_CHARS
@@ -58,21 +58,24 @@ def join(
     state = ServerState.of(request)
     if state.sessions is None:
         return None, None
-    session_id, param = _find(request, metadata, SESSION_HEADERS, _SESSION_FIELD)
+    session_id, named_by = _find(request, metadata, SESSION_HEADERS, _SESSION_FIELD)
     if session_id is None:
         return None, None
     if not _ID.fullmatch(session_id):
-        message = f"'{param}' must match {_ID.pattern}."
-        raise InvalidRequestError(message, param=param, code="invalid_value")
+        message = f"'{named_by}' must match {_ID.pattern}."
+        raise InvalidRequestError(message, param=named_by, code="invalid_value")
     node, param = _find(request, metadata, _NODE_HEADERS, _NODE_FIELD)
     if node is not None and len(node) > MAX_NAME_CHARS:
         message = f"'{param}' must have at most {MAX_NAME_CHARS} characters."
         raise InvalidRequestError(message, param=param, code="invalid_value")
     prompt = _prompt(call.body, _inputs(request, metadata))
     due_ms = _deadline_ms(metadata)  # an invalid one is refused before the session is created
-    session_call = state.sessions.join(
-        state.tenant(request), session_id, node or "", id_prefix=call.id_prefix, prompt=prompt
-    )
+    try:
+        session_call = state.sessions.join(
+            state.tenant(request), session_id, node or "", id_prefix=call.id_prefix, prompt=prompt
+        )
+    except NotFoundError as error:
+        raise NotFoundError(str(error), named_by, error.code) from None
     return session_call, due_ms
 
 
