@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bros.core.errors import (
     InvalidRequestError,
-    OverloadedError,
     PromptTooLongError,
     QueueFullError,
 )
 from bros.core.request import EngineRequest, Pooling, ServiceClass, Slo, check_token_ids
 from bros.scheduler.metrics import ClassCounters
-from bros.scheduler.policies import Policy
-from bros.scheduler.state import Queues, RequestState, arrival_s
+from bros.scheduler.state import RequestState, arrival_s
 
 _ROUNDING_S = 1e-9
 
@@ -66,7 +64,7 @@ class Limits:
     max_model_len: most tokens of prompt and output together; never more than KV memory holds.
     vocab_size: token ids are in [0, vocab_size).
     max_num_seqs: most requests that hold KV memory.
-    max_queue: most waiting requests per class, see `Admission.check_queue`.
+    max_queue: most waiting requests per class, see `check_queue`.
     eos_token_ids: end-of-sequence tokens of the model.
     generates: whether the model can generate tokens; else it only computes embeddings or scores.
     poolings: what it can compute of a text.
@@ -137,63 +135,25 @@ def _check_resumed(request: EngineRequest) -> None:
         )
 
 
-class Admission:
-    """max_queue: see `check_queue`.
-    default_slo: see `objectives`.
+def check_queue(
+    waiting: Sequence[RequestState], most: int, tenant: str, counters: ClassCounters, now: float
+) -> None:
+    """Raise QueueFullError if the queue of a class is full for a tenant.
+
+    When `most` requests wait, a tenant may still queue requests up to its equal share, so that
+    others who fill the queue do not lock it out:
+
+        tenants with waiting requests    1      2       3
+        share of each                    512    256     170       most = 512
+
+    Then at most most * (1 + 1/2 + 1/3 + ...) requests wait.
     """
-
-    def __init__(
-        self,
-        policy: Policy,
-        queues: Queues,
-        counters: Mapping[ServiceClass, ClassCounters],
-        max_queue: int,
-        default_slo: Slo,
-    ) -> None:
-        self._policy = policy
-        self._queues = queues
-        self._counters = counters
-        self._max_queue = max_queue
-        self._default_slo = default_slo
-
-    def check_queue(self, service_class: ServiceClass, tenant: str, now: float) -> None:
-        """Raise QueueFullError if the queue of a class is full for a tenant.
-
-        When max_queue requests wait, a tenant may still queue requests up to its equal share, so
-        that others who fill the queue do not lock it out:
-
-            tenants with waiting requests    1      2       3
-            share of each                    512    256     170       max_queue = 512
-
-        Then at most max_queue * (1 + 1/2 + 1/3 + ...) requests wait.
-        """
-        queue = self._queues.waiting[service_class]
-        if len(queue) < self._max_queue:
-            return
-        waiting = Counter(state.request.tenant for state in queue)
-        num_tenants = len(waiting.keys() | {tenant})
-        if waiting[tenant] >= max(1, self._max_queue // num_tenants):
-            raise QueueFullError(len(queue), self._counters[service_class].retry_after_s(now))
-
-    def classify(self, state: RequestState, begins_s: float, now: float) -> None:
-        """Serve a new request as the class that the policy chooses under the present load.
-
-        begins_s: when the next step can begin. Raises OverloadedError or QueueFullError.
-        """
-        asked = state.service_class
-        try:
-            used = self._policy.classify(state, self._queues, begins_s)
-        except OverloadedError:
-            self._counters[asked].rejected += 1
-            raise
-        if used is not asked:
-            try:
-                self.check_queue(used, state.request.tenant, now)
-            except QueueFullError:
-                self._counters[asked].rejected += 1
-                raise
-            self._counters[used].relegated += 1
-            state.relegate(used, objectives(state.request, used, self._default_slo, now))
+    if len(waiting) < most:
+        return
+    by_tenant = Counter(state.request.tenant for state in waiting)
+    num_tenants = len(by_tenant.keys() | {tenant})
+    if by_tenant[tenant] >= max(1, most // num_tenants):
+        raise QueueFullError(len(waiting), counters.retry_after_s(now))
 
 
 def promoted_objectives(state: RequestState, asked: Slo, default: Slo, now: float) -> Slo:

@@ -30,7 +30,7 @@ from bros.scheduler.policies.baselines import (
     RoundRobinPolicy,
 )
 from bros.scheduler.policies.best_effort_order import PrefixGroups
-from bros.scheduler.policies.bros import BrosPolicy, BrosSettings, Capacity, OverloadGuard
+from bros.scheduler.policies.bros import BrosPolicy, BrosSettings, OverloadGuard
 from bros.scheduler.prefixes import look_up
 from bros.scheduler.scheduler import Scheduler
 from bros.scheduler.state import RequestState
@@ -52,9 +52,8 @@ def needs_cost_model(config: EngineConfig) -> bool:
 
 
 def best_effort_yields(config: EngineConfig) -> bool:
-    """See Policy.best_effort_yields; of the policy that the options name."""
-    kinds = (BrosPolicy, *_ORDER_POLICIES)
-    return next(kind.best_effort_yields for kind in kinds if kind.name == config.policy)
+    """Whether best-effort work gets only the time and memory that real-time requests leave."""
+    return config.policy == BrosPolicy.name
 
 
 def unused_options(config: EngineConfig) -> list[str]:
@@ -179,7 +178,7 @@ def _policy(
         longest = state.max_length - len(state.token_ids)
         return max(min(round(mean) - state.num_outputs, longest), min(longest, 1))
 
-    guard = OverloadGuard(config.overload, predictor, _capacity(bounds, kv), expected_tokens)
+    guard = OverloadGuard(config.overload, predictor, bounds.rows, kv, expected_tokens)
     make_order = None
     if config.be_order == "prefix-groups":
         make_order = partial(PrefixGroups, config.be_max_wait, partial(look_up, kv))
@@ -205,14 +204,3 @@ def _settings(
         tenant_rt_slowdowns=RT_SLOWDOWN.parse_all(config.tenant_rt_slowdowns),
         rules=Rules.paper() if config.packing == "paper" else Rules(chunked=chunked),
     )
-
-
-def _capacity(bounds: StepBounds, kv: KvCacheManager) -> Capacity:
-    def shared_tokens(state: RequestState) -> int:
-        return kv.num_shared_tokens(state.request_id)
-
-    def all_shared_tokens() -> int:
-        return kv.num_shared_blocks * kv.block_size
-
-    kv_tokens = kv.num_blocks * kv.block_size
-    return Capacity(bounds.rows, kv_tokens, shared_tokens, all_shared_tokens)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from bros.core.interfaces import Grouping, Prices
 
@@ -67,7 +68,14 @@ class StepLoad:
         self.swap_out_tokens += tokens
 
     def add(
-        self, tokens: int, context: int, sampled: bool, shared: int = 0, swapped: int = 0
+        self,
+        tokens: int,
+        context: int,
+        sampled: bool,
+        shared: int = 0,
+        swapped: int = 0,
+        done: float = 0.0,
+        sign: int = 1,
     ) -> None:
         """Add a chunk of `tokens` after `context` cached tokens.
 
@@ -75,73 +83,29 @@ class StepLoad:
         shared: how many fewer context tokens the step reads because this row shares prefixes; that
             includes tokens of other rows that share them only with this one.
         swapped: tokens that are restored to the device for it.
+        done: the share of its layers that is computed already, a multiple of 1/64.
+        sign: -1 takes back an `add` with the same arguments, and leaves the same bits.
         """
-        self._count(1, tokens, context, sampled, shared, swapped)
-
-    def remove(
-        self, tokens: int, context: int, sampled: bool, shared: int = 0, swapped: int = 0
-    ) -> None:
-        """Take back an `add` with the same arguments."""
-        self._count(-1, tokens, context, sampled, shared, swapped)
-
-    def add_rest(self, tokens: int, context: int, sampled: bool, done: float) -> None:
-        """`add` for a chunk of which a share of the layers is computed already.
-
-        done: a multiple of 1/64, so that `remove_rest` leaves the same bits.
-        """
-        self._count_rest(1.0 - done, tokens, context)
-        self.samples += done if tokens == 1 else sampled
-
-    def remove_rest(self, tokens: int, context: int, sampled: bool, done: float) -> None:
-        """Take back an `add_rest` with the same arguments."""
-        self._count_rest(done - 1.0, tokens, context)
-        self.samples -= done if tokens == 1 else sampled
-
-    def _count_rest(self, share: float, tokens: int, context: int) -> None:
+        share = sign * (1.0 - done) if done else sign
         self.tokens += share * tokens
         if tokens == 1:
             self.decode_rows += share
+            self.samples += sign * done
             self.context += share * (context + 1)
-            self.unique_context += share * (context + 1)
+            self.unique_context += share * (context + 1 - shared)
         else:
             self.pairs += share * (tokens * context + tokens * (tokens + 1) / 2)
-
-    def add_row(self, context: int, swapped: int = 0, shared: int = 0) -> None:
-        """`add` for a decode row after `context` cached tokens: most of the calls."""
-        self.swap_tokens += swapped
-        self.tokens += 1
-        self.decode_rows += 1
-        self.context += context + 1
-        self.unique_context += context + 1 - shared
+            self.samples += sign * sampled
+        self.swap_tokens += sign * swapped
 
     def add_rows(self, count: int, context: int, shared: int = 0, swapped: int = 0) -> None:
-        """`add_row` for `count` rows with sums of `context`, `shared` and `swapped`; negative
-        numbers take rows back."""
+        """`add` for `count` decode rows with sums of `context`, `shared` and `swapped`: most of the
+        calls. Negative numbers take rows back."""
         self.swap_tokens += swapped
         self.tokens += count
         self.decode_rows += count
         self.context += context + count
         self.unique_context += context + count - shared
-
-    def remove_row(self, context: int, swapped: int = 0, shared: int = 0) -> None:
-        self.swap_tokens -= swapped
-        self.tokens -= 1
-        self.decode_rows -= 1
-        self.context -= context + 1
-        self.unique_context -= context + 1 - shared
-
-    def _count(
-        self, sign: int, tokens: int, context: int, sampled: bool, shared: int, swapped: int
-    ) -> None:
-        self.tokens += sign * tokens
-        if tokens == 1:
-            self.decode_rows += sign
-            self.context += sign * (context + 1)
-            self.unique_context += sign * (context + 1 - shared)
-        else:
-            self.pairs += sign * (tokens * context + tokens * (tokens + 1) / 2)
-            self.samples += sign * sampled
-        self.swap_tokens += sign * swapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,17 +134,14 @@ class CostModel:
     swap_out_constant_s: float = 0.0
     swap_out_token_s: float = 0.0
     overlap_swap: bool = False
-    _limits: tuple[int, ...] = field(init=False, repr=False, compare=False, default=())
     _known: dict[float, float] = field(init=False, repr=False, compare=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_limits", tuple(limit for limit, _ in self.padding))
 
     def padded(self, tokens: float) -> float:
         """Tokens that the device computes for `tokens`, with padding."""
         if not self.padding:
             return tokens
-        index = min(bisect.bisect_left(self._limits, tokens), len(self.padding) - 1)
+        index = bisect.bisect_left(self.padding, tokens, key=itemgetter(0))
+        index = min(index, len(self.padding) - 1)
         multiple = self.padding[index][1]
         return -(-tokens // multiple) * multiple
 
@@ -266,6 +227,7 @@ _RHO_LOW, _RHO_HIGH = 0.5, 2.0
 _RATIO_LOW, _RATIO_HIGH = 0.8, 1.25
 _MAX_SLOWDOWN = 10.0
 _SLOWDOWN_ALPHA = 0.05
+_FACTOR_STEP = 0.01
 _RARE_QUANTILE, _RARE_STEP = 0.999, 0.1
 _LEAST_RARE, _MAX_RARE = 1.04, 2.0
 
@@ -303,7 +265,6 @@ class StepTimePredictor:
         *,
         alpha: float = 0.15,
         quantile: float = 0.95,
-        factor_step: float = 0.01,
         max_factor: float = 1.5,
         grouping: Grouping | None = None,
     ) -> None:
@@ -316,7 +277,6 @@ class StepTimePredictor:
         self.slowdown = 1.0
         self._alpha = alpha
         self._quantile = quantile
-        self._factor_step = factor_step
         self._max_factor = max_factor
 
     @property
@@ -368,7 +328,7 @@ class StepTimePredictor:
 
     def _follow(self, ratio: float) -> None:
         self.safety_factor = _followed(
-            self.safety_factor, ratio, self._quantile, self._factor_step, 1.0, self._max_factor
+            self.safety_factor, ratio, self._quantile, _FACTOR_STEP, 1.0, self._max_factor
         )
         self.rare_factor = _followed(
             self.rare_factor, ratio, _RARE_QUANTILE, _RARE_STEP, _LEAST_RARE, _MAX_RARE

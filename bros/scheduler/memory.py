@@ -51,7 +51,7 @@ def peak_tokens(holders: Sequence[tuple[int, int]]) -> int:
 
 
 class StepMemory:
-    """Implements packing.Reservations on a KvCacheManager, for one step.
+    """KV memory for the step being packed. Every reservation is selected, or canceled.
 
     Packing reserves only what it then selects, so a reservation allocates at once.
 
@@ -69,6 +69,7 @@ class StepMemory:
         Proposal.
     drop: undoes what is suspended of a request.
 
+    refusal: why the latest request found no place: "memory", "rows" if too many run, or "share".
     num_copied: tokens to be copied to the host for the reservations so far.
     granted: request id -> (segments, slots) of its reservation.
     losses: request id -> preempted tokens; these victims cannot be in this step any more.
@@ -125,7 +126,8 @@ class StepMemory:
         self.num_copied = 0
 
     def is_tight(self, num_rows: int, num_tokens: int) -> bool:
-        """Whether so many rows and tokens, and all missing tokens, may cause copies to the host."""
+        """Whether a step of so many rows and tokens, and all missing tokens, may cause copies to
+        the host."""
         if not self._kv.num_host_blocks:
             return False
         size = self._kv.block_size
@@ -134,19 +136,22 @@ class StepMemory:
         return self._kv.num_available_blocks(Side.RIGHT) < wanted
 
     def free_slots(self, state: RequestState) -> int:
-        """Tokens of a candidate, missing ones included, that fit without preemption."""
+        """Tokens of a candidate, missing ones included, that fit without preemption. Each token
+        beyond these causes about one token of a victim to be copied to the host."""
         return self._kv.num_free_slots(state.request_id, state.side, state.match)
 
     @property
     def has_common_parts(self) -> bool:
-        """See packing.Reservations, as for the next two."""
+        """Whether any two requests share cached tokens."""
         return self._kv.has_common_parts
 
     @property
     def sharing_changes(self) -> int:
+        """A version that changes whenever `common_parts` of any request may have changed."""
         return self._kv.sharing_changes
 
     def common_parts(self, state: RequestState) -> Sequence[CommonPart]:
+        """See KvCacheManager.common_parts."""
         return self._kv.common_parts(state.request_id)
 
     def look_up(self, state: RequestState) -> bool:
@@ -188,7 +193,8 @@ class StepMemory:
         return self._now + alone_s > state.deadline_s
 
     def may_start(self, state: RequestState) -> bool:
-        """See packing.Reservations; sets `refusal`."""
+        """False if `reserve` will refuse a request that holds no memory, whatever its tokens; sets
+        `refusal`."""
         behind = self._is_behind(state)
         if self._refused is not None:
             self.refusal = "memory"
@@ -229,7 +235,11 @@ class StepMemory:
         return self._append(state, num_tokens)
 
     def reserve_rows(self, states: Sequence[RequestState]) -> int:
-        """See Reservations: one token for each of these decode rows, which have no missing ones."""
+        """`reserve` one token for each of these decode rows, which have no missing ones, in order;
+        returns for how many.
+
+        Stops before the first row that does not fit, and after the first one that preempts.
+        """
         kv, granted = self._kv, self.granted
         self.refusal = "memory"
         self._asked_for_victims = False

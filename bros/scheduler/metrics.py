@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 
 import numpy as np
 
@@ -34,14 +35,16 @@ class BlockedTime:
         return dict(self._seconds.get((service_class, tenant), ()))
 
 
+@dataclass(slots=True, eq=False)
 class RequestRecord:
     """Times of one request in clock seconds, and its waits.
 
     arrival_s: when it arrived.
+    slo: its objectives when it arrived.
     resumed: output tokens that another engine generated before it was lost. They are among
         num_tokens, and TTFT does not apply: the next token is due one TPOT after resumed_s. The
         mean time per token is taken as if the request had been on pace until resumed_s.
-    resumed_s: when this engine was asked for the rest of a resumed request; else arrival_s.
+    resumed_s: when this engine was asked for the rest of a resumed request; None: at its arrival.
     objectives_from_s: when its objectives began to hold: at arrival, or when it was promoted.
     due_s: when the next token is due by the objectives; the policy's deadline may be later.
     pace_from_s: start of the mean time per token: the first token, or a time such that a request
@@ -59,53 +62,31 @@ class RequestRecord:
     events: (time, what).
     """
 
-    __slots__ = (
-        "_alone_s",
-        "_blocked_before",
-        "_compared_from",
-        "arrival_s",
-        "due_s",
-        "events",
-        "first_token_s",
-        "last_token_s",
-        "late_tokens",
-        "longest_gap_s",
-        "left",
-        "num_tokens",
-        "objectives_from_s",
-        "pace_from_s",
-        "preemptions",
-        "resumed",
-        "resumed_s",
-        "waits",
-    )
+    arrival_s: float
+    slo: InitVar[Slo]
+    resumed: int = 0
+    resumed_s: InitVar[float | None] = None
+    objectives_from_s: float = field(init=False)
+    due_s: float = field(init=False)
+    pace_from_s: float | None = field(init=False, default=None)
+    first_token_s: float | None = field(init=False, default=None)
+    last_token_s: float | None = field(init=False, default=None)
+    num_tokens: int = field(init=False)
+    late_tokens: int = field(init=False, default=0)
+    longest_gap_s: float | None = field(init=False, default=None)
+    preemptions: int = field(init=False, default=0)
+    left: bool = field(init=False, default=False)
+    waits: dict[str, float] = field(init=False, default_factory=dict)
+    events: list[tuple[float, str]] = field(init=False, default_factory=list)
+    # When the time of steps was compared first, and `alone_s` then and at the latest token.
+    _compared_from: tuple[float, float] | None = field(init=False, default=None)
+    _alone_s: float = field(init=False, default=0.0)
+    _blocked_before: Mapping[str, float] = field(init=False, default_factory=dict)
 
-    def __init__(
-        self, arrival_s: float, slo: Slo, resumed: int = 0, resumed_s: float | None = None
-    ) -> None:
-        """resumed_s: only for a resumed request; None if that is its arrival."""
-        self.arrival_s = self.objectives_from_s = arrival_s
-        self.resumed_s = resumed_s if resumed and resumed_s is not None else arrival_s
-        self.first_token_s: float | None = None
-        self.pace_from_s: float | None = None
-        self.last_token_s: float | None = None
-        self.num_tokens = self.resumed = resumed
-        self.set_objectives(slo)
-        self.late_tokens = 0
-        self.longest_gap_s: float | None = None
-        # When the time of steps was compared first, and `alone_s` then and at the latest token.
-        self._compared_from: tuple[float, float] | None = None
-        self._alone_s = 0.0
-        self.preemptions = 0
-        self.left = False
-        self.waits: dict[str, float] = {}
-        self.events: list[tuple[float, str]] = []
-        self._blocked_before: Mapping[str, float] = {}
-
-    def set_objectives(self, slo: Slo) -> None:
-        """Set objectives that hold from its arrival; before this engine's first token."""
-        self.objectives_from_s = self.arrival_s
-        self._expect(self.resumed_s, slo)
+    def __post_init__(self, slo: Slo, resumed_s: float | None) -> None:
+        self.objectives_from_s, self.num_tokens = self.arrival_s, self.resumed
+        since_s = resumed_s if self.resumed and resumed_s is not None else self.arrival_s
+        self._expect(since_s, slo)
 
     def reset_objectives(self, now: float, slo: Slo) -> None:
         """Set objectives that hold from now on, for the first token or the next ones."""
@@ -152,15 +133,7 @@ class RequestRecord:
 
     def dequeued(self, blocked: Mapping[str, float]) -> None:
         """The request was dequeued."""
-        for reason, waited in self._waited(blocked):
-            self.wait(reason, waited)
-
-    def _waited(self, blocked: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-        """(reason, seconds) since the request was enqueued."""
-        for reason, seconds in blocked.items():
-            waited = seconds - self._blocked_before.get(reason, 0.0)
-            if waited > 0.0:
-                yield reason, waited
+        self.waits = self.waits_so_far(blocked)
 
     def token(self, now: float, slo: Slo, alone_s: float = 0.0) -> float:
         """A token was committed; returns its slack, deadline minus now, in seconds.
@@ -219,10 +192,10 @@ class RequestRecord:
     def met(self, slo: Slo) -> tuple[bool, bool]:
         """Whether a finished request met its (TTFT, TPOT) objectives; without one it is met."""
         first_s, last_s, from_s = self.first_token_s, self.last_token_s, self.pace_from_s
-        in_time = slo.ttft_s is None or self.resumed > 0
-        if slo.ttft_s is not None and first_s is not None and not self.resumed:
+        in_time = on_pace = True
+        if slo.ttft_s is not None and not self.resumed:
+            assert first_s is not None
             in_time = first_s - self.objectives_from_s <= slo.ttft_s
-        on_pace = True
         if slo.tpot_s is not None and self.num_tokens > 1:
             assert from_s is not None and last_s is not None
             on_pace = (last_s - from_s) / (self.num_tokens - 1) <= slo.tpot_s
@@ -243,8 +216,10 @@ class RequestRecord:
         """reason -> seconds. blocked: BlockedTime.so_far of its class and tenant if it is waiting
         right now."""
         waits = dict(self.waits)
-        for reason, waited in self._waited(blocked or {}):
-            waits[reason] = waits.get(reason, 0.0) + waited
+        for reason, seconds in (blocked or {}).items():
+            waited = seconds - self._blocked_before.get(reason, 0.0)
+            if waited > 0.0:
+                waits[reason] = waits.get(reason, 0.0) + waited
         return waits
 
 

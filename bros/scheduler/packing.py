@@ -27,145 +27,14 @@ import math
 from array import array
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
 
 from bros.core.interfaces import Grouping
 from bros.core.plan import SEGMENT_WIDTH, SharedPrefix
 from bros.scheduler.cost_model import StepLoad, StepTimePredictor
+from bros.scheduler.memory import StepMemory
+from bros.scheduler.state import RequestState
 
 # ---- Input and output of packing.
-
-
-class SuspendedTokens(Protocol):
-    """The part of a Suspended that packing reads."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def done(self) -> float: ...
-
-
-class Candidate(Protocol):
-    """The part of a RequestState that packing reads.
-
-    remaining: tokens to compute before the next one is sampled.
-    num_computed_tokens: tokens before these.
-    num_missing: cached tokens that must be restored first.
-    samples: False if it is prefill-only.
-    early: it is an early prefill, see Hints.
-    patient: its first token is not waited for: it is a member of a task group, of which only the
-        end of the last member counts.
-    running: it holds KV memory.
-    deadline_s: when the next sampled token is due.
-    late: the token has missed a deadline already, and was counted as a violation.
-    suspended: its next tokens, if their step was suspended; it is running then. Its next chunk
-        consists of them, or of the first of them.
-    """
-
-    @property
-    def remaining(self) -> int: ...
-
-    @property
-    def num_computed_tokens(self) -> int: ...
-
-    @property
-    def num_missing(self) -> int: ...
-
-    @property
-    def samples(self) -> bool: ...
-
-    @property
-    def early(self) -> bool: ...
-
-    @property
-    def patient(self) -> bool: ...
-
-    @property
-    def running(self) -> bool: ...
-
-    @property
-    def deadline_s(self) -> float: ...
-
-    @property
-    def late(self) -> bool: ...
-
-    @property
-    def suspended(self) -> SuspendedTokens | None: ...
-
-
-C = TypeVar("C", bound=Candidate)
-_C = TypeVar("_C", bound=Candidate, contravariant=True)
-
-
-class Reservations(Protocol[_C]):
-    """KV memory for the step being packed. Every reservation is selected, or canceled."""
-
-    def look_up(self, candidate: _C) -> bool:
-        """Find the cached prefix of a candidate that holds no memory, and update the candidate.
-
-        False if it should wait for the producer of a longer prefix.
-        """
-        ...
-
-    def may_start(self, candidate: _C) -> bool:
-        """False if `reserve` will refuse a candidate that holds no memory, whatever its tokens."""
-        ...
-
-    def reserve(self, candidate: _C, num_tokens: int) -> bool:
-        """Reserve the next `num_tokens` tokens; False if they do not fit."""
-        ...
-
-    def reserve_rows(self, candidates: Sequence[_C]) -> int:
-        """`reserve` one token for each of these decode rows, in order; returns for how many.
-
-        Stops before the first row that does not fit, and after the first one that preempts.
-        """
-        ...
-
-    @property
-    def refusal(self) -> str:
-        """Why the last reservation was refused: "memory", or "rows" if too many requests run."""
-        ...
-
-    def is_tight(self, num_rows: int, num_tokens: int) -> bool:
-        """Whether a step of so many rows and tokens may cause copies to the host."""
-        ...
-
-    def free_slots(self, candidate: _C) -> int:
-        """Tokens of a candidate, missing ones included, that fit without preemption. Each token
-        beyond these causes about one token of a victim to be copied to the host."""
-        ...
-
-    @property
-    def num_copied(self) -> int:
-        """Tokens that the reservations so far cause to be copied to the host."""
-        ...
-
-    @property
-    def has_common_parts(self) -> bool:
-        """Whether any two requests share cached tokens."""
-        ...
-
-    @property
-    def sharing_changes(self) -> int:
-        """A version that changes whenever `common_parts` of any request may have changed."""
-        ...
-
-    def common_parts(self, candidate: _C) -> Sequence[tuple[Hashable, int]]:
-        """(id, tokens) of the pieces of its cached prefix that it shares with others, in order.
-
-        A request holds a piece whole, with every piece before it.
-        """
-        ...
-
-    def may_cancel(self, candidate: _C) -> bool:
-        """Whether its reservation preempted no tokens, so that it can be canceled."""
-        ...
-
-    def cancel(self, candidate: _C) -> None:
-        """Cancel a reservation."""
-        ...
 
 
 EARLY = "early"
@@ -233,7 +102,7 @@ class Bounds:
 
 
 @dataclass(slots=True)
-class Packing(Generic[C]):
+class Packing:
     """The chunks of a step.
 
     selected: (candidate, tokens), urgent first.
@@ -250,7 +119,7 @@ class Packing(Generic[C]):
     best_effort_stop: the same for best-effort candidates.
     """
 
-    selected: list[tuple[C, int]] = field(default_factory=list)
+    selected: list[tuple[RequestState, int]] = field(default_factory=list)
     load: StepLoad = field(default_factory=StepLoad)
     num_urgent: int = 0
     urgent_s: float = 0.0
@@ -258,12 +127,16 @@ class Packing(Generic[C]):
     violated: bool = False
     full: bool = False
     spends_credit: bool = False
-    passed_over: list[tuple[C, str]] = field(default_factory=list)
+    passed_over: list[tuple[RequestState, str]] = field(default_factory=list)
     urgent_stop: str | None = None
     best_effort_stop: str | None = None
 
+    @property
+    def has_best_effort(self) -> bool:
+        return len(self.selected) > self.num_urgent
 
-def _is_whole_row(candidate: Candidate) -> bool:
+
+def _is_whole_row(candidate: RequestState) -> bool:
     """Whether it is a decode row that holds all its memory, as most candidates are."""
     return (
         candidate.running
@@ -276,28 +149,11 @@ def _is_whole_row(candidate: Candidate) -> bool:
 # ---- Packing without predicted times: in order, while rows, tokens and memory last.
 
 
-def _pack_untimed(
-    urgent: Iterable[C],
-    best_effort: Iterable[C],
-    bounds: Bounds,
-    memory: Reservations[C],
-    *,
-    exclusive: bool,
-) -> Packing[C]:
-    """See packing.pack. A candidate that finds no memory is passed over."""
-    packing: Packing[C] = Packing()
-    tokens_left = _take_in_order(packing, urgent, bounds, memory, bounds.tokens)
-    packing.num_urgent = len(packing.selected)
-    if not (exclusive and packing.selected):
-        _take_in_order(packing, best_effort, bounds, memory, tokens_left)
-    return packing
-
-
 def _take_in_order(
-    packing: Packing[C],
-    candidates: Iterable[C],
+    packing: Packing,
+    candidates: Iterable[RequestState],
     bounds: Bounds,
-    memory: Reservations[C],
+    memory: StepMemory,
     tokens_left: int,
 ) -> int:
     """Returns how many tokens of the budget are left."""
@@ -339,19 +195,19 @@ def _take_in_order(
 # their context by themselves.
 
 
-class CommonContext(Generic[C]):
+class CommonContext:
     """The decode rows of the step being packed, and the pieces of prefixes that they share.
 
     exists: some requests share a prefix, and the cost model accounts for that. Otherwise `join`
         and `leave` count nothing.
     """
 
-    def __init__(self, memory: Reservations[C], predictor: StepTimePredictor) -> None:
+    def __init__(self, memory: StepMemory, predictor: StepTimePredictor) -> None:
         self._memory = memory
         self._grouping = predictor.grouping
         self.exists = self._grouping is not None and memory.has_common_parts
         self._changes = memory.sharing_changes
-        self._rows: dict[C, Sequence[tuple[Hashable, int, int]]] = {}
+        self._rows: dict[RequestState, Sequence[tuple[Hashable, int, int]]] = {}
         self._counts: dict[Hashable, int] = {}
 
     @property
@@ -359,7 +215,7 @@ class CommonContext(Generic[C]):
         """Whether common parts may have changed since this was made."""
         return self._grouping is not None and self._memory.sharing_changes != self._changes
 
-    def join(self, row: C) -> int:
+    def join(self, row: RequestState) -> int:
         """Add a row; returns how many fewer tokens the step reads because it shares prefixes."""
         parts = self._memory.common_parts(row) if self.exists else ()
         if not parts:
@@ -372,7 +228,7 @@ class CommonContext(Generic[C]):
             saved += self._saved(count, end - first)
         return saved
 
-    def leave(self, row: C) -> int:
+    def leave(self, row: RequestState) -> int:
         """Remove a row; returns how many fewer tokens the step would read if it joined again."""
         saved = 0
         for part, first, end in self._rows.pop(row, ()):
@@ -389,7 +245,7 @@ class CommonContext(Generic[C]):
         return tokens
 
 
-def load_of(chosen: Sequence[tuple[C, int]], common: CommonContext[C]) -> StepLoad:
+def load_of(chosen: Sequence[tuple[RequestState, int]], common: CommonContext) -> StepLoad:
     """The load of (candidate, tokens) pairs, without copies to the host. common: without rows."""
     load = StepLoad()
     rows = [candidate for candidate, n in chosen if n == 1 and candidate.suspended is None]
@@ -406,15 +262,22 @@ def load_of(chosen: Sequence[tuple[C, int]], common: CommonContext[C]) -> StepLo
     return load
 
 
-def _add_chunk(load: StepLoad, candidate: C, num_tokens: int, common: CommonContext[C]) -> None:
-    """Add a chunk to a load, without copies to the host. A decode row joins `common`."""
+def _add_chunk(
+    load: StepLoad, candidate: RequestState, num_tokens: int, common: CommonContext
+) -> None:
+    """Add a chunk to a load, without copies to the host. A decode row joins `common`, unless a part
+    of its layers is computed."""
     complete = candidate.samples and num_tokens == candidate.remaining
-    context = candidate.num_computed_tokens
-    if candidate.suspended is not None:
-        load.add_rest(num_tokens, context, complete, candidate.suspended.done)
+    context, missing, held = (
+        candidate.num_computed_tokens,
+        candidate.num_missing,
+        candidate.suspended,
+    )
+    if held is not None:
+        load.add(num_tokens, context, complete, done=held.done)
     else:
         shared = common.join(candidate) if num_tokens == 1 else 0
-        load.add(num_tokens, context, complete, shared, candidate.num_missing)
+        load.add(num_tokens, context, complete, shared, missing)
 
 
 def shared_prefixes(
@@ -422,7 +285,7 @@ def shared_prefixes(
 ) -> tuple[SharedPrefix, ...]:
     """The pieces that rows of a step read once, outer ones first.
 
-    rows: (index in the plan, Reservations.common_parts, segments) of each decode row. If a block
+    rows: (index in the plan, KvCacheManager.common_parts, segments) of each decode row. If a block
         became common after a row's segments were listed, it is elsewhere in them; that row reads
         the piece, and what comes after it, by itself.
     """
@@ -445,15 +308,15 @@ def shared_prefixes(
 
 
 def pack(
-    urgent: Iterable[C],
-    best_effort: Iterable[C],
+    urgent: Iterable[RequestState],
+    best_effort: Iterable[RequestState],
     bounds: Bounds,
-    memory: Reservations[C],
+    memory: StepMemory,
     predictor: StepTimePredictor | None,
     now: float,
     *,
     exclusive: bool = False,
-) -> Packing[C]:
+) -> Packing:
     """Choose the chunks of the next step.
 
     exclusive: take best-effort work only if no urgent candidate can run.
@@ -462,7 +325,12 @@ def pack(
     that does not fit into memory is passed over.
     """
     if predictor is None:
-        return _pack_untimed(urgent, best_effort, bounds, memory, exclusive=exclusive)
+        packing = Packing()
+        tokens_left = _take_in_order(packing, urgent, bounds, memory, bounds.tokens)
+        packing.num_urgent = len(packing.selected)
+        if not (exclusive and packing.selected):
+            _take_in_order(packing, best_effort, bounds, memory, tokens_left)
+        return packing
     packer = _Packer(bounds, memory, predictor, now)
     if packer.take_urgent(urgent):
         packer.take_best_effort(best_effort)
@@ -484,17 +352,17 @@ The same share of any part cost `no slack` 3 +- 2 % of its throughput, where row
 interval (docs/decisions/0026)."""
 
 
-class _Packer(Generic[C]):
+class _Packer:
     """The state of one call of `pack`."""
 
     def __init__(
         self,
         bounds: Bounds,
-        memory: Reservations[C],
+        memory: StepMemory,
         predictor: StepTimePredictor,
         now: float,
     ) -> None:
-        self.packing: Packing[C] = Packing()
+        self.packing = Packing()
         self._bounds = bounds
         self._rules = bounds.rules
         self._memory = memory
@@ -503,7 +371,7 @@ class _Packer(Generic[C]):
         self._tokens_left = bounds.tokens
         self._limit_s = math.inf
         self._replaced = False
-        self._has_credit = False
+        self._has_credit = bounds.best_effort_credit_s > 0.0
         # Whether this step may preempt, so that copies to the host have to be predicted. Ablation:
         # overload, throughput -1 %.
         self._memory_is_tight = memory.is_tight(bounds.rows, bounds.tokens)
@@ -512,12 +380,12 @@ class _Packer(Generic[C]):
         self._safety_factor = predictor.safety_factor
         self._first_token_share = predictor.rare_share
 
-    def take_urgent(self, candidates: Iterable[C]) -> bool:
+    def take_urgent(self, candidates: Iterable[RequestState]) -> bool:
         """Algorithm 1, lines 5-15; False if best-effort work may not follow."""
         packing, bounds, now = self.packing, self._bounds, self._now
         selected, passed_over = packing.selected, packing.passed_over
         go_on = True
-        kept = min(self._rules.min_chunk, bounds.tokens // 2) if bounds.best_effort_credit_s else 0
+        kept = min(self._rules.min_chunk, bounds.tokens // 2) if self._has_credit else 0
         self._tokens_left -= kept
         for candidate in self._without_runs(candidates, bounds.rows):
             if self._tokens_left <= 0:
@@ -546,13 +414,12 @@ class _Packer(Generic[C]):
         self._urgent_copied = packing.load.swap_out_tokens
         return go_on
 
-    def take_best_effort(self, candidates: Iterable[C]) -> None:
+    def take_best_effort(self, candidates: Iterable[RequestState]) -> None:
         """Algorithm 1, lines 17-32."""
         packing, bounds = self.packing, self._bounds
-        self._has_credit = bounds.best_effort_credit_s > 0.0
         free_s = self._best_effort_limit_s()
         limit_s = max(free_s, packing.urgent_s + bounds.best_effort_credit_s)
-        rows = max(bounds.rows, packing.num_urgent + 2 * (bounds.best_effort_credit_s > 0))
+        rows = max(bounds.rows, packing.num_urgent + 2 * self._has_credit)
         for candidate in self._without_runs(candidates, rows, limit_s):
             if self._tokens_left == 0:
                 packing.best_effort_stop = "tokens"
@@ -565,14 +432,18 @@ class _Packer(Generic[C]):
                 return
             if not candidate.running and self._waits_for_prefix(candidate):
                 continue
-            first = not packing.selected or (self._has_credit and not self._has_best_effort)
+            first = not packing.selected or (self._has_credit and not packing.has_best_effort)
             if candidate.remaining == 1 and packing.selected:
                 if self._take_row(candidate, math.inf if first else limit_s) == "time":
                     packing.best_effort_stop = "time"
                     return
                 continue
             if candidate.early and not candidate.running and packing.selected:
-                self._take_early_prefill(candidate, free_s)
+                # Only the part that fits into the step without credit.
+                if num_tokens := self._chunk_within(candidate, free_s):
+                    self._take(candidate, num_tokens)
+                else:
+                    self._pass_over(candidate, EARLY)
                 continue
             if self._is_refused(candidate, limit_s):
                 continue
@@ -597,8 +468,8 @@ class _Packer(Generic[C]):
         return limit_s
 
     def _without_runs(
-        self, candidates: Iterable[C], most: int, limit_s: float | None = None
-    ) -> Iterator[C]:
+        self, candidates: Iterable[RequestState], most: int, limit_s: float | None = None
+    ) -> Iterator[RequestState]:
         """Take runs of decode rows at once; yield the other candidates, in order.
 
             candidates   [ row row row row row row ] prompt [ row row row ] prompt ...
@@ -619,7 +490,7 @@ class _Packer(Generic[C]):
             yield first
             yield from rows[self._take_run(rows, most, limit_s) :]
 
-    def _take_run(self, rows: Sequence[C], most: int, limit_s: float | None) -> int:
+    def _take_run(self, rows: Sequence[RequestState], most: int, limit_s: float | None) -> int:
         """Take the first ones of these decode rows; returns how many.
 
         Deciding row by row would take the same ones: the time of a step rises with every row, so
@@ -654,20 +525,9 @@ class _Packer(Generic[C]):
         self._tokens_left -= count
         return count
 
-    def _take_early_prefill(self, candidate: C, limit_s: float) -> None:
-        """Take the part of an early prefill that fits into the step, without credit."""
-        if num_tokens := self._chunk_within(candidate, limit_s):
-            self._take(candidate, num_tokens)
-        else:
-            self._pass_over(candidate, EARLY)
-
-    @property
-    def _has_best_effort(self) -> bool:
-        return len(self.packing.selected) > self.packing.num_urgent
-
     def finish_best_effort(self) -> None:
         """Update `urgent_s` after urgent rows were replaced, and set `spends_credit`."""
-        self.packing.spends_credit = self._has_credit and self._has_best_effort
+        self.packing.spends_credit = self._has_credit and self.packing.has_best_effort
         if self._replaced:
             load = self._load_of(self.packing.num_urgent, self._urgent_copied)
             self.packing.urgent_s = self._predictor.safe_seconds(load)
@@ -686,7 +546,7 @@ class _Packer(Generic[C]):
         load.copy_out(copied)
         return load
 
-    def _take_one_urgent(self, candidate: C) -> str | None:
+    def _take_one_urgent(self, candidate: RequestState) -> str | None:
         """Take an urgent candidate; returns why not if it is passed over."""
         due_s = candidate.deadline_s - self._now
         if candidate.remaining == 1:
@@ -725,7 +585,7 @@ class _Packer(Generic[C]):
         Ablation: cpu, documents, attainment -4 points if such a prompt may fill the step."""
         return finish_s > due_s * self._safety_factor
 
-    def _has_time(self, candidate: C, due_s: float) -> bool:
+    def _has_time(self, candidate: RequestState, due_s: float) -> bool:
         """Whether small chunks will do, even if others arrive meanwhile: it is due very late, or
         its first token is not waited for.
 
@@ -740,7 +600,7 @@ class _Packer(Generic[C]):
         alone_s = self._predictor.prefill_seconds(tokens, context)
         return due_s > _PATIENT_PROMPTS * alone_s
 
-    def _take_row(self, candidate: C, limit_s: float) -> str | None:
+    def _take_row(self, candidate: RequestState, limit_s: float) -> str | None:
         """`_take` for a decode row, with one prediction of the time."""
         if candidate.suspended is not None:
             fits = self._seconds_with(candidate, 1) <= limit_s
@@ -748,7 +608,8 @@ class _Packer(Generic[C]):
         packing, load = self.packing, self.packing.load
         copied = self._copies_for(candidate, 1) if self._memory_is_tight else 0
         shared = self._common.join(candidate) if self._common.exists else 0
-        load.add_row(candidate.num_computed_tokens, candidate.num_missing, shared)
+        context, missing = candidate.num_computed_tokens, candidate.num_missing
+        load.add_rows(1, context, shared, missing)
         if copied:
             load.copy_out(copied)
         seconds = self._predictor.safe_seconds(load)
@@ -762,11 +623,11 @@ class _Packer(Generic[C]):
             return None
         load.copy_out(-copied)
         self._common.leave(candidate)
-        load.remove_row(candidate.num_computed_tokens, candidate.num_missing, shared)
+        load.add_rows(-1, -context, -shared, -missing)
         reason = self._memory.refusal if seconds <= limit_s else "time"
         return self._pass_over(candidate, reason)
 
-    def _bind(self, candidate: C, finish_s: float, due_s: float) -> None:
+    def _bind(self, candidate: RequestState, finish_s: float, due_s: float) -> None:
         """Limit the step by the deadline of a selected candidate, unless that deadline is lost.
 
         finish_s: seconds until its token, with safety margin, in this step or a later one. If that
@@ -786,29 +647,29 @@ class _Packer(Generic[C]):
             if self._rules.early_return and len(packing.selected) == 1:
                 self._limit_s = 1.1 * packing.seconds  # the first one runs although it is late
 
-    def _waits_for_prefix(self, candidate: C) -> bool:
+    def _waits_for_prefix(self, candidate: RequestState) -> bool:
         """Whether a new request is passed over to wait for the producer of its prefix."""
         if self._memory.look_up(candidate):
             return False
         self._pass_over(candidate, "prefix")
         return True
 
-    def _late_because_of_others(self, candidate: C, due_s: float) -> bool:
+    def _late_because_of_others(self, candidate: RequestState, due_s: float) -> bool:
         """Whether a decode row that will be late would be on time alone in a step."""
         if candidate.remaining > 1 or candidate.late:
             return False
         alone = StepLoad()
-        alone.add_row(candidate.num_computed_tokens)
+        alone.add_rows(1, candidate.num_computed_tokens)
         return self._predictor.seconds(alone) <= due_s
 
-    def _min_tokens(self, candidate: C) -> int:
+    def _min_tokens(self, candidate: RequestState) -> int:
         """Tokens of the smallest chunk of a candidate: all, if it may not be cut."""
         remaining = candidate.remaining
         if candidate.suspended is not None:
             remaining = candidate.suspended.num_tokens
         return min(remaining, self._rules.min_chunk) if self._rules.chunked else remaining
 
-    def _is_refused(self, candidate: C, limit_s: float) -> bool:
+    def _is_refused(self, candidate: RequestState, limit_s: float) -> bool:
         """Pass over a candidate that cannot start although its smallest chunk would fit. Its
         largest one need not be found then."""
         if candidate.running or self._memory.may_start(candidate):
@@ -818,13 +679,13 @@ class _Packer(Generic[C]):
         self._pass_over(candidate, self._memory.refusal)
         return True
 
-    def _smallest_fits(self, candidate: C, limit_s: float) -> bool:
+    def _smallest_fits(self, candidate: RequestState, limit_s: float) -> bool:
         if self._exceeds_budget(candidate):
             return False
         least = min(self._min_tokens(candidate), self._tokens_left)
         return self._seconds_with(candidate, least) <= limit_s
 
-    def _chunk_within(self, candidate: C, limit_s: float) -> int:
+    def _chunk_within(self, candidate: RequestState, limit_s: float) -> int:
         """Most tokens of a candidate that keep the step within `limit_s`; 0 if its smallest chunk
         does not."""
         if not self._smallest_fits(candidate, limit_s):
@@ -838,26 +699,29 @@ class _Packer(Generic[C]):
         fit = bisect.bisect_right(sizes, limit_s, key=lambda n: self._seconds_with(candidate, n))
         return sizes[fit - 1]
 
-    def _seconds_with(self, candidate: C, num_tokens: int) -> float:
+    def _seconds_with(self, candidate: RequestState, num_tokens: int) -> float:
         """Predicted time of the step with `num_tokens` of a candidate added, with safety margin."""
-        load, missing = self.packing.load, candidate.num_missing
-        context = candidate.num_computed_tokens
+        load, held, missing, done = (
+            self.packing.load,
+            candidate.suspended,
+            candidate.num_missing,
+            0.0,
+        )
+        copied = 0
+        if held is not None:
+            missing, done = 0, held.done
+        elif self._memory_is_tight:
+            copied = self._copies_for(candidate, num_tokens)
         sampled = candidate.samples and num_tokens == candidate.remaining
-        if candidate.suspended is not None:
-            rest = num_tokens, context, sampled, candidate.suspended.done
-            load.add_rest(*rest)
-            seconds = self._predictor.safe_seconds(load)
-            load.remove_rest(*rest)
-            return seconds
-        copied = self._copies_for(candidate, num_tokens) if self._memory_is_tight else 0
-        load.add(num_tokens, context, sampled, swapped=missing)
+        chunk = num_tokens, candidate.num_computed_tokens, sampled, 0, missing, done
+        load.add(*chunk)
         load.copy_out(copied)
         seconds = self._predictor.safe_seconds(load)
         load.copy_out(-copied)
-        load.remove(num_tokens, context, sampled, swapped=missing)
+        load.add(*chunk, sign=-1)
         return seconds
 
-    def _copies_for(self, candidate: C, num_tokens: int) -> int:
+    def _copies_for(self, candidate: RequestState, num_tokens: int) -> int:
         """About how many tokens of victims are copied to the host for it."""
         return max(0, candidate.num_missing + num_tokens - self._memory.free_slots(candidate))
 
@@ -866,7 +730,7 @@ class _Packer(Generic[C]):
         load = self.packing.load
         load.copy_out(self._memory.num_copied - load.swap_out_tokens)
 
-    def _finish_s(self, candidate: C, num_tokens: int) -> float:
+    def _finish_s(self, candidate: RequestState, num_tokens: int) -> float:
         """Seconds until its token: after this step, or after the rest of its prompt."""
         seconds = self._seconds_with(candidate, num_tokens)
         if rest := candidate.remaining - num_tokens:
@@ -874,23 +738,23 @@ class _Packer(Generic[C]):
             seconds += self._predictor.prefill_seconds(rest, context)
         return seconds
 
-    def _exceeds_budget(self, candidate: C) -> bool:
+    def _exceeds_budget(self, candidate: RequestState) -> bool:
         """Whether its prompt exceeds the tokens left and may not be cut."""
         too_long = candidate.remaining > self._tokens_left
         return too_long and not self._rules.chunked and bool(self.packing.selected)
 
-    def _take(self, candidate: C, num_tokens: int) -> str | None:
+    def _take(self, candidate: RequestState, num_tokens: int) -> str | None:
         """Reserve and select a chunk; returns why not if the candidate is passed over."""
         if not self._memory.reserve(candidate, num_tokens):
             return self._pass_over(candidate, self._memory.refusal)
         self._select(candidate, num_tokens)
         return None
 
-    def _pass_over(self, candidate: C, reason: str) -> str:
+    def _pass_over(self, candidate: RequestState, reason: str) -> str:
         self.packing.passed_over.append((candidate, reason))
         return reason
 
-    def _select(self, candidate: C, num_tokens: int) -> None:
+    def _select(self, candidate: RequestState, num_tokens: int) -> None:
         packing = self.packing
         packing.selected.append((candidate, num_tokens))
         self._tokens_left -= num_tokens
@@ -898,7 +762,7 @@ class _Packer(Generic[C]):
         self._count_copies()
         packing.seconds = self._predictor.safe_seconds(packing.load)
 
-    def _replace(self, candidate: C, limit_s: float) -> bool:
+    def _replace(self, candidate: RequestState, limit_s: float) -> bool:
         """Replace the least urgent decode row by a best-effort candidate, if that row can wait.
 
         Never the most urgent row, never one whose reservation preempted, not for a new request
@@ -913,7 +777,8 @@ class _Packer(Generic[C]):
         if waiting.suspended is not None or candidate.suspended is not None:
             return False
         # Its missing tokens are restored in any case.
-        packing.load.remove_row(waiting.num_computed_tokens, shared=self._common.leave(waiting))
+        context = waiting.num_computed_tokens
+        packing.load.add_rows(-1, -context, -self._common.leave(waiting))
         num_tokens = self._chunk_within(candidate, limit_s)
         after_s = self._seconds_with(candidate, num_tokens) + self._bounds.tbar_s
         on_time = self._now + after_s <= waiting.deadline_s
@@ -927,5 +792,5 @@ class _Packer(Generic[C]):
             self._tokens_left += 1
             self._select(candidate, num_tokens)
             return True
-        packing.load.add_row(waiting.num_computed_tokens, shared=self._common.join(waiting))
+        packing.load.add_rows(1, context, self._common.join(waiting))
         return False

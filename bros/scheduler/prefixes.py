@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from bros.core.request import EngineRequest, ServiceClass
 from bros.kvcache.manager import KvCacheManager
@@ -27,18 +26,6 @@ from bros.scheduler.state import RequestState
 
 
 _MANY_STALE = 64
-
-
-class PinnedCache(Protocol):
-    """A cache whose blocks can be pinned; KvCacheManager is one."""
-
-    def pin(self, keys: Iterable[bytes]) -> None:
-        """Pin the blocks with these keys; a block's key comes after its predecessor's."""
-        ...
-
-    def unpin(self, keys: Iterable[bytes]) -> None:
-        """Unpin the blocks with these keys; a block's key comes before its predecessor's."""
-        ...
 
 
 @dataclass(slots=True)
@@ -75,7 +62,7 @@ class Pins:
     Beyond either bound the oldest entry is released.
     """
 
-    def __init__(self, cache: PinnedCache, max_blocks: int, max_entries: int = 10_000) -> None:
+    def __init__(self, cache: KvCacheManager, max_blocks: int, max_entries: int = 10_000) -> None:
         self._cache = cache
         self._max_blocks = max_blocks
         self._max_entries = max_entries
@@ -83,9 +70,6 @@ class Pins:
         self._links: dict[bytes, _Link] = {}
         self._ends: list[tuple[float, int, str]] = []  # heap of (until_s, number, id), some stale
         self._count = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def pin(self, request_id: str, keys: Sequence[bytes], until_s: float) -> None:
         """Pin the blocks of a request; an earlier pin of this id is released.

@@ -19,7 +19,7 @@ import random
 from collections.abc import Callable, Container, Iterable, Sequence
 from operator import itemgetter
 
-from bros.core.errors import InvalidRequestError
+from bros.core.errors import InvalidRequestError, OverloadedError, QueueFullError
 from bros.core.fair import FairMemory
 from bros.core.interfaces import (
     MAX_TRACES,
@@ -52,8 +52,8 @@ from bros.core.request import (
 )
 from bros.kvcache.manager import KvCacheManager
 from bros.scheduler.admission import (
-    Admission,
     Limits,
+    check_queue,
     objectives,
     promoted_objectives,
     tightened_objectives,
@@ -64,7 +64,7 @@ from bros.scheduler.metrics import ClassCounters
 from bros.scheduler.packing import Packing, pack, shared_prefixes
 from bros.scheduler.policies import Policy, Proposal
 from bros.scheduler.prefixes import Prefixes, look_up
-from bros.scheduler.state import SIDES, Queues, RequestState, arrival_s, due_from_s
+from bros.scheduler.state import SIDES, Queues, RequestState, arrival_s
 from bros.scheduler.steps import ExpectedTime, Gains, Newcomer, Step, StepLedger
 from bros.scheduler.suspended import SuspendedWork, share_done
 
@@ -101,11 +101,11 @@ def assume_done(step: Step, prefixes: Prefixes, ends_s: float) -> None:
 
 def without_finishing(proposal: Proposal) -> Proposal:
     """The proposal without requests that have nothing left to compute after the running step."""
-    urgent, best_effort = (
-        filter(_has_tokens_left, proposal.urgent),
-        filter(_has_tokens_left, proposal.best_effort),
+    return dataclasses.replace(
+        proposal,
+        urgent=filter(_has_tokens_left, proposal.urgent),
+        best_effort=filter(_has_tokens_left, proposal.best_effort),
     )
-    return dataclasses.replace(proposal, urgent=urgent, best_effort=best_effort)
 
 
 def _has_tokens_left(state: RequestState) -> bool:
@@ -233,7 +233,6 @@ class Scheduler:
         self._grouping = grouping
         self._states: dict[str, RequestState] = {}
         self._queues = Queues()
-        self._admission = Admission(policy, self._queues, counters, limits.max_queue, default_slo)
         self._prefixes = Prefixes(kv, counters)
         self.reporter = Reporter(kv, self._queues, policy.predictor)
         self._arrivals = 0
@@ -269,7 +268,7 @@ class Scheduler:
         if request.request_id in self._states or request.request_id in self._ended:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use.", "request_id")
         asked = request.service_class
-        self._admission.check_queue(asked, request.tenant, now)
+        self._check_queue(asked, request.tenant, now)
         if request.prefill_only:
             request = self._prefixes.whole_blocks_of(request)
         seed = request.sampling.seed
@@ -291,7 +290,7 @@ class Scheduler:
             if compiled_s:
                 state.record.wait("grammar", compiled_s)
         look_up(self._kv, state)
-        self._admission.classify(state, self._steps.ends_s(now), now)
+        self._classify(state, now)
         self._policy.assign_rank(state, now)
         self._arrivals += 1
         self._states[request.request_id] = state
@@ -299,6 +298,28 @@ class Scheduler:
         self._queues.enqueue(state)
         self._prefixes.enqueue(state)
         return state.service_class
+
+    def _check_queue(self, service_class: ServiceClass, tenant: str, now: float) -> None:
+        waiting, counters = self._queues.waiting[service_class], self._counters[service_class]
+        check_queue(waiting, self._limits.max_queue, tenant, counters, now)
+
+    def _classify(self, state: RequestState, now: float) -> None:
+        """Serve a new request as the class that the policy chooses under the present load.
+
+        Raises OverloadedError or QueueFullError.
+        """
+        asked, counters = state.service_class, self._counters
+        try:
+            used = self._policy.classify(state, self._queues, self._steps.ends_s(now))
+            if used is not asked:
+                self._check_queue(used, state.request.tenant, now)
+        except (OverloadedError, QueueFullError):
+            counters[asked].rejected += 1
+            raise
+        if used is not asked:
+            counters[used].relegated += 1
+            slo = objectives(state.request, used, self._default_slo, now)
+            state.serve_as(used, slo, state.record.arrival_s)
 
     def abort(self, request_id: str, now: float) -> RequestOutput | None:
         """End a request and free its memory; returns its last output, or None if the scheduler does
@@ -331,7 +352,8 @@ class Scheduler:
             self._steps.note_promotion(state)
             self._prefixes.dequeue(state)
         self._queues.remove(state)
-        state.promote(promoted_objectives(state, slo, self._default_slo, now), now)
+        promoted = promoted_objectives(state, slo, self._default_slo, now)
+        state.serve_as(ServiceClass.RT, promoted, now)
         if not state.running:
             look_up(self._kv, state)
         self._policy.assign_rank(state, now)
@@ -499,8 +521,8 @@ class Scheduler:
         """Whether `yields` may return True for the step that was scheduled last."""
         assert self._steps.latest is not None
         packing = self._steps.latest.packing
-        has_best_effort = len(packing.selected) > packing.num_urgent
-        return self._policy.aborts_steps and has_best_effort and not packing.spends_credit
+        yields = packing.has_best_effort and not packing.spends_credit
+        return self._policy.aborts_steps and yields
 
     def yields(
         self, new_requests: Iterable[EngineRequest], now: float, *, suspends: bool = False
@@ -539,13 +561,15 @@ class Scheduler:
         if ttft_s is None:
             return None
         tokens = len(request.prompt_token_ids) - self._prefixes.cached_tokens(request)
-        return Newcomer(due_from_s(request, now) + ttft_s, tokens)
+        # The objective of a resumed request counts from now on.
+        since_s = now if request.resumed else arrival_s(request, now)
+        return Newcomer(since_s + ttft_s, tokens)
 
     def suspend_step(self, plan: StepPlan, stopped: SuspendedStep, now: float) -> None:
         """Suspend the step that was scheduled last: none of its tokens counts as computed, but the
         next chunk of each request continues where this one has stopped, see Kept."""
         assert stopped.step == plan.step
-        step, seconds = self._steps.suspend_step(now, self._queues)
+        step, seconds = self._steps.stop(now, self._queues, suspended=True)
         layer, done = stopped.layer, share_done(stopped.layer, stopped.num_layers)
         self._policy.on_step_suspended(step.packing, seconds)
         each_s = seconds / plan.num_tokens
@@ -566,7 +590,7 @@ class Scheduler:
 
     def abort_step(self, plan: StepPlan, now: float) -> None:
         """Undo the step that was scheduled last: none of its tokens counts as computed."""
-        step, seconds = self._steps.abort_step(now, self._queues)
+        step, seconds = self._steps.stop(now, self._queues, suspended=False)
         self._policy.on_step_aborted(step.packing, seconds)
         for chunk in plan.chunks:
             self._suspended.abort(chunk)
@@ -583,8 +607,7 @@ class Scheduler:
             self._suspended.drop(state)
         if chunk.request_id in self._started or chunk.start == 0:
             self._kv.free(chunk.request_id)
-            self._wait(state)
-            state.record.event(now, "yielded")
+            self._wait(state, "yielded", now)
         else:
             self._kv.truncate(chunk.request_id, chunk.start)
 
@@ -597,8 +620,7 @@ class Scheduler:
             holds = state.num_computed_tokens or state.suspended or state.request_id in granted
             if state.running and not holds:
                 self._kv.free(state.request_id)
-                self._wait(state)
-                state.record.event(now, "starts over")
+                self._wait(state, "starts over", now)
 
     def take_ended(self) -> list[RequestOutput]:
         """The last outputs of requests that ended without a step since the last call: the policy
@@ -613,11 +635,7 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """A snapshot of steps, queues, KV memory and counters."""
         steps, kv = self._steps, self._kv
-        running = {cls: 0 for cls in ServiceClass}
-        kv_blocks = {cls: 0 for cls in ServiceClass}
-        for state in self._queues.running:
-            running[state.service_class] += 1
-            kv_blocks[state.service_class] += kv.blocks_of(state.request_id)
+        running_of, waiting = self._queues.running_of, self._queues.waiting
         rows, resets = self._policy.batch_size
         predictor = self._policy.predictor
         return EngineStats(
@@ -646,9 +664,9 @@ class Scheduler:
             traces=self._traces.counts(),
             by_class={
                 cls: each.snapshot(
-                    running[cls],
-                    len(self._queues.waiting[cls]),
-                    kv_blocks[cls],
+                    len(running_of[cls]),
+                    len(waiting[cls]),
+                    sum([kv.blocks_of(state.request_id) for state in running_of[cls]]),
                     kv.num_evicted_blocks(SIDES[cls]),
                     self._policy.device_seconds(cls),
                 )
@@ -681,7 +699,7 @@ class Scheduler:
             assert not state.is_pending or self._steps.latest is not None, "waits for nothing"
 
     def _shared_prefixes(
-        self, packing: Packing[RequestState], chunks: Sequence[Chunk], sharing: int
+        self, packing: Packing, chunks: Sequence[Chunk], sharing: int
     ) -> tuple[SharedPrefix, ...]:
         """See packing.shared_prefixes. sharing: the cache's `sharing_changes` before packing.
 
@@ -706,7 +724,7 @@ class Scheduler:
         return self._shared
 
     def _commit(
-        self, packing: Packing[RequestState], memory: StepMemory, gains: Gains, now: float
+        self, packing: Packing, memory: StepMemory, gains: Gains, now: float
     ) -> tuple[Chunk, ...]:
         """Make the plan's chunks; their tokens count as computed from now on. Adds to `gains`."""
         self._started.clear()
@@ -755,15 +773,6 @@ class Scheduler:
         self._prefixes.dequeue(state)
         state.record.event(now, "scheduled")
 
-    def _add_token(
-        self, state: RequestState, token_id: int, now: float, num_before: int
-    ) -> FinishReason | None:
-        """Add and count a token, and `num_before` tokens that are counted with it."""
-        if state.record.last_token_s is None:
-            self._counters[state.service_class].prompt_tokens += state.prompt_len
-        self._count_tokens(state, num_before + 1, now)
-        return state.add_output(token_id)
-
     def _count_tokens(self, state: RequestState, count: int, now: float) -> None:
         record, alone_s = state.record, self._steps.alone_s
         slacks = [record.token(now, state.slo, alone_s) for _ in range(count)]
@@ -786,7 +795,10 @@ class Scheduler:
         forced: Sequence[int] = ()
         if error is None:
             state.unsent = ()
-            reason = self._add_token(state, sample.token_id, now, len(unsent))
+            if first:
+                self._counters[state.service_class].prompt_tokens += state.prompt_len
+            self._count_tokens(state, len(unsent) + 1, now)
+            reason = state.add_output(sample.token_id)
             if reason is None:
                 latest = self._steps.latest
                 try:
@@ -819,11 +831,12 @@ class Scheduler:
             cached_tokens=state.num_reused or 0,
         )
 
-    def _wait(self, state: RequestState) -> None:
+    def _wait(self, state: RequestState, why: str, now: float) -> None:
         """Move a request that holds no memory any more back to its queue."""
         state.num_computed_tokens = state.num_missing = 0
         self._queues.stop(state)
         self._prefixes.enqueue(state)
+        state.record.event(now, why)
 
     def _preempt_victims(self, memory: StepMemory, now: float) -> None:
         """Update the victims: they wait for memory, and recompute what has no checkpoint."""
@@ -843,8 +856,7 @@ class Scheduler:
             state.num_missing = self._kv.num_missing(request_id)
             if state.num_computed_tokens == 0:
                 self._policy.assign_rank(state, now)
-                self._wait(state)
-                state.record.event(now, "starts over")
+                self._wait(state, "starts over", now)
 
     def _shed(self, state: RequestState, now: float) -> None:
         counters = self._counters[state.service_class]

@@ -168,14 +168,13 @@ class StepCosts:
 
     def __init__(self, model: CostModel, most_tokens: int) -> None:
         """most_tokens: of a step."""
-        prices = model.prices(most_tokens)
-        self._token_s, self._pair_s = prices.token_s, prices.pair_s
+        self._prices = prices = model.prices(most_tokens)
         self._row_s = prices.token_s + model.sample_s
         self._context_s = prices.context_s
 
     def prefill_s(self, state: RequestState) -> float:
         """What the rest of its prompt adds to steps."""
-        return self._chunk_s(state, state.remaining)
+        return self._prices.prefill_s(state.remaining, state.num_computed_tokens)
 
     def rest_s(self, state: RequestState, outputs: int) -> float:
         """What the rest of its prompt and so many output tokens add to steps."""
@@ -191,14 +190,10 @@ class StepCosts:
             if tokens == 1:
                 added_s = row_s + context_s * state.num_computed_tokens
             else:
-                added_s = self._chunk_s(state, tokens)
+                added_s = self._prices.prefill_s(tokens, state.num_computed_tokens)
             parts[tenant] = parts.get(tenant, 0.0) + added_s
         scale = seconds / sum(parts.values())
         return {tenant: scale * part for tenant, part in parts.items()}
-
-    def _chunk_s(self, state: RequestState, tokens: int) -> float:
-        context = state.num_computed_tokens
-        return tokens * (self._token_s + self._pair_s * (context + tokens / 2))
 
 
 class DeviceTime:

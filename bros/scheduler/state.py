@@ -29,12 +29,6 @@ SIDES: Mapping[ServiceClass, Side] = MappingProxyType(
 """The side of a block on which requests of a class grow."""
 
 
-def due_from_s(request: EngineRequest, now: float) -> float:
-    """The time from which the TTFT objective counts for a request that is submitted now: `now` if
-    it is resumed, else its arrival."""
-    return now if request.resumed else arrival_s(request, now)
-
-
 def arrival_s(request: EngineRequest, now: float) -> float:
     """The request's own arrival time; `now` if it has none, or one in the future."""
     return min(request.arrival_s, now) or now
@@ -99,7 +93,8 @@ class RequestState:
     needs_history: sampling needs the token ids before, so none of them may be PENDING.
     plain_spec: how to sample any of its tokens; None if that differs, see `sample_spec`, or if it
         generates none.
-    patient: its first token is not waited for, see packing.Candidate.
+    patient: its first token is not waited for: it is a member of a task group, of which only the
+        end of the last member counts.
     samples: False if it generates no token: it ends when no token is `remaining`.
     num_read: the first position that is still to be read, see plan.Readout.
     read_end: one more than the last position to read; 0 if none is.
@@ -252,23 +247,16 @@ class RequestState:
             )  # fmt: skip
         return known if count == len(known) else known[:count]
 
-    def relegate(self, service_class: ServiceClass, slo: Slo) -> None:
-        """Serve a request, which is not enqueued yet, as another class than it asked for."""
+    def serve_as(self, service_class: ServiceClass, slo: Slo, since_s: float) -> None:
+        """Serve it as another class. slo: its objectives, which hold from `since_s` on.
+
+        If it is enqueued, the policy has to place it again. Its KV keeps growing on the side where
+        it began.
+        """
         self.service_class = service_class
         self.side = SIDES[service_class]
         self.slo = slo
-        self.record.set_objectives(slo)
-        self.deadline_s = self.record.due_s
-
-    def promote(self, slo: Slo, now: float) -> None:
-        """Serve a best-effort request as real-time; slo: its objectives from now on.
-
-        The policy has to place it again. Its KV keeps growing on the side where it began.
-        """
-        self.service_class = ServiceClass.RT
-        self.side = SIDES[ServiceClass.RT]
-        self.slo = slo
-        self.record.reset_objectives(now, slo)
+        self.record.reset_objectives(since_s, slo)
         self.late = False
         self.deadline_s = self.record.due_s
 

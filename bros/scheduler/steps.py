@@ -133,7 +133,7 @@ class Step:
     """
 
     number: int
-    packing: Packing[RequestState]
+    packing: Packing
     began_s: float
     expected_s: float
     gains: Gains
@@ -179,7 +179,7 @@ class StepLedger:
 
     def begin(
         self,
-        packing: Packing[RequestState],
+        packing: Packing,
         gains: Gains,
         predictor: StepTimePredictor | None,
         queues: Queues,
@@ -254,25 +254,19 @@ class StepLedger:
         """See EngineStats."""
         return Buckets(_YIELD_BOUNDS_S, tuple(self._yields), self._yielding_s)
 
-    def abort_step(self, now: float, queues: Queues) -> tuple[Step, float]:
-        """Record that the only running step was aborted; returns it and the seconds it took."""
-        step, seconds = self._stop(now, queues)
-        self.aborted += 1
-        self.aborted_s += seconds
-        return step, seconds
-
-    def suspend_step(self, now: float, queues: Queues) -> tuple[Step, float]:
-        """Record that the only running step was suspended; returns it and its seconds so far."""
-        step, seconds = self._stop(now, queues)
-        self.suspended += 1
-        self.suspended_s += seconds
-        return step, seconds
-
-    def _stop(self, now: float, queues: Queues) -> tuple[Step, float]:
+    def stop(self, now: float, queues: Queues, *, suspended: bool) -> tuple[Step, float]:
+        """Record that the only running step was suspended or aborted; returns it and its seconds so
+        far."""
         (step,) = self._running
         self._running.clear()
         seconds = now - step.began_s
         _note_waits(step, seconds, queues)
+        if suspended:
+            self.suspended += 1
+            self.suspended_s += seconds
+        else:
+            self.aborted += 1
+            self.aborted_s += seconds
         if self._yields_since_s is not None:
             waited_s = now - self._yields_since_s
             self._yields[bisect.bisect_left(_YIELD_BOUNDS_S, waited_s)] += 1
@@ -328,7 +322,7 @@ def _note_waits(step: Step, seconds: float, queues: Queues) -> bool:
 
 
 def _blocked(
-    packing: Packing[RequestState],
+    packing: Packing,
     queues: Queues,
     behind: Mapping[ServiceClass, Collection[str]],
 ) -> dict[tuple[ServiceClass, str], str]:
@@ -349,9 +343,7 @@ def _blocked(
     return found
 
 
-def _idle(
-    packing: Packing[RequestState], running: Sequence[RequestState]
-) -> list[tuple[RequestState, str]]:
+def _idle(packing: Packing, running: Sequence[RequestState]) -> list[tuple[RequestState, str]]:
     """See Step. running: after the commit, so that all selected requests are among them."""
     if len(running) == len(packing.selected):
         return []
@@ -364,6 +356,6 @@ def _idle(
     ]
 
 
-def _why_stopped(packing: Packing[RequestState], service_class: ServiceClass) -> str:
+def _why_stopped(packing: Packing, service_class: ServiceClass) -> str:
     stop = packing.urgent_stop if service_class is ServiceClass.RT else packing.best_effort_stop
     return stop or "turn"

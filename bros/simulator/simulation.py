@@ -82,7 +82,7 @@ class Disturbance:
 
 
 def load_of(plan: StepPlan) -> StepLoad:
-    """The same as StepLoad.add and add_rest for every chunk, inlined because it is the hot path."""
+    """The same as StepLoad.add for every chunk, inlined because it is the hot path."""
     tokens = rows = context = samples = 0
     pairs = 0.0
     continuing = plan.chunks[-1].kept is not None
@@ -106,7 +106,7 @@ def load_of(plan: StepPlan) -> StepLoad:
     for chunk in plan.chunks if continuing else ():
         if chunk.kept is not None:
             done = share_done(chunk.kept.layer, SAFEPOINTS)
-            load.add_rest(len(chunk.token_ids), chunk.start, chunk.sample is not None, done)
+            load.add(len(chunk.token_ids), chunk.start, chunk.sample is not None, done=done)
     if plan.copies is not None:
         load.swap_tokens = len(plan.copies)
         load.swap_out_tokens = len(plan.copies.out_device)

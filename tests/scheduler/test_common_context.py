@@ -122,7 +122,7 @@ def test_what_is_counted_is_what_the_plan_says(
     rule = Grouping(BLOCK_SIZE, min_blocks, min_rows, step_blocks)
     items = [Item(str(i), 1, BLOCK_SIZE * len(p) + 1) for i, p in enumerate(population)]
     memory = Tree({str(i): path for i, path in enumerate(population)}, {i.name for i in items})
-    common: CommonContext[Item] = CommonContext(memory, predicting(rule))
+    common: CommonContext = CommonContext(memory, predicting(rule))
     rows: list[Item] = []
     total = 0
     for item in data.draw(st.permutations(items)):
@@ -232,7 +232,7 @@ def check_load(
     rule: Grouping,
     bounds: Bounds,
     free: int,
-) -> Packing[Item]:
+) -> Packing:
     """Pack a step, and count again what is in it."""
     memory = Tree(known, {item.name for item in (*urgent, *best_effort) if item.running}, free)
     predictor = predicting(rule)
@@ -249,7 +249,7 @@ def check_load(
     return packing
 
 
-def alike(rows: int, grouping: Grouping | None, due_s: float) -> Packing[Item]:
+def alike(rows: int, grouping: Grouping | None, due_s: float) -> Packing:
     """Of rows with ten blocks in common."""
     path = tuple("abababababab"[:10])
     items = [Item(str(i), 1, 10 * BLOCK_SIZE, NOW + due_s) for i in range(rows)]

@@ -73,7 +73,7 @@ def test_running_sums_equal_a_full_evaluation(batch: list[Chunk], rng: random.Ra
         load.add(*chunk)
         inside.append(chunk)
         if rng.random() < 0.4:
-            load.remove(*inside.pop(rng.randrange(len(inside))))
+            load.add(*inside.pop(rng.randrange(len(inside))), sign=-1)
         assert sums(load) == evaluated(inside)
 
 
@@ -88,19 +88,19 @@ def test_chunks_that_are_done_in_part_come_and_go_without_a_trace(
     load, whole = load_of(*batch), load_of(*batch)
     before = sums(load)
     for chunk, done in parts:
-        load.add_rest(*chunk[:3], done / 64)
+        load.add(*chunk[:3], done=done / 64)
         whole.add(*chunk[:3])
         assert MODEL.seconds(load) <= MODEL.seconds(whole) + 1e-12
     for chunk, done in rng.sample(parts, len(parts)):
-        load.remove_rest(*chunk[:3], done / 64)
+        load.add(*chunk[:3], done=done / 64, sign=-1)
     assert sums(load) == before
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_the_rest_of_a_chunk_costs_its_part_of_the_layers_and_a_whole_sample(tokens: int) -> None:
     none, half, whole = StepLoad(), StepLoad(), StepLoad()
-    none.add_rest(tokens, 100, True, 0.0)
-    half.add_rest(tokens, 100, True, 0.5)
+    none.add(tokens, 100, True)
+    half.add(tokens, 100, True, done=0.5)
     whole.add(tokens, 100, True)
     assert sums(none) == sums(whole)
     model = replace(MODEL, hinges=(), padding=())
@@ -338,7 +338,7 @@ def test_without_bends_prices_say_what_the_model_says(
     found = prices.prefill_s(tokens + 1, context) + halves_s
     assert found == pytest.approx(beside, rel=1e-6, abs=1e-9)
     load = StepLoad()
-    load.add_row(context)
+    load.add_rows(1, context)
     row_s = model.seconds(load)
     assert prices.decode_s(1, context + 1) == pytest.approx(row_s)
 

@@ -25,7 +25,7 @@ def packed(
     *best_effort: Item,
     urgent: tuple[Item, ...] = (),
     bounds: Bounds | None = None,
-) -> Packing[Item]:
+) -> Packing:
     bounds = bounds or Bounds(rows=16, tokens=1000)
     return pack(urgent, best_effort, bounds, Blocks(), predictor(model), now=0.0)
 

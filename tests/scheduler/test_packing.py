@@ -46,7 +46,7 @@ def run(
     best_effort: Sequence[Item] = (),
     bounds: Bounds = LOOSE,
     memory: Blocks | None = None,
-) -> Packing[Item]:
+) -> Packing:
     """One step with predictions. Deadlines of the items are seconds from NOW."""
 
     def absolute(items: Sequence[Item]) -> list[Item]:

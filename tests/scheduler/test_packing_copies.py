@@ -23,13 +23,11 @@ COPYING = dataclasses.replace(
 BOUNDS = Bounds(rows=8, tokens=256)
 
 
-def packed(
-    urgent: list[Item], best_effort: list[Item], memory: Blocks, bounds: Bounds
-) -> Packing[Item]:
+def packed(urgent: list[Item], best_effort: list[Item], memory: Blocks, bounds: Bounds) -> Packing:
     return pack(urgent, best_effort, bounds, memory, predictor(COPYING), 0.0)
 
 
-def seconds(packing: Packing[Item], copied: int) -> float:
+def seconds(packing: Packing, copied: int) -> float:
     """The step by the model, on the safe side."""
     load = StepLoad()
     for item, count in packing.selected:

@@ -83,7 +83,7 @@ class PinsMachine(RuleBasedStateMachine):
         if not hasattr(self, "pins"):
             return
         self.pins.check_integrity()
-        assert len(self.pins) == len(self.entries)
+        assert len(self.pins._entries) == len(self.entries)
         assert self.cache.pinned == self.expected()
 
     def teardown(self) -> None:

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from bros.core.config import POLICIES, EngineConfig
 from bros.core.request import FinishReason, Hints, RequestGroup, ServiceClass, Slo
+from bros.kvcache.manager import KvCacheManager
 from bros.scheduler.build import best_effort_yields, unused_options
 from bros.scheduler.cost_model import StepTimePredictor
 from bros.scheduler.packing import Packing, Rules
-from bros.scheduler.policies.bros import BrosPolicy, BrosSettings, Capacity, OverloadGuard
+from bros.scheduler.policies.bros import BrosPolicy, BrosSettings, OverloadGuard
 from bros.scheduler.state import Queues, RequestState
 from support.scheduling import MODEL, request
 from support.tier import examples
@@ -101,7 +102,7 @@ _RULES = Rules()
 def policy(rows: int = 100, rules: Rules = _RULES) -> BrosPolicy:
     predictor = StepTimePredictor(MODEL)
     settings = BrosSettings(rows=rows, tokens=256, rules=rules)
-    guard = OverloadGuard("late", predictor, Capacity(8, 1000), lambda state: 10)
+    guard = OverloadGuard("late", predictor, 8, KvCacheManager(250, 4), lambda state: 10)
     return BrosPolicy(settings, predictor, guard, lambda state: 10)
 
 
@@ -259,7 +260,7 @@ def test_the_tightest_objective_of_the_last_minute_counts() -> None:
     """Not the tightest one ever, and not none as soon as that is forgotten."""
     settings = BrosSettings(rows=8, tokens=64, ttft_s=0.4, tpot_s=0.4, rt_wait=0.5)
     predictor = StepTimePredictor(MODEL)
-    guard = OverloadGuard("late", predictor, Capacity(8, 1000), lambda state: 10)
+    guard = OverloadGuard("late", predictor, 8, KvCacheManager(250, 4), lambda state: 10)
     bros = BrosPolicy(settings, predictor, guard, lambda state: 10)
     queues, found = Queues(), []
     for at_s, ttft_s in ((0.0, 0.25), (30.0, 0.3), (50.0, 0.4), (59.0, None), (61.0, None),

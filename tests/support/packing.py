@@ -158,15 +158,15 @@ def rest_seconds(item: Item, count: int) -> float:
     return seconds([(after, rest)]) / SAFETY
 
 
-def urgent_part(packing: Packing[Item]) -> list[tuple[Item, int]]:
+def urgent_part(packing: Packing) -> list[tuple[Item, int]]:
     return packing.selected[: packing.num_urgent]
 
 
-def best_effort_part(packing: Packing[Item]) -> list[tuple[Item, int]]:
+def best_effort_part(packing: Packing) -> list[tuple[Item, int]]:
     return packing.selected[packing.num_urgent :]
 
 
-def replaced_rows(packing: Packing[Item]) -> list[tuple[Item, int]]:
+def replaced_rows(packing: Packing) -> list[tuple[Item, int]]:
     """Urgent decode rows that gave their places in the batch to best-effort work."""
     passed_over = packing.passed_over
     return [(item, 1) for item, why in passed_over if why == "rows" and item.remaining == 1]
@@ -176,7 +176,7 @@ def names(chosen: Chosen) -> list[str]:
     return [item.name for item, _ in chosen]
 
 
-def check_resources(packing: Packing[Item], bounds: Bounds, free_blocks: int) -> None:
+def check_resources(packing: Packing, bounds: Bounds, free_blocks: int) -> None:
     """Constraints (7) and (8), the token budget, and that the sums are the right ones."""
     chosen = packing.selected
     assert len({item.name for item, _ in chosen}) == len(chosen), "selected twice"
@@ -192,7 +192,7 @@ def check_resources(packing: Packing[Item], bounds: Bounds, free_blocks: int) ->
         assert item.remaining == 1, "only decode rows may exceed the batch size"
 
 
-def check_deadlines(packing: Packing[Item], bounds: Bounds, now: float) -> None:
+def check_deadlines(packing: Packing, bounds: Bounds, now: float) -> None:
     """Constraint (6): a request that could be on time when it was chosen is so in the final step.
 
     Follows the urgent part from the front: `limit_s` is what those before allow. Prompts must be

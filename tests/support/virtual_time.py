@@ -28,7 +28,7 @@ def plan_seconds(plan: StepPlan, model: CostModel = MODEL, only: set[str] | None
         if chunk.kept is None:
             load.add(*size)
         else:
-            load.add_rest(*size, share_done(chunk.kept.layer, LAYERS))
+            load.add(*size, done=share_done(chunk.kept.layer, LAYERS))
     return model.seconds(load)
 
 

@@ -38,8 +38,6 @@ class Policy(ABC):
     """Orders requests and bounds steps; never allocates. A policy that only orders requests says
     nothing about the rest.
 
-    best_effort_yields: whether best-effort work gets only the time and memory that real-time
-        requests leave.
     new_requests_preempt: whether requests that hold no KV memory may preempt others.
     aborts_steps: whether `yields` may ever return True.
     predictor: predicts step times; None if the policy does not use them.
@@ -49,7 +47,6 @@ class Policy(ABC):
     """
 
     name = "base"
-    best_effort_yields = False
     new_requests_preempt = True
     aborts_steps = False
     predictor: StepTimePredictor | None = None
@@ -76,7 +73,7 @@ class Policy(ABC):
 
     def yields(
         self,
-        packing: Packing[RequestState],
+        packing: Packing,
         began_s: float,
         newcomers: Sequence[Newcomer],
         now: float,
@@ -93,22 +90,22 @@ class Policy(ABC):
 
     # Events; nothing happens by default.
 
-    def on_step_committed(self, packing: Packing[RequestState], queues: Queues) -> None:
+    def on_step_committed(self, packing: Packing, queues: Queues) -> None:
         """A step is going to run. queues: before its requests leave them."""
         return
 
-    def on_step_done(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
+    def on_step_done(self, packing: Packing, seconds: float, be_waits: bool) -> None:
         """A step took `seconds`; be_waits: best-effort work waited during it.
 
         With async scheduling, the next step may be planned already.
         """
         return
 
-    def on_step_aborted(self, packing: Packing[RequestState], seconds: float) -> None:
+    def on_step_aborted(self, packing: Packing, seconds: float) -> None:
         """A step was aborted after `seconds`; none of its tokens counts."""
         raise AssertionError("this policy never aborts a step")
 
-    def on_step_suspended(self, packing: Packing[RequestState], seconds: float) -> None:
+    def on_step_suspended(self, packing: Packing, seconds: float) -> None:
         """A step was suspended after `seconds`."""
         raise AssertionError("this policy never suspends a step")
 

@@ -106,7 +106,7 @@ class RoundRobinPolicy(OrderPolicy):
             exclusive=True,
         )
 
-    def on_step_committed(self, packing: Packing[RequestState], queues: Queues) -> None:
+    def on_step_committed(self, packing: Packing, queues: Queues) -> None:
         served = self._next if packing.num_urgent else _other(self._next)
         self._next = _other(served)
 

@@ -23,10 +23,10 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from bros.core.request import ServiceClass
 from bros.scheduler.shares import TenantShares
@@ -59,13 +59,14 @@ class _Place:
     num_open: int = 0
 
 
-class StartOrder(Protocol):
+class StartOrder(ABC):
     """The order in which the best-effort requests of one tenant start that are not pressing."""
 
+    @abstractmethod
     def key(self, state: RequestState, now: float) -> Rank:
         """Position in the queue; unique."""
-        ...
 
+    @abstractmethod
     def first(
         self, waiting: Sequence[RequestState], span: range, count: int, now: float
     ) -> Sequence[RequestState]:
@@ -73,19 +74,18 @@ class StartOrder(Protocol):
 
         waiting: sorted by key; only requests with an index in `span` count.
         """
-        ...
 
     def started(self, states: Iterable[RequestState]) -> None:
         """These requests have started."""
-        ...
+        return
 
     def ended(self, state: RequestState, now: float) -> None:
         """A request of either class has ended; the order may never have seen it."""
-        ...
+        return
 
 
-class BestEffortOrder:
-    """Implements StartOrder by keys alone; remembers each place for `max_wait_s` seconds."""
+class BestEffortOrder(StartOrder):
+    """Orders by keys alone; remembers each place for `max_wait_s` seconds."""
 
     def __init__(self, max_wait_s: float) -> None:
         self._max_wait_s = max_wait_s
@@ -117,9 +117,6 @@ class BestEffortOrder:
         self, waiting: Sequence[RequestState], span: range, count: int, now: float
     ) -> Sequence[RequestState]:
         return waiting[span.start : min(span.start + count, span.stop)]
-
-    def started(self, states: Iterable[RequestState]) -> None:
-        pass
 
     def ended(self, state: RequestState, now: float) -> None:
         for key in self._open.pop(state.request_id, ()):
@@ -276,8 +273,8 @@ _LOOKED_UP = 8
 """Waiting requests whose prompt is looked up again at each step."""
 
 
-class PrefixGroups:
-    """Implements StartOrder.
+class PrefixGroups(StartOrder):
+    """See above.
 
     look_up: updates `num_computed_tokens` of a waiting request.
     """
@@ -313,9 +310,6 @@ class PrefixGroups:
             if not self._round_left[group]:
                 self._round_left = _new_round()
             self._round_left[group] -= 1
-
-    def ended(self, state: RequestState, now: float) -> None:
-        pass
 
     def _look_up_some(self, window: Sequence[RequestState]) -> None:
         if self._next >= len(window):

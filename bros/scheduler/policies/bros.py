@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from bros.core.errors import OverloadedError
 from bros.core.request import ServiceClass
+from bros.kvcache.manager import KvCacheManager
 from bros.scheduler.cost_model import StepLoad, StepTimePredictor
 from bros.scheduler.packing import Bounds, Packing, Rules
 from bros.scheduler.policies.base import Policy, Proposal
@@ -297,35 +298,11 @@ _MIN_SHARE = 0.05
 _REFERENCE_TOKENS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """The capacity of the engine for running requests.
-
-    rows: most requests that run at once.
-    kv_tokens: tokens of KV memory.
-    shared_tokens: of one request, tokens in shared blocks.
-    all_shared_tokens: tokens in all shared blocks.
-    """
-
-    rows: int
-    kv_tokens: int
-    shared_tokens: Callable[[RequestState], int] = lambda state: 0
-    all_shared_tokens: Callable[[], int] = lambda: 0
-
-    def held_by(self, states: Sequence[RequestState]) -> int:
-        """KV tokens of these requests, where shared blocks count once."""
-        tokens = sum([state.num_computed_tokens for state in states])
-        all_shared = self.all_shared_tokens()
-        if not all_shared:
-            return tokens
-        shared = sum(map(self.shared_tokens, states))
-        return tokens - shared + min(shared, all_shared)
-
-
 class OverloadGuard:
     """Decides what happens to a real-time request that cannot meet its objectives.
 
     mode: late (serve it anyway), relegate (serve it as best-effort), reject (refuse it).
+    rows: most requests that run at once.
     expected_tokens: how many more tokens a request is likely to generate.
     """
 
@@ -333,12 +310,15 @@ class OverloadGuard:
         self,
         mode: str,
         predictor: StepTimePredictor,
-        capacity: Capacity,
+        rows: int,
+        kv: KvCacheManager,
         expected_tokens: Callable[[RequestState], int],
     ) -> None:
         self._mode = mode
         self._predictor = predictor
-        self.capacity = capacity
+        self._rows = rows
+        self._kv = kv
+        self._kv_tokens = kv.num_blocks * kv.block_size
         self._expected_tokens = expected_tokens
 
     def classify(
@@ -368,11 +348,10 @@ class OverloadGuard:
         predictor, slo = self._predictor, state.slo
         decode = StepLoad()
         running = queues.running_of[ServiceClass.RT]
-        for other in running:
-            decode.add_row(other.num_computed_tokens)
+        decode.add_rows(len(running), sum([other.num_computed_tokens for other in running]))
         decode_s = predictor.safe_seconds(decode)
         if slo.tpot_s is not None:
-            decode.add_row(state.prompt_len)
+            decode.add_rows(1, state.prompt_len)
             if predictor.safe_seconds(decode) > slo.tpot_s:
                 return predictor.safe_seconds(decode)
         if slo.ttft_s is None:
@@ -386,7 +365,9 @@ class OverloadGuard:
         tokens = sum(other.remaining for other in ahead)
         tokens += sum(other.remaining for other in running if other.remaining > 1)
         own_s = predictor.prefill_seconds(state.remaining, state.num_computed_tokens)
-        work_s = (self._prompts_s(tokens) + own_s) / share
+        # In steps with others.
+        ahead_s = tokens * predictor.added_prefill_seconds(_REFERENCE_TOKENS) / _REFERENCE_TOKENS
+        work_s = (ahead_s + own_s) / share
         start_s = self._start_wait_s([*ahead, state], running, max(step_s, decode_s))
         waited_s = now - state.record.arrival_s
         return waited_s + max(work_s, start_s + own_s) - slo.ttft_s
@@ -398,11 +379,11 @@ class OverloadGuard:
 
         Assumes that requests end at their expected length, and that no other request arrives.
         """
-        capacity = self.capacity
-        rows = capacity.rows - len(running)
-        tokens = capacity.kv_tokens - capacity.held_by(running) - sum(s.remaining for s in running)
+        shared_tokens = self._kv.num_shared_tokens
+        rows = self._rows - len(running)
+        tokens = self._kv_tokens - self._held_by(running) - sum(s.remaining for s in running)
         ends = [
-            (self._expected_tokens(s) * step_s, len(s.token_ids) - capacity.shared_tokens(s))
+            (self._expected_tokens(s) * step_s, len(s.token_ids) - shared_tokens(s.request_id))
             for s in running
         ]
         heapq.heapify(ends)
@@ -417,10 +398,23 @@ class OverloadGuard:
             heapq.heappush(ends, (end_s, needed))
         return start_s
 
-    def _prompts_s(self, tokens: int) -> float:
-        """Time of prompt tokens that are computed in steps with others."""
-        added_s = self._predictor.added_prefill_seconds(_REFERENCE_TOKENS)
-        return tokens * added_s / _REFERENCE_TOKENS
+    def held_share(self, states: Sequence[RequestState], count_from: float) -> float:
+        """The share of KV memory that these requests hold; shared blocks count once, unless the
+        share is at most `count_from` anyway."""
+        tokens = sum([state.num_computed_tokens for state in states])
+        if tokens / self._kv_tokens > count_from:
+            tokens = self._held_by(states)
+        return tokens / self._kv_tokens
+
+    def _held_by(self, states: Sequence[RequestState]) -> int:
+        """KV tokens of these requests, where shared blocks count once."""
+        kv = self._kv
+        tokens = sum([state.num_computed_tokens for state in states])
+        all_shared = kv.num_shared_blocks * kv.block_size
+        if not all_shared:
+            return tokens
+        shared = sum([kv.num_shared_tokens(state.request_id) for state in states])
+        return tokens - shared + min(shared, all_shared)
 
 
 # ---- Adaptive batch size: TCP's congestion control, with steps for round trips.
@@ -529,7 +523,6 @@ class BrosPolicy(Policy):
     """See the top of this file."""
 
     name = "bros"
-    best_effort_yields = True
     predictor: StepTimePredictor
     expected_tokens: Callable[[RequestState], int]
 
@@ -649,7 +642,7 @@ class BrosPolicy(Policy):
 
     def yields(
         self,
-        packing: Packing[RequestState],
+        packing: Packing,
         began_s: float,
         newcomers: Sequence[Newcomer],
         now: float,
@@ -687,7 +680,7 @@ class BrosPolicy(Policy):
             if done_s > newcomers[-1].due_s:
                 return False  # all others are late as well
             if done_s > due_s:
-                load.remove(tokens, 0, True)  # it is late anyway, and waits behind the others
+                load.add(tokens, 0, True, sign=-1)  # it is late anyway, and waits behind the others
                 continue
             after_s = ends_s + predictor.safe_seconds(load)
             if after_s > due_s and done_s <= latest_s:
@@ -696,12 +689,12 @@ class BrosPolicy(Policy):
                 return True
         return False
 
-    def on_step_aborted(self, packing: Packing[RequestState], seconds: float) -> None:
+    def on_step_aborted(self, packing: Packing, seconds: float) -> None:
         _let_wait(packing)
         self._used.take_back()
         self.on_work_lost(seconds)
 
-    def on_step_suspended(self, packing: Packing[RequestState], seconds: float) -> None:
+    def on_step_suspended(self, packing: Packing, seconds: float) -> None:
         _let_wait(packing)
         # By time and not by layers, as some rows may have continued at a later one.
         expected_s = packing.seconds / self.predictor.safety_factor
@@ -718,17 +711,17 @@ class BrosPolicy(Policy):
     def device_seconds(self, service_class: ServiceClass) -> Mapping[str, float]:
         return self._used.of[service_class].used_s
 
-    def on_step_done(self, packing: Packing[RequestState], seconds: float, be_waits: bool) -> None:
+    def on_step_done(self, packing: Packing, seconds: float, be_waits: bool) -> None:
         self._steps += 1
         weight = _TBAR_ALPHA if self._tbar_s else 1.0
         self._tbar_s += weight * (seconds - self._tbar_s)
         self._batch.on_step_done(violated=packing.violated, was_full=packing.full)
         self._save(packing)
         self._pay_share(packing, seconds)
-        if not be_waits and len(packing.selected) == packing.num_urgent:
+        if not (be_waits or packing.has_best_effort):
             self._credit_s = 0.0
 
-    def _pay_share(self, packing: Packing[RequestState], seconds: float) -> None:
+    def _pay_share(self, packing: Packing, seconds: float) -> None:
         """What a step adds to the time that may be lost, and that best-effort work is owed."""
         self._allowance_s = min(self._allowance_s + _LOST_SHARE * seconds, _MAX_LOST_S)
         best_effort_s = max(packing.seconds - packing.urgent_s, 0.0)
@@ -780,13 +773,12 @@ class BrosPolicy(Policy):
         When real-time requests fill the memory, new ones wait until they end, and best-effort work
         delays that.
         """
-        capacity = self._guard.capacity
-        used = capacity.held_by(running) / capacity.kv_tokens
+        used = self._guard.held_share(running, _CROWDED_FROM)
         return min(max((_CROWDED_TO - used) / (_CROWDED_TO - _CROWDED_FROM), 0.0), 1.0)
 
     # Best-effort
 
-    def on_step_committed(self, packing: Packing[RequestState], queues: Queues) -> None:
+    def on_step_committed(self, packing: Packing, queues: Queues) -> None:
         best_effort = packing.selected[packing.num_urgent :]
         self._order.started(s for s, _ in best_effort if not s.running and section(s) == _OTHERS)
         total_s = packing.seconds / self.predictor.safety_factor
@@ -800,7 +792,7 @@ class BrosPolicy(Policy):
             queues,
         )
 
-    def _save(self, packing: Packing[RequestState]) -> None:
+    def _save(self, packing: Packing) -> None:
         """Keep what best-effort work may add to a step and did not, until it covers a chunk.
 
         So a chunk that is longer than what one step allows comes once in some steps. If the next
@@ -841,7 +833,7 @@ class BrosPolicy(Policy):
         if some_missing:
             rows.sort(key=_tokens_to_restore)
         if some_suspended:
-            rows.sort(key=_is_whole)
+            rows.sort(key=lambda state: state.suspended is None)
         waiting, most = queues.waiting[ServiceClass.BE], self._settings.rows + 1
         pressing = min(most, bisect.bisect_left(waiting, _OTHERS, key=section))
         rest = iter(self._order.first(queues, pressing, most - pressing, now))
@@ -925,10 +917,10 @@ def _short_of_s(running: Iterable[RequestState]) -> float:
     return found
 
 
-def _let_wait(packing: Packing[RequestState]) -> None:
+def _let_wait(packing: Packing) -> None:
     """The step has yielded, so that the tokens of its urgent rows come later."""
     for state, _ in packing.selected[: packing.num_urgent]:
-        state.deadline_s = max(state.deadline_s, _latest_s(state))
+        state.deadline_s = _latest_s(state)
 
 
 def _latest_s(state: RequestState) -> float:
@@ -946,10 +938,6 @@ def _first_from(since_s: float, times_s: Iterable[float]) -> float:
 
 def _tokens_to_restore(state: RequestState) -> int:
     return state.num_missing
-
-
-def _is_whole(state: RequestState) -> bool:
-    return state.suspended is None
 
 
 def _has_deadline(state: RequestState) -> bool:
