@@ -16,8 +16,8 @@ import sqlalchemy as sa
 
 from bros.batch.database import BATCHES, FILES, Database
 from bros.batch.objects import OPEN_STATUSES, StoredFile, StoreFullError, is_storable
-from bros.core.durable import sync_folder
 from bros.core.errors import NotFoundError
+from bros.core.files import sync_folder
 from bros.core.tenants import (
     ALL_TENANTS,
     NO_LIMITS,

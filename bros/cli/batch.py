@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,8 +46,8 @@ from bros.cli.flags import DEFAULT_URL, BatchFlags, read_own, whole
 from bros.core.clock import Clock
 from bros.core.config import RT_SLOWDOWN
 from bros.core.config_sources import URL_VARIABLE, given_flags, load_config
-from bros.core.durable import sync_folder
 from bros.core.errors import BrosError, ConfigError, InvalidRequestError
+from bros.core.files import as_text, expand_user, sync_folder
 
 # ---- Writing results: to standard output, to devices, or atomically to files.
 
@@ -55,9 +56,18 @@ STDOUT = "-"
 NOT_A_FILE = "its folder does not exist, or it is a folder"
 
 
-def expand_user(text: str) -> Path:
-    """`text` with ~ expanded; unlike Path.expanduser it never raises."""
-    return Path(os.path.expanduser(text))
+def check_input(text: str) -> Path:
+    """The file of requests, which is read more than once. Raises ConfigError if it cannot be."""
+    path = expand_user(text)
+    try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            what = "it is a folder" if stat.S_ISDIR(mode) else "it is not a file, such as a pipe"
+            raise ConfigError(f"{path} cannot be read: {what}")
+        path.open("rb").close()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    return path
 
 
 def check_writable(flag: str, text: str | None) -> Path | str | None:
@@ -281,7 +291,7 @@ class _Command:
         return actions[self.action]()
 
     def _submit(self) -> int:
-        own, path = self.own, expand_user(self.own.file)
+        own, path = self.own, check_input(self.own.file)
         window, rt_slowdown = _window(own.window), _rt_slowdown(own.rt_slowdown)
         metadata = _metadata(own.metadata)
         target = check_writable("-o", own.output)
@@ -515,6 +525,8 @@ def _metadata(pairs: list[str]) -> dict[str, str]:
             raise ConfigError(f"--metadata: {pair!r} is not KEY=VALUE")
         if key in found:
             raise ConfigError(f"--metadata: {key} is given twice")
+        if pair != as_text(pair):
+            raise ConfigError(f"--metadata: {pair!r} is not UTF-8")
         found[key] = value
     return found
 

@@ -24,6 +24,7 @@ from bros.batch.objects import BatchStatus
 from bros.cli.remote import auth_headers, base_url, error_message
 from bros.core.clock import Clock
 from bros.core.errors import BrosError, ConfigError
+from bros.core.files import as_text
 
 _CONNECT_TIMEOUT_S = 10.0
 _ANSWER_TIMEOUT_S = 30.0
@@ -140,11 +141,11 @@ class BatchClient:
         on_read: called with the number of bytes of each piece.
         """
         with path.open("rb", buffering=0) as file, self._readable_errors():
-            counted = _Counted(file, on_read)
+            counted, name = _Counted(file, on_read), as_text(path.name)
             response = self._http.post(
                 "files",
                 data={"purpose": "batch"},
-                files={"file": (path.name, io.BufferedReader(counted), "application/jsonl")},
+                files={"file": (name, io.BufferedReader(counted), "application/jsonl")},
                 timeout=httpx.Timeout(_UPLOAD_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S),
             )
             return str(_body(response)["id"])

@@ -68,6 +68,7 @@ from bros.core.clock import Clock
 from bros.core.config import POLICIES, Config, TenantNumber
 from bros.core.config_sources import given_flags, load_config, options_of
 from bros.core.errors import BrosError, ConfigError
+from bros.core.files import expand_user
 from bros.core.request import Slo
 from bros.executor.model_store import default_cache_dir, resolve_model
 from bros.server.tenants import load_tenants
@@ -152,7 +153,7 @@ def read_settings(
             be_as=_choice("--be-as", BeAs, own.be_as),
         ),
         server_arguments=tuple(server_arguments),
-        out=Path(own.out).expanduser(),
+        out=expand_user(own.out),
         append=own.append,
     )
 
@@ -403,7 +404,7 @@ def run_bench(
     console = table_console(console)
     report_only = read_own(BenchFlags, args).report_only
     if report_only is not None:
-        folder = Path(report_only).expanduser()
+        folder = expand_user(report_only)
         result = _read("--report-only", folder)
         write_report(folder, result)
     else:
@@ -416,7 +417,7 @@ def run_bench(
 
 def _measure(settings: BenchSettings, clock: Clock, console: Console) -> BenchResult:
     data_dir = settings.config.server.data_dir
-    cache_dir = Path(data_dir).expanduser() if data_dir else default_cache_dir()
+    cache_dir = expand_user(data_dir) if data_dir else default_cache_dir()
     files = resolve_model(settings.config.engine.model, cache_dir, console.print)
     bench = _Bench(settings, Tokenizer.load(files.folder), clock, console)
     asyncio.run(bench.run())

@@ -10,6 +10,7 @@ from pathlib import Path
 from bros.core.clock import Clock
 from bros.core.config import Config, EngineConfig
 from bros.core.errors import ConfigError
+from bros.core.files import expand_user
 from bros.core.rank_env import RankEnv
 from bros.engine.group import Group
 from bros.executor.model_store import ModelFiles, cache_dir_of, resolve_model
@@ -33,7 +34,7 @@ def run_profile(
     RanksLostError.
     """
     cache_dir = cache_dir_of(config.server.data_dir)
-    folder = Path(out).expanduser() if out else checkout_profiles() or cache_dir / "profiles"
+    folder = expand_user(out) if out else checkout_profiles() or cache_dir / "profiles"
     _check_writable(folder)  # fail before minutes of measuring
     device = choose_target(config.engine, find_cuda()).device.type
     tokens = max(config.engine.step_bounds(device).tokens, STEP_TOKENS)

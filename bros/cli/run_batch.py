@@ -22,9 +22,11 @@ from bros.batch.objects import DAY_S, MAX_WINDOW_S, Batch, BatchStatus, StoredFi
 from bros.batch.rows import BadRowError, parse_row
 from bros.batch.store import Store, open_store
 from bros.cli.batch import (
-    NOT_A_FILE,
     NOT_COMPLETED,
     SOME_ROWS_FAILED,
+    STDOUT,
+    check_input,
+    check_writable,
     first_url,
     write_atomically,
 )
@@ -32,7 +34,8 @@ from bros.cli.batch_client import RemoteBatch, Retrier, counts, end_summary, pro
 from bros.cli.flags import RunBatchFlags, read_own
 from bros.core.clock import Clock
 from bros.core.config import Config
-from bros.core.errors import ConfigError, EngineDeadError
+from bros.core.errors import BrosError, ConfigError, EngineDeadError
+from bros.core.files import as_text, expand_user
 from bros.core.tenants import TenantLimits
 from bros.server.batches.schema import BatchObject
 from bros.server.build import local_jobs, served_name
@@ -55,16 +58,17 @@ def run_batch_here(
     """
     console = console or Console(stderr=True)
     own = read_own(RunBatchFlags, args)
-    source, target = Path(own.input).expanduser(), Path(own.target).expanduser()
+    source, target, found = check_input(own.input), expand_user(own.target), None
+    if own.target == STDOUT or (found := check_writable("OUTPUT", own.target)) is None:
+        raise ConfigError(f"OUTPUT: {own.target!r} is not the name of a file")
+    if target.is_symlink():
+        target = Path(found)  # what it points to is replaced, and not the link
     endpoint = own.endpoint or first_url(source)
-    if target.is_dir() or not target.absolute().parent.is_dir():
-        raise ConfigError(f"{target} cannot be written: {NOT_A_FILE}")
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{target} is the input; name another file")
-    partial = _partial(target)
-    if not partial.exists() and target.exists() and not own.overwrite:
+    if target.exists() and not own.overwrite:
         return _existing(target, source, endpoint, console)
-    with _locked(partial):
+    with _locked(_partial(target)):
         wanted = RequestedRun(source, endpoint, served_name(config))
         return _run_to_end(config, wanted, target, clock, console)
 
@@ -105,9 +109,15 @@ def _existing(target: Path, source: Path, endpoint: str, console: Console) -> in
 
 @contextlib.contextmanager
 def _locked(partial: Path) -> Iterator[None]:
-    """Holds the lock of the folder. Raises ConfigError if another process has it."""
-    partial.mkdir(exist_ok=True, mode=0o700)
-    with (partial / "lock").open("w") as lock:
+    """Holds the lock of the folder. Raises ConfigError if another process has it, or if it cannot
+    be made."""
+    with contextlib.ExitStack() as stack:
+        try:
+            partial.mkdir(exist_ok=True, mode=0o700)
+            lock = stack.enter_context((partial / "lock").open("w"))
+        except OSError as error:
+            message = f"OUTPUT: {partial} cannot be written: {error.strerror}"
+            raise ConfigError(message) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -129,6 +139,7 @@ def _run_to_end(
 ) -> int:
     partial = _partial(target)
     store = open_store(partial, option="the output file")
+    is_done = False
     try:
         store.batches.release()  # of a run that was killed
         batch = _resumable(store, wanted, partial) or begin(store, wanted, clock)
@@ -136,13 +147,26 @@ def _run_to_end(
             asyncio.run(_run(config, store, batch, clock, console))
             batch = store.batches.get(_TENANT, batch.id)
         status = _conclude(store, batch, target, console)
-        shutil.rmtree(partial)
+        is_done = True
         return status
     except KeyboardInterrupt:
         console.print("Interrupted; run the same command to continue.", highlight=False)
         raise
     finally:
+        # What has no answers yet is made again by the next run, with whatever options that has.
+        is_done = is_done or _has_no_answers(store)
         store.close()
+        if is_done:
+            shutil.rmtree(partial)
+
+
+def _has_no_answers(store: Store) -> bool:
+    """False also if the store cannot be read now."""
+    try:
+        batches, _ = store.batches.page(_TENANT, Page(limit=1))
+    except BrosError:
+        return False
+    return not any(batch.completed or batch.failed for batch in batches)
 
 
 def _resumable(store: Store, wanted: RequestedRun, partial: Path) -> Batch | None:
@@ -175,13 +199,13 @@ def begin(store: Store, wanted: RequestedRun, clock: Clock) -> Batch:
             tenant=_TENANT,
             digest=body.digest,
             num_bytes=body.num_bytes,
-            filename=wanted.source.name,
+            filename=as_text(wanted.source.name),
             purpose="batch",
             created_at=int(now),
         )
         store.files.add(body, kept)
     batch = Batch(
-        id=wanted.source.name,
+        id=as_text(wanted.source.name),
         tenant=_TENANT,
         served_model=wanted.model,
         endpoint=wanted.endpoint,

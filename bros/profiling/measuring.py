@@ -13,6 +13,7 @@ from pathlib import Path
 from bros.core.clock import Clock
 from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError
+from bros.core.files import expand_user
 from bros.core.interfaces import EngineInfo, Executor, Grouping, LaunchingExecutor, find_launcher
 from bros.core.machine import available_cores
 from bros.core.plan import Chunk, KvCopies, SampleSpec, SharedPrefix, StepPlan
@@ -570,7 +571,7 @@ def step_time_model(
     """
     key = profile_key(config, info)
     if config.profile is not None:
-        return _load_given(Path(config.profile).expanduser(), key, report).model
+        return _load_given(expand_user(config.profile), key, report).model
     found = find_profile(folders, key, report, _quick_tokens(config, info), _versions())
     if found is not None:
         return found.model

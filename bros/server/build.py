@@ -25,6 +25,7 @@ from bros.core.collector import Collector
 from bros.core.config import Config, EngineConfig, ServerConfig
 from bros.core.errors import ConfigError, EngineDeadError
 from bros.core.fair import FairGate, FairThreads
+from bros.core.files import expand_user
 from bros.core.interfaces import EngineClient, EngineInfo
 from bros.core.request import CHAT_SAMPLING, IdGenerator, ServiceClass
 from bros.core.tenants import TenantAccounts
@@ -408,8 +409,8 @@ def _open_store(config: ServerConfig) -> Store:
 def _store_folder(config: ServerConfig) -> Path:
     """The folder of the store's files."""
     if config.store is not None and "://" not in config.store:
-        return Path(config.store).expanduser()
-    return Path(config.data_dir).expanduser() if config.data_dir else default_data_dir()
+        return expand_user(config.store)
+    return expand_user(config.data_dir) if config.data_dir else default_data_dir()
 
 
 def _print(line: str) -> None:

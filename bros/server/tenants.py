@@ -12,12 +12,12 @@ import hmac
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from bros.core.clock import Clock
 from bros.core.config import RT_SLOWDOWN, WEIGHT, EngineConfig, ServerConfig, parse_bytes
 from bros.core.errors import ConfigError
+from bros.core.files import expand_user
 from bros.core.interfaces import MAX_TRACES
 from bros.core.tenants import LIMIT_NAMES, NO_LIMITS, TenantAccounts, TenantLimits
 from bros.semantic.service.live import SessionSettings
@@ -169,7 +169,7 @@ def load_tenants(config: ServerConfig) -> Tenants:
     if config.api_keys is None:
         return Tenants(keys)
     try:
-        lines = Path(config.api_keys).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = expand_user(config.api_keys).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--api-keys: cannot read {config.api_keys}: {error}") from error
     limits = {}
@@ -212,7 +212,7 @@ def public_texts(config: ServerConfig) -> list[str]:
     texts = []
     for name in filter(None, map(str.strip, (config.public_prefix or "").split(","))):
         try:
-            texts.append(Path(name).expanduser().read_text(encoding="utf-8").rstrip("\n"))
+            texts.append(expand_user(name).read_text(encoding="utf-8").rstrip("\n"))
         except OSError as error:
             raise ConfigError(f"--public-prefix: cannot read {name}: {error.strerror}") from error
         except UnicodeDecodeError as error:

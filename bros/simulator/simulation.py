@@ -24,6 +24,7 @@ from bros.core.clock import ManualClock
 from bros.core.config import EngineConfig
 from bros.core.config_sources import near_matches
 from bros.core.errors import ConfigError, OverloadedError, QueueFullError
+from bros.core.files import expand_user
 from bros.core.interfaces import EngineInfo, EngineStats
 from bros.core.plan import Chunk, SampledToken, StepPlan, StepResult, SuspendedStep
 from bros.core.request import (
@@ -639,7 +640,7 @@ def read_profile(text: str, folders: Sequence[Path]) -> Profile:
     folders: searched for names, the first match wins.
     Raises ConfigError, with similar names, if there is none or it cannot be used.
     """
-    path = Path(text).expanduser()
+    path = expand_user(text)
     if path.is_file():
         return load_profile(path)
     stored = stored_profiles(folders)

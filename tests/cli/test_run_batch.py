@@ -217,7 +217,14 @@ def test_what_is_answered_is_written_even_if_the_rest_cannot_be(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("none.jsonl", "out.jsonl"), "none.jsonl cannot be read"),
+        (("none.jsonl", "out.jsonl"), "none.jsonl cannot be read: No such file"),
+        (("none.jsonl", "out.jsonl", "--endpoint", COMPLETIONS), "none.jsonl cannot be read"),
+        (("~nobody/none.jsonl", "out.jsonl"), "none.jsonl cannot be read: No such file"),
+        ((".", "out.jsonl", "--endpoint", COMPLETIONS), "cannot be read: it is a folder"),
+        (("/dev/null", "out.jsonl"), "/dev/null cannot be read: it is not a file"),
+        (("in.jsonl", "o" * 255), "cannot be written"),
+        (("in.jsonl", "/proc/out.jsonl"), "cannot be written"),
+        (("in.jsonl", "-"), "is not the name of a file"),
         (("in.jsonl", "no/such/out.jsonl"), "cannot be written"),
         (("in.jsonl", "."), "cannot be written"),
         (("in.jsonl", "./in.jsonl"), "is the input"),
@@ -227,12 +234,50 @@ def test_files_that_cannot_be_used(
     model: Path,
     folder: Path,
     capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, str],
+    arguments: tuple[str, ...],
     message: str,
 ) -> None:
     write(folder / "in.jsonl", row(1))
     assert run(model, *arguments) == 2
     assert message in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["in.jsonl"]
+
+
+def test_a_run_that_fails_before_its_first_answer_leaves_nothing(
+    model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder / "in.jsonl", row(1))
+    assert run(model, "in.jsonl", "out.jsonl", "--max-model-len", "1000000") == 2
+    assert "max-model-len" in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["in.jsonl"]
+
+
+def test_another_file_is_not_overwritten_by_a_run_that_goes_on(
+    model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun(folder, write(folder / "in.jsonl", row(1), row(2)), model)
+    (folder / "out.jsonl").write_text("precious")
+    assert run(model, "in.jsonl", "out.jsonl") == 2
+    assert "out.jsonl exists and is not the output for in.jsonl" in capsys.readouterr().err
+    assert (folder / "out.jsonl").read_text() == "precious"
+    assert run(model, "in.jsonl", "out.jsonl", "--overwrite") == 0
+    first, _ = lines(folder / "out.jsonl")
+    assert first["response"]["body"] == {"made": "before"}
+
+
+def test_a_link_stays_and_its_target_is_written(model: Path, folder: Path) -> None:
+    write(folder / "in.jsonl", row(1))
+    (folder / "link.jsonl").symlink_to("real.jsonl")
+    assert run(model, "in.jsonl", "link.jsonl") == 0
+    assert (folder / "link.jsonl").is_symlink()
+    assert len(lines(folder / "real.jsonl")) == 1
+
+
+def test_a_name_that_is_not_utf8(model: Path, folder: Path) -> None:
+    name = os.fsdecode(b"in\xff.jsonl")
+    write(folder / name, row(1))
+    assert run(model, name, "out.jsonl") == 0
+    assert len(lines(folder / "out.jsonl")) == 1
 
 
 def test_what_was_written_is_on_the_disk_before_its_store_is_removed(

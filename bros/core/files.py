@@ -1,0 +1,25 @@
+"""Paths that users name, and names that outlast a power failure."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def expand_user(text: str | Path) -> Path:
+    """The path with ~ expanded; unlike Path.expanduser it never raises."""
+    return Path(os.path.expanduser(text))
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to the disk, as after a rename. Raises OSError."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def as_text(name: str) -> str:
+    """The name of a file, which may have any bytes, with U+FFFD for those that are not UTF-8."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
