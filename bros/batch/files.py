@@ -15,7 +15,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from bros.batch.database import BATCHES, FILES, Database
-from bros.batch.objects import OPEN_STATUSES, StoredFile, StoreFullError, is_storable
+from bros.batch.objects import OPEN_STATUSES, NoRoomError, StoredFile, StoreFullError, is_storable
 from bros.core.errors import NotFoundError
 from bros.core.files import sync_folder
 from bros.core.tenants import (
@@ -228,7 +228,7 @@ class FileStore:
         together: TenantLimits,
     ) -> None:
         """Raises TenantLimitError or OverTenantLimitError if the results of a tenant's batches may
-        not have so many bytes more beside its files, and StoreFullError if the files and results of
+        not have so many bytes more beside its files, and NoRoomError if the files and results of
         all tenants may not."""
         if limits.file_bytes is not None:
             _, used_bytes = _held(connection, tenant, now)
@@ -236,7 +236,7 @@ class FileStore:
         if together.file_bytes is not None:
             _, used_bytes = _held(connection, None, now)
             if used_bytes + num_bytes > together.file_bytes:
-                raise StoreFullError(
+                raise NoRoomError(
                     f"files and results of batches have {used_bytes} bytes, and the server's limit "
                     f"is {together.file_bytes} (--max-file-bytes)"
                 )

@@ -214,6 +214,10 @@ class StoreFullError(BrosError):
     """The disk is full (HTTP 507). Nothing was stored."""
 
 
+class NoRoomError(StoreFullError):
+    """The files and results of all tenants leave no room for more results (--max-file-bytes)."""
+
+
 class StoreError(BrosError):
     """The store cannot be opened or used."""
 

@@ -35,6 +35,7 @@ from bros.batch.objects import (
     Lease,
     LeaseLostError,
     LineError,
+    NoRoomError,
     RowInterruptedError,
     RowOutcome,
     RowPostponedError,
@@ -392,11 +393,13 @@ class RunnerContext:
     async def persist(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Do blocking work on a thread, retrying while the store is unavailable or full.
 
-        Raises StoreError for a permanent failure, and what else `work` raises.
+        Raises StoreError for a permanent failure, and what else `work` raises, such as NoRoomError.
         """
         for pause_s in _pauses():
             try:
                 return await self.io(work, *args, **kwargs)
+            except NoRoomError:
+                raise
             except (StoreUnavailableError, StoreFullError) as error:
                 if pause_s < _MAX_PAUSE_S:  # else it was said a few times
                     logger.warning("retrying in %.1f s: %s", pause_s, error)
@@ -563,7 +566,8 @@ class Job:
                 working.result()
                 reason = None
             else:
-                reason = self._stopped.result() if self._stopped.done() else StopReason.EXPIRED
+                self.stop(StopReason.EXPIRED)  # unless there is a reason already
+                reason = self._stopped.result()
                 await _cancel_all(working)
             flush_s = _FLUSH_TIMEOUT_S if reason is StopReason.HANDOVER else None
             stored = asyncio.ensure_future(self._unstored.join())
@@ -674,34 +678,64 @@ class Job:
             self._let_go(sum(outcome.num_bytes for outcome in outcomes))
 
     async def _store(self, outcomes: Sequence[RowOutcome]) -> None:
-        """If the tenant may not store so much more, the batch fails with what fits."""
-        context = self._context
-        try:
-            await context.persist(
-                context.store.commit,
-                self.lease,
-                outcomes,
-                context.expected_at(self),
-                self._now(),
-                context.limits(self.batch.tenant),
-                context.together,
-            )
-        except (TenantLimitError, OverTenantLimitError) as error:
-            if len(outcomes) > 1:  # many wait if the store is slow; the first of them may fit
-                half = len(outcomes) // 2
-                await self._store(outcomes[:half])
-                await self._store(outcomes[half:])  # stores nothing once the batch has failed
+        """If the tenant may not store so much more, the batch fails with what fits. If all tenants
+        together may not, it waits until files are deleted."""
+        for pause_s in _pauses():
+            try:
+                await self._commit(outcomes)
                 return
-            message = (
-                f"The results do not fit beside your files: {error} The output file has what was "
-                "answered before. Delete files that you do not need, then submit the requests that "
-                "the error file names again."
-            )
-            no_room = LineError("tenant_limit_exceeded", message)
-            await context.persist(context.store.give_up, self.lease, no_room, self._now())
-            if not self._stopped.done():  # else rows that had begun had no room either
-                context.note_refusal(self.batch.tenant, Resource(error.resource))
-            self.stop(StopReason.NO_ROOM)
+            except NoRoomError as error:
+                if len(outcomes) == 1:
+                    if pause_s < _MAX_PAUSE_S:
+                        logger.warning("%s waits for room: %s", self.batch.id, error)
+                    await self._pause(pause_s)
+                    continue
+            except (TenantLimitError, OverTenantLimitError) as error:
+                if len(outcomes) == 1:
+                    await self._give_up(error)
+                    return
+            half = len(outcomes) // 2  # many wait if the store is slow; the first of them may fit
+            await self._store(outcomes[:half])
+            await self._store(outcomes[half:])  # stores nothing once the batch has failed
+            return
+
+    async def _commit(self, outcomes: Sequence[RowOutcome]) -> None:
+        """Raises what BatchStore.commit raises. A batch that ends early stores what is answered
+        without regard to the limit of all tenants: it would not end before there is room, and these
+        few answers would be lost."""
+        context = self._context
+        reason = self._stopped.result() if self._stopped.done() else None
+        ends_early = reason in (StopReason.CANCELLED, StopReason.EXPIRED)
+        await context.persist(
+            context.store.commit,
+            self.lease,
+            outcomes,
+            context.expected_at(self),
+            self._now(),
+            context.limits(self.batch.tenant),
+            NO_LIMITS if ends_early else context.together,
+        )
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, but no longer than until the batch is stopped."""
+        if self._stopped.done():
+            await asyncio.sleep(seconds)
+        else:
+            await asyncio.wait([self._stopped], timeout=seconds)
+
+    async def _give_up(self, error: TenantLimitError | OverTenantLimitError) -> None:
+        """The batch fails, as its results do not fit beside the files of its tenant."""
+        context = self._context
+        message = (
+            f"The results do not fit beside your files: {error} The output file has what was "
+            "answered before. Delete files that you do not need, then submit the requests that "
+            "the error file names again."
+        )
+        no_room = LineError("tenant_limit_exceeded", message)
+        await context.persist(context.store.give_up, self.lease, no_room, self._now())
+        if not self._stopped.done():  # else rows that had begun had no room either
+            context.note_refusal(self.batch.tenant, Resource(error.resource))
+        self.stop(StopReason.NO_ROOM)
 
     async def _finalize(self, outcome: BatchStatus) -> None:
         """Write the result files, then delete the rows. After an interruption this starts over."""

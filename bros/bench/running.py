@@ -128,14 +128,22 @@ class BatchJob:
             )
         )
 
-    async def cancel(self) -> None:
-        """Cancel the batch unless it has ended, and wait until no row is running."""
+    async def cancel(self) -> Mapping[str, Any]:
+        """Cancel the batch unless it has ended, and wait until no row is running; returns it."""
         url = f"{self._base}/v1/batches/{self.id}"
         while (batch := await _request_json(self._session, "GET", url))["status"] in _OPEN:
             if batch["status"] in _RUNNING:
                 with contextlib.suppress(BatchJobError):  # it may have just ended
                     await _request_json(self._session, "POST", f"{url}/cancel")
             await asyncio.sleep(_BATCH_POLL_S / 5)
+        return batch  # type: ignore[no-any-return]
+
+    async def end(self) -> None:
+        """Cancel the batch, and delete its files, which a server would keep for weeks."""
+        batch = await self.cancel()
+        for name in ("input_file_id", "output_file_id", "error_file_id"):
+            if batch.get(name):
+                await _delete_file(self._session, self._base, batch[name])
 
 
 def batch_input_lines(
@@ -158,7 +166,8 @@ def batch_input_lines(
 async def batch_job(
     base_url: str, api_key: str | None, path: str, lines: Sequence[bytes]
 ) -> AsyncIterator[BatchJob]:
-    """Submit a batch and wait until it is validated; leaving the block cancels it.
+    """Submit a batch and wait until it is validated; leaving the block cancels it, and deletes its
+    files.
 
     Raises BatchJobError.
     """
@@ -170,7 +179,11 @@ async def batch_job(
         form.add_field("file", b"".join(lines), filename="load.jsonl")
         file = await _request_json(session, "POST", f"{base}/v1/files", data=form)
         wanted = {"input_file_id": file["id"], "endpoint": path, "completion_window": "24h"}
-        batch = await _request_json(session, "POST", f"{base}/v1/batches", json=wanted)
+        try:
+            batch = await _request_json(session, "POST", f"{base}/v1/batches", json=wanted)
+        except BatchJobError:
+            await _delete_file(session, base, file["id"])
+            raise
         job = BatchJob(session, base, batch["id"])
         try:
             while batch["status"] == "validating":
@@ -180,7 +193,7 @@ async def batch_job(
                 raise BatchJobError(f"the batch is {batch['status']}: {batch['errors']}")
             yield job
         finally:
-            await job.cancel()
+            await job.end()
 
 
 def batch_metrics(seen: BatchSamples, window: Window, like: ClassMetrics) -> ClassMetrics:
@@ -200,6 +213,12 @@ def batch_metrics(seen: BatchSamples, window: Window, like: ClassMetrics) -> Cla
         output_tokens=round(added.output_tokens),
         cached_tokens=round(added.cached_tokens),
     )
+
+
+async def _delete_file(session: aiohttp.ClientSession, base_url: str, file_id: str) -> None:
+    """Delete a file if that is possible: what was measured counts all the same."""
+    with contextlib.suppress(BatchJobError):
+        await _request_json(session, "DELETE", f"{base_url}/v1/files/{file_id}")
 
 
 async def _request_json(session: aiohttp.ClientSession, method: str, url: str, **body: Any) -> Any:

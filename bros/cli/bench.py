@@ -68,7 +68,7 @@ from bros.core.clock import Clock
 from bros.core.config import POLICIES, Config, TenantNumber
 from bros.core.config_sources import given_flags, load_config, options_of
 from bros.core.errors import BrosError, ConfigError
-from bros.core.files import expand_user
+from bros.core.files import check_folder, expand_user
 from bros.core.request import Slo
 from bros.executor.model_store import default_cache_dir, resolve_model
 from bros.server.tenants import load_tenants
@@ -406,6 +406,7 @@ def run_bench(
     if report_only is not None:
         folder = expand_user(report_only)
         result = _read("--report-only", folder)
+        _check_out("--report-only", folder)
         write_report(folder, result)
     else:
         settings = read_settings(args, environ, warn, clock)
@@ -416,12 +417,21 @@ def run_bench(
 
 
 def _measure(settings: BenchSettings, clock: Clock, console: Console) -> BenchResult:
+    _check_out("--out", settings.out)  # before minutes of measuring
     data_dir = settings.config.server.data_dir
     cache_dir = expand_user(data_dir) if data_dir else default_cache_dir()
     files = resolve_model(settings.config.engine.model, cache_dir, console.print)
     bench = _Bench(settings, Tokenizer.load(files.folder), clock, console)
     asyncio.run(bench.run())
     return bench.result
+
+
+def _check_out(flag: str, folder: Path) -> None:
+    try:
+        check_folder(folder)
+    except OSError as error:
+        message = f"{flag}: the report cannot be written to {folder}: {error.strerror}"
+        raise ConfigError(message) from None
 
 
 def _read(flag: str, folder: Path) -> BenchResult:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -757,6 +758,7 @@ def _simulated_options() -> Sequence[Option]:
 # ---- Parsing the values of options.
 
 _MAX_RATES = 1000
+_TOO_FAST = 1e6  # requests per second, which no run can send
 
 
 def rates(flag: str, text: str) -> list[float]:
@@ -765,16 +767,16 @@ def rates(flag: str, text: str) -> list[float]:
     Raises ConfigError.
     """
     if ":" not in text:
-        return [number(flag, part, low=0) for part in text.split(",")]
-    parts = [number(flag, part, low=0) for part in text.split(":")]
+        return [number(flag, part, low=0, below=_TOO_FAST) for part in text.split(",")]
+    parts = [number(flag, part, low=0, below=_TOO_FAST) for part in text.split(":")]
     if len(parts) > 3 or parts[0] >= parts[1] or (len(parts) == 3 and parts[2] == 0):
         raise ConfigError(f"{flag}: {text!r} is not a range; write 1:15 or 1:15:2")
     low, high = parts[:2]
     step = parts[2] if len(parts) == 3 else (high - low) / (RANGE_VALUES - 1)
-    count = int((high - low) / step + 1e-9) + 1
-    if count > _MAX_RATES:
-        raise ConfigError(f"{flag}: {text!r} are {count} rates; at most {_MAX_RATES}")
-    return [round(low + i * step, 9) for i in range(count)]
+    steps = (high - low) / step if step else math.inf
+    if steps >= _MAX_RATES:
+        raise ConfigError(f"{flag}: {text!r} are more than {_MAX_RATES} rates")
+    return [round(low + i * step, 9) for i in range(int(steps + 1e-9) + 1)]
 
 
 def doublings(flag: str, text: str, most: int) -> list[int]:

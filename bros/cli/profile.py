@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from bros.core.clock import Clock
 from bros.core.config import Config, EngineConfig
 from bros.core.errors import ConfigError
-from bros.core.files import expand_user
+from bros.core.files import check_folder, expand_user
 from bros.core.rank_env import RankEnv
 from bros.engine.group import Group
 from bros.executor.model_store import ModelFiles, cache_dir_of, resolve_model
@@ -35,7 +34,10 @@ def run_profile(
     """
     cache_dir = cache_dir_of(config.server.data_dir)
     folder = expand_user(out) if out else checkout_profiles() or cache_dir / "profiles"
-    _check_writable(folder)  # fail before minutes of measuring
+    try:
+        check_folder(folder)
+    except OSError as error:  # before minutes of measuring
+        raise _not_storable(folder, error) from None
     device = choose_target(config.engine, find_cuda()).device.type
     tokens = max(config.engine.step_bounds(device).tokens, STEP_TOKENS)
     engine = dataclasses.replace(config.engine, max_batch_tokens=tokens)
@@ -64,15 +66,6 @@ def _measure(
         measured = full_profile(engine, executor, info, clock, repeats=repeats, progress=progress)
     executor.close()
     return measured
-
-
-def _check_writable(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise _not_storable(folder, error) from None
 
 
 def _not_storable(folder: Path, error: OSError) -> ConfigError:

@@ -17,6 +17,9 @@ def base_url(url: str) -> str:
 
 
 def auth_headers(api_key: str | None) -> dict[str, str]:
+    """Raises ConfigError for a key that no header can carry."""
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise ConfigError("--api-key: it must be printable ASCII characters")
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 

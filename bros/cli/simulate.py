@@ -348,7 +348,7 @@ def _is_shortened(load: PrefixLoad, replicas: int) -> bool:
 
 
 def _optional_number(flag: str, text: str | None) -> float | None:
-    return None if text is None else number(flag, text, above=0)
+    return None if text is None else number(flag, text, low=1e-6, below=1e6)
 
 
 def _warn_of_unused_with_replicas(own: SimulateFlags, warn: Callable[[str], None]) -> None:
@@ -429,7 +429,7 @@ def read_program_settings(
             count=count or PROGRAMS[name].count * replicas,
             chats=chats,
             seed=engine.seed,
-            delay_s=number("--network-delay", programs.network_delay, low=0) / 1e3,
+            delay_s=number("--network-delay", programs.network_delay, low=0, below=1e7) / 1e3,
         )
         for name in names("--programs", programs.programs, PROGRAM_NAMES)
         for chats in _loads(own, PROGRAM_RT_RATE)
@@ -545,11 +545,11 @@ def read_settings(
     warm_up_s = number("--warm-up", own.warm_up, low=0)
     if warm_up_s >= duration_s:
         raise ConfigError(f"--warm-up: {warm_up_s:g} s must be less than --duration {duration_s:g}")
-    noise = number("--noise", own.noise, low=0)
+    noise = number("--noise", own.noise, low=0, below=10)
     correlation = number("--noise-correlation", own.noise_correlation, low=0, below=1)
     if correlation and not noise:
         raise ConfigError("--noise-correlation: has no effect without --noise")
-    slowdown = number("--slowdown", own.slowdown, above=0)
+    slowdown = number("--slowdown", own.slowdown, low=0.01, below=1000)
     scenarios = tuple(
         SimulatedScenario(
             config=_engine_config(engine, policy, alone=len(selected) == 1),
@@ -639,7 +639,7 @@ def _warn_of_unused(
 
 def _loads(own: SimulateFlags, default_rate: str = DEFAULT_RT_RATE) -> list[RtLoad]:
     if own.trace is not None:
-        path = Path(own.trace)
+        path = expand_user(own.trace)
         speed = number("--trace-speed", own.trace_speed, above=0)
         return [TraceLoad(path.name, _read(lambda: read_azure_trace(path)), speed)]
     sizes = own.rt_lengths

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 
 def expand_user(text: str | Path) -> Path:
     """The path with ~ expanded; unlike Path.expanduser it never raises."""
     return Path(os.path.expanduser(text))
+
+
+def check_folder(folder: Path) -> None:
+    """Make a folder, and raise OSError unless files can be written there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def sync_folder(folder: Path) -> None:

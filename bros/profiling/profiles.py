@@ -114,7 +114,7 @@ class Profile:
         """Raises ConfigError if `text` is not a valid profile."""
         try:
             content = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"it is not valid JSON: {error}") from None
         if not isinstance(content, dict) or "schema" not in content:
             raise ConfigError("it is not a profile of step times")

@@ -267,7 +267,7 @@ def read_mooncake_trace(path: Path) -> tuple[HashedArrival, ...]:
 def _hashed_arrival(path: Path, number: int, line: str) -> HashedArrival:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         bad_line(path, number, f"not JSON: {error}")
     if not isinstance(row, dict):
         bad_line(path, number, "not a JSON object")

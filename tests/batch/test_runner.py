@@ -85,13 +85,15 @@ def _runner(
     rows: _Rows,
     limits: TenantLimits = NO_LIMITS,
     note_refusal: Callable[[str, Resource], None] = lambda tenant, resource: None,
+    together: TenantLimits = NO_LIMITS,
 ) -> BatchRunner:
-    """limits: of each tenant."""
+    """limits: of each tenant. together: of all of them."""
     settings = RunnerSettings(model="", lease_s=15.0, poll_s=0.02)
     ids = IdGenerator(random.Random(0))
     return BatchRunner(
         *(store.batches, store.files, rows, _idle, _Clock(), ids, settings, lambda tenant: limits),
         note_refusal=note_refusal,
+        together=together,
     )
 
 
@@ -101,9 +103,10 @@ async def _running(
     rows: _Rows,
     limits: TenantLimits = NO_LIMITS,
     note_refusal: Callable[[str, Resource], None] = lambda tenant, resource: None,
+    together: TenantLimits = NO_LIMITS,
 ) -> AsyncIterator[BatchRunner]:
     """A runner that runs during the block."""
-    runner = _runner(store, rows, limits, note_refusal)
+    runner = _runner(store, rows, limits, note_refusal, together)
     running = asyncio.create_task(runner.run())
     try:
         yield runner
@@ -112,11 +115,14 @@ async def _running(
         await asyncio.gather(running, return_exceptions=True)
 
 
-def _submit(store: Store, tenant: str, num_rows: int, name: str = "") -> str:
+def _submit(
+    store: Store, tenant: str, num_rows: int, name: str = "", window_s: int = 86_400
+) -> str:
     name = name or tenant
     content = input_lines([f"{name}.{number}" for number in range(1, num_rows + 1)])
     store.put_file(content, file_id=f"file-{name}", tenant=tenant)
-    return store.put_batch(f"batch_{name}", tenant=tenant, content=content).id
+    batch_id, expires_at = f"batch_{name}", NOW + window_s
+    return store.put_batch(batch_id, tenant=tenant, content=content, expires_at=expires_at).id
 
 
 async def _until_final(store: Store, tenant: str, batch_id: str) -> Batch:
@@ -224,6 +230,41 @@ async def test_a_batch_whose_results_do_not_fit_fails_with_what_fits(
     assert batch.completed == 60_000 // (output.num_bytes // batch.completed)
     of_bob = store.batches.usage()["bob", Resource.FILE_BYTES]
     assert of_bob < most + num_rows * 300  # the error file has a short line for each other row
+
+
+@pytest.mark.parametrize("then", ["room", "cancelled", "expired"])
+async def test_a_batch_waits_for_room_beside_the_files_of_all_unless_it_ends(
+    store: Store, then: str
+) -> None:
+    """Until then, what fits is stored, however many results wait."""
+    rows, num_rows, answered, last = _Rows(reply_bytes=5_000), 100, [], asyncio.Event()
+
+    async def answer(*arguments: Any, **options: Any) -> RowReply:
+        reply = await _Rows.answer(rows, *arguments, **options)
+        if len(answered) == num_rows - 1:
+            await last.wait()
+        answered.append(reply)
+        return reply
+
+    rows.answer = answer  # type: ignore[method-assign]
+    store.put_file(b"x" * 600_000, file_id="file-large", tenant="ann")
+    batch_id = _submit(store, "bob", num_rows, window_s=4 if then == "expired" else 3600)
+    used = sum(n for (_, what), n in store.batches.usage().items() if what is Resource.FILE_BYTES)
+    together = TenantLimits(file_bytes=used + 60_000)
+    async with _running(store, rows, together=together):
+        async with asyncio.timeout(20.0):
+            while store.batches.get("bob", batch_id).completed < 11 or len(answered) < num_rows - 1:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)
+            assert store.batches.get("bob", batch_id).completed == 11, "no more fit"
+        if then == "room":
+            store.files.delete("ann", "file-large", NOW)
+            last.set()
+        elif then == "cancelled":
+            store.batches.cancel("bob", batch_id, NOW)
+        batch = await _until_final(store, "bob", batch_id)
+    assert batch.status is BatchStatus("completed" if then == "room" else then)
+    assert batch.completed == len(answered), "what is answered is kept"
 
 
 async def test_long_lines_of_results_are_made_on_a_thread(

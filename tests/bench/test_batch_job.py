@@ -107,6 +107,7 @@ async def test_a_batch_is_watched_and_cancelled_with_the_block(server: BatchServ
     assert (seen.at_s, seen.completed, seen.failed) == (12.5, 4, 0)
     assert seen.output_tokens == 4 * len("Hello world ")
     assert (await server.client.batches.retrieve(job.id)).status == "cancelled"
+    assert not (await server.client.files.list()).data
 
 
 async def test_a_batch_that_ends_too_early_is_an_error(server: BatchServer) -> None:
@@ -123,6 +124,7 @@ async def test_a_batch_that_is_refused_says_why(server: BatchServer) -> None:
     with pytest.raises(BatchJobError, match="status 400.*images"):
         async with batch_job(server.live.url, None, "/v1/images", [jsonl(row(1))]):
             raise AssertionError("not reached")
+    assert not (await server.client.files.list()).data
 
 
 async def test_a_server_without_batches_is_an_error() -> None:

@@ -126,6 +126,23 @@ def test_a_wrong_line_is_named(
     assert str(caught.value).startswith(f"{tmp_path / 'chats.json'}:{line}: ")
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, "[" + "1" * 5_000 + "]"], ids=["deep", "long"])
+def test_what_python_cannot_read_is_refused(
+    read: Callable[..., ShareGpt], tmp_path: Path, text: str
+) -> None:
+    with pytest.raises(ConfigError, match="not a JSON list that can be read") as caught:
+        read(text)
+    assert str(caught.value).startswith(f"{tmp_path / 'chats.json'}: ")
+
+
+def test_half_characters_of_scraped_texts_are_replaced(read: Callable[..., ShareGpt]) -> None:
+    turns = (
+        '{"from": "human", "value": "\\ud800 is half"}, {"from": "gpt", "value": "a half \\ud800"}'
+    )
+    found = read(f'[{{"conversations": [{turns}]}}]')
+    assert list(found.content.texts.values()) == ["? is half"]
+
+
 def test_nothing_to_use_is_an_error(read: Callable[..., ShareGpt], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no usable conversation"):
         read([])

@@ -312,6 +312,7 @@ async def test_the_last_requests_may_end_after_the_run(
         (["--capacity", "0.99"], "--capacity: needs a share of at most 1, and a range"),
         (["--capacity", "2", "--rates", "1:2:1"], "--capacity: needs a share of at most 1"),
         (["--drain", "-1"], "--drain: -1 must be at least 0"),
+        (["--out", "/proc/x"], "--out: the report cannot be written to /proc/x: No such file"),
         (["--scale", "2"], "--scale: 2 must be at most 1"),
         (["--in-flight", "-1"], "--in-flight: -1 must be at least 0"),
         (["--longest-prompt", "0"], "--longest-prompt: 0 must be at least 1"),

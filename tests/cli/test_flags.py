@@ -17,7 +17,9 @@ def test_rates() -> None:
     assert rates("--x", "1:4:2") == [1.0, 3.0]
 
 
-@pytest.mark.parametrize("text", ["", "many", "-1", "5:1", "1:5:0", "1:5:1:1", "1:15:1e-7", "1,x"])
+@pytest.mark.parametrize(
+    "text", ["", "many", "-1", "5:1", "1:5:0", "1:5:1:1", "1:15:1e-7", "1,x", "1e15", "0:5e-324"]
+)
 def test_other_rates_are_refused_by_the_name_of_the_flag(text: str) -> None:
     with pytest.raises(ConfigError, match="^--x: "):
         rates("--x", text)

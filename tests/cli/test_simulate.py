@@ -208,7 +208,7 @@ def test_suspended_steps_are_reported(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--duration", "0"], "--duration: 0 must be more than 0"),
         (["--duration", "inf"], "--duration: 'inf' is not a finite number"),
         (["--duration", "nan"], "--duration: 'nan' is not a finite number"),
-        (["--slowdown", "0"], "--slowdown: 0 must be more than 0"),
+        (["--slowdown", "0"], "--slowdown: 0 must be at least 0.01"),
         (["--noise-correlation", "1"], "--noise-correlation: 1 must be less than 1"),
         (["--noise-correlation", "0.5"], "--noise-correlation: has no effect without --noise"),
         (["--jobs", "0"], "--jobs: 0 must be at least 1"),

@@ -174,7 +174,7 @@ def test_help_has_the_defaults_of_several_replicas(
         (("2", "--trace", "x"), "--trace: requires --workload mooncake or azure"),
         (("2", "--popularity", "odd"), "--popularity: 'odd' is not one of even, zipf, dataset"),
         (("2", "--be-requests", "2"), "--be-requests: 2 must be at most 1"),
-        (("2", "--rate", "0"), "--rate: 0 must be more than 0"),
+        (("2", "--rate", "0"), "--rate: 0 must be at least 1e-06"),
         (("2", "--notice-delay", "-1"), "--notice-delay: -1 must be at least 0"),
         (("2", "--kv-blocks", "4"), "the longest that can be served is 64"),
     ],

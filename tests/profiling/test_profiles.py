@@ -160,6 +160,7 @@ def changed(path: str, value: Any = None, *, remove: bool = False) -> str:
     ("written", "complaint"),
     [
         ("{", "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
         ("[]", "is not a profile of step times"),
         ('{"name": "tokenizer"}', "is not a profile of step times"),
         (

@@ -151,6 +151,10 @@ def _read_exchanges(path: Path) -> list[tuple[str, str] | None]:
                 ) from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: not a JSON list: {error.msg}") from None
+    except ConfigError:  # it is a ValueError, too
+        raise
+    except (ValueError, RecursionError) as error:  # a number too long, brackets too deep
+        raise ConfigError(f"{path}: not a JSON list that can be read: {error}") from None
     return found
 
 
@@ -187,7 +191,11 @@ def _first_exchange(entry: Any) -> tuple[str, str] | None:
     turns: Sequence[Any] = entry["conversations"]
     if not isinstance(turns, list):
         raise TypeError
-    said = [(turn["from"].lower(), turn["value"].strip()) for turn in turns]
+    # Scraped texts may have halves of characters, which are no text to a tokenizer.
+    said = [
+        (turn["from"].lower(), turn["value"].strip().encode("utf-8", "replace").decode("utf-8"))
+        for turn in turns
+    ]
     for (role, prompt), (other, answer) in zip(said, said[1:], strict=False):
         if role in _USER_ROLES:
             # Only the first: later messages depend on the earlier ones.
