@@ -235,6 +235,35 @@ def test_schemas_that_cannot_be_enforced_are_named_if_they_are_strict() -> None:
 
 
 @pytest.mark.parametrize("template", [CHATML, chat_templates.PYTHONIC])
+def test_properties_that_cannot_be_enforced_have_any_value(template: str) -> None:
+    """Else a tool of the other ones would lose what it requires."""
+    properties = {
+        "max-results": {"type": "integer", "maximum": 9},
+        "tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+    }
+    tool = Tool("f", "", {"properties": properties, "required": [*properties]}, param="p")
+    use = ToolUse(tools=(tool,), allowed=frozenset({"f"}), required=True)
+    calls = [call for answer in Model.of(template, {}).answers(use) for call in answer.calls]
+    whole = [json.loads(call.arguments) for call in calls]
+    assert whole and all(set(arguments) == set(properties) for arguments in whole)
+    assert all(arguments["max-results"] <= 9 for arguments in whole)
+
+
+def test_keywords_of_a_schema_that_cannot_be_enforced_are_free() -> None:
+    tool = Tool("f", "", {"anyOf": [{"type": "object", "properties": {"a": {}}}]}, param="p")
+    use = ToolUse(tools=(tool,), allowed=frozenset({"f"}), required=True)
+    model = Model.of(chat_templates.PYTHONIC, {})
+    grammar = model.grammar(use, None, ReasoningStart.NONE)
+    assert grammar is not None
+    for text in ("[f()]", "[f(a=1)]", '[f(query="x", max-results=[1, {"b": null}])]'):
+        matcher = llguidance.LLMatcher(model.vocabulary, grammar.text, log_level=0)
+        tokens = model.tokenizer.encode(text)
+        assert matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting(), text
+        (call,) = model.read(tokens, use, ReasoningStart.NONE).calls
+        assert call.name == "f" and isinstance(json.loads(call.arguments), dict)
+
+
+@pytest.mark.parametrize("template", [CHATML, chat_templates.PYTHONIC])
 def test_arguments_are_an_object(template: str) -> None:
     model = Model.of(template, {})
     for kind in ("string", ["null", "array"], 5):
