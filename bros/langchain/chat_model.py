@@ -42,6 +42,7 @@ from bros.semantic.errors import ServerUnreachableError
 _CONNECT_TIMEOUT_S = 10.0
 _CALL_ID = re.compile(r"[\w-]{1,128}", re.ASCII)  # other models' messages may have other ids
 _MAX_CALL_IDS = 64  # of x-bros-inputs
+_STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 class BrosChat(BaseChatModel):
@@ -149,7 +150,7 @@ class BrosChat(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        body = {**self._body(messages, stop, kwargs), "stream": True}
+        body = {**_STREAMED, **self._body(messages, stop, kwargs)}
         with (
             _readable_errors(self.url),
             httpx.Client(**self._client_options(messages)) as http,
@@ -173,7 +174,7 @@ class BrosChat(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        body = {**self._body(messages, stop, kwargs), "stream": True}
+        body = {**_STREAMED, **self._body(messages, stop, kwargs)}
         with _readable_errors(self.url):
             async with (
                 httpx.AsyncClient(**self._client_options(messages)) as http,
@@ -297,7 +298,8 @@ def _usage(usage: Mapping[str, int]) -> UsageMetadata:
 
 
 class _ChunkReader:
-    """The chunks of one stream. The first one has the id of the response."""
+    """The chunks of one stream. The first one, which may have no text, has the id of the response;
+    the last ones have why it ended and its usage."""
 
     def __init__(self) -> None:
         self._started = False
@@ -309,8 +311,8 @@ class _ChunkReader:
         event = json.loads(data)
         if "error" in event:
             raise read_error(None, event["error"], None)
-        delta = event["choices"][0]["delta"] if event["choices"] else {}
-        text, reasoning = delta.get("content") or "", _reasoning(delta)
+        choice = event["choices"][0] if event["choices"] else {}
+        delta, usage = choice.get("delta") or {}, event.get("usage")
         calls = [
             tool_call_chunk(
                 name=call["function"].get("name"),
@@ -320,10 +322,13 @@ class _ChunkReader:
             )
             for call in delta.get("tool_calls") or ()
         ]
-        if not (text or reasoning or calls):
-            return None
-        # Only once, because LangChain joins the strings of all chunks.
+        # Each only once, because LangChain joins the strings of all chunks.
         metadata = {} if self._started else {"id": event["id"]}
+        if choice.get("finish_reason"):
+            metadata |= {"finish_reason": choice["finish_reason"], "model_name": event["model"]}
+        text, reasoning = delta.get("content") or "", _reasoning(delta)
+        if not (text or reasoning or calls or metadata or usage):
+            return None
         self._started = True
         return ChatGenerationChunk(
             message=AIMessageChunk(
@@ -331,6 +336,7 @@ class _ChunkReader:
                 tool_call_chunks=calls,
                 additional_kwargs=reasoning,
                 response_metadata=metadata,
+                usage_metadata=_usage(usage) if usage else None,
             )
         )
 

@@ -11,12 +11,20 @@ from langchain_core.messages import BaseMessage, convert_to_openai_messages
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 from langchain_core.runnables import Runnable, RunnableConfig
 
-from bros.semantic.client.functions import check_mapping, check_sampling, check_transforms
+from bros.semantic.client.functions import (
+    as_argument,
+    check_mapping,
+    check_sampling,
+    check_transforms,
+)
 from bros.semantic.client.program import FunctionSpec, SemanticVariable, agather, gather, make_call
 from bros.semantic.core.template import Piece, Placeholder, Text
 from bros.semantic.schema import Perf, Role
 
-_MUSTACHE = re.compile(r"\{\{\s*([^\W\d]\w*)\s*\}\}")
+# {{name}}, or without escapes, which the value gets in neither case, {{{name}}} and {{&name}}.
+_MUSTACHE = re.compile(
+    r"\{\{\{\s*(?P<triple>[^\W\d]\w*)\s*\}\}\}|\{\{&?\s*(?P<name>[^\W\d]\w*)\s*\}\}"
+)
 
 Part = tuple[str | None, tuple[Piece, ...]]
 """A message role and its pieces; a plain-text prompt has no role."""
@@ -35,8 +43,8 @@ class SemanticPrompt(Runnable[Any, SemanticVariable]):
     output: name of the answer.
     sampling: as of `semantic_function`.
     transforms: as of `semantic_function`.
-    Raises ValueError for templates that cannot be sent unrendered: jinja2, formats such as {x:>3};
-    and for invalid sampling or transforms.
+    Raises ValueError for templates that cannot be sent unrendered: jinja2, formats such as {x:>3},
+    examples of a FewShotPromptTemplate; and for invalid sampling or transforms.
     """
 
     def __init__(
@@ -48,6 +56,8 @@ class SemanticPrompt(Runnable[Any, SemanticVariable]):
         sampling: Mapping[str, Any] | None = None,
         transforms: Mapping[str, str] | None = None,
     ) -> None:
+        if not isinstance(prompt, PromptTemplate | ChatPromptTemplate):
+            raise ValueError(f"{type(prompt).__name__} cannot be sent unrendered")
         self.name = name or "prompt"
         self._prompt = prompt
         self._output = output
@@ -83,6 +93,8 @@ class SemanticPrompt(Runnable[Any, SemanticVariable]):
                 parts += _history_parts(arguments.pop(part.variable_name, None) or [], part)
             else:
                 parts.append(part)
+        if not parts:
+            raise ValueError(f"{self.name}: the conversation has no messages")
         function = FunctionSpec(
             name=self.name or "prompt",
             outputs=(self._output,),
@@ -95,7 +107,7 @@ class SemanticPrompt(Runnable[Any, SemanticVariable]):
     def _arguments(self, given: Any) -> dict[str, Any]:
         if not isinstance(given, Mapping):
             if len(self._inputs) != 1:
-                names = ", ".join(self._inputs)
+                names = ", ".join(self._inputs) or "no variables"
                 raise TypeError(f"{self.name}: a mapping with {names} is needed")
             given = {self._inputs[0]: given}
         missing = [name for name in self._inputs if name not in given]
@@ -112,17 +124,22 @@ class SemanticPrompt(Runnable[Any, SemanticVariable]):
             for piece in part[1]
             if isinstance(piece, Placeholder)
         }
-        used |= {p.variable_name for p in self._parts if isinstance(p, MessagesPlaceholder)}
+        histories = {p.variable_name for p in self._parts if isinstance(p, MessagesPlaceholder)}
         arguments = {}
         for name, value in {**partial, **given}.items():
-            if name in used:
-                keep = isinstance(value, SemanticVariable | str | list | tuple)
-                arguments[name] = value if keep else str(value)
+            if name in histories:
+                arguments[name] = value
+            elif name in used:
+                try:
+                    arguments[name] = as_argument("None" if value is None else value)
+                except (TypeError, ValueError) as error:
+                    raise type(error)(f"{self.name}: {name} {error}") from None
         return arguments
 
 
 class Value(Runnable[Any, Any]):
-    """Waits for a SemanticVariable, or for all in a list or mapping; can stream a single one.
+    """Waits for a SemanticVariable, or for all in a list or mapping, whose other values stay; can
+    stream a single one.
 
     perf: as of SemanticVariable.get.
     timeout: as of SemanticVariable.get.
@@ -157,10 +174,14 @@ class Value(Runnable[Any, Any]):
 
     def _get(self, given: Any) -> Any:
         variables, shape = _flatten(given)
+        if not variables:
+            return shape([])
         return shape(gather(*variables, perf=self._perf, timeout=self._timeout_s))
 
     async def _aget(self, given: Any) -> Any:
         variables, shape = _flatten(given)
+        if not variables:
+            return shape([])
         return shape(await agather(*variables, perf=self._perf, timeout=self._timeout_s))
 
 
@@ -169,10 +190,18 @@ def _flatten(given: Any) -> tuple[list[SemanticVariable], Callable[[list[str]], 
     if isinstance(given, SemanticVariable):
         return [given], lambda values: values[0]
     if isinstance(given, Mapping):
-        names = list(given)
-        return list(given.values()), lambda values: dict(zip(names, values, strict=True))
+        variables, shape = _flatten(list(given.values()))
+        return variables, lambda values: dict(zip(given, shape(values), strict=True))
     if isinstance(given, list | tuple):
-        return list(given), lambda values: values
+        places = [n for n, value in enumerate(given) if isinstance(value, SemanticVariable)]
+
+        def fill(values: list[str]) -> list[Any]:
+            filled = list(given)
+            for place, value in zip(places, values, strict=True):
+                filled[place] = value
+            return filled
+
+        return [given[place] for place in places], fill
     raise TypeError(f"Value needs variables, not {type(given).__name__}")
 
 
@@ -240,14 +269,14 @@ def _format_pieces(source: str) -> Iterator[Piece]:
         yield Text(text)
 
 
-def _mustache_pieces(source: str) -> Iterator[Piece]:
-    *pairs, rest = _MUSTACHE.split(source)
-    for text in (*pairs[::2], rest):
-        if "{{" in text:
-            raise ValueError("of mustache, only plain names can be sent unrendered")
-    for text, name in zip(pairs[::2], pairs[1::2], strict=True):
-        if text:
-            yield Text(text)
-        yield Placeholder(name, Role.INPUT)
-    if rest:
-        yield Text(rest)
+def _mustache_pieces(source: str) -> Sequence[Piece]:
+    pieces: list[Piece] = []
+    at = 0
+    for found in _MUSTACHE.finditer(source):
+        pieces += [Text(source[at : found.start()])] if found.start() > at else []
+        pieces.append(Placeholder(found["triple"] or found["name"], Role.INPUT))
+        at = found.end()
+    pieces += [Text(source[at:])] if at < len(source) else []
+    if any("{{" in piece.text for piece in pieces if isinstance(piece, Text)):
+        raise ValueError("of mustache, only plain names can be sent unrendered")
+    return pieces

@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bros.semantic as P
-from bros.core.errors import AuthenticationError, ConfigError, InvalidRequestError, NotFoundError
+from bros.core.errors import (
+    AuthenticationError,
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    NotFoundError,
+)
 from bros.core.request import ServiceClass
 from bros.semantic.schema import CallSpec, Role
 from support.program_engine import ProgramEngine, echo
@@ -251,6 +257,25 @@ class TestErrors:
             note(failed).get()
         assert not ran.is_set()
 
+    def test_a_call_that_cannot_be_sent_fails_alone(self, session: P.Session) -> None:
+        good, bad = ask("one"), ask("two")
+        assert bad.producer is not None
+        bad.producer.arguments = {"question": object()}
+        with pytest.raises(AttributeError):
+            bad.get()
+        assert good.get() == answer_to("one")
+
+    def test_a_reader_that_was_made_before_the_writer_fails_with_it(
+        self, session: P.Session
+    ) -> None:
+        read, written = P.SemanticVariable(), P.SemanticVariable()
+        last = ask(read)
+        ask(written, answer=read)
+        ask("q", answer=written)
+        written.cancel()
+        with pytest.raises(P.UpstreamError, match="was cancelled"):
+            last.get(timeout=30)
+
     def test_cancelled_calls_fail_what_needs_them(self, session: P.Session) -> None:
         question = P.SemanticVariable()
         answer = ask(question)
@@ -406,6 +431,14 @@ class TestLostConnections:
         if late:
             question.set("one")
         assert answer.get(timeout=60) == answer_to("one")
+
+    def test_a_server_that_is_busy_is_asked_again(self, lossy: LossyBackend, half: str) -> None:
+        """503 comes of too many connections, too."""
+        lossy.lost, lossy.error = ("submit", half), EngineDeadError("The server is busy.")
+        first = ask("one")
+        with pytest.raises(EngineDeadError):
+            first.get()
+        assert first.get(timeout=60) == answer_to("one")
 
     def test_a_variable_that_is_asked_for_is_declared(self, lossy: LossyBackend, half: str) -> None:
         question = P.SemanticVariable(name="question")

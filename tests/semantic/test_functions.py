@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -649,6 +649,31 @@ class TestThreads:
         assert made[0].get() == code_of("a")
 
 
+class TestStreams:
+    def test_a_stream_that_times_out_goes_on(self, desk: Desk) -> None:
+        """The server ends one after minutes without a piece."""
+        stream, ended = desk.backend.stream, []
+
+        async def impatient(*arguments: Any) -> AsyncGenerator[str, None]:
+            async for piece in stream(*arguments):
+                if len(ended) < 3 and piece == code_of("a")[2 + len(ended)]:
+                    ended.append(piece)
+                    raise P.GetTimeoutError("no output in time")
+                yield piece
+
+        desk.backend.stream = impatient  # type: ignore[method-assign]
+        answer = write("a")
+        assert "".join(answer.stream()) == code_of("a") == answer.get()
+        assert len(ended) == 3
+
+    def test_one_that_is_dropped_after_its_session_ends_quietly(self) -> None:
+        with fake_connection(FakeBackend()) as connection:
+            with P.Session(connection=connection):
+                pieces = write("a").stream()
+                next(pieces)
+            pieces.close()  # type: ignore[attr-defined]
+
+
 class TestNative:
     def test_it_runs_between_calls_with_texts_for_variables(self, desk: Desk) -> None:
         clipped = clip(write("a"), 7)
@@ -727,6 +752,30 @@ class TestNative:
                 write(function("a")).get(timeout=30)
             assert raised.value.cause.stage is P.FailedStage.NATIVE
         assert write("b").get(timeout=30) == code_of("b")  # the session goes on
+
+    def test_variables_within_lists_and_dicts_are_replaced(self, desk: Desk) -> None:
+        @P.native_function
+        def show(parts):
+            return parts
+
+        first, second = write("a"), write("b")
+        shown = show([[first], {"k": (second, "c")}, 5])
+        assert json.loads(shown.get()) == [[code_of("a")], {"k": [code_of("b"), "c"]}, 5]
+
+    @pytest.mark.parametrize("how", ["want", "get"])
+    def test_it_runs_if_it_is_added_behind_a_value_that_is_requested(
+        self, desk: Desk, how: str
+    ) -> None:
+        late = P.SemanticVariable(name="late")
+        answer = write(late)
+        if how == "want":
+            answer.want()
+        else:
+            with pytest.raises(P.GetTimeoutError):
+                answer.get(timeout=0.1)
+        clip("python code", output=late)
+        desk.session.flush()
+        assert answer.get(timeout=30) == code_of("pyt")
 
     def test_a_result_that_the_server_refuses_is_what_failed(self, desk: Desk) -> None:
         @P.native_function

@@ -14,7 +14,12 @@ pytest.importorskip("langchain_core")
 
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
 from langchain_core.output_parsers import StrOutputParser
-from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
+from langchain_core.prompts import (
+    ChatPromptTemplate,
+    FewShotPromptTemplate,
+    MessagesPlaceholder,
+    PromptTemplate,
+)
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 
 import bros.semantic as P
@@ -133,6 +138,15 @@ class TestPrompts:
             (PromptTemplate.from_template("{x:>3}"), "only plain names"),
             (PromptTemplate.from_template("{{#x}}y{{/x}}", template_format="mustache"), "mustache"),
             (PromptTemplate.from_template("{output}"), "name the output otherwise"),
+            (
+                FewShotPromptTemplate(
+                    examples=[],
+                    example_prompt=PromptTemplate.from_template("x"),
+                    suffix="{x}",
+                    input_variables=["x"],
+                ),
+                "FewShotPromptTemplate cannot be sent unrendered",
+            ),
         ],
     )
     def test_what_has_to_be_rendered_is_refused(
@@ -157,6 +171,31 @@ class TestPrompts:
     ) -> None:
         with pytest.raises(ValueError, match=message):
             prompt("{x}", **options)
+
+    def test_arguments_of_other_types_are_their_texts(self, backend: FakeBackend) -> None:
+        """As in LangChain: a retriever gives a list of documents, for instance."""
+        asked = prompt("{a} {b} {c}")
+        asked.invoke({"a": [1, 2], "b": None, "c": {"k": "v"}}).get()
+        assert backend.prompts == ["[1, 2] None {'k': 'v'}"]
+
+    def test_a_conversation_without_messages_is_refused(self, backend: FakeBackend) -> None:
+        place = MessagesPlaceholder("history", optional=True)
+        empty = SemanticPrompt(ChatPromptTemplate.from_messages([place]))
+        with pytest.raises(ValueError, match="the conversation has no messages"):
+            empty.invoke({})
+
+    @pytest.mark.parametrize("source", ["A {{{x}}} B", "A {{& x}} B", "A {{x}} B", "{{{x}}}"])
+    def test_variables_of_mustache(self, backend: FakeBackend, source: str) -> None:
+        template = PromptTemplate.from_template(source, template_format="mustache")
+        SemanticPrompt(template).invoke({"x": "V"}).get()
+        assert backend.prompts == [template.format(x="V")]
+
+    def test_values_that_are_there_already_stay(self, backend: FakeBackend) -> None:
+        answer = prompt("{x}").invoke("a")
+        assert Value().invoke({"a": answer, "b": "text", "c": 5}) == {
+            "a": answer.get(), "b": "text", "c": 5,
+        }  # fmt: skip
+        assert Value().invoke(["text"]) == ["text"]
 
     def test_wrong_arguments(self, backend: FakeBackend) -> None:
         two = prompt("{x} {y}")
@@ -294,6 +333,17 @@ class TestChatModel:
         with pytest.raises(ValueError, match=message) as raised:
             BrosChat(**options)
         assert "secret" not in str(raised.value)
+
+    @pytest.mark.parametrize("empty", [False, True])
+    def test_streams_say_how_they_ended(self, server: ProgramServer, empty: bool) -> None:
+        """Also without any text: LangChain refuses streams without chunks."""
+        model = BrosChat(url=server.url, api_key="key", max_tokens=3)
+        chunks = list(model.stream("How many?", stop=["Two" if empty else "!"]))
+        answer = functools.reduce(operator.add, chunks)
+        assert answer.content == ("" if empty else "Two")
+        assert answer.response_metadata["finish_reason"] == ("stop" if empty else "length")
+        assert answer.response_metadata["model_name"]
+        assert answer.usage_metadata is not None and answer.usage_metadata["input_tokens"] > 0
 
     def test_the_key_is_not_shown(self) -> None:
         assert "secret" not in repr(BrosChat(api_key="secret"))

@@ -109,6 +109,19 @@ async def test_after_a_stop_string_the_text_stands_for_the_tokens() -> None:
 
 
 @virtually
+async def test_markers_in_a_value_are_text_to_other_calls() -> None:
+    """Else a document that makes one call write a marker could begin a tool call in another."""
+    (marker,) = TOKENIZER.encode("<tool_call>", add_special_tokens=False)
+    engine = ProgramEngine(lambda prompt: [*byte_ids("use "), marker, *byte_ids(" now")])
+    desk = Desk(engine)
+    desk.submit(call("Say {{output:a}}"), call("Do {{a}}{{output:b}}"))
+    await desk.value("b")
+    prompt = engine.llm_calls()[1].prompt_token_ids
+    assert marker not in prompt
+    assert text_of(prompt) == "Do use <tool_call> now"
+
+
+@virtually
 async def test_tokens_that_do_not_show_are_not_passed_on() -> None:
     """A special token amid the answer is no text, so it must not get into other prompts."""
     start = TOKENIZER.bos_token_id

@@ -192,6 +192,41 @@ async def test_waiting_for_what_has_criteria_only(kept: Server, session: Session
     assert request.service_class is ServiceClass.BE
 
 
+@pytest.mark.parametrize("then", ["nothing", "an LLM call"])
+async def test_what_only_native_calls_read_is_waited_for_itself(
+    kept: Server, session: SessionClient, then: str
+) -> None:
+    """If an LLM call reads what these give, it is not: its criteria would change its scheduling."""
+    parameters = [
+        {"name": "x", "role": "input", "variable": "a"},
+        {"name": "y", "role": "output", "variable": "b"},
+    ]
+    calls: list[dict[str, Any]] = [
+        {"template": "One {{output:a}}", "parameters": [{"name": "a", "variable": "a"}]},
+        {"native": True, "parameters": parameters},
+    ]
+    if then == "an LLM call":
+        last = [{"name": "z", "variable": "b"}]
+        calls.append({"template": "Two {{z}} {{output:c}}", "parameters": last})
+    waiting = asyncio.create_task(session.submit(requests=calls, wait=True, timeout_s=SOON_S))
+    if then == "nothing":
+        reply = ok(await waiting)
+        assert [each["values"] for each in reply["requests"]] == [{"a": "Hello world"}, {}]
+        (request,) = kept.engine.submitted
+        assert request.service_class is ServiceClass.RT
+        (first, _) = (await session.graph())["requests"]
+        assert first["level"] == "rt"
+        return
+    while not kept.engine.submitted or "finished" not in {
+        call["state"] for call in (await session.graph())["requests"]
+    }:
+        await asyncio.sleep(0.001)
+    ok(await session.ask("PUT", "/variables/b", json={"value": "native"}))
+    reply = ok(await waiting)
+    values = [each["values"] for each in reply["requests"]]
+    assert values == [{"a": "Hello world"}, {}, {"c": "Hello world"}]
+
+
 async def test_several_outputs_with_sampling_of_their_own(
     kept: Server, session: SessionClient
 ) -> None:

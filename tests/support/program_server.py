@@ -84,9 +84,12 @@ def program_server(engine: ProgramEngine, **config: Any) -> Iterator[ProgramServ
 
 
 class LossyBackend(LocalBackend):
-    """lost: an operation, and which half of its next exchange gets lost: request or answer."""
+    """lost: an operation, and which half of its next exchange gets lost: request or answer.
+    error: what the client gets then.
+    """
 
     lost: tuple[str, str] | None = None
+    error: Exception = ServerUnreachableError("The line is dead.")
 
     async def submit(
         self, session_id: str, calls: Sequence[CallSpec], key: str
@@ -122,7 +125,7 @@ class LossyBackend(LocalBackend):
         if half == "answer":
             await work
         work.close()
-        raise ServerUnreachableError("The line is dead.")
+        raise self.error
 
 
 @contextlib.contextmanager

@@ -177,7 +177,7 @@ class _Settings:
 def _make(function: Callable[..., Any], settings: _Settings) -> SemanticCallable:
     title = settings.name or function.__name__
     try:
-        return SemanticCallable(function, _spec(function, title, settings), _argument)
+        return SemanticCallable(function, _spec(function, title, settings), as_argument)
     except ValueError as error:
         raise ValueError(f"{title}: {error}") from None
 
@@ -295,7 +295,7 @@ def check_transforms(transforms: Mapping[str, str], names: set[str]) -> None:
         parse_transforms(source, f"transforms of {name}")
 
 
-def _argument(value: Any) -> Any:
+def as_argument(value: Any) -> Any:
     """An argument as an input: a variable, a text, or a tuple of these.
 
     Raises TypeError or ValueError.
@@ -308,7 +308,7 @@ def _argument(value: Any) -> Any:
         raise TypeError("is None; an input is a variable or an object with a text")
     if isinstance(value, list | tuple):
         if all(isinstance(part, SemanticVariable | str) for part in value):
-            return tuple(map(_argument, value)) if value else ""
+            return tuple(map(as_argument, value)) if value else ""
         if any(isinstance(part, SemanticVariable) for part in value):
             raise TypeError("has variables among other things than strings; call str() on those")
     return checked_text(str(value))

@@ -11,6 +11,7 @@ Variables and calls refer to each other, so they are in one module. They use a s
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import (
     AsyncGenerator,
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from bros.semantic.core.template import Piece, Placeholder, Text, join_texts, render_template
-from bros.semantic.errors import ConflictError
+from bros.semantic.errors import ConflictError, SessionGoneError
 from bros.semantic.schema import CallSpec, Criteria, Message, Parameter, Perf, Role
 
 T = TypeVar("T")
@@ -289,7 +290,8 @@ class SemanticVariable:
                 yield piece
         finally:
             if not pieces.ended:
-                session.run(pieces.aclose(), "astream")
+                with contextlib.suppress(SessionGoneError):  # which has ended the stream, too
+                    session.run(pieces.aclose(), "astream")
 
     async def astream(
         self,
@@ -310,7 +312,8 @@ class SemanticVariable:
                 yield piece
         finally:
             if not pieces.ended:
-                await session.arun(pieces.aclose())
+                with contextlib.suppress(SessionGoneError):
+                    await session.arun(pieces.aclose())
 
     def cancel(self) -> None:
         """Cancel the call that produces it; its dependents fail with UpstreamError."""
@@ -558,9 +561,7 @@ class ProgramCall:
     def inputs(self) -> Iterator[SemanticVariable]:
         """The variables that it reads."""
         for argument in self.arguments.values():
-            for part in argument if isinstance(argument, list | tuple) else (argument,):
-                if isinstance(part, SemanticVariable):
-                    yield part
+            yield from _variables_in(argument)
 
     def to_spec(self, session: SessionInterface, wanted: Wanted) -> CallSpec:
         """The call as sent to the server. wanted: criteria of variables requested with it."""
@@ -568,15 +569,20 @@ class ProgramCall:
         parameters: list[Parameter] = []
         expanded: dict[str, tuple[str, ...]] = {}
         for name, argument in self.arguments.items():
-            if isinstance(argument, list | tuple):
-                expanded[name] = self._names_within(name, len(argument))
-                named = list(zip(expanded[name], argument, strict=True))
+            if isinstance(argument, SemanticVariable):
+                parts: Sequence[Any] = [argument]
+            elif function.native is not None:  # which gets all others as they are
+                parts = list(_variables_in(argument))
             else:
-                named = [(name, argument)]
-            for part_name, part in named:
-                if function.native is None or isinstance(part, SemanticVariable):
-                    transforms = function.transforms.get(name)
-                    parameters.append(_input(part_name, part, transforms, session))
+                parts = argument if isinstance(argument, list | tuple) else [argument]
+            names: Sequence[str] = [name]
+            if parts is argument or len(parts) != 1:
+                names = expanded[name] = self._names_within(name, len(parts))
+            transforms = function.transforms.get(name)
+            parameters += [
+                _input(part_name, part, transforms, session)
+                for part_name, part in zip(names, parts, strict=True)
+            ]
         for name, variable in self.outputs.items():
             parameters.append(
                 Parameter(
@@ -666,6 +672,18 @@ def _program_for(call: ProgramCall, variables: Sequence[SemanticVariable]) -> Pr
     for program_without_session in unbound:
         program.absorb(program_without_session)
     return program
+
+
+def _variables_in(argument: Any) -> Iterator[SemanticVariable]:
+    """The variables of an argument, also within lists, tuples and dicts."""
+    if isinstance(argument, SemanticVariable):
+        yield argument
+    elif isinstance(argument, Mapping):
+        for part in argument.values():
+            yield from _variables_in(part)
+    elif isinstance(argument, list | tuple):
+        for part in argument:
+            yield from _variables_in(part)
 
 
 def _input(

@@ -36,7 +36,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bros.core.errors import BrosError, InvalidRequestError, OverloadedError, QueueFullError
+from bros.core.errors import (
+    BrosError,
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    QueueFullError,
+)
 from bros.semantic.client.connection import Backend, Connection, refuse_running_loop
 from bros.semantic.client.program import (
     CURRENT,
@@ -71,7 +77,10 @@ _POLL_S = 50.0
 """Longest single request. Proxies between client and server may cut longer ones."""
 
 _REFUSED = (QueueFullError, OverloadedError, SessionLimitError)
-_TRY_AGAIN = (*_REFUSED, ServerUnreachableError)
+_UNANSWERED = (ServerUnreachableError, EngineDeadError)
+"""The server, or a proxy before it, cannot answer now (503); it may have received the request."""
+
+_TRY_AGAIN = (*_REFUSED, *_UNANSWERED)
 
 _RETRY_AFTER_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses before requests of a native function are repeated, which no caller waits for: a connection
@@ -377,6 +386,7 @@ class AsyncSession:
         self._undeclared: deque[SemanticVariable] = deque()
         self._unanswered: _ProgramRequest | None = None
         self._warned: set[str] = set()
+        self._without_call: set[SemanticVariable] = set()  # requested ones, see _start_natives
 
     def announce(self, variable: SemanticVariable) -> None:
         """Declare the variable to the server with the next calls. From any thread."""
@@ -483,11 +493,18 @@ class AsyncSession:
         async with self._sending:
             await self._declare()
             await self._send_again()
-            calls = _sendable(self._session.program.take())
+            calls, specs, failed = self._session.program.take(), {}, None
+            for call in _sendable(calls):
+                try:
+                    specs[call] = call.to_spec(self._session, wanted)
+                except Exception as error:  # of this call, whatever the others are
+                    call.error, failed = error, error
+            calls = _sendable(calls)
             if calls:
-                with _recording_errors(calls):
-                    specs = [call.to_spec(self._session, wanted) for call in calls]
-                await self._submit(_ProgramRequest(self._session.new_id("program"), calls, specs))
+                key = self._session.new_id("program")
+                await self._submit(_ProgramRequest(key, calls, [specs[call] for call in calls]))
+            if failed is not None:
+                raise failed
 
     async def _send_again(self) -> None:
         """Send calls again whose response was lost; the key makes that idempotent."""
@@ -500,7 +517,7 @@ class AsyncSession:
             session_id, backend = await self._opened()
             with _recording_errors(request.calls):
                 answers = await backend.submit(session_id, request.specs, request.key)
-        except ServerUnreachableError:
+        except _UNANSWERED:
             raise  # the server may have received them: `_send_again` will send the same request
         except _REFUSED:
             self._unanswered = None
@@ -512,6 +529,11 @@ class AsyncSession:
         self._unanswered = None
         for call, answer in zip(request.calls, answers, strict=True):
             call.request_id = answer.request_id
+        for call in request.calls:
+            for output in call.outputs.values():
+                if output in self._without_call:
+                    self._without_call.discard(output)
+                    self._start_natives(output)
 
     async def _declare(self) -> None:
         """Declare all variables to the server that it does not know."""
@@ -551,12 +573,18 @@ class AsyncSession:
             self._start_natives(variable)
 
     def _start_natives(self, sink: SemanticVariable) -> None:
-        """Start all native functions that `sink` depends on, each once."""
+        """Start all native functions that `sink` depends on, each once; those behind variables that
+        no sent call produces yet when such a call is sent."""
         waiting = [sink]
         while waiting:
             variable = waiting.pop()
             call = variable.producer
-            if call is None or call.running or variable.session is not self._session:
+            if variable.value is not None or variable.session is not self._session:
+                continue
+            if call is None or call.request_id is None:
+                self._without_call.add(variable)
+                continue
+            if call.running:
                 continue
             call.running = True
             waiting.extend(call.inputs())
@@ -657,13 +685,22 @@ class AsyncSession:
         await self._prepare([variable], criteria)
         session_id, backend = await self._opened()
         variable_id = await self._declared(variable)
-        whole: list[str] = []
-        stream = backend.stream(session_id, variable_id, criteria)
-        async with contextlib.aclosing(stream) as pieces:
-            async for piece in pieces:
-                whole.append(piece)
-                yield piece
-        variable.receive_value("".join(whole))
+        whole = ""
+        while True:
+            known = len(whole)  # what a stream that has timed out gave already
+            try:
+                stream = backend.stream(session_id, variable_id, criteria)
+                async with contextlib.aclosing(stream) as pieces:
+                    async for piece in pieces:
+                        new, known = piece[known:], max(0, known - len(piece))
+                        whole += new
+                        if new:
+                            yield new
+                break
+            except GetTimeoutError as error:  # after minutes without a piece
+                if error.unset:
+                    self._warn(f"{variable.name!r} is waited for without a timeout. {error.unset}")
+        variable.receive_value(whole)
 
     def _start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(coroutine)
@@ -706,12 +743,23 @@ async def _set_once(backend: Backend, session_id: str, variable_id: str, value: 
 
 
 def _sendable(calls: Sequence[ProgramCall]) -> list[ProgramCall]:
-    """The calls without an error. A call inherits the error of a call whose output it reads."""
-    for call in calls:
-        for variable in call.inputs():
-            if variable.value is None and variable.producer is not None and call.error is None:
-                call.error = variable.producer.error
+    """The calls without an error. A call inherits the error of a call whose output it reads, which
+    may come after it."""
+    changed = True
+    while changed:
+        changed = False
+        for call in calls:
+            if call.error is None:
+                call.error = next(filter(None, map(_error_of, call.inputs())), None)
+                changed |= call.error is not None
     return [call for call in calls if call.error is None]
+
+
+def _error_of(variable: SemanticVariable) -> Exception | None:
+    """Why it will have no value, if that is known."""
+    if variable.value is not None or variable.producer is None:
+        return None
+    return variable.producer.error
 
 
 def _is_unsent(variable: SemanticVariable) -> bool:
@@ -723,6 +771,8 @@ def _substitute(argument: Any, texts: Mapping[SemanticVariable, str]) -> Any:
     """The argument with the texts in place of its variables."""
     if isinstance(argument, SemanticVariable):
         return texts[argument]
+    if isinstance(argument, Mapping):
+        return {name: _substitute(part, texts) for name, part in argument.items()}
     if isinstance(argument, list | tuple):
         parts = [_substitute(part, texts) for part in argument]
         return parts if isinstance(argument, list) else tuple(parts)

@@ -110,6 +110,7 @@ class ProgramRunner:
         self._engine = engine
         self._router = router
         self._tokenizer = tokenizer
+        self._chat = chat
         self._clock = clock
         self._settings = settings
         self._estimates = Estimates()
@@ -481,9 +482,11 @@ class ProgramRunner:
         session.machine.finished(llm_call, text, token_ids, now)
 
     def _is_exact(self, generated: LlmAnswer) -> bool:
-        """Whether the tokens decode to exactly the text; the text omits special tokens."""
+        """Whether the tokens are those of the text as a value: they decode to exactly that, which
+        omits special tokens, and none of it reads like a marker, such as that of a tool call."""
+        text = generated.text
         written = self._tokenizer.decode(generated.token_ids, skip_special_tokens=False)
-        return written == generated.text
+        return written == text and self._chat.escape(text) == text
 
     def _learn(
         self, session: ServedSession, llm_call: LlmCall, generated: LlmAnswer, now: float

@@ -230,7 +230,8 @@ class _Output(NamedTuple):
     placeholder: its name in the call's template.
     variable: the id of its variable.
     criteria: the criteria given with the call, if any.
-    is_final: no other call of the program reads it.
+    is_final: no LLM call of the program reads it, also not through native ones, which say nothing
+        about how urgent it is.
     """
 
     call: int
@@ -274,17 +275,29 @@ async def wait_for_outputs(
 async def _outputs(
     scope: SessionScope, calls: Sequence[CallSpec], submitted: Sequence[SubmittedCall]
 ) -> list[_Output]:
-    ids = {call.request_id for call in submitted}
-    found = []
+    natives = {call.request_id for spec, call in zip(calls, submitted, strict=True) if spec.native}
+    found: list[tuple[int, str, str, Criteria | None, Sequence[str]]] = []
+    read_by: dict[str, list[str]] = {call.request_id: [] for call in submitted}  # native producers
     async for index, placeholder, wanted in in_turns(_placeholders(calls, submitted), _SLICE):
         spec, call = calls[index], submitted[index]
         variable_id = call.variables[placeholder]
         view = scope.service.variable(scope.tenant, scope.session_id, variable_id)
-        if view.producer != call.request_id or (spec.native and wanted is None):
-            continue
-        is_final = ids.isdisjoint(view.consumers)
-        found.append(_Output(index, placeholder, variable_id, wanted, is_final))
-    return found
+        if view.producer != call.request_id:
+            if view.producer in natives:
+                read_by[call.request_id].append(view.producer)
+        elif not spec.native or wanted is not None:
+            found.append((index, placeholder, variable_id, wanted, view.consumers))
+    readers = read_by.keys() - natives
+    waiting = [name for reader in readers for name in read_by[reader]]
+    while waiting:
+        native = waiting.pop()
+        if native not in readers:
+            readers.add(native)
+            waiting += read_by[native]
+    return [
+        _Output(index, placeholder, variable_id, wanted, readers.isdisjoint(consumers))
+        for index, placeholder, variable_id, wanted, consumers in found
+    ]
 
 
 def _placeholders(
