@@ -124,7 +124,7 @@ class LLM:
         service_class: of all work in the context and its forks.
         Raises InvalidRequestError or PromptTooLongError.
         """
-        context = Context(self, self._contexts.new(service_class))
+        context = Context(self, self._contexts.new(_service_class(service_class)))
         context.fill(self._encode_beginning(beginning))
         return context
 
@@ -180,7 +180,9 @@ class LLM:
         inputs = [PoolingInput(_token_ids(tokenizer, text, "texts")) for text in many]
         pooler = TextPooler(client, SystemClock(), self._engine.ids)
         results = self._run(
-            pooler.run(inputs, info.pooling, service_class=service_class, param="texts")
+            pooler.run(
+                inputs, info.pooling, service_class=_service_class(service_class), param="texts"
+            )
         )
         return [embedding_of(each.values, info, dimensions).tolist() for each in results]
 
@@ -204,13 +206,7 @@ class LLM:
 
     def _chat_job(self, messages: Sequence[Message], sampling: SamplingParams) -> _Job:
         tokenizer, chat = self._engine.tokenizer, self._chat
-        if isinstance(messages, str) or not all(isinstance(each, Mapping) for each in messages):
-            raise InvalidRequestError(
-                'messages must be a list of {"role": ..., "content": ...}, got '
-                f"{reprlib.repr(messages)}.",
-                param="messages",
-            )
-        adapted, _ = chat.conversation(messages, ())
+        adapted, _ = chat.conversation(_checked_messages(messages), ())
         text = tokenizer.render_chat(adapted)
         start = chat.reasoning_start(text)
         ids = tokenizer.encode(text, add_special_tokens=False, escaped=True)
@@ -221,8 +217,8 @@ class LLM:
         if isinstance(beginning, str):
             return tokenizer.encode(beginning)
         if beginning and isinstance(beginning[0], Mapping):
-            return tokenizer.apply_chat_template(cast(Sequence[Message], beginning))
-        return list(cast(Sequence[int], beginning))
+            return tokenizer.apply_chat_template(_checked_messages(beginning))
+        return _token_ids(tokenizer, cast(Prompt, beginning), "beginning")
 
     def _run_all(
         self,
@@ -232,6 +228,7 @@ class LLM:
         param: str,
     ) -> list[tuple[ChoiceResult, ...]]:
         done = done_tokens = 0
+        service_class = _service_class(service_class)
         with progress_bar("generating", shown=progress) as advance:
             advance(0, len(jobs), "0 tokens")
 
@@ -359,6 +356,67 @@ class Context:
         """Token ids; special tokens such as BOS are added at the beginning of the context only."""
         tokenizer = self._llm._engine.tokenizer
         return _token_ids(tokenizer, prompt, add_special_tokens=not len(self))
+
+
+def _service_class(value: ServiceClass | str) -> ServiceClass:
+    """Raises InvalidRequestError."""
+    try:
+        return ServiceClass(value)
+    except ValueError:
+        raise InvalidRequestError(
+            f"service_class must be ServiceClass.RT or ServiceClass.BE, got {value!r}.",
+            param="service_class",
+        ) from None
+
+
+def _checked_messages(messages: Any) -> list[dict[str, Any]]:
+    """The messages of a conversation, with texts as contents. Raises InvalidRequestError."""
+    if isinstance(messages, str) or not all(isinstance(each, Mapping) for each in messages):
+        raise InvalidRequestError(
+            'messages must be a list of {"role": ..., "content": ...}, got '
+            f"{reprlib.repr(messages)}.",
+            param="messages",
+        )
+    checked = []
+    for number, message in enumerate(messages):
+        param, content = f"messages[{number}]", message.get("content")
+        if not isinstance(message.get("role"), str):
+            raise InvalidRequestError(f"{param} needs a role.", param=f"{param}.role")
+        calls = message.get("tool_calls")
+        if calls and not all(_is_call(call) for call in calls):
+            raise InvalidRequestError(
+                f"{param}: calls have an id and a function with name and arguments.",
+                param=f"{param}.tool_calls",
+            )
+        if isinstance(content, list | tuple) and all(map(_is_text_part, content)):
+            content = "\n".join(part["text"] for part in content)
+        if not (isinstance(content, str) or (content is None and calls)):
+            raise InvalidRequestError(
+                f"{param}: the content must be a text or a list of text parts, got "
+                f"{reprlib.repr(content)}.",
+                param=f"{param}.content",
+            )
+        checked.append({**message, "content": content})
+    if not checked:
+        raise InvalidRequestError("messages must not be empty.", param="messages")
+    return checked
+
+
+def _is_text_part(part: Any) -> bool:
+    return (
+        isinstance(part, Mapping)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    )
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return (
+        isinstance(function, Mapping)
+        and {"id"} <= call.keys()
+        and {"name", "arguments"} <= function.keys()
+    )
 
 
 def _token_ids(

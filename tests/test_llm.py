@@ -139,6 +139,50 @@ def test_a_grammar_of_a_chat_applies_after_the_reasoning(tmp_path: Path) -> None
     assert {answer.finish_reason for answer in answers} == {FinishReason.STOP}
 
 
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([[]], "messages"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content"),
+        ([{"role": "assistant", "tool_calls": [{"x": 1}]}], "messages[0].tool_calls"),
+    ],
+)
+def test_messages_that_no_template_can_take_are_refused(
+    llm: LLM, messages: Any, param: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as raised:
+        llm.chat(messages, GREEDY, progress=False)
+    assert raised.value.param == param
+    if messages != [[]]:
+        with pytest.raises(InvalidRequestError):
+            llm.context(messages)
+
+
+def test_contents_may_be_parts(llm: LLM) -> None:
+    plain = [{"role": "user", "content": "hello\nthere"}]
+    parts = [{"type": "text", "text": text} for text in ("hello", "there")]
+    first, second = (
+        llm.chat([{"role": "user", "content": content}], GREEDY, progress=False)[0][0]
+        for content in (plain[0]["content"], parts)
+    )
+    assert first.token_ids == second.token_ids
+
+
+def test_a_wrong_class_is_refused_and_the_engine_goes_on(llm: LLM) -> None:
+    asked: list[Callable[[Any], object]] = [
+        lambda wrong: llm.generate("a", GREEDY, service_class=wrong, progress=False),
+        lambda wrong: llm.context("a", service_class=wrong),
+        lambda wrong: llm.embed("a", service_class=wrong),
+    ]
+    for ask in asked:
+        with pytest.raises(InvalidRequestError, match="service_class must be"):
+            ask("best")
+    assert llm.generate("a", GREEDY, service_class="rt", progress=False)  # type: ignore[arg-type]
+
+
 def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:
     conversation = [{"role": "user", "content": "hello"}]
     (one,) = llm.chat(conversation, GREEDY, progress=False)

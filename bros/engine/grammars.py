@@ -17,6 +17,7 @@ it takes by text/grammar_check.py, before it gets here; the limits of the parser
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
 import re
 import threading
@@ -88,9 +89,13 @@ def load_tokenizer(folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) 
         raise ValueError("the model folder has no tokenizer.json")
     if not eos_token_ids:
         raise ValueError("the model has no end-of-sequence token")
-    return LLTokenizer(
-        path.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=list(eos_token_ids)
-    )
+    text = path.read_text(encoding="utf-8")
+    content = json.loads(text)
+    known = [each for each in content.get("added_tokens", ()) if each["id"] < vocab_size]
+    if len(known) < len(content.get("added_tokens", ())):
+        # The model cannot write them, and LLTokenizer refuses them: a padding token, mostly.
+        text = json.dumps({**content, "added_tokens": known})
+    return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
 
 @dataclass(slots=True)

@@ -54,7 +54,7 @@ class EncoderRunner:
         hidden = encoder(
             self._upload(token_ids.astype(np.int64)),
             self._upload(positions),
-            self._upload(self._types(plan, query_start)),
+            self._upload(np.minimum(self._types(plan, query_start), len(encoder.types) - 1)),
             lengths,
             should_abort,
         )

@@ -69,11 +69,14 @@ def convert_gguf(path: Path, folder: Path, shard_bytes: int = 2**31) -> None:
         reader = GGUFReader(path)
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise ModelError(f"{path} is not a readable GGUF file: {error}") from error
-    config = _config(reader)
-    eos = _field(reader, "tokenizer.ggml.eos_token_id")
-    _write_json(folder / "config.json", config | {"eos_token_id": eos})
-    _write_json(folder / "generation_config.json", {"eos_token_id": _eos_token_ids(reader)})
-    _write_weights(folder, _weights(reader, config), shard_bytes)
+    try:
+        config = _config(reader)
+        eos = _field(reader, "tokenizer.ggml.eos_token_id")
+        _write_json(folder / "config.json", config | {"eos_token_id": eos})
+        _write_json(folder / "generation_config.json", {"eos_token_id": _eos_token_ids(reader)})
+        _write_weights(folder, _weights(reader, config), shard_bytes)
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise ModelError(f"{path} is damaged: {error}") from error
     _write_tokenizer(path, folder, _field(reader, "tokenizer.ggml.pre"))
     for written in folder.iterdir():
         with open(written, "rb") as file:
@@ -91,6 +94,9 @@ def _config(reader: GGUFReader) -> dict[str, Any]:
     if kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ModelError(f"GGUF architecture {kind!r} is not supported; supported are {known}")
+    parts = _field(reader, "split.count", 0)
+    if parts > 1:
+        raise ModelError(f"this is one of {parts} parts of a model; merge them into one file first")
     if _field(reader, f"{kind}.expert_count"):
         raise ModelError("mixture-of-experts models are not supported")
 
@@ -189,7 +195,12 @@ def _weights(reader: GGUFReader, config: Mapping[str, Any]) -> Iterator[tuple[st
             raise ModelError(f"the GGUF file has a tensor {tensor.name}, which is not supported")
         name = f"model.layers.{block[1]}.{known}.{kind}" if block else f"{known}.{kind}"
         suffix = RAW_TYPES.get(tensor.tensor_type)
-        data = tensor.data if suffix else dequantize(tensor.data, tensor.tensor_type)
+        try:
+            data = tensor.data if suffix else dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError:
+            kind = tensor.tensor_type.name
+            message = f"{tensor.name} has values of type {kind}, which is not supported"
+            raise ModelError(message) from None
         if config["model_type"] == "llama" and local in heads:
             data = _unpermuted(data, heads[local])
         yield name + (suffix or ""), np.ascontiguousarray(data)

@@ -491,7 +491,11 @@ def _eos_token_ids(folder: Path, settings: Mapping[str, Any], vocab_size: int) -
     if eos is None:
         return ()
     ids = eos if isinstance(eos, list) else [eos]
-    return tuple(int(token_id) for token_id in ids if 0 <= int(token_id) < vocab_size)
+    if not all(type(token_id) is int for token_id in ids):
+        raise ModelError(
+            f"the eos_token_id of {folder} is not a token id or a list of them: {eos!r}"
+        )
+    return tuple(token_id for token_id in ids if 0 <= token_id < vocab_size)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

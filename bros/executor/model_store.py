@@ -138,10 +138,12 @@ def _converted(gguf: Path, cache_dir: Path, report: Callable[[str], None]) -> Pa
                 report(f"Converting {gguf.name}, this happens once ...")
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir()
-                convert_gguf(gguf, partial)
-                os.rename(partial, folder)
+                try:
+                    convert_gguf(gguf, partial)
+                    os.rename(partial, folder)
+                finally:  # it is gone if that has worked
+                    shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise ModelError(
             f"{gguf.name} cannot be converted into {cache_dir}: {error}; choose another folder "
             "with --data-dir"

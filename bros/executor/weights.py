@@ -255,9 +255,9 @@ def _weight_files(folder: Path) -> list[Path]:
     else:
         try:
             names: Mapping[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
-        except (ValueError, KeyError) as error:
+            paths = [folder / name for name in sorted(set(names.values()))]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{index} is not a safetensors index: {error!r}") from error
-        paths = [folder / name for name in sorted(set(names.values()))]
     if not paths:
         raise ModelError(f"{folder} holds no *.safetensors file; only that format is loaded")
     return paths

@@ -76,7 +76,7 @@ class ChatTemplates:
         template = self._templates.get(name)
         if template is None:
             raise InvalidRequestError(_NO_TEMPLATE, param="messages")
-        values = {"add_generation_prompt": True, **self._variables, **variables}
+        values = {**_UNSET, **self._variables, **variables}
         try:
             return template.render(messages=[dict(message) for message in messages], **values)
         except Exception as error:
@@ -88,10 +88,14 @@ class ChatTemplates:
             ) from error
 
 
+# What templates find if nothing is given, as in transformers: many ask `is not none`.
+_UNSET = {"tools": None, "documents": None, "add_generation_prompt": True}
+
+
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """The templates of a model folder by name. config: its tokenizer_config.json.
 
-    Template files take precedence over templates in the configuration.
+    Template files take precedence over templates in the configuration. Raises ModelError.
     """
     sources: dict[str, str] = {}
     inline = config.get("chat_template")
@@ -101,7 +105,12 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(inline, str):
         sources["default"] = inline
     elif inline is not None:
-        sources.update({entry["name"]: entry["template"] for entry in inline})
+        try:
+            sources.update({str(each["name"]): str(each["template"]) for each in inline})
+        except (TypeError, KeyError):
+            raise ModelError(
+                f"the chat_template in {folder} is neither a text nor a list of named ones"
+            ) from None
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         sources[path.stem] = path.read_text(encoding="utf-8")
     main = folder / "chat_template.jinja"
@@ -701,7 +710,9 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if path.is_file():
         return tokenizers.Tokenizer.from_file(str(path))
-    if not any((folder / name).is_file() for name in ("vocab.json", "tokenizer.model")):
+    if not any(
+        (folder / name).is_file() for name in ("vocab.json", "vocab.txt", "tokenizer.model")
+    ):
         raise ModelError(f"The folder {folder} has no tokenizer.json.")
     # Late: transformers imports torch, and only old model folders need it.
     from transformers import AutoTokenizer

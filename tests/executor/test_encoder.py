@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import shutil
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError, ModelError
@@ -179,6 +182,45 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
         {"position_embedding_type": "relative_key"},
         {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "a", "1": "b"}},
         {"hidden_size": None},
+        {"num_attention_heads": 5},
+        {"num_attention_heads": 0},
     ):
         with pytest.raises(ModelError):
             EncoderSpec.from_config({**config, **wrong})
+
+
+def test_norms_named_as_in_tensorflow_load(
+    tmp_path: Path, saved: tuple[torch.nn.Module, Path]
+) -> None:
+    shutil.copytree(saved[1], tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    renamed = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): values
+        for name, values in weights.items()
+    }
+    assert renamed.keys() != weights.keys()
+    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    runs = [load(folder)[0] for folder in (saved[1], tmp_path)]
+    plan = StepPlan(0, (text("a", [2, 5, 9, 3], Pooling.MEAN),))
+    first, second = (vectors(run.execute(plan))["a"] for run in runs)  # type: ignore[attr-defined]
+    assert np.array_equal(first, second)
+
+
+def test_a_model_with_one_type_of_tokens_scores_pairs(tmp_path: Path) -> None:
+    save_encoder(tmp_path, scores=True, type_vocab_size=1)
+    runner, _ = load(tmp_path)
+    plan = StepPlan(0, (text("a", [2, 5, 3, 9, 3], Pooling.SCORE, 3),))
+    (score,) = vectors(runner.execute(plan))["a"]  # type: ignore[attr-defined]
+    assert math.isfinite(score)
+
+
+@pytest.mark.parametrize(("name", "content"), [("modules.json", "{}"), ("pool", "[1]")])
+def test_steps_of_another_form_are_refused(tmp_path: Path, name: str, content: str) -> None:
+    save_encoder(tmp_path)
+    save_modules(tmp_path, "mean_tokens", normalize=True)
+    path = tmp_path / ("1_Pooling/config.json" if name == "pool" else name)
+    path.write_text(content.replace("{}", '{"a": 1}'))
+    with pytest.raises(ModelError, match="list of steps|is not an object"):
+        load(tmp_path)

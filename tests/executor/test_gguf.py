@@ -190,6 +190,7 @@ def test_large_models_are_split_into_shards(tmp_path: Path) -> None:
         ("llama", {"llama.rope.dimension_count": 8}, "partial rotary embedding"),
         ("llama", {"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
         ("llama", {"tokenizer.ggml.model": "rwkv"}, "no usable tokenizer"),
+        ("llama", {"split.count": 2}, "this is one of 2 parts"),
     ],
 )
 def test_what_is_not_supported_is_named(

@@ -125,7 +125,7 @@ def test_broken_gguf_leaves_nothing_to_be_used_later(gguf_file: Path, tmp_path: 
     for _ in range(2):
         with pytest.raises(ModelError):
             resolve_model(str(gguf_file), tmp_path / "cache")
-    assert all(name.endswith((".lock", ".partial")) for name in names_in(tmp_path / "cache"))
+    assert all(name.endswith(".lock") for name in names_in(tmp_path / "cache"))
 
 
 def test_conversion_that_died_halfway_is_done_again(gguf_file: Path, tmp_path: Path) -> None:

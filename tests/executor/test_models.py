@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,9 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from bros.core.config import EngineConfig
+from bros.core.errors import ModelError
 from bros.core.plan import StepPlan
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles
@@ -163,3 +166,49 @@ def test_sharded_checkpoint_matches(tmp_path: Path) -> None:
     model = save_checkpoint(tmp_path, family_configs()["llama"], max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert largest_error(load(tmp_path), model, [30], random.Random(0)) < TOLERANCE
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_a_head_of_its_own_counts_whatever_the_config_says(tmp_path: Path, differ: bool) -> None:
+    """transformers decides it so since version 5."""
+    config = family_configs()["llama"]
+    config.tie_word_embeddings = False
+    model = save_checkpoint(tmp_path, config)
+    if not differ:
+        model.lm_head.weight = model.model.embed_tokens.weight  # type: ignore[union-attr]
+        weights = load_file(tmp_path / "model.safetensors")
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    change_config(tmp_path, tie_word_embeddings=True)
+    assert largest_error(load(tmp_path), model, [30], random.Random(0)) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_a_checkpoint_of_the_model_without_its_head_loads(tmp_path: Path, family: str) -> None:
+    config = family_configs()[family]
+    config.tie_word_embeddings = True
+    model = save_checkpoint(tmp_path / "whole", config)
+    model.model.save_pretrained(tmp_path)  # type: ignore[operator, union-attr]
+    change_config(tmp_path, architectures=[type(model).__name__])
+    assert largest_error(load(tmp_path), model, [30], random.Random(0)) < TOLERANCE
+
+
+def change_config(folder: Path, **fields: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": null}', '{"weight_map": {"a": 1}}'])
+def test_an_index_that_is_none_is_refused(tmp_path: Path, index: str) -> None:
+    save_checkpoint(tmp_path, family_configs()["llama"])
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelError, match="is not a safetensors index"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("eos", ["x", [0, None], {}, True])
+def test_an_end_token_that_is_none_is_refused(tmp_path: Path, eos: object) -> None:
+    save_checkpoint(tmp_path, family_configs()["llama"])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(ModelError, match="eos_token_id"):
+        load(tmp_path)

@@ -31,6 +31,7 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
         ("llama3", LLAMA3),
         ("yarn", YARN),
         ("yarn", YARN | {"attention_factor": 1.5, "beta_fast": 16.0, "beta_slow": 2.0}),
+        ("yarn", YARN | {"factor": None}),
     ],
 )
 def test_rope_table_matches_transformers(rope_type: str, parameters: dict[str, Any]) -> None:
@@ -69,6 +70,12 @@ def test_older_spelling_of_rope_parameters_means_the_same() -> None:
         (LLAMA | {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         (LLAMA | {"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
         (LLAMA | {"rope_parameters": {"rope_type": "linear"}}, "needs a factor"),
+        (LLAMA | {"rope_parameters": {"rope_type": "yarn", "factor": 0}}, "needs a factor"),
+        (LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": None}}, "needs a factor"),
+        (LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 3}, "4 heads cannot share 3"),
+        (LLAMA | {"num_attention_heads": 0}, "config.json is not usable"),
+        (LLAMA | {"num_hidden_layers": 0}, "num_layers is 0"),
+        (LLAMA | {"vocab_size": -1}, "vocab_size is -1"),
         (LLAMA | {"hidden_size": None}, "config.json is not usable"),
         ({k: v for k, v in LLAMA.items() if k != "num_hidden_layers"}, "num_hidden_layers"),
         (OPT | {"word_embed_proj_dim": 32}, "word_embed_proj_dim"),
@@ -80,6 +87,14 @@ def test_unsupported_configs_are_refused_in_clear_words(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         ModelSpec.from_config(config)
+
+
+@pytest.mark.parametrize(("stated", "longest"), [(32768, 131072), (200_000, 200_000)])
+def test_yarn_allows_what_it_is_for(stated: int, longest: int) -> None:
+    """Qwen's models state the length before scaling."""
+    scaled = {"rope_type": "yarn", "rope_theta": 1e6} | YARN
+    config = LLAMA | {"max_position_embeddings": stated, "rope_parameters": scaled}
+    assert ModelSpec.from_config(config).max_positions == longest
 
 
 def test_sliding_window_counts_only_where_it_is_used() -> None:

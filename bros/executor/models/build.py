@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -121,6 +122,17 @@ def build_decoder(
     return decoder
 
 
+def _names_of(family: str, source: Weights) -> _Names:
+    """The names of a checkpoint, which has no prefix `model.` if the model was saved without its
+    lm_head."""
+    names = _NAMES[family]
+    if any(name.startswith(names.root) for name in source.unread):
+        return names
+    short = names.root.removeprefix("model.")
+    found = f"{short}embed_tokens.weight" in source.unread
+    return replace(names, root=short) if found else names
+
+
 class _Builder:
     def __init__(
         self,
@@ -139,7 +151,7 @@ class _Builder:
         self._source: Weights = ShardedWeights(source, shards[ranks.rank])
         self._kernels = kernels
         self._target = target
-        self._names = _NAMES[spec.family]
+        self._names = _names_of(spec.family, source)
         self._layout = HeadLayout(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self._cos_sin = None
         if spec.rope is not None:
@@ -174,8 +186,11 @@ class _Builder:
         spec, target, ranks = self._spec, self._target, self._ranks
         products = self._kernels.products if target.packed else None
         weight = head_weight = self._embedding(name, spec.vocab_size)
-        if not spec.tied:
+        tied = spec.tied
+        if not tied or "lm_head.weight" in self._source.unread:
             head_weight = self._embedding("lm_head.weight", spec.vocab_size)
+            # A model that was trained further may say that they are tied, and have two.
+            tied = tied and torch.equal(head_weight, weight)
         tokens: TokenLookup
         head: Linear
         if products is None:
@@ -184,7 +199,7 @@ class _Builder:
         else:
             packed = vocabulary_panels(head_weight, target, products)
             # An embedding of its own is not rounded: only a product gains by groups of codes.
-            panels = packed if spec.tied else Panels.fp32(weight, products.panel_width)
+            panels = packed if tied else Panels.fp32(weight, products.panel_width)
             tokens = PanelEmbedding(products, panels)
             head = PanelLinear(products, packed)
         lookup = vocab_parallel_embedding(tokens, self._vocabs[ranks.rank], ranks)

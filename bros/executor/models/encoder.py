@@ -85,6 +85,13 @@ class EncoderSpec:
     def _check(self, config: Mapping[str, Any]) -> None:
         if self.activation not in _ACTIVATIONS:
             raise ModelError(f"activation {self.activation!r} is not supported for BERT")
+        if min(self.num_heads, self.hidden_size, self.num_types) < 1:
+            raise ModelError("the model's config.json is not usable: a size is less than 1")
+        if self.hidden_size % self.num_heads:
+            raise ModelError(
+                f"the model's config.json is not usable: {self.hidden_size} numbers cannot be "
+                f"divided among {self.num_heads} heads"
+            )
         kind = config.get("position_embedding_type", "absolute")
         if kind != "absolute" or config.get("is_decoder"):
             raise ModelError("BERT is supported as an encoder with absolute positions only")
@@ -272,7 +279,10 @@ class _Builder:
 
     def _norm(self, name: str) -> Norm:
         size = self._spec.hidden_size
-        weight, bias = (self._vector(f"{name}.{part}", size) for part in ("weight", "bias"))
+        parts = ("weight", "bias")
+        if f"{name}.gamma" in self._source.unread:  # in checkpoints that came from TensorFlow
+            parts = ("gamma", "beta")
+        weight, bias = (self._vector(f"{name}.{part}", size) for part in parts)
         return LayerNorm(size, weight, bias, self._spec.norm_eps)
 
     def _matrix(self, name: str, rows: int) -> Tensor:

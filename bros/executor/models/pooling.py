@@ -48,11 +48,15 @@ def embedding_info(
     Raises ModelError if the folder asks for steps that are not supported.
     """
     modules = _read(folder / "modules.json") or []
+    if not (isinstance(modules, list) and all(isinstance(each, dict) for each in modules)):
+        raise ModelError(f"{folder / 'modules.json'} is not a list of steps")
     pooling, normalized = default, not modules
     for module in modules:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
             config = _read(folder / str(module.get("path", "")) / "config.json") or {}
+            if not isinstance(config, dict):
+                raise ModelError(f"the configuration of the pooling in {folder} is not an object")
             if option == "auto":
                 pooling = _pooling(config)
         elif kind == "Normalize":

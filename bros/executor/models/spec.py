@@ -53,21 +53,24 @@ class RopeSpec:
         if rope_type not in ROPE_TYPES:
             known = ", ".join(ROPE_TYPES)
             raise ModelError(f"rope type {rope_type!r} is not supported; supported are {known}")
-        if rope_type != "default" and "factor" not in rope:
+        original = rope.get("original_max_position_embeddings")
+        factor = rope.get("factor")
+        if factor is None and rope_type == "yarn" and original:
+            factor = max_positions / original  # as transformers has it
+        if rope_type != "default" and not factor:
             raise ModelError(f"rope type {rope_type!r} needs a factor in the model's config.json")
         if rope.get("mscale") or rope.get("truncate") is False:
             raise ModelError("yarn with mscale or without truncate is not supported")
         partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-        original = rope.get("original_max_position_embeddings") or max_positions
         attention_factor = rope.get("attention_factor")
         return cls(
             theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
             rotary_dim=int(head_dim * partial),
             rope_type=rope_type,
-            factor=float(rope.get("factor") or 1.0),
+            factor=float(factor or 1.0),
             low_freq_factor=float(rope.get("low_freq_factor") or 1.0),
             high_freq_factor=float(rope.get("high_freq_factor") or 4.0),
-            original_max_positions=int(original),
+            original_max_positions=int(original or max_positions),
             beta_fast=float(rope.get("beta_fast") or 32.0),
             beta_slow=float(rope.get("beta_slow") or 1.0),
             attention_factor=None if attention_factor is None else float(attention_factor),
@@ -162,9 +165,28 @@ class ModelSpec:
         if config.get("quantization_config"):
             raise ModelError("checkpoints with a quantization_config are not supported")
         try:
-            return ARCHITECTURES[architecture](architecture, config)
-        except (KeyError, TypeError, ValueError) as error:
+            spec = ARCHITECTURES[architecture](architecture, config)
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise ModelError(f"the model's config.json is not usable: {error!r}") from error
+        spec._check()
+        return spec
+
+    def _check(self) -> None:
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                value = getattr(self, name)
+                raise ModelError(f"the model's config.json is not usable: {name} is {value}")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"the model's config.json is not usable: {self.num_heads} heads cannot share "
+                f"{self.num_kv_heads} heads of keys and values"
+            )
+
+
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_layers"),
+    *("num_heads", "num_kv_heads", "head_dim", "max_positions"),
+)
 
 
 def _llama_like(architecture: str, config: Mapping[str, Any]) -> ModelSpec:
@@ -172,6 +194,10 @@ def _llama_like(architecture: str, config: Mapping[str, Any]) -> ModelSpec:
     hidden_size = int(config["hidden_size"])
     head_dim = int(config.get("head_dim") or hidden_size // num_heads)
     max_positions = int(config["max_position_embeddings"])
+    rope = RopeSpec.from_config(config, head_dim, max_positions)
+    if rope.rope_type == "yarn":
+        # Some configurations, such as Qwen's, keep the length before scaling here.
+        max_positions = max(max_positions, int(rope.factor * rope.original_max_positions))
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"activation {activation!r} is not supported for {architecture}")
@@ -191,7 +217,7 @@ def _llama_like(architecture: str, config: Mapping[str, Any]) -> ModelSpec:
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         activation=activation,
         tied=bool(config.get("tie_word_embeddings", False)),
-        rope=RopeSpec.from_config(config, head_dim, max_positions),
+        rope=rope,
         qkv_bias=bias or qwen2,
         out_bias=bias and not qwen2,
         mlp_bias=bool(config.get("mlp_bias", False)),
