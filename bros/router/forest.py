@@ -257,7 +257,10 @@ class Forest:
             node = node.parent
 
     def prune(self, node: PrefixNode) -> None:
-        """Remove a node if it is unused, and then its unused ancestors."""
+        """Remove a node if it is unused, and then its unused ancestors. `shrink` may have removed
+        the node itself already."""
+        while not node.alive and node.parent is not None:
+            node = node.parent
         while node.parent is not None and node.alive and node.unused:
             parent = self._remove(node)
             if parent is None:

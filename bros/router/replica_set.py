@@ -201,6 +201,7 @@ class ReplicaHandle:
 
     number: its number for operators; it stays the same when the engine restarts.
     fleet_id: its number in the fleet, a new one each time it comes up; None while it is down.
+    drains: number of commands to drain or resume it so far.
     gone: its engine does not come back.
     stuck: its engine did not end a request that was to move, and has not reported since.
     stats_task: a request for statistics that the engine has not answered yet.
@@ -219,6 +220,7 @@ class ReplicaHandle:
     fleet_id: int | None = None
     draining: bool = False
     restarting: bool = False
+    drains: int = 0
     gone: bool = False
     stuck: bool = False
     stats_late: bool = False

@@ -282,6 +282,11 @@ def has_body(request: Request) -> bool:
 def _check_json_type(request: Request) -> None:
     """Raises MediaTypeError unless a body says that it is JSON. Browsers send some other types from
     any web page to any server, but JSON only if the server has allowed it to the page."""
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise MediaTypeError(
+            f"Content-Encoding {coding[:100]!r} is not supported: bodies are sent as they are."
+        )
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and has_body(request):
         given = f"{kind[:100]!r}" if kind else "none"

@@ -375,6 +375,32 @@ async def test_a_replica_resumed_before_it_is_drained_is_not_restarted(
     assert group.engines[where].deaths == 0
 
 
+@in_group
+async def test_the_latest_of_several_drains_counts(group: Group) -> None:
+    """A plain one after a resume does not inherit the restart of the one before."""
+    reading = asyncio.create_task(collect(group.client, ask()))
+    await asyncio.sleep(5 * STEP_S)
+    where = group.where("r")
+    group.client.drain(where, restart=True)
+    group.client.resume(where)
+    group.client.drain(where)
+    assert tokens_of(await reading) == foretold(ask())
+    await asyncio.sleep(2)
+    assert group.client.replicas()[where].state is ReplicaState.DRAINED
+    assert group.engines[where].deaths == 0
+
+
+@in_group
+async def test_a_replica_that_is_drained_while_it_restarts_stays_drained(group: Group) -> None:
+    group.client.drain(0, restart=True)
+    while group.client.replicas()[0].state is not ReplicaState.RESTARTING:
+        await asyncio.sleep(STEP_S)
+    group.client.drain(0)
+    await asyncio.sleep(10)
+    assert group.client.replicas()[0].state is ReplicaState.DRAINED
+    assert group.engines[0].deaths == 1
+
+
 def test_promotion_of_a_prefilled_request_counts_only_its_decode_time() -> None:
     async def main() -> None:
         fleet = make_fleet("e2", RouterSettings())

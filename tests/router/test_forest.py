@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bros.core.request import EngineRequest, Hints
 from bros.kvcache.prefix_cache import extend_keys
 from bros.router.forest import Forest, ReplicaCache
-from support.routing import BLOCK, ask
+from support.routing import BLOCK, ask, fleet_of
 from support.tier import examples
 
 
@@ -153,3 +153,19 @@ def test_what_was_asked_for_longest_ago_goes_first() -> None:
         insert(forest, request)
     forest.shrink()
     assert [known(forest, request) // BLOCK for request in requests] == [2, 0, 2]
+
+
+def test_ancestors_of_a_node_that_was_removed_for_others_go_with_their_requests() -> None:
+    fleet = fleet_of(1, "e2", window_s=5.0, max_tokens=48, capacity=16)
+
+    def serve(name: str, tokens: list[int], now: float) -> None:
+        request = ask(name, tokens)
+        fleet.route([request], now)
+        fleet.on_finished(name, [], now, cached=False)
+
+    serve("prefix", [1] * 8 + [9], 0.0)
+    serve("longer", [1] * 8 + [2] * 8 + [9], 0.0)
+    for number, length in enumerate((17, 17, 9)):  # they leave the longer one no room
+        serve(f"other-{number}", [20 + number] * length, 1.0)
+    fleet._ledger.expire(100.0)
+    fleet.check_integrity()

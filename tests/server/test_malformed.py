@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 from typing import Any
@@ -150,3 +151,14 @@ async def test_objects_and_lists_have_the_names_of_json(
     error = assert_envelope(await server.http.post("/v1/chat/completions", json=body), 400)
     assert (error["param"], error["code"]) == (param, "invalid_type")
     assert error["message"] == f"Invalid value for '{param}': {reason}."
+
+
+async def test_a_compressed_body_is_refused_as_such(server: Server) -> None:
+    body = gzip.compress(json.dumps(GOOD["/v1/completions"]).encode())
+    headers = {**JSON, "content-encoding": "gzip"}
+    reply = await server.http.post("/v1/completions", content=body, headers=headers)
+    error = assert_envelope(reply, 415)
+    assert error["message"].startswith("Content-Encoding 'gzip' is not supported")
+    plain = {**JSON, "content-encoding": "identity"}
+    reply = await server.http.post("/v1/completions", json=GOOD["/v1/completions"], headers=plain)
+    assert reply.status_code == 200

@@ -679,6 +679,32 @@ async def test_limits_per_minute_answer_429_with_the_headers_of_openai(tmp_path:
     assert embedded.headers["x-ratelimit-limit-requests"] == "2"
 
 
+async def test_background_responses_count_for_the_limits_per_minute(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ann ann-key max_requests_per_minute=3 max_tokens_per_minute=1000\n")
+    async with batch_server(tmp_path, key="ann-key", api_keys=str(keys)) as server:
+        given = {"input": "one", "background": True, "max_output_tokens": 4}
+
+        async def ask() -> httpx.Response:
+            return await server.http.post("/v1/responses", json=given)
+
+        first = await ask()
+        assert first.status_code == 200
+        response_id, path = first.json()["id"], f"/v1/responses/{first.json()['id']}"
+        while (shown := (await server.http.get(path)).json())["status"] in (
+            "queued",
+            "in_progress",
+        ):
+            await asyncio.sleep(0.01)
+        assert shown["id"] == response_id and shown["usage"]["output_tokens"] > 0
+        second = await ask()
+        used = 1000 - int(second.headers["x-ratelimit-remaining-tokens"])
+        assert used >= shown["usage"]["total_tokens"] + shown["usage"]["input_tokens"]
+        assert second.headers["x-ratelimit-remaining-requests"] == "1"
+        assert (await ask()).status_code == 200
+        assert assert_envelope(await ask(), 429)["code"] == "tenant_limit_exceeded"
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.0, "0ms"), (0.0201, "21ms"), (1.0, "1s"), (59.5, "1m0s"), (360.0, "6m0s")],

@@ -10,6 +10,7 @@ import json
 import logging
 import random
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -67,11 +68,20 @@ class BackgroundExchange(Exchange):
 class EngineResponseHandler:
     """A ResponseHandler."""
 
-    def __init__(self, runner: RowRunner, store: ResponseStore, running: RunningResponses) -> None:
-        """running: where the responses are while they run."""
+    def __init__(
+        self,
+        runner: RowRunner,
+        store: ResponseStore,
+        running: RunningResponses,
+        count_tokens: Callable[[str, int], None] = lambda tenant, tokens: None,
+    ) -> None:
+        """running: where the responses are while they run.
+        count_tokens: called with tenant and output tokens of each answer, for limits per minute.
+        """
         self._runner = runner
         self._store = store
         self._running = running
+        self._count_tokens = count_tokens
 
     async def answer(self, response: StoredResponse, *, due_in_s: float) -> ResponseOutcome:
         state = self._runner.state
@@ -99,6 +109,8 @@ class EngineResponseHandler:
             found = failure(describe(error)).model_dump_json()
             return ResponseOutcome(ResponseStatus.FAILED, error=found)
         assert call.ended is not None
+        if call.ended.usage is not None:
+            self._count_tokens(response.tenant, call.ended.usage.output_tokens)
         return ResponseOutcome(ResponseStatus(call.ended.status), body)
 
     def _call(self, response: StoredResponse) -> ResponseCall:

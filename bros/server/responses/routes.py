@@ -74,8 +74,14 @@ async def create_response(request: Request) -> Response:
     )
     await _continue(request, call)
     if call.given.background:
-        await _check_prompt(state, call, state.tenant(request))
-        response = await _begin(request, call)
+        tenant = state.tenant(request)
+        tokens = await _check_prompt(state, call, tenant)
+        state.accounts.begin_request(tenant, tokens)
+        try:
+            response = await _begin(request, call)
+        except BaseException:
+            state.accounts.undo_request(tenant, tokens)
+            raise
         held.release()
         return response
     session_call, due_ms = join(request, metadata, call)
@@ -83,14 +89,16 @@ async def create_response(request: Request) -> Response:
     return await respond(request, call, arrival_s, held, session_call, due_ms, make)
 
 
-async def _check_prompt(state: ServerState, call: ResponseCall, tenant: str) -> None:
-    """Raises what a background response would fail of when it runs, so that its client knows."""
+async def _check_prompt(state: ServerState, call: ResponseCall, tenant: str) -> int:
+    """Tokens of the prompt. Raises what a background response would fail of when it runs, so that
+    its client knows."""
     with renaming_fields(call.field_names):
         await state.check_grammar(tenant, call.sampling.grammar)
     (prompt,) = await call.prompts(tenant)
     limit = state.engine.info.max_model_len
     if len(prompt) >= limit:
         raise PromptTooLongError(len(prompt), limit, call.param)
+    return len(prompt)
 
 
 async def _continue(request: Request, call: ResponseCall) -> None:
