@@ -303,6 +303,17 @@ def test_models_that_cannot_have_grammars_say_why(
         make(folder).state(grammars.json_object(), STOPS)
 
 
+def test_tokens_beyond_the_vocabulary_of_the_model_are_left_out(tmp_path: Path) -> None:
+    """Such as a padding token that was added to the tokenizer alone."""
+    backend = byte_level_backend()
+    size, eos = backend.get_vocab_size(), backend.token_to_id("<|end|>")
+    backend.add_special_tokens(["<|pad|>"])
+    save_tokenizer(tmp_path, backend)
+    tokenizer = engine_grammars.load_tokenizer(tmp_path, size, [eos])
+    assert tokenizer.vocab_size == size
+    assert tokenizer.tokenize_str("a") == backend.encode("a", add_special_tokens=False).ids
+
+
 def test_it_compiles_on_a_thread_and_once_for_equal_texts(folder: Path) -> None:
     compiler, done = made(folder), threading.Semaphore(0)
     one, two = grammars.json_object(), grammars.json_object(param="other")

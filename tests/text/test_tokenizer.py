@@ -238,6 +238,8 @@ TEMPLATES = {
     "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
     "{% endfor %}{{ ns.n }}",
     "own variable": "{{ 'thinking' if enable_thinking else 'not' }}",
+    "nothing given": "{% if tools is not none %}tools{% endif %}"
+    "{% if documents is not none %}documents{% endif %}{{ messages[0].content }}",
 }
 
 
@@ -247,8 +249,6 @@ def test_templates_render_as_in_transformers(tmp_path: Path, name: str) -> None:
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.has_chat_template
     for kwargs in ({}, {"tools": TOOLS, "enable_thinking": True}):
-        if name == "json" and not kwargs:
-            continue
         ours = tokenizer.apply_chat_template(MESSAGES, **kwargs)
         assert ours == transformers_ids(tmp_path, MESSAGES, **kwargs)
 
@@ -273,6 +273,13 @@ def test_templates_in_files_and_lists(tmp_path: Path) -> None:
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tool file")
     assert Tokenizer.load(tmp_path).render_chat(MESSAGES, tools=TOOLS) == "tool file"
+
+
+@pytest.mark.parametrize("wrong", [5, ["default"], [{"name": "default"}], {"default": "x"}])
+def test_templates_of_another_form_are_refused(tmp_path: Path, wrong: Any) -> None:
+    save_tokenizer(tmp_path, chat_template=wrong)
+    with pytest.raises(ModelError, match="neither a text nor a list of named ones"):
+        Tokenizer.load(tmp_path)
 
 
 def test_template_in_the_file_of_older_folders(tmp_path: Path) -> None:
