@@ -268,16 +268,12 @@ def _add_chunk(
     """Add a chunk to a load, without copies to the host. A decode row joins `common`, unless a part
     of its layers is computed."""
     complete = candidate.samples and num_tokens == candidate.remaining
-    context, missing, held = (
-        candidate.num_computed_tokens,
-        candidate.num_missing,
-        candidate.suspended,
-    )
+    context, held = candidate.num_computed_tokens, candidate.suspended
     if held is not None:
         load.add(num_tokens, context, complete, done=held.done)
     else:
         shared = common.join(candidate) if num_tokens == 1 else 0
-        load.add(num_tokens, context, complete, shared, missing)
+        load.add(num_tokens, context, complete, shared, candidate.num_missing)
 
 
 def shared_prefixes(
@@ -701,13 +697,8 @@ class _Packer:
 
     def _seconds_with(self, candidate: RequestState, num_tokens: int) -> float:
         """Predicted time of the step with `num_tokens` of a candidate added, with safety margin."""
-        load, held, missing, done = (
-            self.packing.load,
-            candidate.suspended,
-            candidate.num_missing,
-            0.0,
-        )
-        copied = 0
+        load, held = self.packing.load, candidate.suspended
+        missing, done, copied = candidate.num_missing, 0.0, 0
         if held is not None:
             missing, done = 0, held.done
         elif self._memory_is_tight:
