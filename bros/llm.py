@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.core.errors import EngineDeadError, InvalidRequestError
+from bros.core.files import expand_user
 from bros.core.loop_thread import LoopThread
 from bros.core.request import SamplingParams, ServiceClass
 from bros.executor.model_store import default_cache_dir
@@ -42,7 +43,8 @@ class LLM:
     model: as in EngineConfig.
     data_dir: folder for converted models and profiles; default: as for `bros serve`.
     options: other fields of EngineConfig (the flags of `bros serve` with underscores).
-    Raises ModelError or ConfigError if the model cannot be served with these options.
+    Raises ModelError or ConfigError if the model cannot be served with these options; with several
+    ranks (tp), EngineDeadError if one of them says so while it loads.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class LLM:
         # No user waits for a first token, so prompts run in their order.
         defaults = {"max_queue": 1_000_000, "policy": "fcfs"}
         config = EngineConfig(model=model, **{**defaults, **options})
-        cache_dir = Path(data_dir) if data_dir else default_cache_dir()
+        cache_dir = expand_user(data_dir) if data_dir else default_cache_dir()
         self._loop = LoopThread("bros-llm")
         self._exit = contextlib.AsyncExitStack()
         try:

@@ -105,8 +105,8 @@ class RequestState:
         are computed with the prompt, and sent with the first sampled token.
     ignored_step: number of a running step whose sample is ignored, because the grammar has forced
         another token in its place; 0: there is none.
-    suspended: its next tokens, if they were in a step that was suspended. Its next chunk consists of
-        them, or of the first of them.
+    suspended: its next tokens, if they were in a step that was suspended. Its next chunk consists
+        of them, or of the first of them.
     """
 
     __slots__ = (
