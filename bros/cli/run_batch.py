@@ -24,7 +24,6 @@ from bros.batch.store import Store, open_store
 from bros.cli.batch import (
     NOT_COMPLETED,
     SOME_ROWS_FAILED,
-    STDOUT,
     check_input,
     check_writable,
     first_url,
@@ -58,11 +57,12 @@ def run_batch_here(
     """
     console = console or Console(stderr=True)
     own = read_own(RunBatchFlags, args)
-    source, target, found = check_input(own.input), expand_user(own.target), None
-    if own.target == STDOUT or (found := check_writable("OUTPUT", own.target)) is None:
+    source, target = check_input(own.input), expand_user(own.target)
+    checked = check_writable("OUTPUT", own.target)
+    if not isinstance(checked, Path):
         raise ConfigError(f"OUTPUT: {own.target!r} is not the name of a file")
     if target.is_symlink():
-        target = Path(found)  # what it points to is replaced, and not the link
+        target = checked  # what it points to is replaced, and not the link
     endpoint = own.endpoint or first_url(source)
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{target} is the input; name another file")

@@ -610,7 +610,8 @@ class AsyncSession:
                     variable_id = call.outputs[name].id
                     await _repeatedly(_set_once, backend, session_id, variable_id, value)
             except InvalidRequestError as error:  # such as a value that is too long
-                await backend.fail(session_id, call.request_id, _describe(error))
+                message = _describe(error)
+                await _repeatedly(backend.fail, session_id, call.request_id, message)
         except BrosError as error:
             # The call was cancelled meanwhile, or the session or the server is gone.
             logger.info("the result of %s() is discarded: %s", call.function.name, error)
