@@ -89,7 +89,7 @@ Call functions like this: [func_name1(param=value), func_name2()]
 {% endif %}"""
 
 OTHER = """\
-{%- for tool in tools %}{{ tool | tojson }}
+{%- for tool in tools or [] %}{{ tool | tojson }}
 Write <tool_call><function=name><parameter=a>value</parameter></function></tool_call>
 {% endfor %}
 {%- for m in messages %}{{ m.content }}{% endfor %}"""
