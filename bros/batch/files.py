@@ -15,7 +15,13 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from bros.batch.database import BATCHES, FILES, Database
-from bros.batch.objects import OPEN_STATUSES, NoRoomError, StoredFile, StoreFullError, is_storable
+from bros.batch.objects import (
+    OPEN_STATUSES,
+    StoredFile,
+    StoreFullError,
+    StoreLimitError,
+    is_storable,
+)
 from bros.core.errors import NotFoundError
 from bros.core.files import sync_folder
 from bros.core.tenants import (
@@ -228,15 +234,15 @@ class FileStore:
         together: TenantLimits,
     ) -> None:
         """Raises TenantLimitError or OverTenantLimitError if the results of a tenant's batches may
-        not have so many bytes more beside its files, and NoRoomError if the files and results of
-        all tenants may not."""
+        not have so many bytes more beside its files, and StoreLimitError if the files and results
+        of all tenants may not."""
         if limits.file_bytes is not None:
             _, used_bytes = _held(connection, tenant, now)
             check_limit(limits, Resource.FILE_BYTES, used_bytes, num_bytes)
         if together.file_bytes is not None:
             _, used_bytes = _held(connection, None, now)
             if used_bytes + num_bytes > together.file_bytes:
-                raise NoRoomError(
+                raise StoreLimitError(
                     f"files and results of batches have {used_bytes} bytes, and the server's limit "
                     f"is {together.file_bytes} (--max-file-bytes)"
                 )

@@ -214,7 +214,7 @@ class StoreFullError(BrosError):
     """The disk is full (HTTP 507). Nothing was stored."""
 
 
-class NoRoomError(StoreFullError):
+class StoreLimitError(StoreFullError):
     """The files and results of all tenants leave no room for more results (--max-file-bytes)."""
 
 

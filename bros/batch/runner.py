@@ -35,7 +35,6 @@ from bros.batch.objects import (
     Lease,
     LeaseLostError,
     LineError,
-    NoRoomError,
     RowInterruptedError,
     RowOutcome,
     RowPostponedError,
@@ -43,6 +42,7 @@ from bros.batch.objects import (
     StoredFile,
     StoreError,
     StoreFullError,
+    StoreLimitError,
     StoreUnavailableError,
 )
 from bros.batch.pacing import JobPace, RowCounts, Throughput, expected_end_s
@@ -393,12 +393,13 @@ class RunnerContext:
     async def persist(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Do blocking work on a thread, retrying while the store is unavailable or full.
 
-        Raises StoreError for a permanent failure, and what else `work` raises, such as NoRoomError.
+        Raises StoreError for a permanent failure, and what else `work` raises, such as
+        StoreLimitError.
         """
         for pause_s in _pauses():
             try:
                 return await self.io(work, *args, **kwargs)
-            except NoRoomError:
+            except StoreLimitError:
                 raise
             except (StoreUnavailableError, StoreFullError) as error:
                 if pause_s < _MAX_PAUSE_S:  # else it was said a few times
@@ -684,7 +685,7 @@ class Job:
             try:
                 await self._commit(outcomes)
                 return
-            except NoRoomError as error:
+            except StoreLimitError as error:
                 if len(outcomes) == 1:
                     if pause_s < _MAX_PAUSE_S:
                         logger.warning("%s waits for room: %s", self.batch.id, error)

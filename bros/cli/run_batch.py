@@ -41,6 +41,9 @@ from bros.server.build import local_jobs, served_name
 from bros.server.state import ServerState
 
 _TENANT = ""
+_LOCK, _WRITTEN = "lock", "written"
+"""Files of the folder of a run: which process has it; whether the output has been written."""
+
 _COPY_BYTES = 2**20
 
 
@@ -66,9 +69,14 @@ def run_batch_here(
     endpoint = own.endpoint or first_url(source)
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{target} is the input; name another file")
+    partial = _partial(target)
     if target.exists() and not own.overwrite:
-        return _existing(target, source, endpoint, console)
-    with _locked(_partial(target)):
+        status = _existing(target, source, endpoint, console)
+        if (partial / _WRITTEN).exists():  # of the run that has written it, which was killed then
+            with _locked(partial):
+                shutil.rmtree(partial, ignore_errors=True)
+        return status
+    with _locked(partial):
         wanted = RequestedRun(source, endpoint, served_name(config))
         return _run_to_end(config, wanted, target, clock, console)
 
@@ -114,7 +122,10 @@ def _locked(partial: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             partial.mkdir(exist_ok=True, mode=0o700)
-            lock = stack.enter_context((partial / "lock").open("w"))
+            names = {path.name for path in partial.iterdir()}
+            if names and _LOCK not in names:
+                raise ConfigError(f"OUTPUT: {partial} is not of a batch; name another file")
+            lock = stack.enter_context((partial / _LOCK).open("w"))
         except OSError as error:
             message = f"OUTPUT: {partial} cannot be written: {error.strerror}"
             raise ConfigError(message) from None
@@ -139,6 +150,10 @@ def _run_to_end(
 ) -> int:
     partial = _partial(target)
     store = open_store(partial, option="the output file")
+    if (partial / _WRITTEN).exists() or _has_no_answers(store):
+        store.close()
+        _clear(partial)
+        store = open_store(partial, option="the output file")
     is_done = False
     try:
         store.batches.release()  # of a run that was killed
@@ -147,6 +162,7 @@ def _run_to_end(
             asyncio.run(_run(config, store, batch, clock, console))
             batch = store.batches.get(_TENANT, batch.id)
         status = _conclude(store, batch, target, console)
+        (partial / _WRITTEN).touch()  # if this is killed before the folder is removed
         is_done = True
         return status
     except KeyboardInterrupt:
@@ -157,7 +173,16 @@ def _run_to_end(
         is_done = is_done or _has_no_answers(store)
         store.close()
         if is_done:
-            shutil.rmtree(partial)
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _clear(partial: Path) -> None:
+    """Remove everything but the lock."""
+    for path in partial.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != _LOCK:
+            path.unlink()
 
 
 def _has_no_answers(store: Store) -> bool:

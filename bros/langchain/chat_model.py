@@ -42,7 +42,7 @@ from bros.semantic.errors import ServerUnreachableError
 _CONNECT_TIMEOUT_S = 10.0
 _CALL_ID = re.compile(r"[\w-]{1,128}", re.ASCII)  # other models' messages may have other ids
 _MAX_CALL_IDS = 64  # of x-bros-inputs
-_STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+_STREAM_OPTIONS = {"include_usage": True}
 
 
 class BrosChat(BaseChatModel):
@@ -150,7 +150,8 @@ class BrosChat(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        body = {**_STREAMED, **self._body(messages, stop, kwargs)}
+        body = {"stream_options": _STREAM_OPTIONS, **self._body(messages, stop, kwargs)}
+        body["stream"] = True
         with (
             _readable_errors(self.url),
             httpx.Client(**self._client_options(messages)) as http,
@@ -174,7 +175,8 @@ class BrosChat(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        body = {**_STREAMED, **self._body(messages, stop, kwargs)}
+        body = {"stream_options": _STREAM_OPTIONS, **self._body(messages, stop, kwargs)}
+        body["stream"] = True
         with _readable_errors(self.url):
             async with (
                 httpx.AsyncClient(**self._client_options(messages)) as http,

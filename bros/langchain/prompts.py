@@ -133,7 +133,8 @@ class SemanticPrompt(Runnable[Any, SemanticVariable]):
                 try:
                     arguments[name] = as_argument("None" if value is None else value)
                 except (TypeError, ValueError) as error:
-                    raise type(error)(f"{self.name}: {name} {error}") from None
+                    kind = TypeError if isinstance(error, TypeError) else ValueError
+                    raise kind(f"{self.name}: {name} {error}") from error
         return arguments
 
 

@@ -284,13 +284,14 @@ class RouterClient:
         if restart and replica.restart is None:
             raise InvalidRequestError(f"{replica.name} cannot be restarted from here.", "restart")
         self._replica_set.set_draining(replica, True)
-        if not (restart and replica.restarting):
-            replica.drains += 1
+        replica.drains += 1
         logger.info("%s is draining: move=%s, restart=%s", replica.name, move, restart)
         if move:
             self._in_background(self._move(replica))
-        if restart and not replica.restarting:
-            self._in_background(self._restart(replica, replica.drains))
+        if restart:
+            replica.restart_drain = replica.drains
+            if not replica.restarting:
+                self._in_background(self._restart(replica))
 
     async def wait_drained(self, number: int) -> None:
         """Wait until a replica has no open requests. Raises NotFoundError."""
@@ -330,25 +331,26 @@ class RouterClient:
             if item.accepted:
                 self._in_background(item.replica.client.abort(item.id))
 
-    async def _restart(self, replica: ReplicaHandle, drain: int) -> None:
-        """Restart a replica once it is empty, unless that drain is no longer the latest."""
+    async def _restart(self, replica: ReplicaHandle) -> None:
+        """Restart a replica once it is empty, as long as the latest command asks for that."""
         assert replica.restart is not None
         await self._replica_set.wait_empty(replica)
         while (
-            replica.drains == drain
+            replica.is_to_restart
             and replica.draining
             and not self._replica_set.others_available([replica])
         ):
             await asyncio.sleep(_POLL_S)  # no other replica is up
             await self._replica_set.wait_empty(replica)
-        if replica.drains != drain or not replica.draining or replica.gone or replica.restarting:
+        wanted = replica.is_to_restart and replica.draining
+        if not wanted or replica.gone or replica.restarting:
             return  # it was resumed or drained anew, does not come back, or restarts already
         replica.restarting = True
         try:
             await replica.restart()
         finally:
             replica.restarting = False
-            if not replica.gone and replica.drains == drain:  # else it is drained or resumed anew
+            if not replica.gone and replica.is_to_restart:  # else it is drained or resumed anew
                 self._replica_set.set_draining(replica, False)
             self._replica_set.check_liveness()
 

@@ -217,6 +217,7 @@ async def _read_into(
     held: QuotaHold, request: Request, max_bytes: int, work: Callable[[bytes], T]
 ) -> T:
     """What `work` makes of the body, on a thread if that is large. held: counts it until then."""
+    check_coding(request)
     _check_json_type(request)
     state, tenant = ServerState.of(request), held.tenant
     body = await _read_limited(request, max_bytes, state.accounts, held)
@@ -279,14 +280,18 @@ def has_body(request: Request) -> bool:
     return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 
 
-def _check_json_type(request: Request) -> None:
-    """Raises MediaTypeError unless a body says that it is JSON. Browsers send some other types from
-    any web page to any server, but JSON only if the server has allowed it to the page."""
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
-    if coding != "identity":
+def check_coding(request: Request) -> None:
+    """Raises MediaTypeError for a compressed body."""
+    coding = request.headers.get("content-encoding", "").strip().lower()
+    if coding not in ("", "identity"):
         raise MediaTypeError(
             f"Content-Encoding {coding[:100]!r} is not supported: bodies are sent as they are."
         )
+
+
+def _check_json_type(request: Request) -> None:
+    """Raises MediaTypeError unless a body says that it is JSON. Browsers send some other types from
+    any web page to any server, but JSON only if the server has allowed it to the page."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and has_body(request):
         given = f"{kind[:100]!r}" if kind else "none"

@@ -231,7 +231,8 @@ def _loosened(tool: Tool) -> dict[str, Any]:
     schema = _closed(tool)
     properties, required = schema.get("properties"), schema.get("required") or []
     named = isinstance(properties, Mapping) and isinstance(required, list)
-    if not named or any(name in tool.parameters for name in _COMBINING):
+    others = schema.get("additionalProperties", True)
+    if not named or others or any(name in schema for name in _COMBINING):
         raise _not_keywords(tool, "schemas with named properties")
     assert isinstance(properties, Mapping)
     shared: dict[str, Any] = {
@@ -258,7 +259,7 @@ def _value(tool: Tool, schema: Mapping[str, Any]) -> str:
     return json_rule(schema, param=tool.param)
 
 
-_COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties")
+_COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties")
 
 
 def _closed(tool: Tool) -> dict[str, Any]:
@@ -272,7 +273,7 @@ def _closed(tool: Tool) -> dict[str, Any]:
             code="invalid_json_schema",
         )
     schema: dict[str, Any] = {**tool.parameters, "type": "object"}
-    if not any(name in schema for name in _COMBINING):
+    if not any(name in schema for name in (*_COMBINING, "additionalProperties")):
         schema["additionalProperties"] = False
     return schema
 
@@ -293,7 +294,7 @@ def _keywords(tool: Tool, schema: Mapping[str, Any], rule: str) -> list[str]:
     _value(tool, schema)
     properties, required = schema.get("properties") or {}, schema.get("required") or []
     named = isinstance(properties, Mapping) and isinstance(required, list)
-    if any(name in schema for name in _COMBINING[:5]) or not named:
+    if any(name in schema for name in _COMBINING) or not named:
         raise _not_keywords(tool, "schemas with named properties")
     if not all(_KEYWORD.fullmatch(name) for name in properties):
         raise _not_keywords(tool, "properties whose names are words")

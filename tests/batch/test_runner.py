@@ -248,7 +248,7 @@ async def test_a_batch_waits_for_room_beside_the_files_of_all_unless_it_ends(
 
     rows.answer = answer  # type: ignore[method-assign]
     store.put_file(b"x" * 600_000, file_id="file-large", tenant="ann")
-    batch_id = _submit(store, "bob", num_rows, window_s=4 if then == "expired" else 3600)
+    batch_id = _submit(store, "bob", num_rows, window_s=8 if then == "expired" else 3600)
     used = sum(n for (_, what), n in store.batches.usage().items() if what is Resource.FILE_BYTES)
     together = TenantLimits(file_bytes=used + 60_000)
     async with _running(store, rows, together=together):

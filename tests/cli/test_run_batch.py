@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from bros.batch.objects import BatchStatus, RowOutcome, RowRef, StoreError
 from bros.batch.rows import RowReply, reply_line
 from bros.batch.store import BatchStore, open_store
+from bros.cli import run_batch
 from bros.cli.batch import write_atomically
 from bros.cli.main import main
 from bros.cli.run_batch import RequestedRun, begin
@@ -129,6 +131,7 @@ def test_an_input_with_mistakes_is_not_run(
 def begun(folder: Path, source: Path, model: Path) -> None:
     """What a run leaves that was killed after the first row; its answer is an unlikely one."""
     clock, store = SystemClock(), open_store(folder / "out.jsonl.partial")
+    (folder / "out.jsonl.partial" / "lock").touch()
     begin(store, RequestedRun(source, COMPLETIONS, model.name), clock)
     now = clock.unix_time()
     ((lease, batch),) = store.batches.claim("killed", now, lease_s=3600.0)
@@ -263,6 +266,37 @@ def test_another_file_is_not_overwritten_by_a_run_that_goes_on(
     assert run(model, "in.jsonl", "out.jsonl", "--overwrite") == 0
     first, _ = lines(folder / "out.jsonl")
     assert first["response"]["body"] == {"made": "before"}
+
+
+def test_a_run_that_was_killed_after_it_had_written_is_over(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --overwrite the next one does not take its answers."""
+    begun(folder, write(folder / "in.jsonl", row(1), row(2)), model)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_batch.shutil, "rmtree", lambda *_, **__: None)
+        assert run(model, "in.jsonl", "out.jsonl") == 0
+    first, _ = lines(folder / "out.jsonl")
+    assert first["response"]["body"] == {"made": "before"}
+    shutil.copytree(folder / "out.jsonl.partial", folder / "kept")
+    assert run(model, "in.jsonl", "out.jsonl") == 0
+    assert not (folder / "out.jsonl.partial").exists()
+    (folder / "kept").rename(folder / "out.jsonl.partial")
+    assert run(model, "in.jsonl", "out.jsonl", "--overwrite") == 0
+    first, _ = lines(folder / "out.jsonl")
+    assert first["response"]["body"]["object"] == "text_completion"
+    assert not (folder / "out.jsonl.partial").exists()
+
+
+def test_a_folder_of_something_else_is_not_touched(
+    model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder / "in.jsonl", row(1))
+    (folder / "out.jsonl.partial").mkdir()
+    (folder / "out.jsonl.partial" / "mine").write_text("precious")
+    assert run(model, "in.jsonl", "out.jsonl", "--max-model-len", "1000000") == 2
+    assert "out.jsonl.partial is not of a batch" in capsys.readouterr().err
+    assert (folder / "out.jsonl.partial" / "mine").read_text() == "precious"
 
 
 def test_a_link_stays_and_its_target_is_written(model: Path, folder: Path) -> None:

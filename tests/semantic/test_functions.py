@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -19,6 +20,11 @@ from bros.core.errors import InvalidRequestError, OverloadedError
 from bros.semantic.schema import Role, SubmitProgram, to_json
 from bros.server.sessions.wire import read
 from support.fake_sessions import FakeBackend, fake_connection, refuse, shout
+
+
+class Pair(NamedTuple):
+    first: int
+    second: list[int]
 
 
 class Desk(NamedTuple):
@@ -761,6 +767,18 @@ class TestNative:
         first, second = write("a"), write("b")
         shown = show([[first], {"k": (second, "c")}, 5])
         assert json.loads(shown.get()) == [[code_of("a")], {"k": [code_of("b"), "c"]}, 5]
+
+    def test_arguments_without_variables_arrive_as_they_are(self, desk: Desk) -> None:
+        given: list[Any] = []
+
+        @P.native_function
+        def keep(text, store, counts, pair):
+            given.extend((store, counts, pair))
+            return text
+
+        kept = OrderedDict(a=1), Counter("aab"), Pair(1, [2])
+        assert keep(write("a"), *kept).get() == code_of("a")
+        assert all(found is one for found, one in zip(given, kept, strict=True))
 
     @pytest.mark.parametrize("how", ["want", "get"])
     def test_it_runs_if_it_is_added_behind_a_value_that_is_requested(

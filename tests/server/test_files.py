@@ -208,8 +208,11 @@ async def test_content_in_parts(server: BatchServer) -> None:
     path = f"/v1/files/{file.id}/content"
     part = await server.http.get(path, headers={"range": "bytes=4-6"})
     assert (part.status_code, part.content) == (206, b"456")
-    whole = await server.http.get(path, headers={"range": "bytes=abc"})  # RFC 9110, 14.2
-    assert (whole.status_code, whole.content) == (200, b"0123456789")
+    part = await server.http.get(path, headers={"range": "Bytes= 4-6"})
+    assert (part.status_code, part.content) == (206, b"456")
+    for malformed in ("bytes=abc", "bytes=5-2", "lines=1-2"):  # RFC 9110, 14.2
+        whole = await server.http.get(path, headers={"range": malformed})
+        assert (whole.status_code, whole.content) == (200, b"0123456789")
 
 
 async def test_delete(server: BatchServer) -> None:

@@ -234,14 +234,17 @@ def test_schemas_that_cannot_be_enforced_are_named_if_they_are_strict() -> None:
     assert raised.value.param == tool.param
 
 
+@pytest.mark.parametrize("more", [{}, {"additionalProperties": False}])
 @pytest.mark.parametrize("template", [CHATML, chat_templates.PYTHONIC])
-def test_properties_that_cannot_be_enforced_have_any_value(template: str) -> None:
+def test_properties_that_cannot_be_enforced_have_any_value(
+    template: str, more: Mapping[str, Any]
+) -> None:
     """Else a tool of the other ones would lose what it requires."""
     properties = {
         "max-results": {"type": "integer", "maximum": 9},
         "tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
     }
-    tool = Tool("f", "", {"properties": properties, "required": [*properties]}, param="p")
+    tool = Tool("f", "", {"properties": properties, "required": [*properties], **more}, param="p")
     use = ToolUse(tools=(tool,), allowed=frozenset({"f"}), required=True)
     calls = [call for answer in Model.of(template, {}).answers(use) for call in answer.calls]
     whole = [json.loads(call.arguments) for call in calls]

@@ -191,6 +191,7 @@ class _Builder:
             head_weight = self._embedding("lm_head.weight", spec.vocab_size)
             # A model that was trained further may say that they are tied, and have two.
             tied = tied and torch.equal(head_weight, weight)
+            head_weight = weight if tied else head_weight
         tokens: TokenLookup
         head: Linear
         if products is None:

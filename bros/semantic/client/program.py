@@ -561,7 +561,7 @@ class ProgramCall:
     def inputs(self) -> Iterator[SemanticVariable]:
         """The variables that it reads."""
         for argument in self.arguments.values():
-            yield from _variables_in(argument)
+            yield from variables_in(argument)
 
     def to_spec(self, session: SessionInterface, wanted: Wanted) -> CallSpec:
         """The call as sent to the server. wanted: criteria of variables requested with it."""
@@ -572,7 +572,7 @@ class ProgramCall:
             if isinstance(argument, SemanticVariable):
                 parts: Sequence[Any] = [argument]
             elif function.native is not None:  # which gets all others as they are
-                parts = list(_variables_in(argument))
+                parts = list(variables_in(argument))
             else:
                 parts = argument if isinstance(argument, list | tuple) else [argument]
             names: Sequence[str] = [name]
@@ -674,16 +674,13 @@ def _program_for(call: ProgramCall, variables: Sequence[SemanticVariable]) -> Pr
     return program
 
 
-def _variables_in(argument: Any) -> Iterator[SemanticVariable]:
+def variables_in(argument: Any) -> Iterator[SemanticVariable]:
     """The variables of an argument, also within lists, tuples and dicts."""
     if isinstance(argument, SemanticVariable):
         yield argument
-    elif isinstance(argument, Mapping):
-        for part in argument.values():
-            yield from _variables_in(part)
-    elif isinstance(argument, list | tuple):
-        for part in argument:
-            yield from _variables_in(part)
+    elif isinstance(argument, dict | list | tuple):
+        for part in argument.values() if isinstance(argument, dict) else argument:
+            yield from variables_in(part)
 
 
 def _input(

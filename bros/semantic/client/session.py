@@ -21,6 +21,7 @@ import json
 import logging
 import re
 import threading
+import weakref
 from collections import deque
 from collections.abc import (
     AsyncGenerator,
@@ -53,6 +54,7 @@ from bros.semantic.client.program import (
     SessionInterface,
     Wanted,
     checked_text,
+    variables_in,
 )
 from bros.semantic.errors import (
     Cause,
@@ -386,7 +388,8 @@ class AsyncSession:
         self._undeclared: deque[SemanticVariable] = deque()
         self._unanswered: _ProgramRequest | None = None
         self._warned: set[str] = set()
-        self._without_call: set[SemanticVariable] = set()  # requested ones, see _start_natives
+        # Requested ones, see _start_natives.
+        self._without_call: weakref.WeakSet[SemanticVariable] = weakref.WeakSet()
 
     def announce(self, variable: SemanticVariable) -> None:
         """Declare the variable to the server with the next calls. From any thread."""
@@ -418,7 +421,8 @@ class AsyncSession:
 
         wanted: criteria of variables that are requested with them.
         Raises the error of the server. If a retry may succeed, the calls are kept; otherwise all
-        of them fail with that error.
+        of them fail with that error. Raises the error of a call that cannot be sent, after the
+        others were.
         """
         # A separate task: cancelling one caller does not cancel it for the others.
         await asyncio.shield(self._start(self._send(wanted)))
@@ -459,6 +463,7 @@ class AsyncSession:
 
     async def send_value(self, variable: SemanticVariable, text: str) -> None:
         """Send the server a value that the client has set."""
+        self._without_call.discard(variable)
         async with self._sending:
             if variable in self._undeclared:
                 return  # the declaration will include the value
@@ -769,15 +774,15 @@ def _is_unsent(variable: SemanticVariable) -> bool:
 
 
 def _substitute(argument: Any, texts: Mapping[SemanticVariable, str]) -> Any:
-    """The argument with the texts in place of its variables."""
+    """The argument with the texts in place of its variables; the same object if it has none."""
     if isinstance(argument, SemanticVariable):
         return texts[argument]
-    if isinstance(argument, Mapping):
+    if next(variables_in(argument), None) is None:
+        return argument
+    if isinstance(argument, dict):
         return {name: _substitute(part, texts) for name, part in argument.items()}
-    if isinstance(argument, list | tuple):
-        parts = [_substitute(part, texts) for part in argument]
-        return parts if isinstance(argument, list) else tuple(parts)
-    return argument
+    parts = [_substitute(part, texts) for part in argument]
+    return parts if isinstance(argument, list) else tuple(parts)
 
 
 def _outputs(call: ProgramCall, returned: Any) -> dict[str, str]:

@@ -44,6 +44,7 @@ from bros.server.batches.schema import (
 from bros.server.errors import BodyTooLargeError
 from bros.server.http import (
     ITEM_CHARS,
+    check_coding,
     json_response,
     list_pieces,
     pieces_response,
@@ -211,6 +212,7 @@ async def read_upload(
     Raises BodyTooLargeError, StoreFullError, InvalidRequestError for an invalid form, and what
     `count` raises.
     """
+    check_coding(request)
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise InvalidRequestError(
@@ -441,7 +443,17 @@ async def retrieve_file(request: Request) -> Response:
     return json_response(FileObject.of(await _file(request)))
 
 
-_RANGES = re.compile(r"bytes=(\d+-\d*|-\d+)(\s*,\s*(\d+-\d*|-\d+))*", re.ASCII)
+_RANGES = re.compile(r"bytes=(\s*(\d+-\d*|-\d+)?\s*(,|$))+", re.ASCII | re.IGNORECASE)
+_RANGE = re.compile(r"(\d+)-(\d+)", re.ASCII)
+
+
+def _is_range(text: str) -> bool:
+    """Whether a Range header is well-formed (RFC 9110, 14.1)."""
+    backward = (int(first) > int(last) for first, last in _RANGE.findall(text[:_MAX_RANGE]))
+    return len(text) <= _MAX_RANGE and bool(_RANGES.fullmatch(text)) and not any(backward)
+
+
+_MAX_RANGE = 1000
 
 
 async def file_content(request: Request) -> Response:
@@ -449,8 +461,8 @@ async def file_content(request: Request) -> Response:
     jobs = Jobs.of(request)
     file = await _file(request)
     path = await jobs.io(file.tenant, jobs.files.body, file)
-    if not _RANGES.fullmatch(request.headers.get("range", "")):
-        # RFC 9110 14.2: one that is malformed may be ignored. FileResponse would refuse it.
+    if not _is_range(request.headers.get("range", "")):
+        # RFC 9110, 14.2: one that is malformed may be ignored. FileResponse would refuse it.
         headers: list[tuple[bytes, bytes]] = request.scope["headers"]
         request.scope["headers"] = [pair for pair in headers if pair[0] != b"range"]
     return FileResponse(path, filename=file.filename, media_type="application/octet-stream")

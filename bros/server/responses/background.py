@@ -41,8 +41,9 @@ class BackgroundExchange(Exchange):
     shows_progress = True
 
     def __init__(self, state: ServerState, call: ResponseCall, **options: Any) -> None:
-        """options: of Exchange, and `running`."""
+        """options: of Exchange, and `running` and `count_tokens`."""
         self._running: RunningResponses = options.pop("running")
+        self._count_tokens: Callable[[str, int], None] = options.pop("count_tokens")
         super().__init__(state, call, **options)
         self._response_call = call
 
@@ -54,13 +55,16 @@ class BackgroundExchange(Exchange):
         def events(after: int) -> Events:
             return background_events(writer.so_far(), after, runs=True)
 
-        with self._running.shown(self._id, events) as running:
-            while deltas := await answer.deltas():
-                for delta in deltas:
-                    writer.write(delta)
-                running.notify()
-            await answer.aclose()
-            writer.close(answer.usage())
+        try:
+            with self._running.shown(self._id, events) as running:
+                while deltas := await answer.deltas():
+                    for delta in deltas:
+                        writer.write(delta)
+                    running.notify()
+                await answer.aclose()
+                writer.close(answer.usage())
+        finally:  # also if it is cancelled or interrupted
+            self._count_tokens(self._tenant, answer.usage().completion_tokens)
         response = call.ended = writer.response
         return await offload_reply(self._state, self._tenant, response.to_json, response.size)
 
@@ -76,7 +80,7 @@ class EngineResponseHandler:
         count_tokens: Callable[[str, int], None] = lambda tenant, tokens: None,
     ) -> None:
         """running: where the responses are while they run.
-        count_tokens: called with tenant and output tokens of each answer, for limits per minute.
+        count_tokens: called with tenant and output tokens of each run, for limits per minute.
         """
         self._runner = runner
         self._store = store
@@ -91,6 +95,7 @@ class EngineResponseHandler:
                 state,
                 call,
                 running=self._running,
+                count_tokens=self._count_tokens,
                 tier=BEST_EFFORT,
                 slo=Slo(deadline_s=due_in_s),
                 tenant=response.tenant,
@@ -109,8 +114,6 @@ class EngineResponseHandler:
             found = failure(describe(error)).model_dump_json()
             return ResponseOutcome(ResponseStatus.FAILED, error=found)
         assert call.ended is not None
-        if call.ended.usage is not None:
-            self._count_tokens(response.tenant, call.ended.usage.output_tokens)
         return ResponseOutcome(ResponseStatus(call.ended.status), body)
 
     def _call(self, response: StoredResponse) -> ResponseCall:
