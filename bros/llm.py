@@ -14,10 +14,9 @@ from typing import Any, TypeVar, cast
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.core.errors import EngineDeadError, InvalidRequestError
-from bros.core.files import expand_user
 from bros.core.loop_thread import LoopThread
 from bros.core.request import SamplingParams, ServiceClass
-from bros.executor.model_store import default_cache_dir
+from bros.executor.model_store import cache_dir_of
 from bros.terminal import progress_bar
 from bros.text.answers import AnswerParsing
 from bros.text.chat_format import ChatFormat
@@ -53,7 +52,7 @@ class LLM:
         # No user waits for a first token, so prompts run in their order.
         defaults = {"max_queue": 1_000_000, "policy": "fcfs"}
         config = EngineConfig(model=model, **{**defaults, **options})
-        cache_dir = expand_user(data_dir) if data_dir else default_cache_dir()
+        cache_dir = cache_dir_of(data_dir)
         self._loop = LoopThread("bros-llm")
         self._exit = contextlib.AsyncExitStack()
         try:

@@ -70,7 +70,7 @@ from bros.core.config_sources import given_flags, load_config, options_of
 from bros.core.errors import BrosError, ConfigError
 from bros.core.files import check_folder, expand_user
 from bros.core.request import Slo
-from bros.executor.model_store import default_cache_dir, resolve_model
+from bros.executor.model_store import cache_dir_of, resolve_model
 from bros.server.tenants import load_tenants
 from bros.text.tokenizer import Tokenizer
 from bros.workload.attainment import Attainment
@@ -418,8 +418,7 @@ def run_bench(
 
 def _measure(settings: BenchSettings, clock: Clock, console: Console) -> BenchResult:
     _check_out("--out", settings.out)  # before minutes of measuring
-    data_dir = settings.config.server.data_dir
-    cache_dir = expand_user(data_dir) if data_dir else default_cache_dir()
+    cache_dir = cache_dir_of(settings.config.server.data_dir)
     files = resolve_model(settings.config.engine.model, cache_dir, console.print)
     bench = _Bench(settings, Tokenizer.load(files.folder), clock, console)
     asyncio.run(bench.run())

@@ -62,6 +62,7 @@ from bros.core.config_sources import given_flags, load_config, near_matches
 from bros.core.errors import ConfigError
 from bros.core.files import expand_user
 from bros.core.machine import available_cores
+from bros.executor.model_store import cache_dir_of
 from bros.profiling.profiles import Profile, profile_folders
 from bros.router.state import ROUTERS
 from bros.scheduler.build import needs_cost_model, unused_options, without_effect
@@ -196,7 +197,7 @@ def read_replica_settings(
     selected = names("--policy", own.policy or REPLICA_POLICY, POLICIES)
     config = load_config({**given_flags(args), "policy": selected[0]}, environ, warn)
     engine = config.engine
-    data_dir = expand_user(config.server.data_dir or "~/.cache/bros")
+    data_dir = cache_dir_of(config.server.data_dir)
     profile = read_profile(engine.profile or REPLICA_PROFILE, profile_folders(data_dir))
     device = device_of(profile, engine.kv_blocks)
     counts = doublings("--replicas", fleet.replicas or "", _MOST_REPLICAS)
@@ -410,7 +411,7 @@ def read_program_settings(
     routers = names("--router", fleet.router or PROGRAM_ROUTERS, known)
     config = load_config({**given_flags(args), "policy": policies[0]}, environ, warn)
     engine = config.engine
-    data_dir = expand_user(config.server.data_dir or "~/.cache/bros")
+    data_dir = cache_dir_of(config.server.data_dir)
     profile = read_profile(engine.profile or DEFAULT_PROFILE, profile_folders(data_dir))
     device = device_of(profile, engine.kv_blocks)
     rate, count = (
@@ -538,7 +539,7 @@ def read_settings(
     selected = names("--policy", own.policy or DEFAULT_POLICIES, POLICIES)
     config = load_config({**flags, "policy": selected[0]}, environ, warn)
     engine = config.engine
-    data_dir = expand_user(config.server.data_dir or "~/.cache/bros")
+    data_dir = cache_dir_of(config.server.data_dir)
     profile = read_profile(engine.profile or DEFAULT_PROFILE, profile_folders(data_dir))
     device = device_of(profile, engine.kv_blocks)
     duration_s = number("--duration", own.duration, above=0)

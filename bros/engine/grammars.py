@@ -91,8 +91,9 @@ def load_tokenizer(folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) 
         raise ValueError("the model has no end-of-sequence token")
     text = path.read_text(encoding="utf-8")
     content = json.loads(text)
-    known = [each for each in content.get("added_tokens", ()) if each["id"] < vocab_size]
-    if len(known) < len(content.get("added_tokens", ())):
+    added = content.get("added_tokens", ())
+    known = [each for each in added if each["id"] < vocab_size]
+    if len(known) < len(added):
         # The model cannot write them, and LLTokenizer refuses them: a padding token, mostly.
         text = json.dumps({**content, "added_tokens": known})
     return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))

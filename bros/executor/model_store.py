@@ -47,11 +47,11 @@ class ModelFiles:
 
 def default_cache_dir() -> Path:
     """The default folder for converted models: ~/.cache/bros."""
-    return Path.home() / ".cache" / "bros"
+    return expand_user("~/.cache/bros")
 
 
-def cache_dir_of(data_dir: str | None) -> Path:
-    """The folder for converted models of a server: its --data-dir if given, else the default."""
+def cache_dir_of(data_dir: str | Path | None) -> Path:
+    """The folder for converted models: --data-dir if given, else the default."""
     return expand_user(data_dir) if data_dir else default_cache_dir()
 
 

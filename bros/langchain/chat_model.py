@@ -150,8 +150,7 @@ class BrosChat(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        body = {"stream_options": _STREAM_OPTIONS, **self._body(messages, stop, kwargs)}
-        body["stream"] = True
+        body = self._stream_body(messages, stop, kwargs)
         with (
             _readable_errors(self.url),
             httpx.Client(**self._client_options(messages)) as http,
@@ -175,8 +174,7 @@ class BrosChat(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        body = {"stream_options": _STREAM_OPTIONS, **self._body(messages, stop, kwargs)}
-        body["stream"] = True
+        body = self._stream_body(messages, stop, kwargs)
         with _readable_errors(self.url):
             async with (
                 httpx.AsyncClient(**self._client_options(messages)) as http,
@@ -213,6 +211,13 @@ class BrosChat(BaseChatModel):
             "timeout": httpx.Timeout(self.timeout, connect=_CONNECT_TIMEOUT_S),
             "verify": self._ssl,
         }
+
+    def _stream_body(
+        self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, kwargs: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        # The caller's own stream_options take precedence.
+        body = {"stream_options": _STREAM_OPTIONS, **self._body(messages, stop, kwargs)}
+        return {**body, "stream": True}
 
     def _body(
         self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, kwargs: Mapping[str, Any]

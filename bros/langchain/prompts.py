@@ -16,6 +16,7 @@ from bros.semantic.client.functions import (
     check_mapping,
     check_sampling,
     check_transforms,
+    naming_argument,
 )
 from bros.semantic.client.program import FunctionSpec, SemanticVariable, agather, gather, make_call
 from bros.semantic.core.template import Piece, Placeholder, Text
@@ -130,11 +131,8 @@ class SemanticPrompt(Runnable[Any, SemanticVariable]):
             if name in histories:
                 arguments[name] = value
             elif name in used:
-                try:
+                with naming_argument(f"{self.name}: {name}"):
                     arguments[name] = as_argument("None" if value is None else value)
-                except (TypeError, ValueError) as error:
-                    kind = TypeError if isinstance(error, TypeError) else ValueError
-                    raise kind(f"{self.name}: {name} {error}") from error
         return arguments
 
 

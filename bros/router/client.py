@@ -284,14 +284,12 @@ class RouterClient:
         if restart and replica.restart is None:
             raise InvalidRequestError(f"{replica.name} cannot be restarted from here.", "restart")
         self._replica_set.set_draining(replica, True)
-        replica.drains += 1
+        replica.restart_wanted = restart
         logger.info("%s is draining: move=%s, restart=%s", replica.name, move, restart)
         if move:
             self._in_background(self._move(replica))
-        if restart:
-            replica.restart_drain = replica.drains
-            if not replica.restarting:
-                self._in_background(self._restart(replica))
+        if restart and not replica.restarting:
+            self._in_background(self._restart(replica))
 
     async def wait_drained(self, number: int) -> None:
         """Wait until a replica has no open requests. Raises NotFoundError."""
@@ -301,7 +299,7 @@ class RouterClient:
         """Route requests to a replica again. Raises NotFoundError."""
         replica = self._replica_set.find(number)
         self._replica_set.set_draining(replica, False)
-        replica.drains += 1
+        replica.restart_wanted = False
         logger.info("%s takes requests again", replica.name)
 
     async def _move(self, replica: ReplicaHandle) -> None:
@@ -336,13 +334,13 @@ class RouterClient:
         assert replica.restart is not None
         await self._replica_set.wait_empty(replica)
         while (
-            replica.is_to_restart
+            replica.restart_wanted
             and replica.draining
             and not self._replica_set.others_available([replica])
         ):
             await asyncio.sleep(_POLL_S)  # no other replica is up
             await self._replica_set.wait_empty(replica)
-        wanted = replica.is_to_restart and replica.draining
+        wanted = replica.restart_wanted and replica.draining
         if not wanted or replica.gone or replica.restarting:
             return  # it was resumed or drained anew, does not come back, or restarts already
         replica.restarting = True
@@ -350,7 +348,7 @@ class RouterClient:
             await replica.restart()
         finally:
             replica.restarting = False
-            if not replica.gone and replica.is_to_restart:  # else it is drained or resumed anew
+            if not replica.gone and replica.restart_wanted:  # else it is drained or resumed anew
                 self._replica_set.set_draining(replica, False)
             self._replica_set.check_liveness()
 

@@ -201,8 +201,7 @@ class ReplicaHandle:
 
     number: its number for operators; it stays the same when the engine restarts.
     fleet_id: its number in the fleet, a new one each time it comes up; None while it is down.
-    drains: number of commands to drain or resume it so far.
-    restart_drain: which of them was the latest that asked for a restart; 0: none.
+    restart_wanted: the latest command to drain or resume it asks for a restart.
     gone: its engine does not come back.
     stuck: its engine did not end a request that was to move, and has not reported since.
     stats_task: a request for statistics that the engine has not answered yet.
@@ -221,8 +220,7 @@ class ReplicaHandle:
     fleet_id: int | None = None
     draining: bool = False
     restarting: bool = False
-    drains: int = 0
-    restart_drain: int = 0
+    restart_wanted: bool = False
     gone: bool = False
     stuck: bool = False
     stats_late: bool = False
@@ -237,11 +235,6 @@ class ReplicaHandle:
     cached_tokens: int = 0
     lost: int = 0
     hung: int = 0
-
-    @property
-    def is_to_restart(self) -> bool:
-        """Whether the latest command asks for a restart."""
-        return 0 < self.drains == self.restart_drain
 
     @property
     def available(self) -> bool:

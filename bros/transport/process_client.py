@@ -162,7 +162,7 @@ class SupervisedClient(MessageClient, ABC):
             try:
                 await asyncio.wait([ended], timeout=self._grace_s)
             finally:
-                # Also if the caller is cancelled: nobody would wait for an engine that hangs.
+                # Even if this call is cancelled: nothing else would end an engine that hangs.
                 if not ended.done():
                     self._kill()
             await asyncio.wait([ended])  # which, unlike `await ended`, never cancels it

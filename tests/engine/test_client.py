@@ -315,7 +315,7 @@ async def test_an_id_is_in_use_until_the_engine_has_left_a_withdrawn_request(
     again = asyncio.create_task(wire.client.submit(ASK))
     await asyncio.sleep(0)
     wire.client.on_reply(Accepted("r", ServiceClass.RT))
-    await again
+    assert (await again).service_class is ServiceClass.RT
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -334,7 +334,7 @@ async def test_an_id_is_free_if_the_engine_has_answered_as_submit_is_cancelled(
     again = asyncio.create_task(wire.client.submit(ASK))
     await asyncio.sleep(0)
     wire.client.on_reply(Accepted("r", ServiceClass.RT))
-    await again
+    assert (await again).service_class is ServiceClass.RT
 
 
 async def test_only_what_is_open_is_promoted(wire: Wire) -> None:

@@ -156,6 +156,14 @@ class TestCalls:
         with pytest.raises(TypeError, match="text has variables among other things"):
             judge([write("a"), 3])
 
+    def test_what_the_text_of_an_argument_raises_is_told_with_its_name(self) -> None:
+        class Broken:
+            def __str__(self) -> str:
+                return b"\xff".decode()
+
+        with pytest.raises(ValueError, match=r"write\(\): task 'utf-8' codec can't decode"):
+            write(Broken())
+
     @pytest.mark.parametrize("argument", ["a game", 17, 2.5, {"a": 1}, [1, 2]])
     def test_constants_are_written_by_str(self, desk: Desk, argument: object) -> None:
         assert write(argument).get() == code_of(str(argument))

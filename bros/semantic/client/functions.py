@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, overload
 
@@ -59,10 +60,8 @@ class SemanticCallable:
         bound.apply_defaults()
         arguments = {}
         for name, value in bound.arguments.items():
-            try:
+            with naming_argument(f"{self._spec.name}(): {name}"):
                 arguments[name] = self._read(value)
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"{self._spec.name}(): {name} {error}") from None
         call = make_call(self._spec, arguments, given)
         outputs = list(call.outputs.values())
         return outputs[0] if self._several is None else self._several(*outputs)
@@ -293,6 +292,17 @@ def check_transforms(transforms: Mapping[str, str], names: set[str]) -> None:
         from bros.semantic.transforms import parse_transforms
 
         parse_transforms(source, f"transforms of {name}")
+
+
+@contextlib.contextmanager
+def naming_argument(name: str) -> Iterator[None]:
+    """Puts the name of an argument before what `as_argument` raises."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        # Not type(error): the text of an object may raise a kind that takes other arguments.
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{name} {error}") from error
 
 
 def as_argument(value: Any) -> Any:

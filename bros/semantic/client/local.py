@@ -11,7 +11,7 @@ from typing import Any
 
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
-from bros.executor.model_store import default_cache_dir
+from bros.executor.model_store import cache_dir_of
 from bros.semantic.client.connection import Backend
 from bros.semantic.schema import CallSpec, Criteria, SharingMode, SubmittedCall, to_json
 from bros.semantic.service.live import SessionSettings
@@ -113,7 +113,7 @@ def open_engine(
     names.
     """
     config = EngineConfig(model=model, **options)
-    cache_dir = Path(data_dir) if data_dir else default_cache_dir()
+    cache_dir = cache_dir_of(data_dir)
 
     @contextlib.asynccontextmanager
     async def opening() -> AsyncIterator[Backend]:
