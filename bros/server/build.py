@@ -288,7 +288,7 @@ def with_jobs(state: ServerState, store: Store) -> ServerState:
     if isinstance(state.engine, ElasticReplicas):
         state.engine.set_backlog(runner.backlog)
     running = RunningResponses()
-    handler = EngineResponseHandler(rows, store.responses, running)
+    handler = EngineResponseHandler(rows, store.responses, running, state.accounts.count_tokens)
     jobs = Jobs(
         files=store.files,
         batches=store.batches,

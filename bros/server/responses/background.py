@@ -10,6 +10,7 @@ import json
 import logging
 import random
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -40,8 +41,9 @@ class BackgroundExchange(Exchange):
     shows_progress = True
 
     def __init__(self, state: ServerState, call: ResponseCall, **options: Any) -> None:
-        """options: of Exchange, and `running`."""
+        """options: of Exchange, and `running` and `count_tokens`."""
         self._running: RunningResponses = options.pop("running")
+        self._count_tokens: Callable[[str, int], None] = options.pop("count_tokens")
         super().__init__(state, call, **options)
         self._response_call = call
 
@@ -61,9 +63,8 @@ class BackgroundExchange(Exchange):
                     running.notify()
                 await answer.aclose()
                 writer.close(answer.usage())
-        finally:  # for limits per minute; also if it is cancelled or interrupted
-            tokens = answer.usage().completion_tokens
-            self._state.accounts.count_tokens(self._tenant, tokens)
+        finally:  # also if it is cancelled or interrupted
+            self._count_tokens(self._tenant, answer.usage().completion_tokens)
         response = call.ended = writer.response
         return await offload_reply(self._state, self._tenant, response.to_json, response.size)
 
@@ -71,11 +72,21 @@ class BackgroundExchange(Exchange):
 class EngineResponseHandler:
     """A ResponseHandler."""
 
-    def __init__(self, runner: RowRunner, store: ResponseStore, running: RunningResponses) -> None:
-        """running: where the responses are while they run."""
+    def __init__(
+        self,
+        runner: RowRunner,
+        store: ResponseStore,
+        running: RunningResponses,
+        count_tokens: Callable[[str, int], None] = lambda tenant, tokens: None,
+    ) -> None:
+        """running: where the responses are while they run.
+        count_tokens: called with tenant and output tokens of each run, for limits per minute, which
+            the accounts of the runner do not have.
+        """
         self._runner = runner
         self._store = store
         self._running = running
+        self._count_tokens = count_tokens
 
     async def answer(self, response: StoredResponse, *, due_in_s: float) -> ResponseOutcome:
         state = self._runner.state
@@ -85,6 +96,7 @@ class EngineResponseHandler:
                 state,
                 call,
                 running=self._running,
+                count_tokens=self._count_tokens,
                 tier=BEST_EFFORT,
                 slo=Slo(deadline_s=due_in_s),
                 tenant=response.tenant,
