@@ -173,9 +173,11 @@ def _llama3_parameters(theta: float, head_dim: int, factors: Array) -> dict[str,
 
 
 def _eos_token_ids(reader: GGUFReader) -> list[int]:
-    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-    ids = (_field(reader, key) for key in keys)
-    return sorted({int(token_id) for token_id in ids if token_id is not None})
+    """Those that the file names, and the end of a tool call of Llama 3.1, which few files name."""
+    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+    ids = {int(found) for key in keys if (found := _field(reader, key)) is not None}
+    tokens = _field(reader, "tokenizer.ggml.tokens", [])
+    return sorted(ids | {tokens.index(end) for end in ("<|eom_id|>",) if end in tokens})
 
 
 def _weights(reader: GGUFReader, config: Mapping[str, Any]) -> Iterator[tuple[str, Array]]:

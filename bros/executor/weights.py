@@ -249,9 +249,14 @@ class WeightSource:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = folder / INDEX_FILE
+    """Those of the index, else model.safetensors, else all of the folder.
+
+    Beside model.safetensors may be the same weights under other names, such as Mistral's
+    consolidated.safetensors, and adapters.
+    """
+    index, single = folder / INDEX_FILE, folder / "model.safetensors"
     if not index.exists():
-        paths = sorted(folder.glob("*.safetensors"))
+        paths = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     else:
         try:
             names: Mapping[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]

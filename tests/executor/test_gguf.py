@@ -173,6 +173,12 @@ def test_tokenizer_template_and_eos_survive(tmp_path: Path) -> None:
     assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [0, 5]}
 
 
+def test_the_end_of_a_tool_call_of_llama_is_an_end_token(tmp_path: Path) -> None:
+    tokens = ["<|eom_id|>" if place == 9 else token for place, token in enumerate(TOKENS)]
+    folder = converted(written(tmp_path, LlamaConfig(**SHAPE), "llama", tokens=tokens))
+    assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [0, 9]}
+
+
 def test_large_models_are_split_into_shards(tmp_path: Path) -> None:
     path = written(tmp_path, LlamaConfig(**SHAPE), "llama", quantized=Type.Q8_0)
     folder = tmp_path / "converted"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError, ModelError
@@ -253,6 +254,12 @@ def test_broken_or_missing_weights_are_refused(folder: Path) -> None:
     edit_json(folder / "model.safetensors.index.json", weight_map={"a": "gone.safetensors"})
     with pytest.raises(ModelError, match="gone.safetensors cannot be read"):
         info_of(folder)
+
+
+def test_other_weights_beside_the_model_are_not_read(folder: Path) -> None:
+    """Mistral's repositories have the same weights twice, under other names."""
+    save_file({"layers.0.attention.wq.weight": torch.ones(1)}, folder / "consolidated.safetensors")
+    info_of(folder)
 
 
 def test_weights_that_do_not_fit_the_config_are_refused(folder: Path) -> None:

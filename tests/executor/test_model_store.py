@@ -11,6 +11,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 from safetensors import SafetensorError
 from transformers import LlamaConfig
 
@@ -101,6 +102,22 @@ def test_hub_id_in_the_local_hub_cache_is_found_without_a_network(
         check=True,
     )
     assert Path(done.stdout.strip()) == snapshot
+
+
+def test_weights_in_a_second_format_are_not_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, list[str]]] = []
+
+    def download(hub_id: str, **patterns: list[str]) -> str:
+        asked.append(patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    resolve_model("somebody/some-model", tmp_path)
+    (patterns,) = asked
+    names = ["consolidated.safetensors", "model-00001-of-00002.safetensors", "config.json"]
+    assert list(filter_repo_objects(names, **patterns)) == names[1:]
 
 
 def test_gguf_is_converted_once(gguf_file: Path, tmp_path: Path) -> None:

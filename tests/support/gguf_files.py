@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ def write_gguf(
     quantized: Type = Type.F32,
     extra: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray] | None = None,
+    tokens: Sequence[str] = TOKENS,
 ) -> None:
     """Write `model`; matrices are stored as `quantized`, and its own are rounded alike.
 
@@ -74,8 +75,8 @@ def write_gguf(
     writer.add_key_length(config.head_dim)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3, 3] + [1] * (len(TOKENS) - 2))
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3] + [1] * (len(tokens) - 2))
     writer.add_token_merges([f"{SPACE} {SPACE}", f"{NEWLINE} {NEWLINE}"])
     writer.add_eos_token_id(0)
     writer.add_bos_token_id(1)
