@@ -7,6 +7,7 @@ engine -> client   Ready, Accepted, Refused, Outputs, StatsReply, TraceReply, Re
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 from dataclasses import dataclass
 
@@ -28,7 +29,21 @@ from bros.core.request import (
 
 @dataclass(frozen=True, slots=True)
 class Submit:
+    """sent_s: Clock.now() of the sender, for an engine on another machine, whose clock begins
+    elsewhere; None: both have the same clock."""
+
     request: EngineRequest
+    sent_s: float | None = None
+
+    def received(self, now: float) -> Submit:
+        """The same on the clock of the engine, which receives it `now`. The time that it was on its
+        way does not count."""
+        if self.sent_s is None:
+            return self
+        arrival_s = self.request.arrival_s
+        if arrival_s:  # else it has none
+            arrival_s += now - self.sent_s
+        return Submit(dataclasses.replace(self.request, arrival_s=arrival_s))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,17 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from bros.engine.messages import COMMANDS, REPLIES, Command, Failed, Heartbeat, Inbox, Reply
+from bros.core.clock import Clock, SystemClock
+from bros.engine.messages import (
+    COMMANDS,
+    REPLIES,
+    Command,
+    Failed,
+    Heartbeat,
+    Inbox,
+    Reply,
+    Submit,
+)
 
 _ENDPOINTS_FILE = "endpoints.json"
 _STOP = "inproc://stop"
@@ -161,7 +171,9 @@ class ZmqTransport:
     queue. No other thread uses that socket: ZeroMQ sockets are not thread-safe.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, clock: Clock | None = None) -> None:
+        """clock: of the engine; None: the system's."""
+        self._clock = clock or SystemClock()
         self._context = zmq.Context()
         endpoints = Endpoints.of(folder)
         self._commands = endpoints.connect(self._context, zmq.PULL, endpoints.commands)
@@ -192,8 +204,10 @@ class ZmqTransport:
         poller.register(self._commands, zmq.POLLIN)
         try:
             while self._stopped not in dict(poller.poll()):
-                frames = self._commands.recv_multipart()
-                self._inbox.put(self._decoder.decode(frames))  # type: ignore[arg-type]
+                command = self._decoder.decode(self._commands.recv_multipart())
+                if isinstance(command, Submit):
+                    command = command.received(self._clock.now())
+                self._inbox.put(command)  # type: ignore[arg-type]
         except Exception as error:
             self._inbox.put(error)  # raised on the engine's thread
 

@@ -22,9 +22,11 @@ from ray.exceptions import RayError
 from ray.util import get_node_ip_address, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.core.errors import BrosError, ConfigError, EngineDeadError
 from bros.core.stop_signals import signal_handlers_restored
+from bros.engine.messages import Command, Submit
 from bros.executor.model_store import cache_dir_of, resolve_model
 from bros.profiling.profiles import profile_folders
 from bros.transport.ipc import Endpoints, heartbeats
@@ -241,6 +243,11 @@ async def _call(method: Any, *arguments: object) -> Any:
 # ---- The client of an engine on a cluster.
 
 
+def _absolute(path: str) -> str:
+    """The same path in another working directory. A ~ is for each node to expand."""
+    return path if path.startswith("~") else os.path.abspath(path)
+
+
 _GRACE_S = 10.0
 """How long an engine may take to end after Shutdown before it is killed."""
 
@@ -278,17 +285,24 @@ class RayEngineClient(SupervisedClient):
             grace_s=_GRACE_S,
             rank_heartbeat_timeout_s=config.hang_timeout,
         )
+        if config.model is not None and os.path.exists(config.model):  # else it is a hub id
+            config = dataclasses.replace(config, model=_absolute(config.model))
         if not allocation.gpus:
             config = dataclasses.replace(config, threads=max(1, allocation.cpus // config.tp))
         self._cluster = cluster
         self._allocation = allocation
         self._config = config
-        self._data_dir = data_dir
+        self._data_dir = None if data_dir is None else _absolute(data_dir)
         self._log_level = log_level
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._placement: RayPlacement | None = None
         self._killed = asyncio.Event()
         self.pid: int | None = None  # of the actor, while it runs
+
+    def _send_command(self, command: Command) -> None:
+        if isinstance(command, Submit):
+            command = Submit(command.request, sent_s=SystemClock().now())
+        super()._send_command(command)
 
     async def close(self) -> None:
         await super().close()

@@ -194,6 +194,16 @@ async def test_a_model_that_cannot_be_loaded_says_why(cluster: Cluster, tmp_path
         await client.start()
 
 
+@pytest.mark.long
+async def test_a_path_in_the_working_directory_is_the_same_for_an_actor(
+    cluster: Cluster, files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(files.folder.parent)
+    client = make_client(cluster, ModelFiles(folder=Path(files.folder.name), name="tiny"))
+    await client.start()
+    await client.close()
+
+
 _SERVER = """
 import asyncio, sys
 from bros.core.config import EngineConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ import msgspec
 import pytest
 import zmq
 
-from bros.engine.messages import Abort, Failed, GetStats
+from bros.core.clock import ManualClock
+from bros.engine.messages import Abort, Command, Failed, GetStats, Submit
 from bros.transport.ipc import Endpoints, ZmqTransport, command_codec, open_socket, reply_codec
+from support.process_engine import ask
 
 WAIT_MS = 10_000
 
@@ -51,6 +54,20 @@ def test_messages_pass_in_both_directions(server: Server, tmp_path: Path) -> Non
     transport.send(Failed("why"))
     assert server.replies.poll(WAIT_MS)
     assert reply_codec().decode(server.replies.recv_multipart()) == Failed("why")
+    transport.close()
+
+
+def test_a_request_arrives_on_the_clock_of_the_engine(server: Server, tmp_path: Path) -> None:
+    server.endpoints.write(tmp_path)
+    transport = ZmqTransport(tmp_path, ManualClock(500_000.0))
+    request = ask("a")
+    for arrival_s in (98.5, 0.0):  # of which the second one has no time
+        command = Submit(dataclasses.replace(request, arrival_s=arrival_s), sent_s=100.0)
+        server.commands.send_multipart(command_codec().encode(command))
+    received: list[Command] = []
+    while len(received) < 2:
+        received += transport.receive(wait=True)
+    assert [c.request.arrival_s for c in received if isinstance(c, Submit)] == [499_998.5, 0.0]
     transport.close()
 
 
