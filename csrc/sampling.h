@@ -464,6 +464,11 @@ inline void sample_row(const SampleArgs& a, const Draw& draw, const SampleScratc
   }
   if (draw.top_logprobs < 0) return;
   const float raw_peak = edited ? find_peaks(raw, s.raw_peaks) : peak;
+  if (!__builtin_isfinite(raw_peak)) {  // at a token that may not be chosen
+    out->peak = raw_peak;
+    out->token = kNotFinite;
+    return;
+  }
   log_probabilities(raw, edited ? s.raw_peaks : s.peaks, raw_peak, draw.top_logprobs, out, top);
 }
 

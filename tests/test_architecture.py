@@ -60,11 +60,11 @@ CONFINED = {  # library -> where it may be imported
     "uuid": (),
 }
 STDLIB_ONLY = "bros/core/"
-# The second is told by torchrun which rank it is. The others set what libgomp reads when torch is
-# loaded, and Ray when it starts a cluster, for which there are no arguments.
+# The second is told by torchrun which rank it is. The others set what has no argument: for libgomp
+# when torch is loaded, for Ray when it starts a cluster, for gloo, and for the Python of ranks.
 MAY_READ_ENVIRONMENT = (
     *("bros/cli/main.py", "bros/transport/process.py", "bros/executor/__init__.py"),
-    "bros/transport/ray.py",
+    *("bros/transport/ray.py", "bros/transport/launcher.py", "bros/executor/parallel/ranks.py"),
 )
 MAY_DRAW_ENTROPY = ("bros/transport/local.py", "bros/server/build.py")
 

@@ -95,6 +95,8 @@ def test_params_are_for_all_or_for_each(llm: LLM) -> None:
 def test_what_is_no_prompt_is_refused_and_the_engine_goes_on(llm: LLM, prompt: Any) -> None:
     with pytest.raises(InvalidRequestError, match="^prompt: a text or a list of token ids"):
         llm.generate(prompt, GREEDY, progress=False)
+    with pytest.raises(InvalidRequestError, match=r"token id 1099511627776.* outside"):
+        llm.generate([[2**40]], progress=False)
     with pytest.raises(InvalidRequestError, match="^messages must be a list"):
         llm.chat(["hello"], GREEDY, progress=False)
     with pytest.raises(InvalidRequestError, match="^messages must be a list"):

@@ -107,6 +107,8 @@ class _Command:
             if said != last:
                 self.console.print(said)
                 last = said
+            if state == "gone" and own.restart:
+                raise BrosError(f"{replica['name']} did not come back; the server's log says why")
             # A restart passes through `drained`.
             if state in ("up", "gone") or (state == "drained" and not own.restart):
                 return

@@ -111,17 +111,11 @@ def check_value(spec: dataclasses.Field[Any], value: object) -> None:
     limits = spec.metadata
     if value == "" and limits.get("secret"):
         raise ConfigError(f"{flag}: must not be empty; omit it to run a server without a key")
-    if "low" in limits and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise ConfigError(f"{flag}: {value!r} is not a number")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{flag}: {value} is not a finite number")
+    if "low" in limits:
+        _check_number(flag, spec, value)
     if "choices" in limits and value not in limits["choices"]:
         allowed = ", ".join(limits["choices"])
         raise ConfigError(f"{flag}: {value!r} is not one of {allowed}")
-    if "low" in limits and value < limits["low"]:
-        raise ConfigError(f"{flag}: {value} must be at least {limits['low']}")
-    if "high" in limits and value > limits["high"]:
-        raise ConfigError(f"{flag}: {value} must be at most {limits['high']}")
     try:
         if limits.get("size"):
             parse_bytes(str(value))
@@ -131,6 +125,21 @@ def check_value(spec: dataclasses.Field[Any], value: object) -> None:
         raise ConfigError(f"{flag}: {error}") from None
     if limits.get("address") and value != "auto" and not _ADDRESS.fullmatch(str(value)):
         raise ConfigError(f"{flag}: {value!r} is neither auto nor host:port")
+
+
+def _check_number(flag: str, spec: dataclasses.Field[Any], value: object) -> None:
+    kind, types = "a number", int | float
+    if spec.type in ("int", "int | None"):
+        kind, types = "a whole number", int
+    if isinstance(value, bool) or not isinstance(value, types):
+        raise ConfigError(f"{flag}: {value!r} is not {kind}")
+    if not math.isfinite(value):
+        raise ConfigError(f"{flag}: {value} is not a finite number")
+    low, high = spec.metadata["low"], spec.metadata.get("high")
+    if value < low:
+        raise ConfigError(f"{flag}: {value} must be at least {low}")
+    if high is not None and value > high:
+        raise ConfigError(f"{flag}: {value} must be at most {high}")
 
 
 _ADDRESS = re.compile(r"([^\s:/\[\]]+|\[[0-9a-fA-F:.]+\]):\d{1,5}")

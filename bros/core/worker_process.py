@@ -10,11 +10,11 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
 from bros.core.clock import SystemClock
+from bros.core.machine import module_command
 
 _NICE = 5
 """Lower priority than the engine's, which may use all cores."""
@@ -114,7 +114,7 @@ class WorkerProcess:
             _set_timeout(ours, self._answer_s)
             with theirs:
                 number = theirs.fileno()
-                command = [sys.executable, "-m", self._module, str(number), *self._arguments]
+                command = module_command(self._module, str(number), *self._arguments)
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, pass_fds=(number,)
                 )

@@ -103,6 +103,7 @@ class Engine:
     def abort(self, request_id: str) -> RequestOutput | None:
         """Abort a request and free its KV; returns its last output, or None if it is unknown."""
         self._preparing.pop(request_id, None)
+        self._refused.pop(request_id, None)
         return self._scheduler.abort(request_id, self._clock.now())
 
     def promote(self, request_id: str, slo: Slo, awaited: bool = True) -> None:

@@ -94,6 +94,7 @@ class _Compiling:
                     command = submit
                 case Abort(request_id) if self._held.pop(request_id, None) is not None:
                     error = InvalidRequestError("The request was aborted before it was queued.")
+                    self._engine.abort(request_id)
                     self._client.send(Refused.from_error(request_id, error))
                     continue
             if not (isinstance(command, Submit) and self.hold(command)):

@@ -143,12 +143,13 @@ def _splitmix64_each(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _sample_row(raw: _Floats32, draw: RowDraw) -> SampledToken:
+    k = draw.spec.params.logprobs
     try:
         token = _choose(raw, draw)
+        logprobs = None if k is None else _logprobs(raw, token, k)
     except ValueError as error:
         return SampledToken(draw.request_id, -1, error=str(error))
-    k = draw.spec.params.logprobs
-    return SampledToken(draw.request_id, token, None if k is None else _logprobs(raw, token, k))
+    return SampledToken(draw.request_id, token, logprobs)
 
 
 def _choose(raw: _Floats32, draw: RowDraw) -> int:
@@ -284,8 +285,13 @@ def _race(masses: NDArray[np.float64], times: NDArray[np.float64]) -> int:
 
 
 def _logprobs(raw: _Floats32, token: int, k: int) -> TokenLogprobs:
-    """log-softmax of the sampled token and of the k best; equal logits in order of token ids."""
+    """log-softmax of the sampled token and of the k best; equal logits in order of token ids.
+
+    Raises ValueError if the largest logit is not finite, as where it is one that may not be chosen.
+    """
     peak = float(raw.max())
+    if not math.isfinite(peak):
+        raise ValueError(no_token_error(peak))
     norm = peak + math.log(np.exp(raw - np.float32(peak)).sum(dtype=np.float64))
     top: tuple[tuple[int, float], ...] = ()
     if k:

@@ -117,6 +117,7 @@ class Dispatcher:
         try:
             inner = await self._place(item, can_wait=False)
         except BaseException:
+            self._suspect_gate.end(item)
             del self.open[item.id]
             raise
         item.stream.service_class = inner.service_class
@@ -163,12 +164,13 @@ class Dispatcher:
                 return await self._submit(item, replica)
             except (QueueFullError, OverloadedError) as error:
                 assert item.replica is not None
-                refused[item.replica] = error
+                refused[item.replica], item.avoided = error, None
                 self._replica_set.detach(item)
             except EngineDeadError as error:
                 if item.replica is None:
                     raise  # no replica is left
                 self._on_engine_lost(item, error)
+                await self._start_alone_if_suspect(item)
                 continue
             except _WithdrawnError:
                 self._on_withdrawn(item)
@@ -290,14 +292,17 @@ class Dispatcher:
 
     async def _continue(self, item: RoutedRequest) -> None:
         try:
-            if item.losses >= _MAX_LOSSES - 1:
-                await self._suspect_gate.begin(item)
+            await self._start_alone_if_suspect(item)
             inner = await self._place(item, can_wait=True)
         except Exception as error:
             self._fail(item, error)
         else:
             item.task = None
             self._connect(item, inner)
+
+    async def _start_alone_if_suspect(self, item: RoutedRequest) -> None:
+        if item.losses >= _MAX_LOSSES - 1:
+            await self._suspect_gate.begin(item)
 
     def _on_task_done(self, item: RoutedRequest, task: asyncio.Task[None]) -> None:
         """End a request whose task was cancelled. The task itself cannot, because it never runs if

@@ -557,6 +557,10 @@ class Scheduler:
         """None if no step yields to it."""
         if request.service_class is not ServiceClass.RT or request.prefill_only or request.patient:
             return None
+        try:
+            self._limits.check(request)
+        except InvalidRequestError:  # it will be refused
+            return None
         ttft_s = objectives(request, ServiceClass.RT, self._default_slo, now).ttft_s
         if ttft_s is None:
             return None

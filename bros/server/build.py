@@ -68,6 +68,9 @@ logger = logging.getLogger("bros.server")
 
 _SWITCH_INTERVAL_S = 0.001
 
+_MOST_DRAIN_S = 15.0
+"""Of a server under torchrun, which kills its ranks 30 s after it was told to end."""
+
 
 def serve(config: Config, *, is_rank: bool = False, first: EngineProcess | None = None) -> int:
     """Run a server until it is stopped. Returns the exit status: 0 after SIGINT or SIGTERM, 1 if
@@ -83,6 +86,10 @@ def serve(config: Config, *, is_rank: bool = False, first: EngineProcess | None 
         raise ConfigError("--replicas: torchrun starts the ranks of one engine; use --tp instead")
     if is_rank and (config.server.cluster is not None or is_elastic(config.server)):
         raise ConfigError("--cluster, --max-replicas: torchrun starts the ranks of one engine")
+    if is_rank:
+        drain_s = min(config.server.drain_timeout, _MOST_DRAIN_S)
+        server = dataclasses.replace(config.server, drain_timeout=drain_s)
+        config = dataclasses.replace(config, server=server)
     replica_bounds(config.server)  # raises ConfigError
     tenants = load_tenants(config.server)
     config = dataclasses.replace(config, engine=tenants.with_numbers(config.engine))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -11,10 +12,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from bros.core.errors import ConfigError
 from bros.core.loop_thread import call_after
+from bros.core.machine import module_command
 
 _DISCARD_S = 1.0
 """How long `discard` waits for a process that it has killed: the kernel may free much memory."""
+
+
+_LONGEST_SOCKET, _MOST_PATH_BYTES = "/commands", 107 if sys.platform == "linux" else 103
 
 
 class EngineProcess:
@@ -29,11 +35,16 @@ class EngineProcess:
         engine                        | import torch      | wait                | load the model
     """
 
-    def __init__(self, *program: str) -> None:
-        """Make the folder. program: arguments of Python, before the folder; the default is the
-        module bros.transport.process."""
-        self._program = program or ("-m", "bros.transport.process")
+    def __init__(self, *command: str) -> None:
+        """Make the folder. command: what runs, before the folder as its last argument; the default
+        is the module bros.transport.process. Raises ConfigError if TMPDIR is too long for sockets.
+        """
+        self._command = command or module_command("bros.transport.process")
         self._folder = tempfile.TemporaryDirectory(prefix="bros-")
+        if len(os.fsencode(self._folder.name)) + len(_LONGEST_SOCKET) > _MOST_PATH_BYTES:
+            where = tempfile.gettempdir()
+            self._folder.cleanup()
+            raise ConfigError(f"TMPDIR: {where} is too long for the sockets of an engine")
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -47,9 +58,8 @@ class EngineProcess:
 
     def start(self) -> None:
         """Start the process early: without a launch.json it waits for `launch`."""
-        self._process = subprocess.Popen(
-            [sys.executable, *self._program, str(self.folder)], stdin=subprocess.PIPE, bufsize=0
-        )
+        command = [*self._command, str(self.folder)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
 
     def launch(self) -> None:
         """Tell the process that launch.json is written; start it, if it was not started early."""

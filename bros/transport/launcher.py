@@ -10,6 +10,7 @@ launcher ends the others; if the launcher ends, the kernel kills its ranks.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -31,9 +32,12 @@ def main() -> int:
     from bros.executor.parallel.launch import launch_ranks
     from bros.transport.ipc import send_failure
 
+    if sys.flags.safe_path:  # see core/machine.py
+        os.environ["PYTHONSAFEPATH"] = "1"
     try:
-        # torch's launcher requires at least one signal to handle.
-        launch_ranks(config.tp, "bros.transport.process", [str(folder)], signals=("SIGHUP",))
+        # torch's launcher requires at least one signal to handle. Nobody sends this one; SIGHUP
+        # reaches the whole process group when a terminal is closed, and nohup ignores it.
+        launch_ranks(config.tp, "bros.transport.process", [str(folder)], signals=("SIGUSR2",))
         return 0
     except RanksLostError as error:
         print(f"ERROR bros.engine: {error}", file=sys.stderr)

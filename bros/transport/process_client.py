@@ -15,6 +15,7 @@ import zmq
 from bros.core.config import EngineConfig
 from bros.core.errors import EngineDeadError
 from bros.core.interfaces import EngineInfo
+from bros.core.machine import module_command
 from bros.engine.client import MessageClient
 from bros.engine.messages import Command, Failed, Heartbeat, Ready, Shutdown
 from bros.engine.watchdog import LoadWatch, StarvationClock
@@ -495,7 +496,7 @@ class ProcessEngineClient(SupervisedClient):
 
     def _next_process(self) -> EngineProcess:
         first, self._first = self._first, None
-        return first or EngineProcess("-m", self._launch.module)
+        return first or EngineProcess(*module_command(self._launch.module))
 
     async def _watch_load(self, pid: int) -> None:
         """Kill an engine that makes no progress before it is ready."""

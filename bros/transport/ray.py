@@ -9,7 +9,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.core.errors import BrosError, ConfigError, EngineDeadError
+from bros.core.machine import module_command
 from bros.core.stop_signals import signal_handlers_restored
 from bros.engine.messages import Command, Submit
 from bros.executor.model_store import cache_dir_of, resolve_model
@@ -81,7 +81,7 @@ class EngineHost:
             with heartbeats(folder, spec.heartbeat_s, host=True):  # a download may take long
                 launch = _launch_of(spec)
                 launch.write(folder)
-                command = [sys.executable, "-m", launch.module, name]
+                command = module_command(launch.module, name)
                 with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
                     return process.wait()
 

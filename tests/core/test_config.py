@@ -54,6 +54,12 @@ def test_limits_are_inclusive_and_enforced(part: type, field: dataclasses.Field[
             part(**{field.name: value})
 
 
+@pytest.mark.parametrize("name", ["max_num_seqs", "threads", "kv_blocks"])
+def test_whole_numbers_have_no_fraction(name: str) -> None:
+    with pytest.raises(ConfigError, match="2.5 is not a whole number"):
+        EngineConfig(**{name: 2.5})
+
+
 def test_choice_error_lists_what_is_allowed() -> None:
     with pytest.raises(ConfigError, match="^--policy: 'lifo' is not one of bros, fcfs, priority"):
         EngineConfig(policy="lifo")

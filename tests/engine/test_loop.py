@@ -263,6 +263,7 @@ class CompilingEngine(FullEngine):
         super().__init__()
         self.waiting: list[Callable[[], None]] = []
         self.ready = False
+        self.aborted: list[str] = []
 
     def prepare(self, request: EngineRequest, done: Callable[[], None]) -> bool:
         if not self.ready:
@@ -270,7 +271,7 @@ class CompilingEngine(FullEngine):
         return self.ready
 
     def abort(self, request_id: str) -> None:
-        return None
+        self.aborted.append(request_id)
 
     def compiled(self) -> None:
         self.ready = True
@@ -316,3 +317,4 @@ def test_requests_wait_for_their_grammar_and_others_do_not_wait_for_them() -> No
     assert accepted == [ASK.request_id, "slow"]
     refused = [reply.request_id for reply in line.replies if isinstance(reply, Refused)]
     assert refused == ["gone"], "its client must not wait for it"
+    assert engine.aborted == ["gone"], "the engine forgets what it knows of it"

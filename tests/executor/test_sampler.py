@@ -583,6 +583,15 @@ def test_broken_logits_are_refused(sampler: RowSampler, bad: float, params: Samp
         sample_one(sampler, [0.0, bad, 1.0], IndexedSpec(params, 0))
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_broken_logits_of_a_forbidden_token_give_no_logprobs(
+    sampler: RowSampler, bad: float
+) -> None:
+    params = SamplingParams(temperature=0, logprobs=2)
+    with pytest.raises(ValueError, match="no token can be chosen"):
+        sample_one(sampler, [0.0, bad, 1.0], IndexedSpec(params, 0, forbidden=(1,)))
+
+
 @given(data=st.data())
 def test_no_parameters_that_are_valid_make_it_fail(
     sampler: RowSampler, data: st.DataObject

@@ -176,6 +176,23 @@ async def test_of_those_that_were_lost_with_two_engines_one_at_a_time_begins(gro
 
 
 @in_group
+async def test_those_that_were_lost_twice_before_they_were_accepted_begin_one_at_a_time(
+    group: Group,
+) -> None:
+    engine, other = group.engines
+    other.die()
+    readings = [asyncio.create_task(collect(group.client, ask(name))) for name in "ab"]
+    await asyncio.sleep(0.2 * STEP_S)  # they are accepted after 0.5
+    for _ in range(2):
+        engine.die()
+        engine.start()
+        await asyncio.sleep(0.5 * STEP_S)
+    assert sum(status.open for status in group.client.replicas()) == 1
+    for outputs in await asyncio.gather(*readings):
+        assert tokens_of(outputs) == foretold(ask())
+
+
+@in_group
 async def test_an_aborted_request_is_not_begun_again(group: Group) -> None:
     there = asyncio.create_task(collect(group.client, ask("there")))
     between = asyncio.create_task(collect(group.client, ask("between")))

@@ -76,6 +76,14 @@ def test_not_for_best_effort_work() -> None:
     assert not run.scheduler.yields([replace(arrival(LONG, 0.01), service_class=BE)], 0.01)
 
 
+@pytest.mark.parametrize("token_id", [-1, 2**40])
+def test_not_for_a_request_that_will_be_refused(token_id: int) -> None:
+    run = run_with_best_effort()
+    run.scheduler.schedule(0.0)
+    refused = replace(arrival(LONG, 0.01), prompt_token_ids=[token_id] * LONG)
+    assert not run.scheduler.yields([refused], 0.01)
+
+
 def test_not_if_a_running_answer_would_stall_for_it() -> None:
     """Its last token is 0.25 s old when the new prompt would be done after 0.33 s more."""
     run = run_with_best_effort()

@@ -310,6 +310,9 @@ def test_draining_waits_until_nothing_is_open() -> None:
     assert desk.keys == ["Bearer k"] * 3
     desk = Desk(one("draining", open=3))
     assert desk.run("drain", "0", "--no-wait") == ""
+    assert "gone" in Desk(one("gone")).run("drain", "0")
+    with pytest.raises(BrosError, match="replica-0 did not come back"):
+        Desk(one("draining"), one("gone")).run("drain", "0", "--restart")
 
 
 def test_wrong_usage_is_explained() -> None:

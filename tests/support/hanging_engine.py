@@ -41,7 +41,7 @@ class HangingEngineClient(ProcessEngineClient):
     loading: Loading = "usual"
 
     def _next_process(self) -> EngineProcess:
-        return EngineProcess(__file__, self.loading)
+        return EngineProcess(sys.executable, __file__, self.loading)
 
 
 def load_as(loading: str) -> None:

@@ -7,11 +7,12 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from bros.core.errors import EngineDeadError
+from bros.core.errors import ConfigError, EngineDeadError
 from bros.executor.model_store import ModelFiles
 from bros.transport.engine_start import EngineProcess
 from bros.transport.process_client import ProcessEngineClient
@@ -39,6 +40,24 @@ def started_early(*program: str) -> EngineProcess:
 
     wait_until(ignores_stops, 60.0, "the process waits for its launch")
     return process
+
+
+def test_files_of_the_working_directory_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "queue.py").write_text("raise SystemExit(3)")
+    started_early().discard()
+
+
+def test_a_folder_for_sockets_with_a_long_path_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))
+    (tmp_path / ("x" * 100)).mkdir()
+    with pytest.raises(ConfigError, match="TMPDIR: .* is too long"):
+        EngineProcess()
+    assert not list((tmp_path / ("x" * 100)).iterdir())
 
 
 @pytest.mark.asyncio
@@ -97,7 +116,7 @@ async def test_an_early_process_that_cannot_import_says_so_once_it_may(
         "from bros.transport.process import main\n"
         "sys.exit(main())\n"
     )
-    first = started_early(str(program))
+    first = started_early(sys.executable, str(program))
     client = ProcessEngineClient(TINY_ENGINE, files, log_level="critical", first=first)
     with pytest.raises(EngineDeadError, match="bros.engine.group"):
         await client.start()

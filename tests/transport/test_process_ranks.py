@@ -193,6 +193,24 @@ async def test_signals_to_everybody_leave_the_ranks_to_their_server(
 
 
 @pytest.mark.long
+async def test_the_end_of_a_terminal_does_not_reach_ranks_under_nohup(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        client = ProcessEngineClient(RANKS, files, log_level="error")
+        await client.start()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    group = processes_of(client)
+    for pid in group:
+        os.kill(pid, signal.SIGHUP)
+    assert len(await tokens_of(client, ask("still here", max_tokens=24))) == 24
+    assert processes_of(client) == group
+    await client.close()
+
+
+@pytest.mark.long
 async def test_closing_ends_all_ranks_quietly(
     files: ModelFiles, capfd: pytest.CaptureFixture[str]
 ) -> None:

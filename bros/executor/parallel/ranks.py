@@ -18,6 +18,7 @@ import os
 import select
 import socket
 import struct
+import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -295,6 +296,8 @@ class TorchRanks:
         """
         clock = clock or SystemClock()
         start = clock.now()
+        # Of one machine: else gloo listens at the address that the host's name has.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         try:
             timeout = _seconds(_JOIN_TIMEOUT_S)
             store, rank, size = next(rendezvous("env://", timeout=timeout))

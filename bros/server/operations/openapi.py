@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
-from starlette.convertors import CONVERTOR_TYPES
+from starlette.convertors import IntegerConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -22,7 +22,15 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 _REF = "#/components/schemas/{model}"
 
-_INTEGER = CONVERTOR_TYPES["int"]
+
+class _NumberConvertor(IntegerConvertor):
+    """`{name:number}` in a path. `int` also has those with thousands of digits, on which Python's
+    int fails."""
+
+    regex = "[0-9]{1,9}"
+
+
+register_url_convertor("number", _NumberConvertor())
 
 _PATH_PARAMETERS: Mapping[str, str] = MappingProxyType(
     {
@@ -127,7 +135,9 @@ class ApiRoute(Route):
                 "in": "path",
                 "required": True,
                 "description": _PATH_PARAMETERS[name],
-                "schema": {"type": "integer" if convertor is _INTEGER else "string"},
+                "schema": {
+                    "type": "integer" if isinstance(convertor, IntegerConvertor) else "string"
+                },
             }
             for name, convertor in self.param_convertors.items()
         ]

@@ -279,9 +279,9 @@ def _reply(request: Request, replicas: RouterClient) -> Response:
 ADMIN_ROUTES = (
     ApiRoute("GET", "/admin/replicas", list_replicas, ReplicaList),
     ApiRoute(
-        "POST", "/admin/replicas/{number:int}/drain", drain_replica, ReplicaList, DrainRequest
+        "POST", "/admin/replicas/{number:number}/drain", drain_replica, ReplicaList, DrainRequest
     ),
-    ApiRoute("POST", "/admin/replicas/{number:int}/resume", resume_replica, ReplicaList),
+    ApiRoute("POST", "/admin/replicas/{number:number}/resume", resume_replica, ReplicaList),
 )
 
 
