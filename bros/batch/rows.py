@@ -44,6 +44,21 @@ KNOWN_ENDPOINTS = (
 )
 """Endpoints of OpenAI's batch API."""
 
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises InvalidRequestError unless rows can use it."""
+    if endpoint in ENDPOINTS:
+        return
+    served = " and ".join(ENDPOINTS)
+    known = endpoint in KNOWN_ENDPOINTS
+    reason = "is not served here" if known else "does not exist"
+    raise InvalidRequestError(
+        f"The endpoint {endpoint[:100]!r} {reason}; batches can use {served}.",
+        param="endpoint",
+        code="unsupported_endpoint" if known else "invalid_value",
+    )
+
+
 _MAX_ID_CHARS = 512
 
 _LINE_BREAKS = {char: f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}

@@ -61,7 +61,10 @@ def run_admin(
             "drain": command.drain,
             "resume": command.resume,
         }
-        actions[args.admin_action]()
+        try:
+            actions[args.admin_action]()
+        except (KeyError, TypeError, AttributeError) as error:
+            raise BrosError(f"{base} does not speak bros' admin API: {error!r}") from error
     return 0
 
 
@@ -131,7 +134,8 @@ class _Command:
         if response.status_code == 404:
             if path == _REPLICAS:
                 raise BrosError(
-                    "This server has only one engine; start it with --replicas N to have several."
+                    "This server has only one engine, and needs --replicas N to have several; or "
+                    f"{self.url} is not where bros serves its admin API."
                 )
             if path.startswith(_REPLICAS):
                 self._ask("GET", _REPLICAS)  # says so, if that is why

@@ -63,6 +63,7 @@ from bros.cli.flags import (
     read_own,
     whole,
 )
+from bros.cli.remote import base_url
 from bros.cli.simulate_tables import table_console
 from bros.core.clock import Clock
 from bros.core.config import POLICIES, Config, TenantNumber
@@ -186,7 +187,12 @@ def _api_key(config: Config, tenants: BenchTenants | None) -> str | None:
 
 def _target(own: BenchFlags, config: Config, tenants: BenchTenants | None) -> BenchTarget | None:
     if own.target is None:
+        of_target = ("dialect", "target_name", "target_policy", "target_model")
+        for field in dataclasses.fields(own):
+            if field.name in of_target and getattr(own, field.name) != field.default:
+                raise ConfigError(f"{flag_of(field.name)}: it is of a --target, and none is given")
         return None
+    base_url(own.target, "--target")
     dialect = dialect_of(own.dialect).name
     return BenchTarget(
         url=own.target,
@@ -219,12 +225,23 @@ def _wanted(own: BenchFlags, config: Config, slo: Slo) -> RequestedLoad:
     if wanted.factor > 1:
         raise ConfigError(f"--scale: {own.scale} must be at most 1")
     for flag, name in (("--rt", wanted.rt), ("--be", wanted.be)):
-        if not name.startswith("sharegpt:"):  # which needs a tokenizer and takes long
-            try:
+        try:
+            if name.startswith("sharegpt:"):  # which needs a tokenizer and takes long
+                _check_readable(name.removeprefix("sharegpt:"))
+            else:
                 find_content(name, seed=wanted.seed, requests=1)
-            except ConfigError as error:
-                raise ConfigError(f"{flag}: {error}") from None
+        except ConfigError as error:
+            raise ConfigError(f"{flag}: {error}") from None
     return wanted
+
+
+def _check_readable(path: str) -> None:
+    """Raises ConfigError."""
+    try:
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _rates(

@@ -350,6 +350,7 @@ _NOT_SIMULATED = (
     *("model", "weights", "kernels", "kv_dtype", "kv_memory", "host_kv_memory", "threads"),
     *("tp", "tp_timeout", "load_timeout", "hang_timeout"),
     *("policy", "prefix_cache", "rt_cache_share"),
+    *("pooling", "tenant_weights", "tenant_rt_slowdowns"),
     *("device", "gpu_memory_utilization"),
     *("self_attention", "shared_attention", "cuda_graphs", "async_scheduling"),
 )
@@ -445,7 +446,7 @@ class BenchFlags:
 # ---- The parser.
 
 _SOURCES = (
-    "Every option can also be set as an environment variable (--max-num-seqs is "
+    "Options of engine and server can also be set as environment variables (--max-num-seqs is "
     "BROS_MAX_NUM_SEQS) or in the TOML file given with --config (max_num_seqs = 64). "
     "Flags take precedence over variables, variables over the file."
 )

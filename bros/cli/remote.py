@@ -9,10 +9,18 @@ import httpx
 from bros.core.errors import ConfigError
 
 
-def base_url(url: str) -> str:
-    """`url` without /v1. Raises ConfigError if it is no http URL."""
+def base_url(url: str, flag: str = "--url") -> str:
+    """`url` without /v1. Raises ConfigError, which names the flag, if it is no http URL."""
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url: {url!r} must start with http:// or https://")
+        raise ConfigError(f"{flag}: {url!r} must start with http:// or https://")
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{flag}: {url!r} is not a URL: {error}") from None
+    if not parsed.host:
+        raise ConfigError(f"{flag}: {url!r} names no host")
+    if not 0 < (parsed.port or 80) < 2**16:
+        raise ConfigError(f"{flag}: {url!r} has a port that is not from 1 to 65535")
     return url.rstrip("/").removesuffix("/v1")
 
 

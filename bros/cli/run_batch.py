@@ -19,7 +19,7 @@ from rich.console import Console
 
 from bros.batch.files import Page
 from bros.batch.objects import DAY_S, MAX_WINDOW_S, Batch, BatchStatus, StoredFile
-from bros.batch.rows import BadRowError, parse_row
+from bros.batch.rows import BadRowError, check_endpoint, parse_row
 from bros.batch.store import Store, open_store
 from bros.cli.batch import (
     NOT_COMPLETED,
@@ -33,7 +33,7 @@ from bros.cli.batch_client import RemoteBatch, Retrier, counts, end_summary, pro
 from bros.cli.flags import RunBatchFlags, read_own
 from bros.core.clock import Clock
 from bros.core.config import Config
-from bros.core.errors import BrosError, ConfigError, EngineDeadError
+from bros.core.errors import BrosError, ConfigError, EngineDeadError, InvalidRequestError
 from bros.core.files import as_text, expand_user
 from bros.core.tenants import TenantLimits
 from bros.server.batches.schema import BatchObject
@@ -67,6 +67,11 @@ def run_batch_here(
     if target.is_symlink():
         target = checked  # what it points to is replaced, and not the link
     endpoint = own.endpoint or first_url(source)
+    try:
+        check_endpoint(endpoint)
+    except InvalidRequestError as error:
+        where = source if own.endpoint is None else "--endpoint"
+        raise ConfigError(f"{where}: {error.message}") from None
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{target} is the input; name another file")
     partial = _partial(target)

@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 
 from bros.core.config import ServerConfig
 from bros.core.errors import ConfigError
+from bros.core.files import expand_user
 from bros.core.stop_signals import stop_signals_handled
 from bros.server.connections import ConnectionLimits, Connections
 from bros.server.state import ServerState
@@ -82,15 +83,20 @@ def load_tls(config: ServerConfig) -> ssl.SSLContext | None:
         if config.tls_key is not None:
             raise ConfigError("--tls-key: needs --tls-cert")
         return None
-    for flag, path in (("--tls-cert", config.tls_cert), ("--tls-key", config.tls_key)):
-        if path is not None and not Path(path).exists():  # ssl does not say which one
+    certificate = expand_user(config.tls_cert)
+    key = None if config.tls_key is None else expand_user(config.tls_key)
+    for flag, path in (("--tls-cert", certificate), ("--tls-key", key)):
+        if path is not None and not path.is_file():  # ssl does not say which one
             raise ConfigError(f"{flag}: there is no file {path}")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         # A function for the password, because the default asks for it on the terminal.
-        context.load_cert_chain(config.tls_cert, config.tls_key, password=lambda: "")
+        context.load_cert_chain(certificate, key, password=lambda: "")
     except OSError as error:
-        raise ConfigError(f"--tls-cert, --tls-key: cannot be used: {error}") from error
+        raise ConfigError(
+            "--tls-cert, --tls-key: they are not a certificate and its key, without a password, as "
+            f"PEM: {error}"
+        ) from error
     return context
 
 
@@ -203,7 +209,12 @@ class _Server(uvicorn.Server):
         state.metrics.count_connections(self._connections.__len__)
         self.servers = []  # what uvicorn itself listens on
         for bound in sockets:
-            self._connections.listen(bound)
+            try:
+                self._connections.listen(bound)
+            except OSError as error:  # another server has bound it as well, and listens
+                host, port = bound.getsockname()[:2]
+                message = f"--port: cannot listen on {host}:{port}: {error.strerror}"
+                raise ConfigError(message) from error
         self.started = True
         self._on_listening()
 

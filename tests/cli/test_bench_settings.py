@@ -47,6 +47,23 @@ def test_no_keys_and_no_folders_are_kept(tmp_path: Path) -> None:
     assert {"--out", "--append", "--report-only", "--api-key", "--policy"}.isdisjoint(kept)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--rt", "sharegpt:gone.json"), "--rt: gone.json cannot be read"),
+        (("--be", "sharegpt:gone.json"), "--be: gone.json cannot be read"),
+        (("--dialect", "vllm"), "--dialect: it is of a --target"),
+        (("--target-name", "other"), "--target-name: it is of a --target"),
+        (("--target", "host:8000"), "--target: 'host:8000' must start with http"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_a_server_starts(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings(list(arguments))
+
+
 def test_tenants_share_the_load_with_keys_of_the_file(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("ann ann-key\nbob bob-key weight=2\ncid cid-key\n")

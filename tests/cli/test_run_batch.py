@@ -231,6 +231,10 @@ def test_what_is_answered_is_written_even_if_the_rest_cannot_be(
         (("in.jsonl", "no/such/out.jsonl"), "cannot be written"),
         (("in.jsonl", "."), "cannot be written"),
         (("in.jsonl", "./in.jsonl"), "is the input"),
+        (
+            ("in.jsonl", "out.jsonl", "--endpoint", "/v1/foo"),
+            "--endpoint: The endpoint '/v1/foo' d",
+        ),
     ],
 )
 def test_files_that_cannot_be_used(

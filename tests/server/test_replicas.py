@@ -323,8 +323,12 @@ def test_wrong_usage_is_explained() -> None:
         Desk(None, [replica(0, "up")]).run("resume", "3")
     with pytest.raises(ConfigError, match="whole number"):
         Desk().run("drain", "all")
-    with pytest.raises(ConfigError, match="http"):
-        Desk().run("replicas", "--url", "there")
+    for url in ("there", "http://", "http://[::1", "http://there:99999"):
+        with pytest.raises(ConfigError, match="--url: "):
+            Desk().run("replicas", "--url", url)
+    desk = Desk([{"number": 0}])
+    with pytest.raises(BrosError, match="does not speak bros' admin API"):
+        desk.run("replicas")
 
 
 def test_flags_that_do_not_exist_have_near_ones(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,15 @@ import httpx
 import pytest
 
 from bros.core.errors import ConfigError
-from bros.server.serve import bind, url_of
-from support.scripted_server import LiveServer, ScriptedEngine, assert_envelope, events, live_server
+from bros.server.serve import HttpServer, bind, url_of
+from support.scripted_server import (
+    LiveServer,
+    ScriptedEngine,
+    Server,
+    assert_envelope,
+    events,
+    live_server,
+)
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -30,6 +37,16 @@ def test_a_port_in_use_is_an_error_that_names_it() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"--port: cannot listen on 127\.0\.0\.1:{port}"):
             bind("127.0.0.1", port)
+
+
+async def test_a_port_that_another_server_listens_at_first_is_the_same_error() -> None:
+    with bind("127.0.0.1", 0) as other:
+        port = other.getsockname()[1]
+        with bind("127.0.0.1", port) as bound:  # neither listens yet
+            other.listen()
+            server = HttpServer(Server().app, bound)
+            with pytest.raises(ConfigError, match=rf"--port: cannot listen on .*:{port}: Addr"):
+                await server.run()
 
 
 def test_a_host_that_is_not_ours_is_an_error() -> None:

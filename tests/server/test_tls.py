@@ -110,7 +110,7 @@ def test_files_that_are_no_certificate_are_named(
         ServerConfig(tls_cert=certificate[0]),
         ServerConfig(tls_cert=certificate[0], tls_key=str(wrong)),
     ):
-        with pytest.raises(ConfigError, match="--tls-cert, --tls-key: cannot be used"):
+        with pytest.raises(ConfigError, match="--tls-cert, --tls-key: they are not a certificate"):
             load_tls(config)
     with pytest.raises(ConfigError, match="--tls-key: needs --tls-cert"):
         load_tls(ServerConfig(tls_key=certificate[1]))

@@ -25,7 +25,7 @@ from bros.batch.objects import (
     StoredFile,
     parse_window,
 )
-from bros.batch.rows import ENDPOINTS, KNOWN_ENDPOINTS
+from bros.batch.rows import check_endpoint
 from bros.core.clock import thread_cpu_s
 from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.core.tenants import Resource
@@ -69,7 +69,7 @@ async def create_batch(request: Request) -> Response:
     jobs = Jobs.of(request)
     state = ServerState.of(request)
     wanted = validate(CreateBatch, await read_object(request, state.max_body_bytes))
-    _check_endpoint(wanted.endpoint)
+    check_endpoint(wanted.endpoint)
     window_s = parse_window(wanted.completion_window)
     now, tenant = state.clock.unix_time(), state.tenant(request)
     try:
@@ -138,19 +138,6 @@ async def cancel_batch(request: Request) -> Response:
     batch = await jobs.io(tenant, jobs.batches.cancel, tenant, request.path_params["id"], now)
     jobs.runner.wake()
     return json_response(BatchObject.of(batch))
-
-
-def _check_endpoint(endpoint: str) -> None:
-    if endpoint in ENDPOINTS:
-        return
-    served = " and ".join(ENDPOINTS)
-    known = endpoint in KNOWN_ENDPOINTS
-    reason = "is not served here" if known else "does not exist"
-    raise InvalidRequestError(
-        f"The endpoint {endpoint[:100]!r} {reason}; batches can use {served}.",
-        param="endpoint",
-        code="unsupported_endpoint" if known else "invalid_value",
-    )
 
 
 _QUERY: Schemas = {
