@@ -86,7 +86,7 @@ def load_tls(config: ServerConfig) -> ssl.SSLContext | None:
     certificate = expand_user(config.tls_cert)
     key = None if config.tls_key is None else expand_user(config.tls_key)
     for flag, path in (("--tls-cert", certificate), ("--tls-key", key)):
-        if path is not None and not path.is_file():  # ssl does not say which one
+        if path is not None and not path.exists():  # ssl does not say which one
             raise ConfigError(f"{flag}: there is no file {path}")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
