@@ -85,7 +85,7 @@ bench: $(INSTALLED) ## compare the engine's speed with transformers (on an idle 
 gpu-results: $(GPU_INSTALLED) ## run GPU tests and benchmarks, 9 min, into OUT=gpu-results
 	@PYTHON="$(GPU_PYTHON)" bash benchmarks/gpu_all.sh "$(OUT)" $(ARGS)
 
-reproduce-bros: $(INSTALLED) ## reproduce the BROS paper's figures, 2 h; ARGS=--quick takes 5 min
+reproduce-bros: $(INSTALLED) ## reproduce the BROS paper's figures, 2 h; ARGS=--quick takes 7 min
 	$(BIN)/python benchmarks/paper_reproduce.py $(ARGS)
 
 clean: ## remove everything installed or built in this folder

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from ablation_loads import LOADS, simulate
 from ablation_mechanisms import DELETED, MECHANISMS
-from harness import benchmark_parser, environment
+from harness import benchmark_parser, chosen, environment, existing_file
 from rich.console import Console
 
 from bros.core.request import EngineRequest, ServiceClass
@@ -463,7 +463,7 @@ _QUICK = {
 def main() -> None:
     parser = benchmark_parser(__doc__, **_QUICK)
     parser.add_argument("--report", type=Path, metavar="FILE", help="where to save the report")
-    parser.add_argument("--stored", type=Path, metavar="FILE", help="figures to report")
+    parser.add_argument("--stored", type=existing_file, metavar="FILE", help="figures to report")
     parser.add_argument(
         "--mechanisms", default=";".join(MECHANISMS), help="names, separated by semicolons"
     )
@@ -477,10 +477,11 @@ def main() -> None:
         results = json.loads(args.stored.read_text())
     else:
         seeds = range(args.first_seed, args.first_seed + args.seeds)
-        results = measure(
-            [name for name in args.mechanisms.split(";") if name],
-            args.loads.split(";"), list(seeds), args.duration, args.jobs,
-        )  # fmt: skip
+        mechanisms = []
+        if args.mechanisms:
+            mechanisms = chosen(parser, "--mechanisms", args.mechanisms, MECHANISMS, ";")
+        loads = chosen(parser, "--loads", args.loads, LOADS, ";")
+        results = measure(mechanisms, loads, list(seeds), args.duration, args.jobs)
     console = Console(soft_wrap=True)
     for name in results["mechanisms"]:
         verdict = judge_mechanism(results, name)

@@ -15,7 +15,7 @@ simulations of published set-ups; every profile lists its assumptions.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -402,11 +402,12 @@ def save(folder: Path) -> None:
 
 
 def main() -> None:
-    if sys.argv[1:] == ["--quick"]:
-        with tempfile.TemporaryDirectory() as folder:
-            save(Path(folder))
-    else:
-        save(Path(sys.argv[1] if len(sys.argv) > 1 else "profiles"))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("profiles"), metavar="FOLDER")
+    parser.add_argument("--quick", action="store_true", help="write to a temporary folder")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        save(Path(folder) if args.quick else args.folder)
 
 
 if __name__ == "__main__":

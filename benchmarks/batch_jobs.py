@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from harness import environment, table_of
+from harness import chosen, environment, table_of
 from quick import add_quick
 from rich.console import Console
 
@@ -40,6 +40,7 @@ from bros.executor.model_store import default_cache_dir, resolve_model
 from bros.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
+PARTS = ("validation", "prefixes", "interference")
 ENDPOINT = "/v1/chat/completions"
 SERVER = ("--weights", "fp32", "--max-model-len", "2048")
 ROWS, SYSTEM_PROMPTS, SYSTEM_TOKENS, ANSWER_TOKENS = 50_000, 4, 800, 16
@@ -238,8 +239,9 @@ def show(results: Row, console: Console) -> None:
             console.print(name, part)
 
 
-def parts(options: argparse.Namespace, report: Callable[[str], None]) -> Iterator[tuple[str, Any]]:
-    wanted = options.parts.split(",")
+def parts(
+    wanted: Sequence[str], options: argparse.Namespace, report: Callable[[str], None]
+) -> Iterator[tuple[str, Any]]:
     if "validation" in wanted:
         yield "validation", asyncio.run(validation(report))
     if "prefixes" in wanted:
@@ -252,7 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", default="validation,prefixes,interference")
+    parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--rounds", type=int, default=3, help="rounds of prefixes")
     parser.add_argument("--job-rows", type=int, default=200, help="rows of the job of prefixes")
     parser.add_argument("--rate", type=float, default=0.25, help="real-time requests per second")
@@ -260,8 +262,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the figures to this file")
     add_quick(parser, parts="prefixes", rounds=1, job_rows=12)
     options = parser.parse_args()
+    wanted = chosen(parser, "--parts", options.parts, PARTS)
     console = Console()
-    results = dict(parts(options, lambda text: console.print(f"[dim]{text}[/]")))
+    results = dict(parts(wanted, options, lambda text: console.print(f"[dim]{text}[/]")))
     show(results, console)
     if options.json is not None:
         known = json.loads(options.json.read_text()) if options.json.exists() else {}

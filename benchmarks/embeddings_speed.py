@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import torch
-from harness import benchmark_parser, save
+from harness import benchmark_parser, existing_folder, save
 from transformers import AutoModel, AutoTokenizer
 
 from bros.core.clock import SystemClock
@@ -127,7 +127,7 @@ async def measure(folder: Path, texts: list[str], rounds: int) -> dict[str, dict
 
 def main() -> None:
     parser = benchmark_parser(__doc__, texts=32, rounds=2)
-    parser.add_argument("--model", type=Path, help="folder; default: all-MiniLM-L6-v2")
+    parser.add_argument("--model", type=existing_folder, help="folder; default: all-MiniLM-L6-v2")
     parser.add_argument("--texts", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()

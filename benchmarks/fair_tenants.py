@@ -16,11 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from harness import benchmark_parser, save, table_of
+from harness import benchmark_parser, profile_named, save, table_of
 from rich.console import Console
 
 from bros.core.config import EngineConfig
 from bros.core.request import EngineRequest, ServiceClass
+from bros.profiling.profiles import Profile
 from bros.scheduler.scheduler import Scheduler
 from bros.simulator.metrics import report_of
 from bros.simulator.simulation import (
@@ -28,12 +29,12 @@ from bros.simulator.simulation import (
     SimulationResult,
     build_simulation,
     device_of,
-    read_profile,
 )
 from bros.workload.arrivals import BeLoad, PoissonLoad, TenantLoad
 from bros.workload.attainment import Summary
 
 RT, BE = ServiceClass.RT, ServiceClass.BE
+PROFILES = Path(__file__).parents[1] / "profiles"
 HEAVY, OTHERS = "heavy", ("ann", "bob", "cid")
 RATE, IN_FLIGHT = 1.0, 16
 """Chats per second and best-effort requests in flight of each tenant, as usual."""
@@ -63,7 +64,7 @@ def unchanged(scheduler: Scheduler) -> Scheduler:
     return scheduler
 
 
-def scenario(profile: str, case: str, duration_s: float, seed: int) -> SimulatedScenario:
+def scenario(profile: Profile, case: str, duration_s: float, seed: int) -> SimulatedScenario:
     rate, in_flight, weights = CASES[case]
     usual = PoissonLoad(RATE, "sharegpt")
     others = [TenantLoad(name, usual, BeLoad(IN_FLIGHT)) for name in OTHERS]
@@ -71,10 +72,9 @@ def scenario(profile: str, case: str, duration_s: float, seed: int) -> Simulated
     config = EngineConfig(
         max_queue=5000, max_num_seqs=256, max_batch_tokens=2048, tenant_weights=weights
     )
-    folder = Path(__file__).parents[1] / "profiles"
     return SimulatedScenario(
         config=config,
-        device=device_of(read_profile(profile, [folder]), None),
+        device=device_of(profile, None),
         rt=PoissonLoad(0.0, "sharegpt"),
         be=BeLoad(0),
         tenants=(heavy, *others),
@@ -124,12 +124,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0, help="half of it is warm-up")
     parser.add_argument("--seeds", type=int, default=6, help="runs of each case")
     args = parser.parse_args()
+    profile = profile_named(parser, "--profile", args.profile, [PROFILES])
     results: dict[str, dict[str, object]] = {}
     for case in CASES:
         for label, wrap in (("one tenant", without_tenants), ("tenants", unchanged)):
-            loads = [
-                scenario(args.profile, case, args.seconds, 1 + run) for run in range(args.seeds)
-            ]
+            loads = [scenario(profile, case, args.seconds, 1 + run) for run in range(args.seeds)]
             results[f"{case}, {label}"] = figures(loads, wrap)
     rows = [
         (

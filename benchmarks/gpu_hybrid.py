@@ -25,8 +25,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from gpu_model import LLAMA_3_8B, TINY
-from harness import benchmark_parser, save, table_of
+from harness import benchmark_parser, chosen, profile_named, save, table_of
 from hybrid_load import WallClock
 from rich.console import Console
 
@@ -49,7 +50,6 @@ from bros.simulator.simulation import (
     Simulation,
     SimulationResult,
     engine_info,
-    read_profile,
 )
 from bros.workload.arrivals import Arrival, BeLoad, RequestSizes, Size, generator
 from bros.workload.attainment import Summary, gaps_s
@@ -221,6 +221,17 @@ def simulated_info(profile: Profile, config: EngineConfig) -> EngineInfo:
     return engine_info(config, device)
 
 
+RUNS = (
+    ("alone", "bros", False),
+    ("bound", "fcfs", True),
+    ("bros", "bros", True),
+    ("alone" + SIMULATED, "bros", False),
+    ("bound" + SIMULATED, "fcfs", True),
+    ("bros" + SIMULATED, "bros", True),
+)
+"""(label, policy, whether there is best-effort work)"""
+
+
 def main() -> None:
     parser = benchmark_parser(__doc__, duration=2.0, rate=2.0, shape="tiny", in_flight=3)
     parser.add_argument("--duration", type=float, default=30.0, help="seconds per run")
@@ -232,15 +243,20 @@ def main() -> None:
     parser.add_argument("--simulate", metavar="PROFILE", help="simulate only, with this profile")
     parser.add_argument("--profiles", type=Path, help="folder for the measured step times")
     args = parser.parse_args()
+    labels = [label for label, *_ in RUNS if args.simulate is None or SIMULATED in label]
+    wanted = chosen(parser, "--only", args.only, labels, ";") if args.only else labels
     console = Console()
     if not console.is_terminal:
         console.width = 130
     tiny = args.shape == "tiny"
+    if args.simulate is None and not tiny and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device; --simulate and --quick need none")
     config = EngineConfig(max_model_len=256 if tiny else 8192, weights="auto")
     spec = ModelSpec.from_config(TINY if tiny else LLAMA_3_8B)
     executor = None
     if args.simulate is not None:
-        profile = read_profile(args.simulate, profile_folders(default_cache_dir()))
+        folders = profile_folders(default_cache_dir())
+        profile = profile_named(parser, "--simulate", args.simulate, folders)
         info = simulated_info(profile, config)
     else:
         executor, info = random_executor(spec, config)
@@ -252,21 +268,14 @@ def main() -> None:
     load = BeLoad(args.in_flight, sizes=SMALL_DOCUMENTS if tiny else DOCUMENTS)
     none = BeLoad(0)
     results: dict[str, dict[str, Any]] = {}
-    for label, policy, be in (
-        ("alone", "bros", none),
-        ("bound", "fcfs", load),
-        ("bros", "bros", load),
-        ("alone" + SIMULATED, "bros", none),
-        ("bound" + SIMULATED, "fcfs", load),
-        ("bros" + SIMULATED, "bros", load),
-    ):
+    for label, policy, mixed in RUNS:
         simulated = SIMULATED in label
-        if (args.only and label not in args.only.split(";")) or not (simulated or executor):
+        if label not in wanted:
             continue
         alone = results.get("alone" + SIMULATED * simulated)
         objectives = LOOSE if alone is None else objectives_of(alone)
         policy_config = dataclasses.replace(config, policy=policy, **objectives)
-        used = None if simulated else executor
+        used, be = None if simulated else executor, load if mixed else none
         results[label] = run(used, info, profile.model, policy_config, found, be, args.duration)
     show(results, console)
     settings = {key: value for key, value in vars(args).items() if key not in ("json", "profiles")}

@@ -63,10 +63,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. Returns 1 if there is no such device, else 0."""
+    """Measure and print. Returns 1 if there is not the device that this needs, else 0."""
     args = _arguments(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device; --quick only tests the program, on the CPU")
+        return 1
+    if args.device == "cpu" and "tune" in args.parts:
+        print("part tune needs a CUDA device")
         return 1
     device = torch.device(args.device)
     sizes = SMALL if args.quick else REAL

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,14 @@ from rich.table import Table
 
 from bros.bench.results import environment as bench_environment
 from bros.core.clock import SystemClock
+from bros.core.errors import ConfigError
 from bros.core.interfaces import EngineInfo
 from bros.core.plan import StepPlan, StepResult
 from bros.core.request import EngineRequest, SamplingParams, ServiceClass
 from bros.engine.engine import Engine
+from bros.profiling.profiles import Profile
 from bros.scheduler.cost_model import CostModel
+from bros.simulator.simulation import read_profile
 
 FAST = CostModel(
     constant_s=0.008, token_s=2e-6, sample_s=1e-6, pair_s=1e-10, context_s=1e-9,
@@ -40,6 +44,75 @@ def benchmark_parser(doc: str | None, **quick: Any) -> argparse.ArgumentParser:
     if quick:
         add_quick(parser, **quick)
     return parser
+
+
+def chosen(
+    parser: argparse.ArgumentParser,
+    option: str,
+    text: str,
+    known: Iterable[str],
+    separator: str = ",",
+    matches: Callable[[str, str], bool] = operator.eq,
+) -> list[str]:
+    """The names in the text of an option. One that is not known ends the program with status 2.
+
+    matches: of a known name and a given one.
+    """
+    known, names = list(known), [name.strip() for name in text.split(separator)]
+    for name in names:
+        if not any(matches(each, name) for each in known):
+            glue = "; " if any("," in each for each in known) else f"{separator} "
+            parser.error(f"argument {option}: no {name!r}, there are {glue.join(known)}")
+    return names
+
+
+def existing_file(text: str) -> Path:
+    """The type of an option that is the path of a file to read."""
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {path}")
+    return path
+
+
+def existing_folder(text: str) -> Path:
+    """The type of an option that is the path of a folder to read."""
+    path = Path(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path}")
+    return path
+
+
+def folder_with(name: str) -> Callable[[str], Path]:
+    """The type of an option that is the path of a folder with a file of this name."""
+
+    def parsed(text: str) -> Path:
+        existing_file(str(existing_folder(text) / name))
+        return Path(text)
+
+    return parsed
+
+
+def results_folder(
+    doc: str | None, default: Path, parse: Callable[[str], Path] = existing_folder
+) -> Path:
+    """The argument of a script that renders a page from the results in a folder."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument(
+        "folder", type=parse, nargs="?", default=default, metavar="FOLDER",
+        help="folder of the results and of the page (default: benchmarks/results)",
+    )  # fmt: skip
+    folder: Path = parser.parse_args().folder
+    return folder
+
+
+def profile_named(
+    parser: argparse.ArgumentParser, option: str, text: str, folders: Sequence[Path]
+) -> Profile:
+    """The profile that an option names. Without such a one, the program ends with status 2."""
+    try:
+        return read_profile(text, folders)
+    except ConfigError as error:
+        parser.error(f"argument {option}: {str(error).removeprefix('--profile: ')}")
 
 
 def environment() -> dict[str, object]:

@@ -31,7 +31,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from harness import TimedExecutor, benchmark_parser, save, table_of
+from harness import TimedExecutor, benchmark_parser, chosen, save, table_of
 from rich.console import Console
 
 from bros.bench.metrics import confidence_interval
@@ -401,13 +401,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="labels, with semicolons between them")
     args = parser.parse_args()
+    labels = [label for label, *_ in RUNS]
+    wanted = chosen(parser, "--only", args.only, labels, ";") if args.only else labels
     console = Console()
     if not console.is_terminal:
         console.width = 110
     files = resolve_model(None, default_cache_dir(), console.print)
     config = EngineConfig(weights=args.weights, max_model_len=2048)
     executor, info, model = load(config, files, console.print)
-    wanted = args.only.split(";") if args.only else [label for label, *_ in RUNS]
     results = {}
     for label, policy, share, in_flight in RUNS:
         if label not in wanted:

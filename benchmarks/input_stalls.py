@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from harness import chosen
 from quick import add_quick
 
 from bros.bench.results import environment
@@ -500,8 +501,8 @@ def main() -> None:
     parser.add_argument("options", nargs="*", help="options of bros serve")
     add_quick(parser, only="idle")
     given = parser.parse_args()
+    names = chosen(parser, "--only", given.only, ATTACKS) if given.only else list(ATTACKS)
     gc.disable()  # else a collection in this process counts as a wait
-    names = given.only.split(",") if given.only else list(ATTACKS)
     with running_server(*given.options) as server:
         found = {name: measure(server.url, server.pid, name) for name in names}
     print(table(found))

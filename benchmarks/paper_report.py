@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import paper_overhead
 import paper_real
 import paper_settings
 import paper_tight
+from harness import results_folder
 from matplotlib.figure import Figure
 from paper_common import RESULTS, Part, Rendering, Results
 
@@ -113,5 +113,9 @@ def write(folder: Path) -> None:
     print(f"saved {folder / 'paper.md'} and {len(pictures)} pictures beside it")
 
 
+def main() -> None:
+    write(results_folder(__doc__, RESULTS))
+
+
 if __name__ == "__main__":
-    write(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS)
+    main()

@@ -32,6 +32,7 @@ import hybrid_load
 import torch
 from harness import (
     benchmark_parser,
+    chosen,
     greedy_request,
     judged,
     random_tokens,
@@ -375,7 +376,8 @@ def load(threads: int | None, quick: bool, report: Report) -> Machine:
 
 def main() -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--parts", default="shared,pollution,copies", help="comma-separated")
+    known = ("shared", "pollution", "copies")
+    parser.add_argument("--parts", default=",".join(known), help="comma-separated")
     parser.add_argument(
         "--rounds", type=int, default=5, help="rounds of part shared; see also --sweeps"
     )
@@ -387,9 +389,7 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, help="threads of torch (default: all cores)")
     args = parser.parse_args()
-    parts = args.parts.split(",")
-    if unknown := set(parts) - {"shared", "pollution", "copies"}:
-        parser.error(f"--parts: {', '.join(sorted(unknown))}")
+    parts = chosen(parser, "--parts", args.parts, known)
     console = Console()
     if not console.is_terminal:
         console.width = 120

@@ -6,11 +6,11 @@ python benchmarks/replicas_report.py [FOLDER]      (default: benchmarks/results)
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness import folder_with, results_folder
 from matplotlib.figure import Figure
 from session_report import COLORS, table
 
@@ -267,5 +267,9 @@ def write(folder: Path) -> None:
     (folder / "replicas.md").write_text(text.rstrip() + "\n")
 
 
+def main() -> None:
+    write(results_folder(__doc__, RESULTS, folder_with(f"{STEM}.json")))
+
+
 if __name__ == "__main__":
-    write(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS)
+    main()

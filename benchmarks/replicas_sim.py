@@ -1,6 +1,7 @@
 """Routers with several simulated replicas: Preble's experiments, and others.
 
     python benchmarks/replicas_sim.py [--parts workloads,ablation,...] [--jobs N] [--json FILE]
+        [--trace FILE] [--azure CODE CHATS] [--quick]
 
 Schedulers, KV memory, prefix caches and router are the real ones; step times are those of Preble's
 own simulator for Mistral-7B on an A6000 and Llama-3-70B on four H100; no text is generated. Each
@@ -18,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from harness import environment
+from harness import chosen, environment, existing_file
 from quick import add_quick
 from rich.console import Console
 
@@ -203,10 +204,8 @@ def scaling_cases() -> Iterator[Case]:
             yield Case(f"{replicas}", router, load, replicas, router)
 
 
-def trace_cases(path: Path | None) -> Iterator[Case]:
+def trace_cases(path: Path) -> Iterator[Case]:
     """The Mooncake conversation trace, slowed down to the capacity of the devices."""
-    if path is None:
-        return
     recorded = read_mooncake_trace(path)
     for profile, rate in ((A6000, 0.32), (H100, 0.32)):
         load = MooncakeLoad(source=path.name, recorded=recorded, rate=rate, count=1500)
@@ -217,8 +216,6 @@ def trace_cases(path: Path | None) -> Iterator[Case]:
 
 def azure_cases(paths: Sequence[Path]) -> Iterator[Case]:
     """Figure 8: tools and videos at recorded times on four A6000."""
-    if not paths:
-        return
     recorded = read_azure_times(*paths)
     for rate in (4.0, 6.0, 8.0):
         load = AzureLoad(recorded=recorded, rate=rate, count=round(500 * rate))
@@ -274,20 +271,32 @@ def main() -> None:
         "mooncake": lambda: trace_cases(args.trace),
     }
     parser = argparse.ArgumentParser(description="Routers with simulated replicas.")
-    parser.add_argument("--parts", default=",".join(parts))
-    parser.add_argument("--trace", type=Path, help="Mooncake trace, for part mooncake")
-    azure = {"nargs": 2, "metavar": ("CODE", "CHATS"), "default": ()}
-    parser.add_argument("--azure", type=Path, **azure, help="Azure traces, for part azure")
+    parser.add_argument(
+        "--parts",
+        help=f"of {', '.join(parts)}, with commas (default: all that have their traces)",
+    )
+    parser.add_argument(
+        "--trace", type=existing_file, metavar="FILE", help="Mooncake trace, for part mooncake"
+    )
+    parser.add_argument(
+        "--azure", type=existing_file, nargs=2, metavar=("CODE", "CHATS"),
+        help="Azure traces, for part azure",
+    )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=2)
     default = ROOT / "benchmarks" / "results" / "replicas_sim.json"
     parser.add_argument("--json", type=Path, default=default)
     add_quick(parser, parts="regimes", json=None)
     args = parser.parse_args()
+    traces = {"azure": args.azure, "mooncake": args.trace}
+    names = [name for name in parts if traces.get(name, True)]
+    if args.parts is not None:
+        names = chosen(parser, "--parts", args.parts, parts)
+    for name, option in (("azure", "--azure"), ("mooncake", "--trace")):
+        if name in names and not traces[name]:
+            parser.error(f"part {name} needs {option}")
     clock, console = SystemClock(), Console(highlight=False, width=120)
-    for part in args.parts.split(","):
+    for part in names:
         cases = list(parts[part]())
-        if not cases:
-            continue
         start_s = clock.now()
         with progress_bar(len(cases)) as on_progress:
             reports = run_all(

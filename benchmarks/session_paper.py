@@ -1,6 +1,6 @@
 """The Parrot paper's settings in simulated time: programs in sessions or call by call.
 
-    python benchmarks/session_paper.py [--figures 11a,14a,...] [--json FILE]
+    python benchmarks/session_paper.py [--figures 11a,14a,...] [--quick] [--json FILE]
 
 Sessions, router, scheduler and KV memory are the real ones; step times come from the analytic
 profiles of LLaMA on one A100 or on four A6000; outputs are random words of fixed length. Every
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import environment
+from harness import chosen, environment
 from quick import add_quick
 from rich.console import Console
 from rich.table import Table
@@ -884,13 +884,14 @@ def show_mixed(console: Console, figure: Row) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--figures", default=",".join(sorted([*FIGURES, "17", "19"])))
+    figures = sorted([*FIGURES, "17", "19"])
+    parser.add_argument("--figures", default=",".join(figures))
     parser.add_argument("--json", type=Path, help="output file; its other figures are kept")
     parser.add_argument("--seconds", type=float, help="virtual time of each run of 17 and 19")
     add_quick(parser, figures="11a,19", seconds=5.0)
     arguments = parser.parse_args()
-    console = Console()
-    run(arguments.figures.split(","), console, arguments.json, arguments.seconds)
+    names = chosen(parser, "--figures", arguments.figures, figures)
+    run(names, Console(), arguments.json, arguments.seconds)
 
 
 if __name__ == "__main__":

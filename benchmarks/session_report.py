@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+from harness import results_folder
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from session_paper import (
@@ -622,5 +622,9 @@ def write(folder: Path) -> None:
     (folder / "sessions.md").write_text(text.rstrip() + "\n")
 
 
+def main() -> None:
+    write(results_folder(__doc__, RESULTS))
+
+
 if __name__ == "__main__":
-    write(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS)
+    main()

@@ -27,6 +27,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from harness import chosen
 from quick import add_quick
 
 from bros.core.collector import Collector
@@ -550,11 +551,11 @@ def main() -> None:
     add_quick(parser, calls=50, chain=20, group=20, sessions=5)
     options = parser.parse_args()
     size = Size(options.calls, options.chain, options.group, options.sessions)
-    chosen = tuple(options.only.split(",")) if options.only else ("",)
+    beginnings = chosen(parser, "--only", options.only, SCENARIOS, matches=str.startswith)
     results = []
     print(f"{'scenario':32} {'longest turn':>14} {'collection':>13} {'in all':>10} {'turns':>8}")
     for name in SCENARIOS:
-        if name.startswith(chosen):
+        if name.startswith(tuple(beginnings)):
             result = measure(name, size, options.profile)
             results.append(result)
             parts = (f"{result.longest_ms:11.1f} ms", f"{result.collection_ms:10.1f} ms")

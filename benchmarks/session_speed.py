@@ -48,7 +48,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from harness import environment
+from harness import chosen, environment
 from quick import add_quick
 from rich.console import Console
 from rich.table import Table
@@ -656,14 +656,14 @@ def median(runs: Sequence[Row], key: str) -> float:
     return statistics.median(run[key] for run in runs)
 
 
-async def run(arguments: argparse.Namespace, console: Console) -> None:
+async def run(names: Sequence[str], arguments: argparse.Namespace, console: Console) -> None:
     files = resolve_model(None, default_cache_dir(), console.print)
     tokenizer = Tokenizer.load(files.folder)
 
     def texts_of(turn: int) -> Texts:
         return Texts(tokenizer, seed=turn)
 
-    for name in arguments.parts.split(","):
+    for name in names:
         results: Row = {"parts": {}}
         if name == "mixed":
             results["mixed"] = await mixed(texts_of, console.print)
@@ -693,14 +693,14 @@ def keep(path: Path, results: Row, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--parts", default=",".join([*PARTS, "mixed", "beside", "calibration", "replicas"])
-    )
+    parts = [*PARTS, "mixed", "beside", "calibration", "replicas"]
+    parser.add_argument("--parts", default=",".join(parts))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="output file; its other parts are kept")
     add_quick(parser, parts="chain", rounds=1)
     arguments = parser.parse_args()
-    asyncio.run(run(arguments, Console()))
+    names = chosen(parser, "--parts", arguments.parts, parts)
+    asyncio.run(run(names, arguments, Console()))
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from harness import folder_with
 from prometheus_client.parser import text_string_to_metric_families
 from quick import add_quick
 
@@ -1296,7 +1297,10 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for soak_cpu.json, soak.md and the log")
-    parser.add_argument("--page", type=Path, help="only write the page from this folder's results")
+    parser.add_argument(
+        "--page", type=folder_with("soak_cpu.json"), metavar="FOLDER",
+        help="only write the page from this folder's results",
+    )  # fmt: skip
     parser.add_argument("options", nargs="*", help="options of bros serve")
     add_quick(parser, duration=15.0, kill_every=6.0, stop_every=0.0, sample_every=1.0)
     return parser

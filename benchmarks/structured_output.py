@@ -44,7 +44,7 @@ from typing import Any
 
 import httpx
 import jsonschema
-from harness import benchmark_parser, save
+from harness import benchmark_parser, chosen, save
 
 from bros.core import grammars
 from bros.core.clock import ManualClock, SystemClock
@@ -485,13 +485,15 @@ def _longest_step_s(bench: Bench, grammar: Grammar | None) -> float:
 
 def main() -> None:
     parser = benchmark_parser(__doc__, only="hostile", rows=40, schemas=20)
-    parser.add_argument("--only", default="valid,step,forced,hostile")
+    known = ("valid", "step", "forced", "hostile")
+    parser.add_argument("--only", default=",".join(known))
     parser.add_argument("--model", choices=["embedded", "tiny"], default="embedded")
-    parser.add_argument("--ways", default="steps,ahead,replicas", help="of `valid`")
+    parser.add_argument("--ways", default=",".join(WAYS), help="of `valid`")
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--schemas", type=int, default=500)
     given = parser.parse_args()
-    parts, found = given.only.split(","), {}
+    parts, found = chosen(parser, "--only", given.only, known), {}
+    ways = chosen(parser, "--ways", given.ways, WAYS)
     bench = Bench() if set(parts) & {"step", "forced", "hostile"} else None
     if "step" in parts and bench is not None:
         found["step"] = step(bench, turns=6, steps=40)
@@ -505,7 +507,7 @@ def main() -> None:
     if "valid" in parts:
         with tempfile.TemporaryDirectory() as folder:
             model = tiny_model(Path(folder)) if given.model == "tiny" else None
-            for way in given.ways.split(","):
+            for way in ways:
                 name = f"valid, {given.model}, {way}"
                 first = list(WAYS).index(way) * given.rows  # each way has rows of its own
                 numbers = range(first, first + given.rows)

@@ -273,9 +273,11 @@ def tables(found: dict[str, object]) -> Iterator[Table]:
 
 def main() -> None:
     parser = benchmark_parser(__doc__, repeats=3)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="2 or more")
     parser.add_argument("--repeats", type=int, default=30, help="steps of each kind")
     args = parser.parse_args()
+    if args.ranks < 2:
+        parser.error("argument --ranks: 2 or more")
     if "RANK" not in os.environ:
         launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
         command = [sys.executable, "-m", *launcher, __file__, *sys.argv[1:]]

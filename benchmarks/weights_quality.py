@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from harness import benchmark_parser, save, table_of
+from harness import benchmark_parser, existing_file, save, table_of
 from rich.console import Console
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -113,7 +113,7 @@ def main() -> None:
     parser = benchmark_parser(__doc__, tokens=20, weights="int4")
     parser.add_argument("--model", help="as of bros serve; default: the embedded one")
     parser.add_argument("--dense", action="store_true", help="round the exported fp32 values")
-    parser.add_argument("--text", type=Path, default=TEXT)
+    parser.add_argument("--text", type=existing_file, default=TEXT)
     parser.add_argument("--tokens", type=int, default=448)
     parser.add_argument("--weights", default="bf16,int8,int4")
     parser.add_argument("--kv-dtype", default="auto", help="of all formats but the exact fp32")

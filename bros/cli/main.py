@@ -1,4 +1,4 @@
-"""The command line: bros serve, admin, batch, chat, profile, doctor, simulate, bench, version."""
+"""bros serve, admin, batch, run-batch, chat, profile, doctor, simulate, bench and version."""
 
 from __future__ import annotations
 

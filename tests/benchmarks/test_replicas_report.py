@@ -40,4 +40,3 @@ def test_every_part_has_cases_that_can_be_run_and_a_page(
         assert {case.scenario().router for case in found} >= {"rr", "oracle", "e2"}
         assert len({(case.group, case.way) for case in found}) == len(found)
         assert name in report.PAGES
-    assert not list(sim.trace_cases(None))
