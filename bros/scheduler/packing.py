@@ -58,7 +58,7 @@ class Rules:
     chunked: bool = True  # Ablation: cpu, throughput -71 %
     early_return: bool = False  # Ablation: tight, throughput -13 %
     strict_rows: bool = False  # Ablation: long prompts, attainment collapses with two of nine seeds
-    replace: bool = True  # Ablation: relegated, throughput -35 %
+    replace: bool = True  # Ablation: relegated, throughput -64 %
     aborts_steps: bool = True  # Ablation: one-token flood, attainment -37 points
     min_chunk: int = 16
 

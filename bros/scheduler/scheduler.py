@@ -407,6 +407,7 @@ class Scheduler:
             expected_tokens=self._policy.expected_tokens,
             prefill_seconds=predictor.prefill_seconds if predictor else None,
             behind=proposal.behind.get(ServiceClass.RT, ()),
+            owes_best_effort=proposal.bounds.best_effort_credit_s > 0.0,
         )
         packing = pack(
             proposal.urgent, proposal.best_effort, proposal.bounds, memory, predictor, begins_s,
@@ -836,8 +837,10 @@ class Scheduler:
         )
 
     def _wait(self, state: RequestState, why: str, now: float) -> None:
-        """Move a request that holds no memory any more back to its queue."""
+        """Move a request that holds no memory any more back to its queue, to the place that it has
+        by now: it may have become late."""
         state.num_computed_tokens = state.num_missing = 0
+        self._policy.assign_rank(state, now)
         self._queues.stop(state)
         self._prefixes.enqueue(state)
         state.record.event(now, why)
@@ -859,7 +862,6 @@ class Scheduler:
             state.num_computed_tokens = cuts.get(request_id, state.num_computed_tokens)
             state.num_missing = self._kv.num_missing(request_id)
             if state.num_computed_tokens == 0:
-                self._policy.assign_rank(state, now)
                 self._wait(state, "starts over", now)
 
     def _shed(self, state: RequestState, now: float) -> None:

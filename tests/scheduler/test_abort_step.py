@@ -9,7 +9,14 @@ import pytest
 
 from bros.core.clock import ManualClock
 from bros.core.plan import StepPlan, StepResult
-from bros.core.request import EngineRequest, FinishReason, Hints, RequestGroup, Slo
+from bros.core.request import (
+    EngineRequest,
+    FinishReason,
+    Hints,
+    RequestGroup,
+    SamplingParams,
+    Slo,
+)
 from bros.engine.engine import Engine
 from bros.scheduler.cost_model import StepLoad, StepTimePredictor
 from support.scheduling import engine_info, make_scheduler, request
@@ -62,7 +69,8 @@ def test_not_if_the_first_token_would_be_late_all_the_same() -> None:
 def test_the_rest_of_an_answer_that_was_lost_can_still_be_in_time() -> None:
     run = run_with_best_effort()
     run.scheduler.schedule(0.0)
-    assert run.scheduler.yields([replace(arrival(LONG, -9.0), resumed=5)], 0.01)
+    rest = replace(arrival(LONG, -9.0), resumed=5, sampling=SamplingParams(max_tokens=9))
+    assert run.scheduler.yields([rest], 0.01)
 
 
 @pytest.mark.parametrize("slo", [Slo(1.0), Slo(0.31)])

@@ -438,6 +438,21 @@ def test_the_share_is_given_whatever_the_other_options_are(
     assert run.be_share() > 0.6 * share
 
 
+@pytest.mark.parametrize("rows", [1, 8])
+def test_the_share_begins_although_real_time_requests_hold_all_rows(rows: int) -> None:
+    """And take each row that becomes free."""
+    run = VirtualRun(be_share=0.3, max_num_seqs=rows, max_batch_tokens=64, max_queue=10**6)
+    numbers = itertools.count()
+    for number in range(200):
+        while sum(run.scheduler._queues.open_of[RT].values()) < 2 * rows:
+            run.submit(f"rt{next(numbers)}", 20, max_tokens=50)
+        if number == 20:
+            run.submit("be", 100, BE, max_tokens=5, salt=500)
+        run.step()
+        run.scheduler.check_integrity()
+    assert len(run.token_times["be"]) == 5
+
+
 def test_without_a_share_best_effort_work_waits() -> None:
     run = saturated(0.0, 300, be_requests=20, tpot_s=0.04)
     assert run.be_share() < 0.01

@@ -265,6 +265,14 @@ def test_the_parts_of_a_step_are_all_of_it(chunks: list[tuple[str, int, int]]) -
     assert set(parts) == {tenant for tenant, _, _ in chunks}
 
 
+def test_what_costs_nothing_by_the_model_is_divided_by_tokens() -> None:
+    """As fits have it whose coefficients are exactly zero."""
+    free = CostModel(constant_s=0.01, token_s=0.0, sample_s=0.0, pair_s=0.0, context_s=0.0)
+    costs = StepCosts(free, 256)
+    chunks = [(state_of("a", 0, 1), 1), (state_of("b", 0, 1), 1), (state_of("b", 0, 2), 2)]
+    assert costs.divided(chunks, 0.4) == pytest.approx({"a": 0.1, "b": 0.3})
+
+
 def test_a_cached_prefix_costs_what_reading_it_costs() -> None:
     costs = StepCosts(MODEL, 256)
     whole, rest = costs.prefill_s(state_of("a", 0, 400)), costs.prefill_s(state_of("a", 300, 100))

@@ -52,7 +52,7 @@ from bros.scheduler.steps import Newcomer
 # them, resumed answers waited for 3 s (tests/text/test_resumed.py). Behind a turn, which may take a
 # whole step of best-effort work, streams waited for 0.41 s beside a flood of long prompts.
 #
-# Ablation: relegated, attainment -39 points if late deadlines stay, -39 if late requests do not
+# Ablation: relegated, attainment -38 points if late deadlines stay, -38 if late requests do not
 # wait behind others; p99 of first tokens +12 % without turns.
 #
 # A request whose first token is late waits behind those that can still be on time. A preempted
