@@ -112,10 +112,14 @@ class BackgroundRunner:
                 self._store_trouble = str(error)
                 logger.warning("background responses pause: %s", error)
             return
-        except Exception:
-            logger.exception("cannot renew or claim background responses")
+        except Exception as error:
+            if repr(error) != self._store_trouble:
+                self._store_trouble = repr(error)
+                logger.exception("cannot renew or claim background responses")
             return
-        self._store_trouble = ""
+        if self._store_trouble:
+            self._store_trouble = ""
+            logger.warning("background responses go on: the store works again")
         for claim in claims:
             # Else the old task has to end first, and a later poll claims the response again.
             if claim.response_id not in self._running:

@@ -187,6 +187,9 @@ def _creation_lock(folder: Path) -> Iterator[None]:
     not cover the switch of a new SQLite database to WAL."""
     with (folder / "jobs.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        path = folder / "jobs.db"
+        path.touch(mode=0o600)  # whatever the folder allows; what SQLite puts beside it is alike
+        path.chmod(0o600)
         yield
 
 

@@ -88,7 +88,7 @@ class Bodies:
         self._folder = folder
         self._option = option
         self._tmp = folder / "tmp"
-        self._tmp.mkdir(parents=True, exist_ok=True)
+        self._tmp.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     @contextlib.contextmanager
     def new(self) -> Iterator[BodyWriter]:
@@ -107,7 +107,7 @@ class Bodies:
         that inserts its record."""
         path = self.path(writer.digest)
         with translate_disk_full(self._option):
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(exist_ok=True, mode=0o700)
             writer.path.replace(path)
             sync_folder(path.parent)
             sync_folder(self._folder)

@@ -971,8 +971,10 @@ class BatchRunner:
                 self._store_trouble = str(error)
                 logger.warning("batches pause, since they cannot be renewed or claimed: %s", error)
             return
-        except Exception:
-            logger.exception("cannot renew or claim batches")
+        except Exception as error:
+            if repr(error) != self._store_trouble:
+                self._store_trouble = repr(error)
+                logger.exception("cannot renew or claim batches")
             return
         if self._store_trouble:
             self._store_trouble = ""

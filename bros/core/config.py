@@ -111,6 +111,8 @@ def check_value(spec: dataclasses.Field[Any], value: object) -> None:
     limits = spec.metadata
     if value == "" and limits.get("secret"):
         raise ConfigError(f"{flag}: must not be empty; omit it to run a server without a key")
+    if limits.get("secret") and str(value) != str(value).strip():
+        raise ConfigError(f"{flag}: must not begin or end with white space, such as a line break")
     if "low" in limits:
         _check_number(flag, spec, value)
     if "choices" in limits and value not in limits["choices"]:

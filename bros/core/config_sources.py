@@ -182,6 +182,9 @@ def _only(config: type[EngineConfig] | type[ServerConfig], values: dict[str, Any
     return {name: value for name, value in values.items() if name in names}
 
 
+_GUARDS = ("BROS_API_KEY", "BROS_API_KEYS")
+
+
 def _from_environ(
     environ: Mapping[str, str], options: Mapping[str, Option], warn: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -190,7 +193,11 @@ def _from_environ(
     for variable in sorted(environ):
         text = environ[variable]
         known = variable in (FILE_VARIABLE, URL_VARIABLE)
-        if not variable.startswith(PREFIX) or known or not text:
+        if not variable.startswith(PREFIX) or known:
+            continue
+        # An empty variable is one that is not given. But a secret that is missing, as in a
+        # container, must not open the server to everybody.
+        if not text and variable not in _GUARDS:
             continue
         if variable in by_variable:
             option = by_variable[variable]

@@ -15,6 +15,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple, Self
 
@@ -470,21 +471,24 @@ class TenantAccounts:
         """Count a request and its prompt for the limits per minute. Raises TenantLimitError if one
         is used up, and OverTenantLimitError if the prompt alone exceeds it; then nothing counts."""
         amounts = dict(zip(RATES, (1, prompt_tokens), strict=True))
+        waits: list[tuple[float, int, Resource]] = []
         for resource, more in amounts.items():
             limit = self.limits(tenant).of(resource)
             if limit is None:
                 continue
-            wait_s = (self._level(tenant, resource) + more - limit) * _MINUTE_S / limit
             if more > limit:
                 check_limit(self.limits(tenant), resource, 0, more)
-            if wait_s > 0.0:
-                raise TenantLimitError(
-                    f"Your API key has reached its limit of {_amount(limit, resource)} "
-                    f"(max_{_LIMITS[resource]}).",
-                    resource.value,
-                    wait_s,
-                    ends_soon=True,
-                )
+            over = self._level(tenant, resource) + more - limit
+            waits.append((over * _MINUTE_S / limit, limit, resource))
+        wait_s, limit, resource = max(waits, key=itemgetter(0), default=(0.0, 0, RATES[0]))
+        if wait_s > 0.0:
+            raise TenantLimitError(
+                f"Your API key has reached its limit of {_amount(limit, resource)} "
+                f"(max_{_LIMITS[resource]}).",
+                resource.value,
+                wait_s,
+                ends_soon=True,
+            )
         for resource, more in amounts.items():
             self._raise_level(tenant, resource, more)
 

@@ -60,7 +60,7 @@ class Group:
         """
         which = f"[replica {replica}] " if replica is not None else ""
         which += f"[rank {self.rank}] " if self._ranks.size > 1 else ""
-        format = f"%(levelname)s {which}%(name)s: %(message)s"
+        format = f"%(asctime)s %(levelname)s {which}%(name)s: %(message)s"
         logging.basicConfig(level=level.upper(), format=format)
 
     def lead(self, files: ModelFiles) -> tuple[Executor, EngineInfo]:

@@ -119,7 +119,10 @@ class RequestLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if scope["path"].startswith("/v1/messages"):  # where Anthropic's clients read it
+                    headers["request-id"] = request_id
             await send(message)
 
         try:
@@ -129,13 +132,16 @@ class RequestLog:
         finally:
             self._state.metrics.http_request(self._label(scope["path"]), status)
             if self._cheap.note(scope["path"], status):
+                client = scope.get("client")
                 access_logger.info(
-                    "%s %s %d %.1f ms %s",
+                    "%s %s %d %.1f ms %s from %s%s",
                     scope["method"],
                     _shown_path(scope),
                     status,
                     (self._state.clock.now() - scope[ARRIVAL_S]) * 1000,
                     request_id,
+                    client[0] if client else "a socket",
+                    f" as {scope[TENANT]}" if scope.get(TENANT) else "",
                 )
 
     def _label(self, path: str) -> str:

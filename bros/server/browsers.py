@@ -69,9 +69,9 @@ class BrowserRules:
             for host in hosts - {ANY}:
                 if not _HOST.fullmatch(host):
                     raise ConfigError(f"--allowed-hosts: {host!r} is not a host name without port")
-        origins = frozenset(_words(config.allowed_origins or ""))
+        origins = frozenset(map(_without_port, _words(config.allowed_origins or "")))
         for origin in origins - {ANY}:
-            if not _ORIGIN.fullmatch(origin):
+            if not _ORIGIN.fullmatch(origin) or ANY in origin:
                 raise ConfigError(
                     f"--allowed-origins: {origin!r} is not an origin such as https://example.com"
                 )
@@ -113,6 +113,12 @@ def host_name(header: str) -> str:
 
 def _words(text: str) -> Sequence[str]:
     return [word.strip().lower().removesuffix("/") for word in text.split(",") if word.strip()]
+
+
+def _without_port(origin: str) -> str:
+    """The origin as browsers send it: without the default port of its scheme."""
+    scheme, _, _ = origin.partition("://")
+    return origin.removesuffix({"http": ":80", "https": ":443"}.get(scheme, ""))
 
 
 def _dots(name: str) -> list[int]:

@@ -23,7 +23,7 @@ import os
 import socket
 import ssl
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -153,6 +153,7 @@ class Closed(Enum):
     TOO_MANY = "too_many"
     TOO_MANY_OF_ADDRESS = "too_many_of_address"
     REPLACED = "replaced"
+    HANDSHAKE = "handshake"
     HEADER_TIMEOUT = "header_timeout"
     BODY_TIMEOUT = "body_timeout"
     READ_TIMEOUT = "read_timeout"
@@ -312,6 +313,8 @@ class Connections:
         if connection.transport is None:  # the handshake has failed, or was cancelled
             self.remove(connection)
             accepted.close()
+            if not task.cancelled():
+                self.note(Closed.HANDSHAKE)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, OSError):
             logger.error("a connection failed", exc_info=error)
@@ -461,6 +464,7 @@ class Connection(HttpToolsProtocol):
         self._unparsed: list[bytes] = []
         self._undigested = 0  # bytes since headers, a part of a body or the end of a request
         self._parts: list[bytes] = []  # of a body, in one read
+        self._plain_head = b""  # of a request with a body whose upgrade is ignored
         self._chunk_allowance = 0
         self._is_last = False  # whether what else arrives is dropped
         self._unsent = 0  # at the last check
@@ -549,6 +553,7 @@ class Connection(HttpToolsProtocol):
 
     def _on_header_timeout(self) -> None:
         if not self._received:  # browsers open connections in advance
+            self._connections.note(Closed.HEADER_TIMEOUT)
             self.transport.abort()
             return
         message = f"The headers did not arrive within {self._limits.header_s:g} seconds."
@@ -614,7 +619,12 @@ class Connection(HttpToolsProtocol):
         self._undigested += len(data)
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._plain_head:  # the parser leaves the body of a request that asks for an upgrade
+                head, self._plain_head = self._plain_head, b""
+                self._undigested = 0
+                self._parse(head + data[upgrade.args[0] :])
+                return
             self.cycle.keep_alive = False  # the request is answered without the upgrade
         except httptools.HttpParserError as error:
             if isinstance(error.__context__, _HeadersTooLarge):
@@ -679,7 +689,15 @@ class Connection(HttpToolsProtocol):
         # What arrives in one read, with a body behind it, is measured here.
         if len(self.url) + sum(map(_line_bytes, self.headers)) > _MAX_HEADER_BYTES:
             raise _HeadersTooLarge
-        _check_framing(self.headers, self.parser.get_http_version(), self.url)
+        version = self.parser.get_http_version()
+        _check_framing(self.headers, version, self.url)
+        is_asked = self.parser.should_upgrade() and _names_upgrade(
+            self.headers
+        )  # else it is CONNECT
+        if is_asked and _has_body(self.headers):
+            start = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version.encode())
+            self._plain_head = _head(start, _without_upgrade(self.headers))
+            return
         super().on_headers_complete()
         self._connections.waits(self, waits=False)
         self._enter(_Stage.BODY)
@@ -704,6 +722,8 @@ class Connection(HttpToolsProtocol):
             self._parts.clear()
 
     def on_message_complete(self) -> None:
+        if self._plain_head:  # it begins again
+            return
         self._undigested = 0
         self._hand_over()
         super().on_message_complete()
@@ -725,6 +745,35 @@ class Connection(HttpToolsProtocol):
         self._connections.waits(self, waits=True)
 
 
+def _names_upgrade(headers: list[tuple[bytes, bytes]]) -> bool:
+    return any(name == b"upgrade" for name, _ in headers)
+
+
+def _has_body(headers: list[tuple[bytes, bytes]]) -> bool:
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0"))
+        for name, value in headers
+    )
+
+
+def _without_upgrade(headers: list[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, bytes]]:
+    """The headers of the request without the upgrade, such as that of Java's client to HTTP/2."""
+    for name, value in headers:
+        if name == b"connection":
+            options = (option.strip() for option in value.split(b","))
+            yield name, b", ".join(o for o in options if o.lower() not in _UPGRADE_OPTIONS)
+        elif name not in _UPGRADE_OPTIONS:
+            yield name, value
+
+
+def _head(start: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    lines = (b"%b: %b\r\n" % header for header in headers)
+    return b"%b\r\n%b\r\n" % (start, b"".join(lines))
+
+
+_UPGRADE_OPTIONS = (b"upgrade", b"http2-settings")
+
+
 def _line_bytes(header: tuple[bytes, bytes]) -> int:
     """Bytes of a header's line, as most clients write it: `name: value` and a line break."""
     name, value = header
@@ -743,8 +792,6 @@ def _check_framing(headers: list[tuple[bytes, bytes]], version: str, url: bytes)
         raise _InvalidRequest("its Transfer-Encoding is not chunked, or it is HTTP/1.0")
     if lengths and not (lengths[0].isdigit() and len(lengths[0]) < 19):
         raise _InvalidRequest("its Content-Length is not a number")
-    if any(name == b"upgrade" for name, _ in headers) and (codings or lengths not in ([], [b"0"])):
-        raise _InvalidRequest("it has a body and asks for an upgrade; use HTTP/1.1 without Upgrade")
     if len(hosts) > 1 or (not hosts and version == "1.1"):
         raise _InvalidRequest("it has no Host header, or more than one")
     if not url.startswith(b"/") and hosts:

@@ -10,7 +10,6 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 

@@ -34,6 +34,7 @@ OPERATOR = ""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _PREFIX = "max_"
 _NUMBERS = {"weight": WEIGHT, "rt_slowdown": RT_SLOWDOWN}
+_OPTIONS = frozenset((*_NUMBERS, *(_PREFIX + name for name in LIMIT_NAMES)))
 """Options of a tenant for the engine."""
 
 _NO_LIMIT = "none"
@@ -169,7 +170,7 @@ def load_tenants(config: ServerConfig) -> Tenants:
     if config.api_keys is None:
         return Tenants(keys)
     try:
-        lines = expand_user(config.api_keys).read_text(encoding="utf-8").splitlines()
+        lines = expand_user(config.api_keys).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--api-keys: cannot read {config.api_keys}: {error}") from error
     limits = {}
@@ -184,6 +185,8 @@ def load_tenants(config: ServerConfig) -> Tenants:
                 "'NAME KEY [weight=N] [rt_slowdown=N] [LIMIT=N ...]'"
             )
         name, key, *options = words
+        if key.partition("=")[0] in _OPTIONS or key.startswith("#"):
+            raise ConfigError(f"--api-keys: line {number} has {key[:50]!r} in the place of a key")
         if name in keys or key in keys.values():
             raise ConfigError(f"--api-keys: the name or the key in line {number} is used twice")
         keys[name] = key

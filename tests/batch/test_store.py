@@ -56,3 +56,14 @@ def test_a_database_without_the_folder_of_its_files_is_refused(tmp_path: Path) -
 def test_only_its_owner_may_look_into_a_store(tmp_path: Path) -> None:
     open_store(tmp_path / "store").close()
     assert stat.S_IMODE((tmp_path / "store").stat().st_mode) == 0o700
+    (tmp_path / "shared").mkdir(mode=0o755)
+    store = open_store(tmp_path / "shared")
+    keep(tmp_path / "shared", b"content")
+    modes = {
+        path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "shared").iterdir()
+    }
+    store.close()
+    del modes["jobs.lock"], modes["files"]
+    assert set(modes) == {"jobs.db", "jobs.db-wal", "jobs.db-shm"} and set(modes.values()) == {
+        0o600
+    }

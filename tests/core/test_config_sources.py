@@ -185,8 +185,15 @@ def test_variable_of_other_commands_is_no_option_and_not_unknown() -> None:
     assert load(environ={"BROS_URL": "http://host:8000"}) == Config()
 
 
+@pytest.mark.parametrize("text", ["", " ", "secret\n"])
+def test_a_key_that_is_missing_opens_no_server(text: str) -> None:
+    with pytest.raises(ConfigError, match="^BROS_API_KEY: must not"):
+        load(environ={"BROS_API_KEY": text})
+    assert load(environ={"BROS_API_KEYS": ""}).server.api_keys == "", "no file has this name"
+
+
 def test_empty_variable_counts_as_not_set() -> None:
-    assert load(environ={"BROS_PORT": "", "BROS_API_KEY": "", "BROS_CONFIG": ""}) == Config()
+    assert load(environ={"BROS_PORT": "", "BROS_HOST": "", "BROS_CONFIG": ""}) == Config()
 
 
 def test_help_shows_every_option_with_text_default_and_choices() -> None:

@@ -342,6 +342,17 @@ def test_limits_per_minute_are_those_of_buckets_that_leak(events: list[tuple[str
     assert accounts.rates("bob") == {}
 
 
+def test_with_two_limits_used_up_the_longer_wait_is_told() -> None:
+    limits = TenantLimits(requests_per_minute=60, tokens_per_minute=60)
+    accounts = TenantAccounts({"ann": limits}, clock=ManualClock())
+    for _ in range(60):
+        accounts.begin_request("ann", 0)
+    accounts.count_tokens("ann", 58)
+    with pytest.raises(TenantLimitError) as refused:
+        accounts.begin_request("ann", 60)
+    assert refused.value.retry_after_s == pytest.approx(58.0)
+
+
 def test_a_request_that_the_engine_refused_counts_for_no_limit_per_minute() -> None:
     accounts = TenantAccounts(
         {}, TenantLimits(requests_per_minute=1, tokens_per_minute=5), ManualClock()

@@ -83,6 +83,7 @@ RULES: Mapping[str, Use] = {
     "post /v1/completions": Use(Rule.KEY, {"prompt": "Hi"}),
     "post /v1/embeddings": Use(Rule.KEY, {"input": "Hi"}),
     "post /v1/score": Use(Rule.KEY, {"text_1": "Hi", "text_2": ["Hello"]}),
+    "post /score": Use(Rule.KEY, {"text_1": "Hi", "text_2": ["Hello"]}),
     "post /v1/rerank": Use(Rule.KEY, {"query": "Hi", "documents": ["Hello"]}),
     "post /rerank": Use(Rule.KEY, {"query": "Hi", "documents": ["Hello"]}),
     "post /v2/rerank": Use(Rule.KEY, {"query": "Hi", "documents": ["Hello"]}),

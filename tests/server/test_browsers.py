@@ -68,6 +68,7 @@ BODIES: Mapping[str, dict[str, Any]] = {
     "post /v1/messages/count_tokens": BODY,
     "post /v1/embeddings": {"input": "Hi"},
     "post /v1/score": {"text_1": "a", "text_2": "b"},
+    "post /score": {"text_1": "a", "text_2": "b"},
     "post /v1/rerank": PAIR,
     "post /rerank": PAIR,
     "post /v2/rerank": PAIR,
@@ -234,6 +235,7 @@ def test_the_names_of_the_server_are_accepted() -> None:
         ("allowed_hosts", "a.com:80"),
         ("allowed_origins", "example.com"),
         ("allowed_origins", "https://example.com/page"),
+        ("allowed_origins", "https://*.example.com"),
     ],
 )
 def test_a_wrong_rule_names_its_flag(flag: str, value: str) -> None:
@@ -285,7 +287,7 @@ async def test_the_pages_of_the_server_may_use_it(origin: str, host: str) -> Non
     assert "access-control-allow-origin" not in response.headers
 
 
-ALLOWED = {"allowed_origins": "https://app.example.com, http://localhost:3000/", "api_key": "k"}
+ALLOWED = {"allowed_origins": "https://app.example.com:443, http://localhost:3000/", "api_key": "k"}
 APP = {"origin": "https://app.example.com"}
 
 

@@ -323,9 +323,6 @@ AMBIGUOUS = {
     "lines without CR": b"GET / HTTP/1.1\nHost: localhost\n\n",
     "a NUL": post(b"", "X: a\0b"),
     "two hosts": b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
-    "a body after an upgrade": post(
-        b"abcd", "Content-Length: 4", "Connection: Upgrade", "Upgrade: h2c"
-    ),
     "no host": b"GET / HTTP/1.1\r\n\r\n",
     "another host in the target": b"GET http://b/health HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "chunked in HTTP/1.0": b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
@@ -632,6 +629,29 @@ async def test_chunks_of_one_read_reach_the_application_at_once(
         client.writer.write(head + chunked(chat_body() + b" " * 1000, 1))
         assert (await client.rest()).startswith(b"HTTP/1.1 200")
     assert sum(given) == len(chat_body()) + 1000 and len(given) < 5
+
+
+async def test_an_upgrade_with_a_body_is_ignored(live: LiveServer) -> None:
+    """Java's client asks for HTTP/2 in this way."""
+    body = chat_body()
+    asks = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAA")
+    length = f"Content-Length: {len(body)}"
+    for headers, sent in (
+        ((length, *asks), body),
+        ((length, "Connection: keep-alive", "Upgrade: h2c"), body),
+        ((CHUNKED, *asks), b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)),
+    ):
+        async with connected(live) as client:
+            asked = asks[1:] if "Connection: keep-alive" in headers else asks
+            request = post(sent, *headers, *asked) + post(
+                body, "Connection: close", f"Content-Length: {len(body)}"
+            )
+            cut = request.index(sent) + 3
+            for part in (request[:50], request[50:cut], request[cut:]):
+                await client.send(part)
+            response = await client.rest()
+        assert response.count(b"HTTP/1.1 200") == 2, response
+    assert len(live.server.engine.submitted) == 6
 
 
 async def test_an_upgrade_is_ignored(live: LiveServer) -> None:

@@ -34,7 +34,7 @@ HI = [{"role": "user", "content": "Hi"}]
         ({"temperature": "0.5"}, "temperature"),
         ({"temperature": True}, "temperature"),
         ({"temperature": -0.1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"min_p": 2}, "min_p"),
@@ -92,6 +92,13 @@ async def test_missing_field_is_named(server: Server) -> None:
         ({"web_search_options": {}}, "web_search_options"),
         ({"skip_special_tokens": False}, "skip_special_tokens"),
         ({"continue_final_message": True}, "continue_final_message"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"documents": [{"text": "a"}]}, "documents"),
+        ({"allowed_token_ids": [5]}, "allowed_token_ids"),
+        ({"bad_words": ["no"]}, "bad_words"),
+        ({"truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
+        ({"return_token_ids": True}, "return_token_ids"),
     ],
 )
 async def test_what_cannot_be_honoured_is_refused(
@@ -108,7 +115,17 @@ async def test_what_cannot_be_honoured_is_refused(
         {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
         {"response_format": {"type": "text"}, "modalities": ["text"]},
         {"skip_special_tokens": True, "use_beam_search": False},
-    ],
+        {"add_generation_prompt": True, "return_token_ids": False, "allowed_token_ids": None},
+        {"top_p": 0, "allow_special_tokens": None},
+        {"messages": [*HI, {"role": "assistant", "content": None, "tool_calls": []}, *HI]},
+        {
+            "messages": [
+                *HI,
+                {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+                *HI,
+            ]
+        },
+    ],  # fmt: skip
 )
 async def test_harmless_values_of_the_same_fields_are_fine(
     server: Server, fields: dict[str, Any]
@@ -258,7 +275,7 @@ async def test_access_log_has_one_line_per_request_and_no_line_breaks(
     with caplog.at_level(logging.INFO, logger="bros.access"):
         await server.http.get("/no%0Apath", headers={"x-request-id": "id-1"})
     (message,) = caplog.messages
-    assert message == "GET /no%0Apath 404 0.0 ms id-1"
+    assert message == "GET /no%0Apath 404 0.0 ms id-1 from 127.0.0.1"
 
 
 async def test_the_log_shows_the_beginning_of_a_path(
@@ -266,7 +283,7 @@ async def test_the_log_shows_the_beginning_of_a_path(
 ) -> None:
     with caplog.at_level(logging.INFO, logger="bros.access"):
         await server.http.get(f"/{'x' * 60_000}", headers={"x-request-id": "id-1"})
-    assert caplog.messages == [f"GET /{'x' * 199}... 404 0.0 ms id-1"]
+    assert caplog.messages == [f"GET /{'x' * 199}... 404 0.0 ms id-1 from 127.0.0.1"]
 
 
 @pytest.mark.parametrize(

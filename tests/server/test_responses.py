@@ -199,6 +199,15 @@ async def test_a_conversation_goes_on_from_any_of_its_responses(server: BatchSer
     assert len(latest.data) == 3 and not latest.has_more
 
 
+async def test_items_that_are_sent_back_are_listed_once_each(server: BatchServer) -> None:
+    first = await create(server, input="One")
+    sent = [*(item.model_dump() for item in first.output), {"role": "user", "content": "Two"}]
+    second = await create(server, input=sent, previous_response_id=first.id)
+    pages = server.client.responses.input_items.list(second.id, order="asc", limit=1)
+    found = [item async for item in pages]
+    assert len(found) == 4 and len({item.id for item in found}) == 4
+
+
 async def test_a_conversation_needs_all_of_its_responses(server: BatchServer) -> None:
     first = await create(server)
     second = await create(server, previous_response_id=first.id)
@@ -274,6 +283,9 @@ async def test_responses_are_their_tenants_only(tmp_path: Path) -> None:
         ({"input": "x" * MAX_MODEL_LEN}, "input", "context_length_exceeded"),
         ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt", "unsupported_parameter"),
+        ({"extra_body": {"structured_outputs": {"choice": ["a"]}}}, "structured_outputs",
+         "unsupported_parameter"),
+        ({"extra_body": {"max_tokens": 5}}, "max_tokens", "unsupported_parameter"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported_value"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.name",
          "missing_required_parameter"),

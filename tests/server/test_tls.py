@@ -77,6 +77,7 @@ async def test_a_silent_handshake_is_closed(certificate: tuple[str, str]) -> Non
         writer.close()
         metrics = live.server.state.metrics.render(None, None, None, None).decode()
         assert "bros_http_connections 0.0" in metrics
+        assert 'bros_http_connections_closed_total{reason="handshake"} 1.0' in metrics
 
 
 async def test_silent_handshakes_make_room_for_new_connections(

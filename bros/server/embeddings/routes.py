@@ -63,6 +63,7 @@ ROUTES = (
         headers=OBJECTIVE_HEADERS,
     ),
     ApiRoute("POST", "/v1/score", score, ScoreList, ScoreRequest, headers=OBJECTIVE_HEADERS),
+    ApiRoute("POST", "/score", score, ScoreList, ScoreRequest, headers=OBJECTIVE_HEADERS),
     ApiRoute("POST", "/v1/rerank", rerank, RerankReply, RerankRequest, headers=OBJECTIVE_HEADERS),
     # Where clients of Jina and of Cohere look for it.
     ApiRoute("POST", "/rerank", rerank, RerankReply, RerankRequest, headers=OBJECTIVE_HEADERS),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from bros.server.openai.schema import Int, Prompts, ServiceFields, WireModel
+from bros.server.openai.schema import FalseByDefault, Int, Prompts, ServiceFields, WireModel
 
 MAX_INPUTS = 2048
 """Most texts of a request, as in OpenAI's API."""
@@ -56,7 +56,7 @@ class PoolingRequest(ServiceFields):
         description="Cut longer texts to so many tokens, -1: to the longest that the model takes. "
         "By default longer texts are refused",
     )
-    allow_special_tokens: bool = Field(
+    allow_special_tokens: FalseByDefault = Field(
         default=False,
         description="Whether parts of texts that read like special tokens of the model, such as "
         "[SEP], become these tokens. By default they stay text",

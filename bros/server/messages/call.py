@@ -16,16 +16,21 @@ from bros.server.errors import renaming_fields
 from bros.server.http import validate
 from bros.server.messages.events import MessageWriter
 from bros.server.messages.schema import CreateMessage, MessageTool, MessageToolChoice
-from bros.server.openai.calls import CallAsChat, ChatCall, refuse_unsupported
+from bros.server.openai.calls import OTHER_GRAMMARS, CallAsChat, ChatCall, refuse_unsupported
 from bros.server.openai.stream import Answer, ChunkFrame, FinishedChoice
 from bros.server.state import ServerState
 from bros.text.generation import TextDelta
 from bros.text.json_text import MAX_TOOL_PARTS, has_more_parts, write_json
 
+_KEEPS_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        name: (None, [], {})
-        for name in ("container", "context_management", "diagnostics", "mcp_servers", "prefill")
+        **OTHER_GRAMMARS,
+        **dict.fromkeys(("container", "diagnostics", "mcp_servers", "prefill"), (None, [], {})),
+        "context_management": (None, {}, {"edits": []}, _KEEPS_ALL),
+        "output_format": (None, {}),
+        "stop": (None, []),
     }
 )
 """Field -> values without an effect."""
@@ -149,8 +154,8 @@ def _tools(tools: Sequence[MessageTool] | None, choice: MessageToolChoice | None
 def _messages(system: object, messages: object) -> list[dict[str, Any]]:
     """Raises InvalidRequestError naming the block that is wrong."""
     found: list[dict[str, Any]] = []
-    if system is not None:
-        text = "\n".join(_texts(system, "system"))
+    text = "" if system is None else "\n".join(_texts(system, "system"))
+    if text:  # an empty one would replace that of the chat template
         found.append({"role": "system", "content": text})
     if not isinstance(messages, list) or not messages:
         raise _wrong("must be a list of messages, and not empty", "messages")

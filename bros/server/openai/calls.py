@@ -70,15 +70,24 @@ from bros.text.tools import NO_TOOLS, Tool, ToolUse
 _NO_EFFECT: tuple[Any, ...] = (None, False, [], {}, "")
 
 _COMMON: Mapping[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (None,),
+    "bad_words": _NO_EFFECT,
     "include_stop_str_in_output": _NO_EFFECT,
+    "return_token_ids": _NO_EFFECT,
+    "return_tokens_as_token_ids": _NO_EFFECT,
     "skip_special_tokens": (None, True),
+    "truncate_prompt_tokens": (None,),
     "use_beam_search": _NO_EFFECT,
 }
 
 _CHAT_UNSUPPORTED = {
     **_COMMON,
+    "add_generation_prompt": (None, True),
     "audio": _NO_EFFECT,
+    "chat_template": _NO_EFFECT,
     "continue_final_message": _NO_EFFECT,
+    "documents": _NO_EFFECT,
+    "echo": _NO_EFFECT,
     "function_call": (*_NO_EFFECT, "none"),
     "functions": _NO_EFFECT,
     "modalities": (None, [], ["text"]),
@@ -87,7 +96,13 @@ _CHAT_UNSUPPORTED = {
 }
 """Field of a chat request -> values without an effect."""
 
-_COMPLETION_UNSUPPORTED = {**_COMMON, "suffix": _NO_EFFECT}
+_COMPLETION_UNSUPPORTED = {**_COMMON, "prompt_embeds": _NO_EFFECT, "suffix": _NO_EFFECT}
+
+OTHER_GRAMMARS: Mapping[str, tuple[Any, ...]] = dict.fromkeys(
+    ("structured_outputs", *(f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar"))),
+    _NO_EFFECT,
+)
+"""Fields of chats and completions that other APIs have by other names."""
 
 
 def refuse_unsupported(body: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
@@ -238,6 +253,8 @@ def _sampling(
     if request.logit_bias:
         given["logit_bias"] = _token_keys(request.logit_bias)
     given = {name: value for name, value in given.items() if value is not None}
+    if given.get("top_p") == 0:  # OpenAI allows it: the most likely token
+        given |= {"top_p": 1.0, "top_k": 1}
     return SamplingParams(
         **given, max_tokens=max_tokens, logprobs=logprobs, grammar=request.grammar()
     )
@@ -462,6 +479,8 @@ def _plain(message: ChatMessage) -> dict[str, Any]:
         raise InvalidRequestError(
             f"A message of the role {fields['role']!r} needs 'content'.", param="messages"
         )
+    if fields["content"] is None and not fields.get("tool_calls"):
+        fields["content"] = ""  # as in stored histories; templates join texts
     if fields["role"] == "developer":
         fields["role"] = "system"
     return fields

@@ -24,6 +24,7 @@ from bros.server.openai.calls import (
     check_counts,
     encode_chat,
     encode_text,
+    refuse_unsupported,
     tool_use,
 )
 from bros.server.openai.exchange import create_chat_completion, create_completion
@@ -153,7 +154,7 @@ async def tokenize(request: Request) -> Response:
             state,
             tenant,
             body.messages,
-            body.chat_template_kwargs,
+            _tokenize_variables(body),
             tools=tool_use(body.tools, None).tools,
             allow_special_tokens=body.allow_special_tokens is True,
         )
@@ -183,8 +184,23 @@ async def tokenize(request: Request) -> Response:
     return Response(reply, media_type="application/json")
 
 
+_TOKENIZE_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "chat_template": (None, ""),
+    "continue_final_message": (None, False),
+}
+"""Field -> values without an effect."""
+
+
+def _tokenize_variables(body: TokenizeRequest) -> dict[str, Any]:
+    variables = dict(body.chat_template_kwargs or {})
+    if body.add_generation_prompt is not None:
+        variables["add_generation_prompt"] = body.add_generation_prompt
+    return variables
+
+
 def _tokenize_request(fields: Mapping[str, Any]) -> TokenizeRequest:
     check_counts(fields)
+    refuse_unsupported(fields, _TOKENIZE_UNSUPPORTED)
     return validate(TokenizeRequest, fields)
 
 

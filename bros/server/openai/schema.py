@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
@@ -38,6 +39,13 @@ from bros.core.request import (
 
 _INT32_MAX = 2**31 - 1
 
+
+def _null_as(default: bool) -> BeforeValidator:
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
+FalseByDefault = Annotated[bool, _null_as(False)]
+TrueByDefault = Annotated[bool, _null_as(True)]
 Int = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 MaxTokens = Annotated[int, Field(ge=1, le=_INT32_MAX)]
@@ -93,12 +101,14 @@ def _check_content(value: object) -> str | None:
 def _part_text(index: int, part: object) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise _wrong("content_type", f"part {index} must be an object with a type")
-    if part["type"] != "text":
-        kind = part["type"][:50]
-        raise _wrong("content_value", f"part {index} is {kind!r}; this model accepts text only")
-    if not isinstance(part.get("text"), str):
-        raise _wrong("content_type", f"part {index} must have a 'text' that is a string")
-    text: str = part["text"]
+    kind = part["type"]
+    if kind not in ("text", "refusal"):
+        raise _wrong(
+            "content_value", f"part {index} is {kind[:50]!r}; this model accepts text only"
+        )
+    if not isinstance(part.get(kind), str):
+        raise _wrong("content_type", f"part {index} must have a {kind!r} that is a string")
+    text: str = part[kind]
     return text
 
 
@@ -467,7 +477,7 @@ class ChatCompletionRequest(GenerationRequest):
         "chat_template_kwargs take precedence",
     )
     chat_template_kwargs: dict[str, Any] | None = None
-    allow_special_tokens: bool = Field(
+    allow_special_tokens: FalseByDefault = Field(
         default=False,
         description="Whether texts in the messages that read like special tokens of the model, "
         "such as <|im_start|>, become these tokens. By default they stay text",
@@ -478,7 +488,7 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions"""
 
     prompt: Prompts
-    allow_special_tokens: bool = Field(
+    allow_special_tokens: TrueByDefault = Field(
         default=True,
         description="Whether texts in the prompt that read like special tokens of the model become "
         "these tokens. Set it to false for a prompt that others have written",
@@ -503,6 +513,9 @@ class TokenizeRequest(ModelRequest):
     )
     return_token_strs: bool | None = None
     tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
+    add_generation_prompt: bool | None = Field(
+        None, description="Whether the start of an answer follows the messages; true by default"
+    )
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -30,6 +37,8 @@ from bros.router.client import RouterClient
 from bros.router.replica_set import RUNNING, ReplicaState, ReplicaStatus
 from bros.semantic.schema import SessionFigures
 from bros.text.generation import TextDelta
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a gauge beside each counter and histogram
 
 # ---- Engine statistics. Help texts say what an operator does with a metric.
 

@@ -22,6 +22,7 @@ from bros.core.request import FinishReason
 from bros.server.errors import renaming_fields
 from bros.server.http import validate
 from bros.server.openai.calls import (
+    OTHER_GRAMMARS,
     CallAsChat,
     ChatCall,
     check_count,
@@ -45,13 +46,16 @@ NO_EFFECT: tuple[Any, ...] = (None, False, [], {}, "")
 
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
+        **OTHER_GRAMMARS,
         "access_programs": NO_EFFECT,
         "context_management": NO_EFFECT,
         "conversation": NO_EFFECT,
         "image": NO_EFFECT,
+        "max_tokens": (None,),
         "moderation": NO_EFFECT,
         "n": (None, 1),
         "prompt": NO_EFFECT,
+        "response_format": NO_EFFECT,
     }
 )
 """Field -> values without an effect."""
@@ -148,7 +152,7 @@ class ResponseCall(CallAsChat):
         earlier = to_messages(item for turn in turns for item in (*turn.input, *turn.output))
         with renaming_fields(_NAMES):
             check_count(len(earlier) + len(self.body.messages), "messages")
-        first = int(self.given.instructions is not None)
+        first = int(bool(self.given.instructions))
         messages = list(self.body.messages)
         messages[first:first] = [ChatMessage.model_validate(message) for message in earlier]
         self._chat.body = self.body.model_copy(update={"messages": messages})
@@ -269,7 +273,7 @@ class ResponseCall(CallAsChat):
         given = self.given
         fields: dict[str, Any] = {name: getattr(given, name) for name in _SAME_NAME}
         messages = to_messages(items)
-        if given.instructions is not None:
+        if given.instructions:
             messages.insert(0, {"role": "system", "content": given.instructions})
         if not messages:
             raise InvalidRequestError("'input' has no items.", "input", "invalid_value")
@@ -308,7 +312,7 @@ class ResponseCall(CallAsChat):
             "tool_choice": _dump(given.tool_choice) or "auto",
             "tools": [_dump(tool) for tool in given.tools or ()],
             "top_logprobs": given.top_logprobs or 0,
-            "top_p": sampling.top_p,
+            "top_p": sampling.top_p if given.top_p is None else given.top_p,
             "truncation": given.truncation or "disabled",
             "user": given.user,
         }

@@ -40,6 +40,7 @@ from bros.server.responses.events import (
     ResponseWriter,
     background_events,
 )
+from bros.server.responses.items import Item
 from bros.server.responses.running import RunningResponse
 from bros.server.responses.schema import (
     CountInputTokens,
@@ -432,7 +433,7 @@ async def list_input_items(request: Request) -> Response:
     def load() -> tuple[dict[str, Any], int]:
         turns = jobs.responses.turns(tenant, response_id, now)
         items = [item for turn in turns[:-1] for item in (*turn.input, *turn.output)]
-        items += turns[-1].input
+        items = _with_unique_ids([*items, *turns[-1].input])
         if newest_first:
             items.reverse()
         begin = 0
@@ -455,6 +456,17 @@ async def list_input_items(request: Request) -> Response:
     value, size = await jobs.io(tenant, load)
     make = partial(json_pieces, value)
     return await pieces_response(state, tenant, make, size, kept_bytes=size)
+
+
+def _with_unique_ids(items: Sequence[Item]) -> list[Item]:
+    """The items. One with the id of an earlier one, as clients send items back, gets another id,
+    which is the same in each page."""
+    found: list[Item] = []
+    counts: dict[str, int] = {}
+    for item in items:
+        count = counts[item["id"]] = counts.get(item["id"], 0) + 1
+        found.append(item if count == 1 else {**item, "id": f"{item['id']}.{count}"})
+    return found
 
 
 async def count_input_tokens(request: Request) -> Response:

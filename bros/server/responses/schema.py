@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from bros.core.request import MAX_LOGPROBS
 from bros.server.openai.schema import (
+    FalseByDefault,
     Int,
     MaxTokens,
     ModelRequest,
@@ -242,7 +243,9 @@ class CreateResponse(ModelRequest):
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = Field(None, description="token id -> added to its logit")
     chat_template_kwargs: dict[str, Any] | None = None
-    allow_special_tokens: bool = Field(default=False, description="As in chat completions")
+    allow_special_tokens: FalseByDefault = Field(
+        default=False, description="As in chat completions"
+    )
     cache_salt: str | None = Field(None, max_length=512, description="As in chat completions")
     slo: SloFields | None = None
 
