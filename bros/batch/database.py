@@ -188,8 +188,8 @@ def _creation_lock(folder: Path) -> Iterator[None]:
     with (folder / "jobs.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         path = folder / "jobs.db"
-        path.touch(mode=0o600)  # whatever the folder allows; what SQLite puts beside it is alike
-        path.chmod(0o600)
+        if not path.exists():  # else it has the permissions that its owner wants
+            path.touch(mode=0o600)  # as has what SQLite puts beside it
         yield
 
 

@@ -691,10 +691,8 @@ class Connection(HttpToolsProtocol):
             raise _HeadersTooLarge
         version = self.parser.get_http_version()
         _check_framing(self.headers, version, self.url)
-        is_asked = self.parser.should_upgrade() and _names_upgrade(
-            self.headers
-        )  # else it is CONNECT
-        if is_asked and _has_body(self.headers):
+        upgrades = self.parser.should_upgrade() and _names_upgrade(self.headers)  # else CONNECT
+        if upgrades and _has_body(self.headers):
             start = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version.encode())
             self._plain_head = _head(start, _without_upgrade(self.headers))
             return
