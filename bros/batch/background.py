@@ -21,7 +21,7 @@ from bros.batch.objects import (
     StoreUnavailableError,
 )
 from bros.batch.responses import Claim, ResponseStatus, ResponseStore, StoredResponse
-from bros.batch.runner import PollLoop, RunnerContext, run_row
+from bros.batch.runner import PollLoop, RunnerContext, StoreTrouble, run_row
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class BackgroundRunner:
         self._polling = PollLoop(context.settings)
         self._owner = context.ids.new("background")
         self._running: dict[str, tuple[Claim, asyncio.Task[None]]] = {}
-        self._store_trouble = ""  # why the store could not be used at the last poll
+        self._trouble = StoreTrouble("background responses")
 
     @property
     def in_flight(self) -> int:
@@ -107,19 +107,10 @@ class BackgroundRunner:
                 return
             model = context.settings.model
             claims = await context.io(store.claim, self._owner, now, lease_s, room, model)
-        except (StoreUnavailableError, StoreFullError) as error:
-            if str(error) != self._store_trouble:
-                self._store_trouble = str(error)
-                logger.warning("background responses pause: %s", error)
-            return
         except Exception as error:
-            if repr(error) != self._store_trouble:
-                self._store_trouble = repr(error)
-                logger.exception("cannot renew or claim background responses")
+            self._trouble.note(error)
             return
-        if self._store_trouble:
-            self._store_trouble = ""
-            logger.warning("background responses go on: the store works again")
+        self._trouble.end()
         for claim in claims:
             # Else the old task has to end first, and a later poll claims the response again.
             if claim.response_id not in self._running:

@@ -329,6 +329,33 @@ _RENEWALS = 4
 """Renewals per lease duration, so that a lease survives late ones."""
 
 
+class StoreTrouble:
+    """Logs each reason for which polls fail once, and once that they work again."""
+
+    def __init__(self, what: str) -> None:
+        """what: is polled, in the plural."""
+        self._what = what
+        self._reason = ""
+
+    def note(self, error: Exception) -> None:
+        """A poll has failed. Call it where the error is handled."""
+        if repr(error) == self._reason:
+            return
+        self._reason = repr(error)
+        if isinstance(error, StoreUnavailableError | StoreFullError):
+            logger.warning(
+                "%s pause, since they cannot be renewed or claimed: %s", self._what, error
+            )
+        else:
+            logger.exception("cannot renew or claim %s", self._what)
+
+    def end(self) -> None:
+        """A poll has succeeded."""
+        if self._reason:
+            self._reason = ""
+            logger.warning("%s go on: the store works again", self._what)
+
+
 class PollLoop:
     """Polls the store regularly, and at once when it is woken."""
 
@@ -890,7 +917,7 @@ class BatchRunner:
         self._polling = PollLoop(settings)
         self._owner = ids.new("runner")
         self._jobs: dict[str, tuple[Job, asyncio.Task[None]]] = {}
-        self._store_trouble = ""  # why the store could not be used at the last poll
+        self._trouble = StoreTrouble("batches")
         self._context = RunnerContext(
             store=store,
             files=files,
@@ -966,19 +993,10 @@ class BatchRunner:
             most = max(1, _EAGER_CLAIMS - len(self._jobs))
             model = self._settings.model
             claimed = await context.io(context.store.claim, self._owner, now, lease_s, most, model)
-        except (StoreUnavailableError, StoreFullError) as error:
-            if str(error) != self._store_trouble:
-                self._store_trouble = str(error)
-                logger.warning("batches pause, since they cannot be renewed or claimed: %s", error)
-            return
         except Exception as error:
-            if repr(error) != self._store_trouble:
-                self._store_trouble = repr(error)
-                logger.exception("cannot renew or claim batches")
+            self._trouble.note(error)
             return
-        if self._store_trouble:
-            self._store_trouble = ""
-            logger.warning("batches go on: the store works again")
+        self._trouble.end()
         for lease, batch in claimed:
             # Else the old job has to end first, and a later poll claims the batch again.
             if batch.id not in self._jobs:

@@ -210,8 +210,8 @@ class StepMemory:
             self.refusal = SHARE
             return free_rows > self._kept_rows
         self.refusal = "rows"
-        if self._owes_best_effort and not self._has_best_effort:
-            free_rows = max(free_rows, state.service_class is ServiceClass.BE)
+        if state.service_class is ServiceClass.BE and not self._has_best_effort:
+            return free_rows > 0 or self._owes_best_effort
         return free_rows > 0
 
     def _is_behind(self, state: RequestState) -> bool:

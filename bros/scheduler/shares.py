@@ -184,7 +184,6 @@ class StepCosts:
     def divided(self, chunks: Chunks, seconds: float) -> Mapping[str, float]:
         """tenant -> its part of the seconds that these (request, tokens) take."""
         parts: dict[str, float] = {}
-        sizes: dict[str, float] = {}
         row_s, context_s = self._row_s, self._context_s
         for state, tokens in chunks:
             tenant = state.request.tenant
@@ -193,9 +192,9 @@ class StepCosts:
             else:
                 added_s = self._prices.prefill_s(tokens, state.num_computed_tokens)
             parts[tenant] = parts.get(tenant, 0.0) + added_s
-            sizes[tenant] = sizes.get(tenant, 0.0) + tokens
         if not any(parts.values()):  # a model may price small chunks at nothing
-            parts = sizes
+            for state, tokens in chunks:
+                parts[state.request.tenant] += tokens
         scale = seconds / sum(parts.values())
         return {tenant: scale * part for tenant, part in parts.items()}
 

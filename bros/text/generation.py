@@ -40,7 +40,6 @@ from bros.core.request import (
     ServiceClass,
     Slo,
     TokenLogprobs,
-    check_token_ids,
     expanded,
 )
 from bros.core.tenants import REQUESTS, QuotaHolds, Resource, TenantAccounts
@@ -334,8 +333,6 @@ class TextGenerator:
         if sampling.n > info.max_queue:
             message = f"n must be at most {info.max_queue} on this server, got {sampling.n}."
             raise InvalidRequestError(message, "n")
-        if prompt:  # the engine says so of an empty one
-            check_token_ids(param, prompt, info.vocab_size)
 
     async def _submit_all(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
         if len(requests) == 1:

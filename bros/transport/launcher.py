@@ -35,8 +35,8 @@ def main() -> int:
     if sys.flags.safe_path:  # see core/machine.py
         os.environ["PYTHONSAFEPATH"] = "1"
     try:
-        # torch's launcher requires at least one signal to handle. Nobody sends this one; SIGHUP
-        # reaches the whole process group when a terminal is closed, and nohup ignores it.
+        # torch's launcher requires at least one signal to handle. It is not SIGHUP, which reaches
+        # the whole process group when a terminal is closed, and which nohup lets it ignore.
         launch_ranks(config.tp, "bros.transport.process", [str(folder)], signals=("SIGUSR2",))
         return 0
     except RanksLostError as error:

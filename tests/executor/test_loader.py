@@ -259,7 +259,7 @@ def test_broken_or_missing_weights_are_refused(folder: Path) -> None:
 def test_other_weights_beside_the_model_are_not_read(folder: Path) -> None:
     """Mistral's repositories have the same weights twice, under other names."""
     save_file({"layers.0.attention.wq.weight": torch.ones(1)}, folder / "consolidated.safetensors")
-    info_of(folder)
+    assert info_of(folder).model == "tiny"
 
 
 def test_weights_that_do_not_fit_the_config_are_refused(folder: Path) -> None:

@@ -47,7 +47,9 @@ def test_files_of_the_working_directory_are_not_imported(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "queue.py").write_text("raise SystemExit(3)")
-    started_early().discard()
+    process = started_early()
+    assert exists(process.pid)
+    process.discard()
 
 
 def test_a_folder_for_sockets_with_a_long_path_is_refused(

@@ -201,6 +201,7 @@ async def test_a_path_in_the_working_directory_is_the_same_for_an_actor(
     monkeypatch.chdir(files.folder.parent)
     client = make_client(cluster, ModelFiles(folder=Path(files.folder.name), name="tiny"))
     await client.start()
+    assert client.info.model == files.name
     await client.close()
 
 
