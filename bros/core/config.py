@@ -393,6 +393,12 @@ class ServerConfig(_Checked):
     idle_timeout: float = option(
         75.0, "seconds after which a connection without a request is closed", low=0.05
     )
+    stream_heartbeat: float = option(
+        15.0,
+        "seconds between two comments in a stream that waits, so that proxies keep it open",
+        low=0.05,
+        high=30,
+    )
     drain_timeout: float = option(
         30.0, "seconds in which open requests may end after Ctrl-C or SIGTERM", low=0
     )

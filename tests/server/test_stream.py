@@ -419,7 +419,7 @@ def test_any_interleaving_of_tokens_pauses_and_slow_reading_gives_the_same_text(
         writer: ChunkWriter = ChatChunkWriter(frame, STREAM_TOKENIZER, lambda: "call")
         if not chat:
             writer = CompletionChunkWriter(frame, STREAM_TOKENIZER, None, {})
-        stream = AnswerStream(answer, writer, StopSignal())
+        stream = AnswerStream(answer, writer, StopSignal(), heartbeat_s=60.0)
         scope = {"type": "http"}
         serving = asyncio.ensure_future(stream(scope, connection.receive, connection.cycle.send))
         for number, (index, token_id) in enumerate(script):

@@ -46,7 +46,9 @@ class MessageExchange(Exchange):
         call = self._message_call
         writer = call.writer(ChunkFrame(call.chunk_kind, self.header, include_usage=False))
         writer.usage = self.answer.usage
-        return _MessageStream(self.answer, writer, self._state.stopping, self._offload)
+        state = self._state
+        heartbeat_s = state.config.stream_heartbeat
+        return _MessageStream(self.answer, writer, state.stopping, heartbeat_s, self._offload)
 
 
 class _MessageStream(AnswerStream):

@@ -193,8 +193,15 @@ class Exchange:
         call, options = self._call, self._call.body.stream_options
         include_usage = bool(options and options.include_usage)
         frame = ChunkFrame(call.chunk_kind, self.header, include_usage=include_usage)
-        writer, stopping = call.writer(frame), self._state.stopping
-        return AnswerStream(self.answer, writer, stopping, self._offload, call.echo_chars())
+        state, writer = self._state, call.writer(frame)
+        return AnswerStream(
+            self.answer,
+            writer,
+            state.stopping,
+            state.config.stream_heartbeat,
+            self._offload,
+            call.echo_chars(),
+        )
 
 
 async def create_chat_completion(request: Request) -> Response:

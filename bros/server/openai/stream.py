@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from abc import ABC, abstractmethod
@@ -9,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
@@ -53,6 +54,8 @@ from bros.text.answers import (
 )
 from bros.text.generation import DeltaSink, Generation, HeldOutput, TextDelta
 from bros.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 class Observer(Protocol):
@@ -570,27 +573,60 @@ _HEADERS = {
 }
 
 
+_HEARTBEAT = b": waiting\n\n"
+"""A comment, which clients skip."""
+
+
 class EventStream(Response, ABC):
     """A response of server-sent events.
 
-    The status line is sent with the first event, so an error before it has its own status. A later
-    error is sent as an event with the error envelope, without [DONE].
+    The status line is sent with the first event or heartbeat, so an error before it has its own
+    status. A later error is sent as an event with the error envelope, without [DONE].
+
+    Heartbeats are sent while the stream waits, because proxies close connections that are silent:
+    a best-effort request may wait for minutes for its first token.
     """
 
     media_type = "text/event-stream"
     done = DONE
     """What follows after the last event."""
 
-    def __init__(self, stopping: StopSignal) -> None:
+    def __init__(self, stopping: StopSignal, heartbeat_s: float) -> None:
+        """heartbeat_s: seconds between two heartbeats."""
         self.status_code = 200
         self.background = None
         self.init_headers(_HEADERS)
         self._stopping = stopping
+        self._heartbeat_s = heartbeat_s
+        self._heartbeat: asyncio.Future[None] | None = None
+        self._next_heartbeat: asyncio.TimerHandle | None = None
+        self._waits = False
         self._begun = False
 
     @abstractmethod
     async def send_all(self) -> None:
-        """Call `send_events` for all events but those of `ending`."""
+        """Call `send_events` for all events but those of `ending`. What these are made of is
+        awaited by `waited`."""
+
+    async def waited(self, source: Awaitable[T]) -> T:
+        """The result of `source`. Heartbeats are sent until it is there."""
+        self._waits = True
+        try:
+            return await source
+        finally:
+            self._waits = False
+            if self._heartbeat is not None:  # of a client that reads slowly
+                await self._heartbeat
+
+    def _send_heartbeat(self) -> None:
+        """Send one, unless an event has been sent in part; and begin the time until the next."""
+        self._begin_heartbeats()
+        if self._waits and (self._heartbeat is None or self._heartbeat.done()):
+            self._heartbeat = asyncio.ensure_future(self.send_events(_HEARTBEAT))
+
+    def _begin_heartbeats(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._next_heartbeat = loop.call_later(self._heartbeat_s, self._send_heartbeat)
 
     def ending(self) -> bytes:
         """The last events, before `done`."""
@@ -619,6 +655,7 @@ class EventStream(Response, ABC):
         failure: ApiError | None = None
         try:
             async with CancelOnDisconnect(receive, self._stopping):
+                self._begin_heartbeats()
                 await self.send_all()
         except (ClientDisconnect, OSError):
             raise ClientDisconnect() from None
@@ -627,6 +664,8 @@ class EventStream(Response, ABC):
                 logger.exception("a stream failed")
             failure = describe(error)
         finally:
+            if self._next_heartbeat is not None:
+                self._next_heartbeat.cancel()
             await self.close()
         if failure is None:
             await self.send_events(self.ending() + self.done, more=False)
@@ -740,13 +779,15 @@ class AnswerStream(EventStream):
         answer: Answer,
         writer: DeltaWriter,
         stopping: StopSignal,
+        heartbeat_s: float,
         offload: Offload | None = None,
         echo_chars: int = 0,
     ) -> None:
-        """offload: None does everything on the event loop.
+        """heartbeat_s: of EventStream.
+        offload: None does everything on the event loop.
         echo_chars: most characters that come before the text of a choice.
         """
-        super().__init__(stopping)
+        super().__init__(stopping, heartbeat_s)
         self._answer = answer
         self._writer = writer
         self._offload = offload
@@ -759,11 +800,11 @@ class AnswerStream(EventStream):
         sink = None
         if body is not None:
             sink = _BodySink(answer.observer, writer, body, self.may_forward)
-        while deltas := await answer.deltas():
+        while deltas := await self.waited(answer.deltas()):
             if events := await self._written(deltas):
                 await self.send_events(events)
             if self._begun and sink is not None:
-                await answer.forward(sink)
+                await self.waited(answer.forward(sink))
 
     def may_forward(self) -> bool:
         """False if output has to wait for the next call of `send_all`'s loop."""

@@ -186,7 +186,8 @@ class _ResponseStream(AnswerStream):
         tenant: str,
         offload: Offload,
     ) -> None:
-        super().__init__(exchange.answer, writer, state.stopping, offload)
+        heartbeat_s = state.config.stream_heartbeat
+        super().__init__(exchange.answer, writer, state.stopping, heartbeat_s, offload)
         self._exchange = exchange
         self._response_writer = writer
         self._state = state
@@ -196,7 +197,7 @@ class _ResponseStream(AnswerStream):
         await super().send_all()
         writer = self._response_writer
         await self._send_made(writer.close(self._answer.usage()))
-        await self._exchange.keep(writer.response)
+        await self.waited(self._exchange.keep(writer.response))
         await self.close()
         await self._send_made(writer.last())
 
@@ -287,7 +288,7 @@ class BackgroundStream(EventStream):
     def __init__(self, request: Request, response_id: str, *, after: int) -> None:
         """after: number of the last event that the client has."""
         state = ServerState.of(request)
-        super().__init__(state.stopping)
+        super().__init__(state.stopping, state.config.stream_heartbeat)
         self._request = request
         self._state = state
         self._jobs = Jobs.of(request)
@@ -298,16 +299,18 @@ class BackgroundStream(EventStream):
     async def send_all(self) -> None:
         jobs, waits = self._jobs, self._state.accounts.hold(self._tenant, Resource.WAITS)
         look, runs_here = self._look, lambda: jobs.running.get(self._id) is not None
+        shown = False
         with waits, jobs.watched.followed(self._tenant, self._id, look, runs_here) as watched:
-            while not (stored := await watched.stored()).status.is_final:
+            while not (stored := await self.waited(watched.stored())).status.is_final:
                 version = watched.version
                 running = jobs.running.get(self._id)
                 if running is not None:
                     await self._follow(running)
-                elif not self._begun:
+                elif not shown:
                     response = await self._read(stored)
                     await self._send_those(background_events(response, self._after, runs=False))
-                await watched.changed(version)
+                shown = True
+                await self.waited(watched.changed(version))
         with held_output(self._request, len(stored.body)):
             response = await self._read(stored)
             await self._send_those(background_events(response, self._after, runs=True))
@@ -322,7 +325,7 @@ class BackgroundStream(EventStream):
         while not running.over:
             version = running.version
             await self._send_those(running.events(self._after))
-            await running.changed(version)
+            await self.waited(running.changed(version))
 
     async def _look(self) -> StoredResponse:
         """The response as it is stored."""

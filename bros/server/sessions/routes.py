@@ -452,11 +452,6 @@ _REQUESTS = (
 # ---- The value of a semantic variable as server-sent events, while it is generated.
 
 
-_HEARTBEAT_S = 15.0
-"""Proxies close connections that are silent for about a minute."""
-
-_HEARTBEAT = b": waiting\n\n"
-
 _PART_CHARS = 50_000
 """Characters of a value that are written in one turn of the event loop."""
 
@@ -465,7 +460,7 @@ _to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class ValueStream(EventStream):
-    """Events: {"delta"} for each piece, then {"value", "state"}; comments as heartbeats."""
+    """Events: {"delta"} for each piece, then {"value", "state"}."""
 
     def __init__(
         self,
@@ -474,17 +469,16 @@ class ValueStream(EventStream):
         stopping: StopSignal,
         *,
         timeout_s: float,
-        heartbeat_s: float = _HEARTBEAT_S,
+        heartbeat_s: float,
     ) -> None:
         """result: returns the variable; called after the last piece.
         timeout_s: longest wait for a piece; then the stream ends with GetTimeoutError.
-        heartbeat_s: pause between heartbeats.
+        heartbeat_s: of EventStream.
         """
-        super().__init__(stopping)
+        super().__init__(stopping, heartbeat_s)
         self._pieces = pieces
         self._result = result
         self._timeout_s = timeout_s
-        self._heartbeat_s = heartbeat_s
 
     async def send_all(self) -> None:
         while (piece := await self._next()) is not None:
@@ -509,25 +503,14 @@ class ValueStream(EventStream):
         await self.send_events(b'"' + end)
 
     async def _next(self) -> str | None:
-        """The next piece, None after the last one. Sends heartbeats while it waits."""
-        waiting = asyncio.ensure_future(anext(self._pieces, None))
-        left_s = self._timeout_s
+        """The next piece, None after the last one."""
         try:
-            while True:
-                pause_s = min(left_s, self._heartbeat_s)
-                await asyncio.wait((waiting,), timeout=pause_s)
-                if waiting.done():
-                    return waiting.result()
-                left_s -= pause_s
-                if left_s <= 0:
-                    raise GetTimeoutError(
-                        f"No output within {self._timeout_s:g} s; the request can be repeated."
-                    )
-                await self.send_events(_HEARTBEAT)
-        finally:
-            if not waiting.done():
-                waiting.cancel()
-                await asyncio.gather(waiting, return_exceptions=True)
+            async with asyncio.timeout(self._timeout_s):
+                return await self.waited(anext(self._pieces, None))
+        except TimeoutError:
+            raise GetTimeoutError(
+                f"No output within {self._timeout_s:g} s; the request can be repeated."
+            ) from None
 
 
 def _event(fields: dict[str, object]) -> bytes:
@@ -572,6 +555,7 @@ async def retrieve_variable(request: Request) -> Response:
             lambda: service.variable(*variable),
             state.stopping,
             timeout_s=timeout_s or MAX_WAIT_S,
+            heartbeat_s=state.config.stream_heartbeat,
         )
     if wait:
         async with CancelOnDisconnect(request.receive, state.stopping):
