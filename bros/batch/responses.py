@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -255,6 +255,29 @@ class ResponseStore:
             self._get(connection, tenant, response_id, now)
             return [_turn(row) for row in self._chain_rows(connection, tenant, response_id, "id")]
 
+    def outputs(self, tenant: str, response_ids: Iterable[str], now: float) -> list[dict[str, Any]]:
+        """The output items of those of the responses that are stored and have ended, in any order;
+        log-probabilities are WrittenJson.
+
+        Raises InvalidRequestError if the responses are as long as no conversation may be.
+        """
+        wanted = [each for each in set(response_ids) if is_storable(each)]
+        mine = RESPONSES.c.tenant == tenant, RESPONSES.c.expires_at > int(now)
+        found: list[dict[str, Any]] = []
+        num_bytes = 0
+        with self._database.read() as connection:
+            for begin in range(0, len(wanted), _CHUNK):
+                chunk = RESPONSES.c.id.in_(wanted[begin : begin + _CHUNK])
+                size = sa.func.coalesce(sa.func.sum(RESPONSES.c.num_bytes), 0)
+                query = sa.select(size).where(chunk, *mine)
+                num_bytes += int(connection.execute(query).scalar_one())
+                _check_conversation(len(wanted), num_bytes, "input")
+                columns = sa.select(RESPONSES.c.body, RESPONSES.c.status).where(chunk, *mine)
+                for body, status in connection.execute(columns):
+                    if ResponseStatus(status).has_output:
+                        found += _read_body(body)["output"]
+        return found
+
     def cancel(self, tenant: str, response_id: str, now: float) -> StoredResponse:
         """Cancel a background response; one that has ended stays as it is.
 
@@ -433,13 +456,7 @@ class ResponseStore:
         chain = _chain(tenant, response_id)
         size = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(chain.c.num_bytes), 0))
         count, num_bytes = connection.execute(size).one()
-        if count > MAX_TURNS or num_bytes > MAX_CONVERSATION_BYTES:
-            raise InvalidRequestError(
-                f"The conversation has {count} responses and {num_bytes} bytes; at most "
-                f"{MAX_TURNS} and {MAX_CONVERSATION_BYTES} are allowed.",
-                param,
-                "context_length_exceeded",
-            )
+        _check_conversation(count, num_bytes, param)
         columns = RESPONSES.c.input, RESPONSES.c.body, RESPONSES.c.previous_id
         turns = sa.select(*columns).join(chain, chain.c.id == RESPONSES.c.id)
         return connection.execute(turns.order_by(chain.c.depth.desc())).all()
@@ -473,12 +490,24 @@ class ResponseStore:
                 break
             doomed.append(seq)
             many, much = many - 1, much - freed
-        for begin in range(0, len(doomed), _DELETE_CHUNK):
-            chunk = doomed[begin : begin + _DELETE_CHUNK]
+        for begin in range(0, len(doomed), _CHUNK):
+            chunk = doomed[begin : begin + _CHUNK]
             connection.execute(sa.delete(RESPONSES).where(RESPONSES.c.seq.in_(chunk)))
 
 
-_DELETE_CHUNK = 500
+_CHUNK = 500
+"""Most values of one query; databases limit them."""
+
+
+def _check_conversation(count: int, num_bytes: int, param: str) -> None:
+    """Raises InvalidRequestError if a conversation of so many responses is too long."""
+    if count > MAX_TURNS or num_bytes > MAX_CONVERSATION_BYTES:
+        raise InvalidRequestError(
+            f"The conversation has {count} responses and {num_bytes} bytes; at most "
+            f"{MAX_TURNS} and {MAX_CONVERSATION_BYTES} are allowed.",
+            param,
+            "context_length_exceeded",
+        )
 
 
 def _is_held(claim: Claim) -> tuple[sa.ColumnElement[bool], ...]:

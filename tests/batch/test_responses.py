@@ -105,6 +105,29 @@ def test_a_conversation_can_be_too_long(responses: ResponseStore) -> None:
         responses.conversation("ann", "b", NOW)
 
 
+def test_the_outputs_of_several_responses(responses: ResponseStore) -> None:
+    names = [f"r{i}" for i in range(600)]  # more than one query asks for
+    for name in names[:3] + names[-3:]:
+        responses.put(made(name))
+    responses.put(made("open", status=ResponseStatus.QUEUED))
+    responses.put(made("failed", status=ResponseStatus.FAILED))
+    responses.put(made("his", tenant="bob"))
+    responses.put(made("old", expires_at=NOW))
+    wanted = [*names, "r0", "open", "failed", "his", "old", "\0"]
+    found = [item["text"] for item in responses.outputs("ann", wanted, NOW)]
+    assert sorted(found) == sorted(f"to {name}" for name in names[:3] + names[-3:])
+
+
+def test_the_outputs_of_several_responses_can_be_too_long(responses: ResponseStore) -> None:
+    half = "x" * (MAX_CONVERSATION_BYTES // 2)
+    for name in "ab":
+        responses.put(made(name, text=half))
+    assert len(responses.outputs("ann", "a", NOW)) == 1
+    with pytest.raises(InvalidRequestError, match="2 responses") as error:
+        responses.outputs("ann", "ab", NOW)
+    assert error.value.param == "input"
+
+
 def test_continuing_a_conversation_keeps_all_of_it(responses: ResponseStore) -> None:
     responses.put(made("a"))
     responses.put(made("b", "a"))

@@ -12,7 +12,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from support.batch_server import BatchServer, batch_server, openai_client
+from support.batch_server import BatchServer, batch_server, openai_client, until
 from support.scripted_server import MAX_MODEL_LEN
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -208,6 +208,67 @@ async def test_items_that_are_sent_back_are_listed_once_each(server: BatchServer
     assert len(found) == 4 and len({item.id for item in found}) == 4
 
 
+async def test_items_are_referred_to_by_their_ids(roomy: BatchServer) -> None:
+    """As the AI SDK does, instead of sending them back or the id of the response."""
+    roomy.engine.texts = [CALL, "It is sunny.", "Nice."]
+    asked: list[Any] = [{"role": "user", "content": "Hi"}]
+    first = await create(roomy, input=asked, tools=[WEATHER])
+    (call,) = first.output
+    assert call.type == "function_call" and call.id is not None
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    asked += [{"type": "item_reference", "id": call.id}, output]
+    second = await create(
+        roomy,
+        input=asked,
+        tools=[WEATHER],
+        include=["message.output_text.logprobs"],
+        top_logprobs=1,
+    )
+    await roomy.client.responses.delete(first.id)  # the second has a copy of the call
+    asked = [
+        {"type": "item_reference", "id": second.output[0].id},
+        {"role": "user", "content": "Thanks"},
+    ]
+    third = await create(roomy, input=asked, previous_response_id=None)
+    items = await roomy.client.responses.input_items.list(second.id, order="asc")
+    assert items.data[1].model_dump()["arguments"] == call.arguments
+    listed = await roomy.client.responses.input_items.list(third.id, order="asc")
+    assert listed.data[0].content[0].text == "It is sunny."  # type: ignore[union-attr]
+    whole = [{**asked[0], "type": "message", "role": "assistant", "content": "It is sunny."}]
+    await create(roomy, input=[*whole, asked[1]])
+    _, with_call, by_id, by_text = prompts(roomy)
+    assert '"city": "Paris"' in with_call
+    assert by_id == by_text
+
+
+async def test_a_reference_to_an_item_in_the_background(server: BatchServer) -> None:
+    first = await create(server)
+    reference = {"type": "item_reference", "id": first.output[0].id}
+    asked: list[Any] = [reference, {"role": "user", "content": "And then?"}]
+    count = await server.client.responses.input_tokens.count(model="scripted", input=asked)
+    second = await create(server, input=asked, background=True)
+    await server.client.responses.delete(first.id)
+    await until(lambda: len(server.engine.ended) == 2)
+    assert "Hello world" in prompts(server)[1]
+    assert count.input_tokens == len(server.engine.submitted[1].prompt_token_ids)
+    with pytest.raises(openai.NotFoundError):
+        await create(server, input=asked)
+    assert (await server.client.responses.retrieve(second.id)).background
+
+
+@pytest.mark.parametrize(
+    "item_id", ["msg_unknown_0", "msg_0", "x", "", "\0", "msg_{}_7", "fc_{}_0", "msg_{}_0 "]
+)
+async def test_a_reference_to_no_item_is_an_error(server: BatchServer, item_id: str) -> None:
+    first = await create(server)
+    name = first.id.removeprefix("resp_")
+    asked: Any = [{"role": "user", "content": "Hi"}, {"type": "item_reference", "id": item_id}]
+    asked[1]["id"] = item_id.format(name)
+    with pytest.raises(openai.NotFoundError) as error:
+        await create(server, input=asked)
+    assert (error.value.param, error.value.code) == ("input[1].id", "item_not_found")
+
+
 async def test_a_conversation_needs_all_of_its_responses(server: BatchServer) -> None:
     first = await create(server)
     second = await create(server, previous_response_id=first.id)
@@ -246,6 +307,8 @@ async def test_responses_are_their_tenants_only(tmp_path: Path) -> None:
         batch_server(tmp_path, key="ann-key", api_keys=str(keys)) as server,
         openai_client(server.live.url, "bob-key") as bob,
     ):
+        stored = await create(server)
+        reference: Any = {"type": "item_reference", "id": stored.output[0].id}
         response = await create(server, background=True)
         for ask in (
             bob.responses.retrieve(response.id),
@@ -253,6 +316,7 @@ async def test_responses_are_their_tenants_only(tmp_path: Path) -> None:
             bob.responses.delete(response.id),
             bob.responses.input_items.list(response.id),
             bob.responses.create(model="scripted", input="x", previous_response_id=response.id),
+            bob.responses.create(model="scripted", input=[reference]),
         ):
             with pytest.raises(openai.NotFoundError):
                 await ask
@@ -272,7 +336,9 @@ async def test_responses_are_their_tenants_only(tmp_path: Path) -> None:
             "input[0].content[0]",
             "invalid_value",
         ),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "unsupported_value"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type", "unsupported_value"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id", "missing_required_parameter"),
+        ({"input": [{"type": "item_reference", "id": 3}]}, "input[0].id", "invalid_type"),
         (
             {"input": [{"type": "function_call", "call_id": "c", "name": "f"}]},
             "input[0].arguments",
@@ -394,6 +460,7 @@ async def test_rows_of_batches(server: BatchServer) -> None:
         {"background": True},
         {"previous_response_id": "resp_1"},
         {"input": [{}]},
+        {"input": [{"type": "item_reference", "id": "msg_1_0"}]},
     ]
     bad = [line(i, **fields) for i, fields in enumerate(wrong)]
     failed = await server.wait(await server.submit(*bad, endpoint="/v1/responses"))
@@ -404,6 +471,7 @@ async def test_rows_of_batches(server: BatchServer) -> None:
         (2, "body.background"),
         (3, "body.previous_response_id"),
         (4, "body.input[0].role"),
+        (5, "body.input[0].type"),
     ]
 
 

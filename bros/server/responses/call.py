@@ -31,7 +31,7 @@ from bros.server.openai.calls import (
 from bros.server.openai.schema import ChatMessage
 from bros.server.openai.stream import Answer, ChunkFrame, FinishedChoice
 from bros.server.responses.events import LiveResponse, ResponseWriter
-from bros.server.responses.items import Item, read_input, to_messages
+from bros.server.responses.items import RESPONSE_PREFIX, Item, read_input, to_messages
 from bros.server.responses.schema import (
     CreateResponse,
     FunctionTool,
@@ -113,7 +113,7 @@ class ResponseCall(CallAsChat):
     ended: the response object, once it is complete.
     """
 
-    id_prefix, param, chunk_kind = "resp_", "input", "response"
+    id_prefix, param, chunk_kind = RESPONSE_PREFIX, "input", "response"
     field_names = _NAMES
 
     def __init__(
@@ -122,9 +122,12 @@ class ResponseCall(CallAsChat):
         fields: Mapping[str, Any],
         items: Sequence[Item] | None = None,
         *,
+        referenced: Mapping[str, Item] = MappingProxyType({}),
         stored: bool = True,
     ) -> None:
-        """items: the input items, if they were read before. stored: whether it can be stored.
+        """items: the input items, if they were read before.
+        referenced: id -> item, of the items that the input refers to.
+        stored: whether it can be stored.
 
         Raises InvalidRequestError or NotFoundError naming the wrong field.
         """
@@ -136,7 +139,7 @@ class ResponseCall(CallAsChat):
         self._check()
         if items is None:
             _check_counts(self.given.input)
-            items = read_input(self.given.input, state.ids)
+            items = read_input(self.given.input, state.ids, referenced)
         with renaming_fields(_NAMES):
             self._chat = ChatCall(state, self._chat_fields(items))
         self._echo = self._echoed()
@@ -227,7 +230,6 @@ class ResponseCall(CallAsChat):
         return ResponseWriter(
             response,
             state.tokenizer,
-            state.ids,
             state.clock,
             self._chat.new_call_id,
             with_logprobs=self.sampling.logprobs is not None,

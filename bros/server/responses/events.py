@@ -36,13 +36,13 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from bros.core.clock import Clock
-from bros.core.request import FinishReason, IdGenerator
+from bros.core.request import FinishReason
 from bros.server.errors import ApiError
 from bros.server.http import json_pieces, json_size
 from bros.server.openai.prompt_logprobs import CharacterCounter
 from bros.server.openai.schema import Usage
 from bros.server.openai.stream import ChatLogprobsWriter, ascii_json, visible_logprobs
-from bros.server.responses.items import Item, new_item_id, output_text
+from bros.server.responses.items import Item, output_item_id, output_text
 from bros.server.responses.schema import (
     IncompleteDetails,
     ResponseError,
@@ -424,7 +424,6 @@ class ResponseWriter:
         self,
         response: LiveResponse,
         tokenizer: Tokenizer,
-        ids: IdGenerator,
         clock: Clock,
         new_call_id: Callable[[], str],
         *,
@@ -436,7 +435,6 @@ class ResponseWriter:
         """
         self.response = response
         self._tokenizer = tokenizer
-        self._ids = ids
         self._clock = clock
         self._new_call_id = new_call_id
         self._with_logprobs = with_logprobs
@@ -548,7 +546,8 @@ class ResponseWriter:
         self._events.add(text, logprobs)
 
     def _open(self, kind: str, **fields: object) -> None:
-        item_id = new_item_id(self._ids, kind)
+        self._events.close("completed")
+        item_id = output_item_id(self.response.id, kind, len(self.response.output))
         self._events.open({"id": item_id, "type": kind, "status": "in_progress", **fields})
 
     def _logprobs(self, delta: TextDelta) -> Sequence[tuple[str, bytes]]:

@@ -6,11 +6,16 @@
 {"type": "function_call", ...}              │   content, tool_calls
 {"type": "function_call", ...}              ┘
 {"type": "function_call_output", ...}            tool
+{"type": "item_reference", "id": ...}            an item of the output of a stored response
+
+An item of an output has the id `<type>_<response>_<index>`, such as msg_4fT9..._0, from which a
+reference to it leads to its response.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from bros.core.errors import InvalidRequestError
@@ -24,24 +29,57 @@ _ID_PREFIXES = {
     "function_call": "fc",
     "function_call_output": "fco",
 }
+_NOTHING: Mapping[str, Item] = MappingProxyType({})
 _ROLES = ("user", "system", "developer", "assistant")
 _TEXT_TYPES = ("input_text", "output_text", "text")
 _MAX_ID_CHARS = 128
 
 
-def new_item_id(ids: IdGenerator, kind: str) -> str:
-    """kind: the `type` of the item."""
-    return ids.new(_ID_PREFIXES[kind], "_")
+RESPONSE_PREFIX = "resp_"
+_REFERENCE = "item_reference"
 
 
-def read_input(value: object, ids: IdGenerator) -> list[Item]:
-    """The items of `input`, complete and with ids. Raises InvalidRequestError naming the item."""
+def output_item_id(response_id: str, kind: str, index: int) -> str:
+    """The id of the item of an output that has this index. kind: its `type`."""
+    return f"{_ID_PREFIXES[kind]}_{response_id.removeprefix(RESPONSE_PREFIX)}_{index}"
+
+
+def response_of(item_id: str) -> str:
+    """The id of the response whose output has the item, if any has."""
+    name, _, _ = item_id.partition("_")[2].rpartition("_")
+    return f"{RESPONSE_PREFIX}{name}"
+
+
+def references(value: object) -> Mapping[str, str]:
+    """Where `input` refers to items: field -> id. Raises InvalidRequestError naming the item."""
+    items = value if isinstance(value, list) else ()
+    return {
+        f"input[{i}].id": _string(item, "id", f"input[{i}]")
+        for i, item in enumerate(items)
+        if isinstance(item, dict) and item.get("type") == _REFERENCE
+    }
+
+
+def read_input(
+    value: object, ids: IdGenerator, referenced: Mapping[str, Item] = _NOTHING
+) -> list[Item]:
+    """The items of `input`, complete and with ids. Raises InvalidRequestError naming the item.
+
+    referenced: id -> item, for references.
+    """
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list):
         code = "missing_required_parameter" if value is None else "invalid_type"
         raise InvalidRequestError("'input' must be a string or a list of items.", "input", code)
-    return [_item(each, f"input[{i}]", ids) for i, each in enumerate(value)]
+    return [_item(_followed(each, referenced), f"input[{i}]", ids) for i, each in enumerate(value)]
+
+
+def _followed(value: object, referenced: Mapping[str, Item]) -> object:
+    """The item that a reference leads to; else the value."""
+    if isinstance(value, dict) and value.get("type") == _REFERENCE:
+        return referenced.get(value.get("id", ""), value)
+    return value
 
 
 def _item(value: object, param: str, ids: IdGenerator) -> Item:
@@ -72,7 +110,8 @@ def _item(value: object, param: str, ids: IdGenerator) -> Item:
             )
     given = value.get("id")
     has_id = isinstance(given, str) and 0 < len(given) <= _MAX_ID_CHARS
-    return {"id": given if has_id else new_item_id(ids, kind), "status": "completed", **item}
+    item_id = given if has_id else ids.new(_ID_PREFIXES[kind], "_")
+    return {"id": item_id, "status": "completed", **item}
 
 
 def _message(value: Mapping[str, Any], param: str) -> Item:

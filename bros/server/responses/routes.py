@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from bros.batch.responses import ResponseStatus, StoredResponse
 from bros.core.errors import InvalidRequestError, NotFoundError, PromptTooLongError
 from bros.core.request import NO_HINTS, Hints
-from bros.core.tenants import Resource
+from bros.core.tenants import QuotaHold, Resource
 from bros.server.errors import ApiError, renaming_fields
 from bros.server.http import (
     check_query_names,
@@ -40,7 +40,7 @@ from bros.server.responses.events import (
     ResponseWriter,
     background_events,
 )
-from bros.server.responses.items import Item
+from bros.server.responses.items import Item, references, response_of
 from bros.server.responses.running import RunningResponse
 from bros.server.responses.schema import (
     CountInputTokens,
@@ -68,12 +68,7 @@ async def create_response(request: Request) -> Response:
     """Generate a response; with stream, as server-sent events."""
     state = ServerState.of(request)
     arrival_s = state.arrival_s(request)
-    (metadata, call), held = await read_held(
-        request,
-        state.max_body_bytes,
-        lambda fields: (metadata_of(fields), ResponseCall(state, fields)),
-    )
-    await _continue(request, call)
+    (metadata, call), held = await _read(request, lambda fields: fields)
     if call.given.background:
         tenant = state.tenant(request)
         tokens = await _check_prompt(state, call, tenant)
@@ -100,6 +95,45 @@ async def _check_prompt(state: ServerState, call: ResponseCall, tenant: str) -> 
     if len(prompt) >= limit:
         raise PromptTooLongError(len(prompt), limit, call.param)
     return len(prompt)
+
+
+async def _read(
+    request: Request, checked: Callable[[dict[str, Any]], dict[str, Any]]
+) -> tuple[tuple[Mapping[str, str], ResponseCall], QuotaHold]:
+    """(metadata, call) of the body, with what it refers to: items, and a conversation.
+
+    checked: returns the fields that count, and raises InvalidRequestError for wrong ones.
+    """
+    state = ServerState.of(request)
+
+    def make(fields: dict[str, Any]) -> tuple[Mapping[str, str], ResponseCall | dict[str, Any]]:
+        metadata, fields = metadata_of(fields), checked(fields)
+        refers = bool(references(fields.get("input")))
+        return metadata, fields if refers else ResponseCall(state, fields)
+
+    (metadata, made), held = await read_held(request, state.max_body_bytes, make)
+    call = made if isinstance(made, ResponseCall) else await _follow_references(request, made)
+    await _continue(request, call)
+    return (metadata, call), held
+
+
+async def _follow_references(request: Request, fields: Mapping[str, Any]) -> ResponseCall:
+    """The call of a body whose input refers to items. Raises NotFoundError for an unknown one."""
+    jobs, state = Jobs.of(request), ServerState.of(request)
+    tenant, now = state.tenant(request), state.clock.unix_time()
+    state.accounts.check_cpu(tenant)  # the responses may have 16 MB
+
+    def load() -> ResponseCall:
+        wanted = references(fields["input"])
+        items = jobs.responses.outputs(tenant, map(response_of, wanted.values()), now)
+        found = {item["id"]: item for item in items}
+        for param, item_id in wanted.items():
+            if item_id not in found:
+                message = f"There is no item {item_id[:100]!r} in the output of a stored response."
+                raise NotFoundError(message, param, "item_not_found")
+        return ResponseCall(state, fields, referenced=found)
+
+    return await jobs.io(tenant, load)
 
 
 async def _continue(request: Request, call: ResponseCall) -> None:
@@ -474,12 +508,8 @@ def _with_unique_ids(items: Sequence[Item]) -> list[Item]:
 
 async def count_input_tokens(request: Request) -> Response:
     """The number of tokens of the prompt that a request to /v1/responses would have."""
-    state, tenant = ServerState.of(request), ServerState.tenant(request)
-    call, _ = await read_held(
-        request, state.max_body_bytes, lambda fields: ResponseCall(state, _prompt_only(fields))
-    )
-    await _continue(request, call)
-    prompts = await call.prompts(tenant)
+    (_, call), _ = await _read(request, _prompt_only)
+    prompts = await call.prompts(ServerState.tenant(request))
     return json_response(InputTokens(input_tokens=len(prompts[0])))
 
 

@@ -164,6 +164,12 @@ _REASONING = {
     },
     "required": ["type"],
 }
+_ITEM_REFERENCE = {
+    "type": "object",
+    "properties": {"type": {"const": "item_reference"}, "id": {"type": "string"}},
+    "required": ["type", "id"],
+    "description": "An item of the output of a stored response",
+}
 
 Input = Annotated[
     Any,
@@ -174,7 +180,13 @@ Input = Annotated[
                 {
                     "type": "array",
                     "items": {
-                        "anyOf": [_MESSAGE, _FUNCTION_CALL, _FUNCTION_CALL_OUTPUT, _REASONING]
+                        "anyOf": [
+                            _MESSAGE,
+                            _FUNCTION_CALL,
+                            _FUNCTION_CALL_OUTPUT,
+                            _REASONING,
+                            _ITEM_REFERENCE,
+                        ]
                     },
                 },
             ]
