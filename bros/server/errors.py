@@ -131,7 +131,7 @@ def describe(error: Exception) -> ApiError:
                 message=error.message,
                 type=INVALID_REQUEST,
                 param=error.param,
-                code=error.code,
+                code=error.code or "invalid_value",
             )
         case AuthenticationError():
             return ApiError(

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import pytest
 
@@ -144,6 +143,8 @@ async def test_clients_of_others_skip_the_comments(server: BatchServer) -> None:
     async def text_of_response() -> str:
         events = [event async for event in await response]
         return "".join(e.delta for e in events if e.type == "response.output_text.delta")
+
+    import anthropic  # it takes a second
 
     async def text_of_message() -> str:
         async with anthropic.AsyncAnthropic(base_url=server.live.url, api_key="unused") as client:

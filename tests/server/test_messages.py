@@ -56,6 +56,13 @@ async def client(live: LiveServer) -> AsyncIterator[anthropic.AsyncAnthropic]:
         yield made
 
 
+async def test_models(client: anthropic.AsyncAnthropic) -> None:
+    (model,) = [each async for each in client.models.list()]
+    assert (model.type, model.id, model.display_name) == ("model", "scripted", "scripted")
+    assert int(model.created_at.timestamp()) == 1_700_000_000
+    assert (await client.models.retrieve("scripted")).id == "scripted"
+
+
 async def create(client: anthropic.AsyncAnthropic, **fields: Any) -> Message:
     fields = {"model": "scripted", "max_tokens": 200, "messages": HI, **fields}
     found: Message = await client.messages.create(**fields)
@@ -173,13 +180,14 @@ async def test_a_tool_is_used_and_its_result_answered(
         assert (thinking.thinking, text.text) == ("Hm.", "Let me see.")
         assert (use.type, use.name, use.input) == ("tool_use", "weather", {"city": "Paris"})
         live.server.engine.text = "Sunny."
+        redacted: Any = {"type": "redacted_thinking", "data": "c2VjcmV0"}
         result = {"type": "tool_result", "tool_use_id": use.id, "content": "sun"}
         answer = await create(
             client,
             tools=[WEATHER],
             messages=[
                 *HI,
-                {"role": "assistant", "content": message.content},
+                {"role": "assistant", "content": [redacted, *message.content]},
                 {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
             ],
         )

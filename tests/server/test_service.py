@@ -20,8 +20,17 @@ async def test_models(server: Server) -> None:
         "owned_by": "bros",
         "root": "org/scripted",
         "max_model_len": 500,
+        "type": "model",
+        "display_name": "scripted",
+        "created_at": "2023-11-14T22:13:20Z",
     }
-    assert (await server.http.get("/v1/models")).json() == {"object": "list", "data": [card]}
+    assert (await server.http.get("/v1/models")).json() == {
+        "object": "list",
+        "data": [card],
+        "has_more": False,
+        "first_id": "scripted",
+        "last_id": "scripted",
+    }
     assert (await server.http.get("/v1/models/scripted")).json() == card
     assert (await server.http.get("/v1/models/org/scripted")).json() == card
     error = assert_envelope(await server.http.get("/v1/models/other"), 404)

@@ -482,13 +482,17 @@ async def test_the_prompt_may_begin_the_reasoning() -> None:
         assert (message["reasoning_content"], message["content"]) == ("Hm", "")
 
 
-async def test_template_variables_about_reasoning() -> None:
-    template = "{{ reasoning_effort }},{{ enable_thinking }}|{{ messages[0].content }}<think>"
+async def test_template_variables() -> None:
+    template = (
+        "{{ reasoning_effort }},{{ enable_thinking }}{{ verbosity }}|{{ messages[0].content }}"
+        "<think>"
+    )
     async with serving("Hi", template) as server:
         for fields, expected in (
             ({}, ","),
             ({"reasoning_effort": "low"}, "low,"),
             ({"reasoning_effort": "none"}, "none,False"),
+            ({"verbosity": "high"}, ",high"),
             (
                 {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
                 "none,True",

@@ -217,6 +217,8 @@ def _assistant(content: object, param: str) -> dict[str, Any]:
                 texts.append(_string(block, "text", where))
             case "thinking":
                 thoughts.append(_string(block, "thinking", where))
+            case "redacted_thinking":
+                pass  # only Anthropic's servers can read it
             case "tool_use":
                 arguments = block.get("input")
                 if not isinstance(arguments, dict):

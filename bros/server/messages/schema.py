@@ -20,6 +20,12 @@ _THINKING = {
     "properties": {"type": {"const": "thinking"}, "thinking": {"type": "string"}},
     "required": ["type", "thinking"],
 }
+_REDACTED_THINKING = {
+    "type": "object",
+    "properties": {"type": {"const": "redacted_thinking"}, "data": {"type": "string"}},
+    "required": ["type"],
+    "description": "No effect",
+}
 _TOOL_USE = {
     "type": "object",
     "properties": {
@@ -40,7 +46,8 @@ _TOOL_RESULT = {
     },
     "required": ["type", "tool_use_id"],
 }
-_BLOCKS = {"type": "array", "items": {"anyOf": [_TEXT, _THINKING, _TOOL_USE, _TOOL_RESULT]}}
+_KINDS = [_TEXT, _THINKING, _REDACTED_THINKING, _TOOL_USE, _TOOL_RESULT]
+_BLOCKS = {"type": "array", "items": {"anyOf": _KINDS}}
 _MESSAGE = {
     "type": "object",
     "properties": {

@@ -41,6 +41,7 @@ from bros.server.openai.schema import (
     ToolChoice,
     ToolDefinition,
     ToolReference,
+    Verbosity,
 )
 from bros.server.openai.stream import (
     Answer,
@@ -535,7 +536,9 @@ def tool_use(definitions: Sequence[ToolDefinition] | None, choice: ToolChoice | 
 
 
 def template_variables(
-    effort: ReasoningEffort | None, given: Mapping[str, Any] | None
+    effort: ReasoningEffort | None,
+    given: Mapping[str, Any] | None,
+    verbosity: Verbosity | None = None,
 ) -> dict[str, Any]:
     """Variables of the chat template. given: by the client; they take precedence."""
     variables: dict[str, Any] = {}
@@ -543,6 +546,8 @@ def template_variables(
         variables["reasoning_effort"] = effort
         if effort == "none":
             variables["enable_thinking"] = False
+    if verbosity is not None:
+        variables["verbosity"] = verbosity
     return variables | dict(given or {})
 
 
@@ -656,7 +661,7 @@ class ChatCall:
             self._state,
             tenant,
             body.messages,
-            template_variables(body.reasoning_effort, body.chat_template_kwargs),
+            template_variables(body.reasoning_effort, body.chat_template_kwargs, body.verbosity),
             limit,
             tools=self.tool_use.tools,
             allow_special_tokens=body.allow_special_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -112,7 +113,8 @@ _GENERATION = (
 
 async def list_models(request: Request) -> Response:
     """List the served models: one."""
-    return json_response(ModelList(data=[_card(ServerState.of(request))]))
+    card = _card(ServerState.of(request))
+    return json_response(ModelList(data=[card], first_id=card.id, last_id=card.id))
 
 
 async def retrieve_model(request: Request) -> Response:
@@ -129,6 +131,8 @@ def _card(state: ServerState) -> ModelCard:
         created=state.created,
         root=info.model,
         max_model_len=info.max_model_len,
+        display_name=state.model_name,
+        created_at=datetime.fromtimestamp(state.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )
 
 

@@ -53,6 +53,7 @@ Milliseconds = Annotated[float, Field(ge=MIN_OBJECTIVE_MS, le=MAX_OBJECTIVE_MS)]
 Slowdown = Annotated[float, Field(ge=1.0, le=MAX_RT_SLOWDOWN)]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 
 
 def _wrong(kind: str, message: str) -> PydanticCustomError:
@@ -476,6 +477,7 @@ class ChatCompletionRequest(GenerationRequest):
         description="Passed to the chat template, as is enable_thinking: false with none. "
         "chat_template_kwargs take precedence",
     )
+    verbosity: Verbosity | None = Field(None, description="Passed to the chat template")
     chat_template_kwargs: dict[str, Any] | None = None
     allow_special_tokens: FalseByDefault = Field(
         default=False,
@@ -686,17 +688,25 @@ class Completion(BaseModel):
 
 
 class ModelCard(BaseModel):
+    """The description of a model, for OpenAI's clients and, from `type` on, for Anthropic's."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "bros"
     root: str
     max_model_len: int
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
 
 
 class ModelList(BaseModel):
     object: Literal["list"] = "list"
     data: list[ModelCard]
+    has_more: Literal[False] = False
+    first_id: str
+    last_id: str
 
 
 class TokenizeReply(BaseModel):

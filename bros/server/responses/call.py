@@ -93,6 +93,7 @@ _NAMES: Mapping[str, str] = MappingProxyType(
         "max_completion_tokens": "max_output_tokens",
         "response_format": "text.format",
         "reasoning_effort": "reasoning.effort",
+        "verbosity": "text.verbosity",
     }
 )
 """Field of a chat completion -> field of a response."""
@@ -253,8 +254,6 @@ class ResponseCall(CallAsChat):
     def _check(self) -> None:
         """Raises InvalidRequestError for what cannot be honoured."""
         given = self.given
-        if given.text is not None and given.text.verbosity not in (None, "medium"):
-            raise _unsupported("text.verbosity", "only 'medium'")
         options = given.stream_options
         if options is not None and not given.stream:
             raise InvalidRequestError(
@@ -287,6 +286,8 @@ class ResponseCall(CallAsChat):
             fields["response_format"] = _response_format(given.text.format)
         if given.reasoning is not None:
             fields["reasoning_effort"] = given.reasoning.effort
+        if given.text is not None:
+            fields["verbosity"] = given.text.verbosity
         fields["tools"] = [_tool(tool) for tool in given.tools or ()] or None
         fields["tool_choice"] = _tool_choice(given.tool_choice)
         if fields["slo"] is not None:

@@ -19,6 +19,7 @@ from bros.server.openai.schema import (
     SloFields,
     Stop,
     TokenId,
+    Verbosity,
     WireModel,
 )
 
@@ -72,9 +73,7 @@ class TextFormat(WireModel):
 
 class TextConfig(WireModel):
     format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = Field(
-        None, description="Only medium, the default, is supported"
-    )
+    verbosity: Verbosity | None = Field(None, description="Passed to the chat template")
 
 
 class Reasoning(WireModel):
