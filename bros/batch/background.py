@@ -94,6 +94,7 @@ class BackgroundRunner:
     async def _poll(self) -> None:
         context, store, lease_s = self._context, self._store, self._context.settings.lease_s
         try:
+            await context.io(store.look_for_room)
             now = await context.io(context.store.time, context.clock.unix_time())
             await context.io(store.fail_overdue, now)
             if self._running:

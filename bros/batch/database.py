@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,34 @@ _RETRYABLE_SQLITE_CODES = frozenset(
 """Needed because sqlite3 raises OperationalError also for permanent errors like a missing table."""
 
 
+_KEPT_FREE_BYTES = 64 * 2**20
+_KEPT_FREE_SHARE = 16
+"""Of a small disk a 16th is kept free."""
+
+
+class DiskRoom:
+    """Whether a disk has room for what makes a store grow, which is refused when little is left:
+    SQLite writes to its log to delete as well, so on a full disk nothing could be deleted.
+
+    is_low: as it was last seen.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        """folder: on the disk. name: of the disk in errors."""
+        self._folder = folder
+        self._name = name
+        self.is_low = False
+
+    def check(self) -> None:
+        """Look at the disk. Raises StoreFullError if too little is left."""
+        disk = os.statvfs(self._folder)
+        free, size = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+        self.is_low = free < min(_KEPT_FREE_BYTES, size // _KEPT_FREE_SHARE)
+        if self.is_low:
+            left = f"{free / 2**20:.1f} MiB are left, which deletions need"
+            raise StoreFullError(f"the disk of {self._name} is full: {left}")
+
+
 class Database:
     """Transactions. Made by `open_database`. Every call blocks, so use it from worker threads."""
 
@@ -52,7 +81,10 @@ class Database:
         self._is_sqlite = engine.dialect.name == "sqlite"
         self._file: tuple[int, int] | None = None  # of SQLite, once it exists
         self._is_file_lost = False
-        if not self._is_sqlite:
+        self._room = None
+        if self._is_sqlite:
+            self._room = DiskRoom(Path(engine.url.database or "").parent, "the store")
+        else:
             # By default each statement of a transaction sees what others have committed by then.
             self._reader = engine.execution_options(
                 isolation_level="REPEATABLE READ", postgresql_readonly=True
@@ -66,14 +98,17 @@ class Database:
             yield connection
 
     @contextlib.contextmanager
-    def write(self, *, exclusive: bool = False) -> Iterator[sa.Connection]:
+    def write(self, *, exclusive: bool = False, grows: bool = False) -> Iterator[sa.Connection]:
         """A transaction: committed when the block ends, rolled back if it raises.
 
         exclusive: no other exclusive block runs at the same time, in any process.
+        grows: the store has more in it afterwards.
 
         Raises StoreFullError, StoreUnavailableError if a retry may succeed, else StoreError.
         """
         self._check_file()
+        if grows:
+            self.check_room()
         with _translate_errors(), self._engine.connect() as connection:
             writing = connection.execution_options(writes=True)
             with writing.begin():
@@ -81,6 +116,16 @@ class Database:
                     lock = sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK_KEY)
                     writing.execute(sa.select(lock))
                 yield writing
+
+    def check_room(self) -> None:
+        """Raises StoreFullError if SQLite's disk has no room for more. PostgreSQL knows its own."""
+        if self._room is not None:
+            self._room.check()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there was no room when it was last looked for."""
+        return self._room is not None and self._room.is_low
 
     def time(self, now: float) -> float:
         """Unix seconds: PostgreSQL's clock, so that the clocks of servers that share a database may

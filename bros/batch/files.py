@@ -14,7 +14,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from bros.batch.database import BATCHES, FILES, Database
+from bros.batch.database import BATCHES, FILES, Database, DiskRoom
 from bros.batch.objects import (
     OPEN_STATUSES,
     StoredFile,
@@ -89,10 +89,15 @@ class Bodies:
         self._option = option
         self._tmp = folder / "tmp"
         self._tmp.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._room = DiskRoom(folder, option)
 
     @contextlib.contextmanager
     def new(self) -> Iterator[BodyWriter]:
-        """A writer for a new body, which is deleted at the end unless it is placed."""
+        """A writer for a new body, which is deleted at the end unless it is placed.
+
+        Raises StoreFullError.
+        """
+        self._room.check()
         writer = BodyWriter(self._tmp, self._option)
         try:
             yield writer
@@ -181,9 +186,10 @@ class FileStore:
         """Store a finished body and its record, or neither.
 
         limits: of the tenant. together: of all tenants.
-        Raises TenantLimitError or InvalidRequestError if these may not have so much more.
+        Raises StoreFullError, and TenantLimitError or InvalidRequestError if these may not have so
+        much more.
         """
-        with self._database.write(exclusive=True) as connection:
+        with self._database.write(exclusive=True, grows=True) as connection:
             size, now = file.num_bytes, file.created_at
             self._check_room(connection, file.tenant, size, now, limits, together)
             self.insert(connection, writer, file)

@@ -14,6 +14,7 @@ that continues a conversation extends the life of all of its turns.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +25,7 @@ import sqlalchemy as sa
 
 from bros.batch.database import RESPONSES, Database
 from bros.batch.files import has_id
-from bros.batch.objects import is_storable
+from bros.batch.objects import StoreFullError, is_storable
 from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.core.tenants import NO_LIMITS, Resource, TenantLimits, check_limit
 from bros.text.json_text import WrittenJson
@@ -194,15 +195,25 @@ class ResponseStore:
 
     # ---- Requests of clients
 
+    @property
+    def is_full(self) -> bool:
+        """Whether `put` would raise StoreFullError, as far as is known without asking the disk."""
+        return self._database.is_full
+
+    def look_for_room(self) -> None:
+        """Ask the disk."""
+        with contextlib.suppress(StoreFullError):
+            self._database.check_room()
+
     def put(self, response: StoredResponse, limits: TenantLimits = NO_LIMITS) -> None:
         """Store a response. If its tenant has no room for it, its responses that expire first make
         room; open ones never do.
 
-        Raises TenantLimitError if the tenant has too many open responses, and InvalidRequestError
-        if it may not have one of this size.
+        Raises StoreFullError, TenantLimitError if the tenant has too many open responses, and
+        InvalidRequestError if it may not have one of this size.
         """
         size = response.num_bytes
-        with self._database.write() as connection:
+        with self._database.write(grows=True) as connection:
             if not response.status.is_final:
                 check_limit(limits, Resource.BACKGROUND, self._count_open(connection, response))
             self._make_room(connection, response.tenant, size, limits)
@@ -402,7 +413,7 @@ class ResponseStore:
             values["body"] = body
             size = sa.func.length(RESPONSES.c.input) + len(body) + _OVERHEAD_BYTES
             values["num_bytes"] = size
-        with self._database.write() as connection:
+        with self._database.write(grows=True) as connection:
             query = _ended(status).where(*_is_held(claim)).values(values)
             return connection.execute(query).rowcount > 0
 

@@ -125,8 +125,9 @@ class BatchStore:
     # Requests of clients
 
     def create(self, batch: Batch, limits: TenantLimits = NO_LIMITS) -> Batch:
-        """Raises TenantLimitError if the tenant has too many unfinished batches."""
-        with self._database.write(exclusive=True) as connection:
+        """Raises StoreFullError, and TenantLimitError if the tenant has too many unfinished
+        batches."""
+        with self._database.write(exclusive=True, grows=True) as connection:
             is_open = BATCHES.c.tenant == batch.tenant, BATCHES.c.status.in_(OPEN_STATUSES)
             count = connection.execute(sa.select(sa.func.count()).where(*is_open)).scalar_one()
             check_limit(limits, Resource.BATCHES, count)
@@ -307,7 +308,7 @@ class BatchStore:
         tokens: estimated prompt tokens. If they and those of the tenant's unfinished batches are
             more than `max_tokens`, the batch fails. None: no limit.
         """
-        with self._database.write(exclusive=True) as connection:
+        with self._database.write(exclusive=True, grows=True) as connection:
             batch = self._locked_batch(connection, lease)
             if batch.status is not BatchStatus.VALIDATING:
                 return batch
@@ -408,7 +409,7 @@ class BatchStore:
         stored.
         """
         num_bytes = sum(outcome.num_bytes for outcome in outcomes)
-        with self._database.write() as connection:
+        with self._database.write(grows=True) as connection:
             batch = self._locked_batch(connection, lease)
             if batch.outcome is not None:
                 return

@@ -72,15 +72,18 @@ T = TypeVar("T")
 class StoredFigures:
     """by_status: numbers of batches by status.
     usage: what the store holds for each tenant.
+    is_full: whether its disk has no room for more.
     """
 
     by_status: Mapping[str, int]
     usage: Mapping[tuple[str, Resource], int]
+    is_full: bool
 
     @classmethod
     def read(cls, batches: BatchStore, responses: ResponseStore) -> StoredFigures:
         """Blocking. Raises StoreError."""
-        return cls(batches.count_by_status(), {**batches.usage(), **responses.usage()})
+        usage = {**batches.usage(), **responses.usage()}
+        return cls(batches.count_by_status(), usage, responses.is_full)
 
 
 class StoreQuery:

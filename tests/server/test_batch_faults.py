@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from bros.batch.objects import StoreUnavailableError
@@ -23,11 +24,12 @@ ROWS = 60
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small disk of its own."""
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A small disk of its own; its parameter is its size."""
+    size = getattr(request, "param", DISK_BYTES)
     folder = tmp_path / "disk"
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
@@ -90,6 +92,62 @@ async def test_a_job_on_a_full_disk_waits_for_room(
         # Nothing was lost and done again.
         assert all(server.engine.prompts[name] == 1 for name in results)
         assert server.unplaced() == []
+
+
+# The log of SQLite may grow to 4 MiB before it is begun again.
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("disk", [2**27], indirect=True)
+async def test_a_disk_with_little_left_takes_nothing_more_but_lets_all_be_deleted(
+    disk: Path,
+) -> None:
+    async def metrics() -> list[str]:
+        return (await server.http.get("/metrics")).text.splitlines()
+
+    async def respond(**fields: Any) -> httpx.Response:
+        body = {"model": "scripted", "input": "Hi", **fields}
+        return await server.http.post("/v1/responses", json=body)
+
+    async with batch_server(disk) as server:
+        assert server.live.server.state.jobs is not None
+        background = server.live.server.state.jobs.background
+        files = [await server.upload(bytes([65 + i]) * 20_000) for i in range(5)]
+        responses = [(await respond()).json()["id"] for _ in range(30)]
+        batch = await server.submit(row(0))
+        await server.wait(batch, "completed")
+        with filled(disk, 7 * 2**20):
+            background.wake()
+            await until(lambda: server.store.responses.is_full)
+            generated, num_bodies = len(server.engine.submitted), len(server.bodies())
+            refused = [
+                await respond(),
+                await respond(stream=True),
+                await respond(background=True),
+                await server.http.post(
+                    "/v1/files", files={"file": ("a.jsonl", b"{}")}, data={"purpose": "batch"}
+                ),
+                await server.http.post(
+                    "/v1/batches",
+                    json={
+                        "input_file_id": batch.input_file_id,
+                        "endpoint": "/v1/chat/completions",
+                        "completion_window": "24h",
+                    },
+                ),
+            ]
+            for reply in refused:
+                assert assert_envelope(reply, 507)["code"] == "insufficient_storage"
+            assert len(server.engine.submitted) == generated, "nothing is generated in vain"
+            assert (await respond(store=False)).status_code == 200
+            assert {"bros_batch_store_up 1.0", "bros_batch_store_full 1.0"} <= {*await metrics()}
+            for response_id in responses:
+                assert (await server.http.delete(f"/v1/responses/{response_id}")).status_code == 200
+            for file in files:
+                assert (await server.client.files.delete(file.id)).deleted
+            assert len(server.bodies()) == num_bodies - len(files)
+        background.wake()
+        await until(lambda: not server.store.responses.is_full)
+        assert (await respond()).status_code == 200
+        assert "bros_batch_store_full 0.0" in await metrics()
 
 
 async def test_a_store_whose_file_is_gone_is_said_to_be_and_all_else_goes_on(

@@ -133,8 +133,8 @@ class _DoomedDatabase:
         return self._database.read()
 
     @contextlib.contextmanager
-    def write(self, *, exclusive: bool = False) -> Iterator[sa.Connection]:
-        with self._database.write(exclusive=exclusive) as connection:
+    def write(self, *, exclusive: bool = False, grows: bool = False) -> Iterator[sa.Connection]:
+        with self._database.write(exclusive=exclusive, grows=grows) as connection:
             yield connection
             dies = next(self._numbers) == self._dies_at
             if dies and not self._committed:

@@ -366,11 +366,13 @@ class BatchFigures:
     """Figures of batch jobs.
 
     by_status: batches in the store; None if the store does not answer.
+    is_full: whether the disk of the store has no room for more.
     rows: rows that this process has run.
     in_flight: rows that the engine has now.
     """
 
     by_status: Mapping[str, int] | None
+    is_full: bool
     rows: RowCounts
     in_flight: int
 
@@ -389,6 +391,12 @@ class BatchCollector(Collector):
             "bros_batch_store_up",
             "1 if the store of batches answers; if not, bros_batches is missing",
             by_status is not None,
+        )
+        yield GaugeMetricFamily(
+            "bros_batch_store_full",
+            "1 if the disk of the store has no room: files, batches and responses are refused, and "
+            "results wait",
+            figures.is_full,
         )
         if by_status is not None:
             samples = [((status.value,), by_status.get(status.value, 0)) for status in BatchStatus]

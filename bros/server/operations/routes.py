@@ -165,7 +165,8 @@ def _batches(state: ServerState, stored: StoredFigures | None) -> BatchFigures |
     if jobs is None:
         return None
     by_status = None if stored is None else stored.by_status
-    return BatchFigures(by_status, jobs.runner.counts, jobs.runner.rows_in_flight)
+    is_full = stored is not None and stored.is_full
+    return BatchFigures(by_status, is_full, jobs.runner.counts, jobs.runner.rows_in_flight)
 
 
 def _tenants(

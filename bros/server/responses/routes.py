@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from bros.batch.objects import StoreFullError
 from bros.batch.responses import ResponseStatus, StoredResponse
 from bros.core.errors import InvalidRequestError, NotFoundError, PromptTooLongError
 from bros.core.request import NO_HINTS, Hints
@@ -165,6 +166,15 @@ class ResponseExchange(Exchange):
         super().__init__(state, call, hints=hints, **options)
         self._response_call = call
         self._jobs = jobs
+
+    async def start(self) -> None:
+        """Raises also StoreFullError: else the response would be generated in vain."""
+        if self._keeps and self._jobs.responses.is_full:
+            raise StoreFullError(
+                "The disk of the store is full, so the response could not be stored; send "
+                '"store": false, or delete what is not needed.'
+            )
+        await super().start()
 
     async def respond(self) -> Response:
         choices, size = await self._collected()
