@@ -176,7 +176,7 @@ def _tenants(own: BenchFlags, config: Config) -> BenchTenants | None:
     unknown = [name for name in shares if name not in keys]
     if unknown or not shares:
         raise ConfigError(f"--tenants: {', '.join(unknown) or 'nobody'} has no key in --api-keys")
-    return BenchTenants(shares, keys)
+    return BenchTenants(shares, {name: own_keys[0] for name, own_keys in keys.items()})
 
 
 def _api_key(config: Config, tenants: BenchTenants | None) -> str | None:

@@ -308,6 +308,10 @@ class TenantAccounts:
     names: the tenants that the operator has named; metrics and tables show these.
     """
 
+    names: tuple[str, ...]
+    _limits: Mapping[str, TenantLimits]
+    _default: TenantLimits
+
     def __init__(
         self,
         limits: Mapping[str, TenantLimits] = MappingProxyType({}),
@@ -319,10 +323,8 @@ class TenantAccounts:
         """limits: by tenant. default: of all other tenants. clock: for CPU time; None: that of the
         machine. together: of all tenants together, however many there are; not of CPU time.
         """
-        self.names: tuple[str, ...] = tuple(limits)
+        self.change_limits(limits, default)
         self.together = together
-        self._limits = limits
-        self._default = default
         self._clock = clock or SystemClock()
         self._used: Counter[tuple[str, Resource]] = Counter()
         self._sums: Counter[Resource] = Counter()  # of all tenants
@@ -330,6 +332,11 @@ class TenantAccounts:
         self._refused: Counter[tuple[str, Resource]] = Counter()
         # Limits per minute: (tenant, resource) -> (what counted, at what time in seconds).
         self._levels: dict[tuple[str, Resource], tuple[float, float]] = {}
+
+    def change_limits(self, limits: Mapping[str, TenantLimits], default: TenantLimits) -> None:
+        """As in the constructor. What is held already stays."""
+        self.names = tuple(limits)
+        self._limits, self._default = limits, default
 
     def limits(self, tenant: str) -> TenantLimits:
         return self._limits.get(tenant, self._default)

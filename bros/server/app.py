@@ -7,7 +7,7 @@ import math
 import re
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
@@ -33,7 +33,7 @@ from bros.server.replies import PIECE_BYTES, refusal, send_large
 from bros.server.responses import routes as responses
 from bros.server.sessions import routes as sessions
 from bros.server.state import ARRIVAL_S, ServerState
-from bros.server.tenants import TENANT, Tenants
+from bros.server.tenants import TENANT, LiveTenants, Tenants
 
 # ---- Pure ASGI middleware, which passes streams and disconnects through unchanged.
 
@@ -182,9 +182,15 @@ class BearerAuth:
     Anthropic's clients send it in the header x-api-key.
     """
 
-    def __init__(self, app: ASGIApp, tenants: Tenants, open_paths: frozenset[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        find: Callable[[bytes], str | None],
+        open_paths: frozenset[str],
+    ) -> None:
+        """find: returns the tenant of a key."""
         self._app = app
-        self._tenants = tenants
+        self._find = find
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -193,7 +199,7 @@ class BearerAuth:
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer":
                 key = headers.get(b"x-api-key", b"")
-            tenant = self._tenants.find(key.strip())
+            tenant = self._find(key.strip())
             if tenant is None:
                 error = AuthenticationError(
                     "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'."
@@ -311,7 +317,7 @@ class App(Starlette):
                 held.release()
 
 
-def create_app(state: ServerState, tenants: Tenants) -> Starlette:
+def create_app(state: ServerState, tenants: Tenants | LiveTenants) -> Starlette:
     """The app for one server. The caller closes the engine afterwards."""
     api = [
         *openai.ROUTES,
@@ -335,8 +341,8 @@ def create_app(state: ServerState, tenants: Tenants) -> Starlette:
     ]
     if tenants.keys:
         open_paths = OPEN_PATHS - {METRICS_PATH} if access == "key" else OPEN_PATHS
-        middleware.append(Middleware(BearerAuth, tenants=tenants, open_paths=open_paths))
-    if state.accounts.have_rates:
+        middleware.append(Middleware(BearerAuth, find=tenants.find, open_paths=open_paths))
+    if state.accounts.have_rates or state.config.api_keys is not None:  # whose limits may change
         middleware.append(Middleware(RateHeaders, accounts=state.accounts))
     middleware.append(Middleware(PacedReplies, accounts=state.accounts))
     app = App(

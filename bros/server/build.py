@@ -56,7 +56,14 @@ from bros.server.responses.background import EngineResponseHandler
 from bros.server.responses.running import RunningResponses
 from bros.server.serve import HttpServer, bind, load_tls, run
 from bros.server.state import STORE_THREADS, STORE_THREADS_PER_TENANT, Jobs, ServerState
-from bros.server.tenants import Tenants, load_tenants, public_prefixes, public_texts
+from bros.server.tenants import (
+    LiveTenants,
+    Tenants,
+    TenantsLimits,
+    load_tenants,
+    public_prefixes,
+    public_texts,
+)
 from bros.text.chat_format import ChatFormat
 from bros.text.generation import TextGenerator
 from bros.text.grammar_check import GrammarChecker
@@ -141,16 +148,19 @@ async def _serve(
         )
         ids = IdGenerator(random.SystemRandom())
         disk = disk_bytes(_store_folder(config.server))
-        accounts = tenants.accounts(
-            config.server,
-            max_queue=engine.info.max_queue,
-            together=server_limits(config.server, memory_bytes(), disk),
-        )
+        together = server_limits(config.server, memory_bytes(), disk)
+
+        def limits(tenants: Tenants) -> TenantsLimits:
+            most = engine.info.max_queue
+            return tenants.all_limits(config.server, max_queue=most, together=together)
+
+        accounts = TenantAccounts(*limits(tenants), together=together)
+        live = LiveTenants(tenants, config.server, accounts, limits)
         public = public_prefixes(config.server, tokenizer)
         generator = TextGenerator(engine, tokenizer, SystemClock(), ids, accounts, public)
         state = _state(config.server, files, engine, tokenizer, generator, ids, store, accounts)
         server = HttpServer(
-            create_app(state, tenants),
+            create_app(state, live),
             bound,
             on_listening=lambda url: _print(_banner(url, state, config.engine)),
             log_level=config.server.log_level,
@@ -163,7 +173,7 @@ async def _serve(
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         if not deaths:
             with Collector() as collector:
-                async with _running(state, collector):
+                async with _running(state, collector, live):
                     await server.run()
     finally:
         await engine.close()
@@ -320,11 +330,14 @@ after that."""
 
 
 @contextlib.asynccontextmanager
-async def _running(state: ServerState, collector: Collector | None = None) -> AsyncIterator[None]:
+async def _running(
+    state: ServerState, collector: Collector | None = None, tenants: LiveTenants | None = None
+) -> AsyncIterator[None]:
     """Run the tasks of batches and sessions during the block.
 
     collector: of a server: makes its full collections while no user waits, and its event loop is
         watched. None: without clients nothing depends on when the loop runs.
+    tenants: of a server.
     """
     assert state.jobs is not None and state.sessions is not None
 
@@ -340,6 +353,8 @@ async def _running(state: ServerState, collector: Collector | None = None) -> As
         asyncio.create_task(state.jobs.run(), name="batches"),
         asyncio.create_task(state.sessions.run(), name="sessions"),
     ]
+    if tenants is not None:
+        tasks.append(asyncio.create_task(tenants.run(), name="API keys"))
     if collector is not None:
         watch = LagWatch(state.clock, state.metrics.loop_lag)
         tasks.append(asyncio.create_task(watch.run(), name="loop lag"))

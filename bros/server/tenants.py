@@ -1,17 +1,24 @@
-"""API keys: one for all, or one for each tenant, with options of the tenant.
+"""API keys: one for all, or those of each tenant, with options of the tenant.
 
 # name  key       weight, slowdown of streams, and limits that differ from the defaults
 ann     ann-key   weight=3 rt_slowdown=1.2
 bob     bob-key   max_requests=64 max_sessions=100 max_file_bytes=2GiB
+bob     new-key
+
+Several lines of a name give it several keys; its options are in the first one. A running server
+reads the file again when it has changed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hmac
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from bros.core.clock import Clock
@@ -24,6 +31,8 @@ from bros.semantic.service.live import SessionSettings
 from bros.text.grammar_check import MAX_CACHED_GRAMMARS
 from bros.text.public_prefixes import PublicPrefixes
 from bros.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 TENANT = "bros.tenant"
 """Key in the ASGI scope of the tenant's name, which is empty if there is only one tenant."""
@@ -47,17 +56,21 @@ _OUTPUT_BYTES = 64 * 2**20
 _CPU_SECONDS = 30
 
 
+TenantsLimits = tuple[Mapping[str, TenantLimits], TenantLimits]
+"""Limits by tenant, and those of a tenant that has none of its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tenants:
     """The tenants and their API keys.
 
-    keys: name -> key. If it is empty, requests need no key.
+    keys: name -> its keys. If it is empty, requests need no key.
     limits: name -> its limits that differ from the defaults, as fields of TenantLimits.
     weights: name -> its weight, of those that have one.
     rt_slowdowns: name -> its --rt-slowdown, of those that have one.
     """
 
-    keys: Mapping[str, str]
+    keys: Mapping[str, Sequence[str]]
     limits: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
     rt_slowdowns: Mapping[str, float] = field(default_factory=dict)
@@ -71,9 +84,10 @@ class Tenants:
         """Name of the tenant with a key, None if no tenant has it. The comparison takes constant
         time, so that timing does not reveal a key."""
         found = None
-        for name, expected in self.keys.items():
-            if hmac.compare_digest(key, expected.encode()):
-                found = name
+        for name, keys in self.keys.items():
+            for expected in keys:
+                if hmac.compare_digest(key, expected.encode()):
+                    found = name
         return found
 
     def with_numbers(self, config: EngineConfig) -> EngineConfig:
@@ -102,13 +116,28 @@ class Tenants:
         together: TenantLimits = NO_LIMITS,
         clock: Clock | None = None,
     ) -> TenantAccounts:
-        """Accounts with the limits of every tenant.
+        """Accounts with the limits of every tenant; the arguments are those of `all_limits`, and
+        the clock of TenantAccounts."""
+        limits, default = self.all_limits(
+            config, max_queue=max_queue, max_waits=max_waits, together=together
+        )
+        return TenantAccounts(limits, default, clock, together=together)
+
+    def all_limits(
+        self,
+        config: ServerConfig,
+        *,
+        max_queue: int,
+        max_waits: int = SessionSettings().max_waiting,
+        together: TenantLimits = NO_LIMITS,
+    ) -> TenantsLimits:
+        """The limits of every tenant.
 
         By default a tenant gets at most half of what the tenants share, if there are several; the
         only tenant of a server has the limits that an option sets, and those of the server.
 
         max_queue: most waiting requests of a class. max_waits: most waiting gets of sessions.
-        together: limits of all tenants together, see server_limits. clock: as in TenantAccounts.
+        together: limits of all tenants together, see server_limits.
         """
         several = len(self.keys) > 1
 
@@ -151,54 +180,142 @@ class Tenants:
             cached_grammars=half(None, MAX_CACHED_GRAMMARS),
             traces=half(None, MAX_TRACES),
         )
-        return TenantAccounts(
-            {
-                name: dataclasses.replace(defaults, **self.limits.get(name, {}))
-                for name in self.keys or (OPERATOR,)
-            },
-            defaults,
-            clock,
-            together=together,
-        )
+        own = {
+            name: dataclasses.replace(defaults, **self.limits.get(name, {}))
+            for name in self.keys or (OPERATOR,)
+        }
+        return own, defaults
+
+
+class LiveTenants:
+    """The tenants of a running server, which reads --api-keys again when the file has changed.
+
+    Keys that come are valid, and keys that go are refused, from then on; what the tenant of a key
+    has goes on, and is there when it comes back. A file with a mistake changes nothing.
+    """
+
+    def __init__(
+        self,
+        tenants: Tenants,
+        config: ServerConfig,
+        accounts: TenantAccounts,
+        limits: Callable[[Tenants], TenantsLimits],
+    ) -> None:
+        """limits: as `Tenants.all_limits`, for the accounts."""
+        self._tenants = tenants
+        self._config = config
+        self._accounts = accounts
+        self._limits = limits
+
+    @property
+    def keys(self) -> Mapping[str, Sequence[str]]:
+        return self._tenants.keys
+
+    def find(self, key: bytes) -> str | None:
+        """As Tenants.find."""
+        return self._tenants.find(key)
+
+    async def run(self) -> None:
+        """Look after the file until cancelled."""
+        if self._config.api_keys is None:
+            return
+        path = expand_user(self._config.api_keys)
+        read = seen = _NOT_SEEN
+        while True:
+            found = await asyncio.to_thread(_version_of, path)
+            if found == seen != read:  # else somebody may be writing it
+                read = found
+                await self._read()
+            seen = found
+            await asyncio.sleep(_LOOK_S)
+
+    async def _read(self) -> None:
+        try:
+            tenants = await asyncio.to_thread(load_tenants, self._config)
+        except ConfigError as error:
+            logger.error("%s; until that is mended, the keys stay as they were", error)
+            return
+        before, self._tenants = self._tenants, tenants
+        if tenants == before:
+            return
+        self._accounts.change_limits(*self._limits(tenants))
+        logger.info("--api-keys was read again: %s", _difference(before, tenants))
+        if (tenants.weights, tenants.rt_slowdowns) != (before.weights, before.rt_slowdowns):
+            logger.warning("--api-keys: weights and slowdowns change when the server is restarted")
+
+
+_LOOK_S = 2.0
+_NOT_SEEN = (-1, -1, -1)
+
+
+def _version_of(path: Path) -> tuple[int, int, int]:
+    """Differs if the file has changed."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return (0, 0, 0)
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+
+def _difference(before: Tenants, after: Tenants) -> str:
+    """What has changed, by the names of tenants."""
+    same = [name for name in after.keys if name in before.keys]
+    groups = {
+        "new": [name for name in after.keys if name not in before.keys],
+        "gone": [name for name in before.keys if name not in after.keys],
+        "with other keys": [name for name in same if after.keys[name] != before.keys[name]],
+        "with other limits": [
+            name for name in same if after.limits.get(name) != before.limits.get(name)
+        ],
+    }
+    said = [f"{', '.join(names)} {what}" for what, names in groups.items() if names]
+    return "; ".join(said) or "no tenant has other keys or limits"
 
 
 def load_tenants(config: ServerConfig) -> Tenants:
     """The tenants of --api-keys, and that of --api-key, whose name is empty. Raises ConfigError."""
     if config.metrics_access == "key" and not config.api_key:
         raise ConfigError("--metrics-access key: needs --api-key")
-    keys = {OPERATOR: config.api_key} if config.api_key else {}
+    keys = {OPERATOR: [config.api_key]} if config.api_key else {}
     if config.api_keys is None:
         return Tenants(keys)
     try:
         lines = expand_user(config.api_keys).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--api-keys: cannot read {config.api_keys}: {error}") from error
-    limits = {}
+    limits: dict[str, Mapping[str, int | None]] = {}
     numbers: dict[str, dict[str, float]] = {option: {} for option in _NUMBERS}
-    for number, line in enumerate(lines, start=1):
-        words = line.split()
+    for number, words in enumerate(map(str.split, lines), start=1):
         if not words or words[0].startswith("#"):
             continue
-        if len(words) < 2 or not _NAME.fullmatch(words[0]):
+        name, key, *options = _checked(words, number)
+        if any(key in others for others in keys.values()):
+            raise ConfigError(f"--api-keys: the key in line {number} is used twice")
+        keys.setdefault(name, []).append(key)
+        if name in limits and options:
             raise ConfigError(
-                f"--api-keys: line {number} is not "
-                "'NAME KEY [weight=N] [rt_slowdown=N] [LIMIT=N ...]'"
+                f"--api-keys: line {number} has options; those of {name} are in its first line"
             )
-        name, key, *options = words
-        if key.partition("=")[0] in _OPTIONS or key.startswith("#"):
-            raise ConfigError(f"--api-keys: line {number} has {key[:50]!r} in the place of a key")
-        if name in keys or key in keys.values():
-            raise ConfigError(f"--api-keys: the name or the key in line {number} is used twice")
-        keys[name] = key
         for option, values in numbers.items():
             given = [each for each in options if each.startswith(f"{option}=")]
             if given:
                 values[name] = _number_of(option, given, number)
                 options = [each for each in options if each not in given]
-        limits[name] = _limits(options, number)
+        limits.setdefault(name, _limits(options, number))
     if not keys:
         raise ConfigError("--api-keys: the file has no keys; without the option none are needed")
     return Tenants(keys, limits, numbers["weight"], numbers["rt_slowdown"])
+
+
+def _checked(words: Sequence[str], number: int) -> Sequence[str]:
+    """The words of a line of this number, if it begins with a name and a key."""
+    if len(words) < 2 or not _NAME.fullmatch(words[0]):
+        raise ConfigError(
+            f"--api-keys: line {number} is not 'NAME KEY [weight=N] [rt_slowdown=N] [LIMIT=N ...]'"
+        )
+    if words[1].partition("=")[0] in _OPTIONS or words[1].startswith("#"):
+        raise ConfigError(f"--api-keys: line {number} has {words[1][:50]!r} in the place of a key")
+    return words
 
 
 def public_prefixes(config: ServerConfig, tokenizer: Tokenizer) -> PublicPrefixes | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -74,6 +75,12 @@ def test_each_key_has_a_name(tmp_path: Path) -> None:
         assert tenants.find(wrong) is None
 
 
+def test_a_tenant_may_have_several_keys(tmp_path: Path) -> None:
+    tenants = load(tmp_path, "ann old weight=3 max_files=2\nbob other\nann new")
+    assert [tenants.find(key) for key in (b"old", b"new", b"other")] == ["ann", "ann", "bob"]
+    assert (tenants.weights, tenants.limits["ann"]) == ({"ann": 3.0}, {"files": 2})
+
+
 def test_weights_and_slowdowns_of_keys_are_the_engine_s_and_options_change_those_they_name(
     tmp_path: Path,
 ) -> None:
@@ -102,7 +109,7 @@ def test_weights_and_slowdowns_of_keys_are_the_engine_s_and_options_change_those
 
 def test_without_keys_there_is_one_tenant() -> None:
     assert not load_tenants(ServerConfig()).keys
-    assert load_tenants(ServerConfig(api_key="one")).keys == {"": "one"}
+    assert load_tenants(ServerConfig(api_key="one")).keys == {"": ["one"]}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +146,8 @@ def test_without_keys_there_is_one_tenant() -> None:
         ("ann weight=3", "line 1 has 'weight=3' in the place of a key"),
         ("ann max_requests=5", "line 1 has 'max_requests=5' in the place of a key"),
         ("ann #key", "line 1 has '#key' in the place of a key"),
-        ("ann key\nann other", "line 2 is used twice"),
+        ("ann key\nann key", "line 2 is used twice"),
+        ("ann key\nann other max_files=1", "line 2 has options; those of ann are in its first"),
         ("ann key\nbob key", "line 2 is used twice"),
         ("", "no keys"),
         ("# ann key\n", "no keys"),
@@ -161,6 +169,105 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(ConfigError, match="cannot read"):
             load_tenants(ServerConfig(api_keys=str(path)))
+
+
+# The file changes
+
+
+LOOK_S = 0.02
+
+
+@pytest.fixture
+def looking(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("bros.server.tenants._LOOK_S", LOOK_S)
+    caplog.set_level(logging.INFO, logger="bros.server.tenants")
+
+
+@contextlib.asynccontextmanager
+async def looked_after(server: Server) -> AsyncIterator[None]:
+    """The server looks whether its file of keys has changed, as a running one does."""
+    task = asyncio.create_task(server.tenants.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def status_of(server: Server, key: str) -> int:
+    headers = {"authorization": f"Bearer {key}"}
+    return (await server.http.get("/v1/models", headers=headers)).status_code
+
+
+@pytest.mark.usefixtures("looking")
+async def test_keys_and_limits_of_a_running_server_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("ann old max_files=5\nbob bob-key\n")
+    server = Server(api_keys=str(path))
+    async with looked_after(server):
+        assert [await status_of(server, key) for key in ("old", "new", "bob-key")] == [
+            200,
+            401,
+            200,
+        ]
+        path.write_text("ann new max_files=7\nann old\ncid cid-key weight=2\n")
+        await until(lambda: server.tenants.find(b"new") == "ann")
+        found = [await status_of(server, key) for key in ("old", "new", "bob-key", "cid-key")]
+        assert found == [200, 200, 401, 200]
+        assert server.accounts.limits("ann").files == 7
+        assert server.accounts.names == ("ann", "cid")
+        said = "cid new; bob gone; ann with other keys; ann with other limits"
+        assert f"--api-keys was read again: {said}" in caplog.text
+        assert "weights and slowdowns change when the server is restarted" in caplog.text
+
+
+@pytest.mark.usefixtures("looking")
+@pytest.mark.parametrize("content", ["", "ann", "ann key\nbob key", None])
+async def test_a_file_with_a_mistake_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str | None
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("ann key\n")
+    server = Server(api_keys=str(path))
+    async with looked_after(server):
+        if content is None:
+            path.unlink()
+        else:
+            path.write_text(content)
+        await until(lambda: "the keys stay as they were" in caplog.text)
+        assert await status_of(server, "key") == 200
+        path.write_text("ann other\n")
+        await until(lambda: server.tenants.find(b"other") == "ann")
+        assert await status_of(server, "key") == 401
+    assert caplog.text.count("the keys stay as they were") == 1
+
+
+@pytest.mark.usefixtures("looking")
+async def test_a_file_that_is_being_written_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only one that has been the same for two looks."""
+    path = tmp_path / "keys"
+    path.write_text("ann key\nbob bob-key\n")
+    server = Server(api_keys=str(path))
+    versions = iter([(1, 1, 1), (1, 1, 1), (1, 2, 2), (1, 3, 3), (1, 4, 4), (1, 4, 4)])
+    looks, reads = [], []
+
+    def version_of(path: Path) -> tuple[int, int, int]:
+        looks.append(next(versions, (1, 4, 4)))
+        return looks[-1]
+
+    def load(config: ServerConfig) -> Tenants:
+        reads.append(len(looks))
+        return load_tenants(config)
+
+    monkeypatch.setattr("bros.server.tenants._version_of", version_of)
+    monkeypatch.setattr("bros.server.tenants.load_tenants", load)
+    async with looked_after(server):
+        await until(lambda: len(looks) == 9)
+    assert reads == [2, 6]
 
 
 # On the wire

@@ -36,6 +36,7 @@ from bros.core.request import (
     Slo,
     TokenLogprobs,
 )
+from bros.core.tenants import TenantAccounts
 from bros.engine.client import OutputStream
 from bros.scheduler.admission import Limits
 from bros.server.app import create_app
@@ -44,7 +45,13 @@ from bros.server.limits import server_limits
 from bros.server.operations.metrics import ServerMetrics
 from bros.server.serve import HttpServer, bind
 from bros.server.state import ServerState
-from bros.server.tenants import load_tenants, public_prefixes
+from bros.server.tenants import (
+    LiveTenants,
+    Tenants,
+    TenantsLimits,
+    load_tenants,
+    public_prefixes,
+)
 from bros.text.chat_format import ChatFormat
 from bros.text.generation import TextGenerator
 from bros.text.grammar_check import GrammarChecker
@@ -299,12 +306,13 @@ class Server:
         ids = IdGenerator(random.Random(seed))
         options = ServerConfig(**config)
         tenants = load_tenants(options)
-        self.accounts = tenants.accounts(
-            options,
-            max_queue=self.engine.info.max_queue,
-            together=server_limits(options, memory_bytes=2**34, disk_bytes=2**40),
-            clock=self.clock,
-        )
+        together = server_limits(options, memory_bytes=2**34, disk_bytes=2**40)
+
+        def limits(tenants: Tenants) -> TenantsLimits:
+            most = self.engine.info.max_queue
+            return tenants.all_limits(options, max_queue=most, together=together)
+
+        self.accounts = TenantAccounts(*limits(tenants), self.clock, together=together)
         state = ServerState(
             engine=self.engine,
             tokenizer=self.tokenizer,
@@ -329,7 +337,8 @@ class Server:
         )
         state = with_sessions(state)
         self.state = state if jobs_in is None else with_jobs(state, jobs_in)
-        self.app: Starlette = create_app(self.state, tenants)
+        self.tenants = LiveTenants(tenants, options, self.accounts, limits)
+        self.app: Starlette = create_app(self.state, self.tenants)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://test")
 
