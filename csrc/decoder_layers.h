@@ -37,6 +37,7 @@ struct LayerWeights {
   const float* mlp_norm;
   const float* q_norm;  // [head_dim] or null
   const float* k_norm;  // [head_dim] or null
+  int64_t rotates;      // whether positions rotate q and k
   Product qkv;
   Product attention_out;
   Product gate_up;
@@ -114,7 +115,7 @@ constexpr int64_t kKeptBytes = 256 * 1024 * 1024;
 class DecoderLayers {
  public:
   DecoderLayers(const KernelTable& kernels, const LayersArgs& args)
-      : kernels_(kernels), a_(args), tokens_(args.rope.tokens) {
+      : kernels_(kernels), a_(args), cos_sin_(args.rope.cos_sin), tokens_(args.rope.tokens) {
     Arena measured(nullptr);
     take(&measured);
     static thread_local Scratch kept;
@@ -196,6 +197,7 @@ class DecoderLayers {
   // even = attention of the q, k and v in `odd`.
   void attend(const LayerWeights& w, const LayerKv& kv) {
     a_.rope.qkv = odd_;
+    a_.rope.cos_sin = w.rotates ? cos_sin_ : nullptr;
     a_.rope.q_norm = w.q_norm;
     a_.rope.k_norm = w.k_norm;
     a_.rope.cache.k = a_.attention.cache.k = kv.k;
@@ -218,6 +220,7 @@ class DecoderLayers {
 
   const KernelTable& kernels_;
   LayersArgs a_;
+  const float* const cos_sin_;
   int64_t tokens_;
   Scratch memory_;  // freed after the call
   float* even_ = nullptr;

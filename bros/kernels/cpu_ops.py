@@ -34,7 +34,7 @@ from bros.kernels.row_padding import empty_with_padding
 DRAW = struct.Struct("=2Q 7q 3d 3f 3i")
 """One draw of `sample`, as in csrc/kernels.h."""
 
-LAYER = struct.Struct("=4Q" + 4 * "2Q3q")
+LAYER = struct.Struct("=4Qq" + 4 * "2Q3q")
 """The weights of a layer, as in csrc/decoder_layers.h."""
 
 ENDS = struct.Struct("=2Q3qQ2Q3q")
@@ -490,6 +490,7 @@ def _layer_record(
         _address(layer.mlp_norm),
         _optional_address(layer.q_norm),
         _optional_address(layer.k_norm),
+        layer.rotates,
         *products,
     )
 

@@ -190,6 +190,7 @@ class LayerWeights:
     attention_norm, mlp_norm: fp32 [hidden].
     qkv: hidden -> layout.qkv_size.
     q_norm, k_norm: fp32 [head_dim]; None for no norm per head.
+    rotates: whether positions rotate Q and K.
     attention_out: layout.q_size -> hidden.
     gate_up: hidden -> 2 * inner, the gate first.
     down: inner -> hidden.
@@ -199,6 +200,7 @@ class LayerWeights:
     qkv: Product
     q_norm: Tensor | None
     k_norm: Tensor | None
+    rotates: bool
     attention_out: Product
     mlp_norm: Tensor
     gate_up: Product

@@ -68,7 +68,20 @@ def test_older_spelling_of_rope_parameters_means_the_same() -> None:
         (LLAMA | {"architectures": []} | {"model_type": "mamba"}, "'mamba' is not supported"),
         (LLAMA | {"hidden_act": "gelu"}, "activation 'gelu'"),
         (LLAMA | {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-        (LLAMA | {"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+        (LLAMA | {"rope_parameters": {"rope_type": "dynamic"}}, "rope type 'dynamic'"),
+        (LLAMA | {"rope_parameters": {"rope_type": "longrope"}}, "short_factor"),
+        (
+            LLAMA
+            | {
+                "rope_parameters": {
+                    "rope_type": "su",
+                    "factor": 2.0,
+                    "short_factor": [1.0],
+                    "long_factor": [1.0],
+                }
+            },
+            "longrope needs .* factors",
+        ),
         (LLAMA | {"rope_parameters": {"rope_type": "linear"}}, "needs a factor"),
         (LLAMA | {"rope_parameters": {"rope_type": "yarn", "factor": 0}}, "needs a factor"),
         (LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": None}}, "needs a factor"),

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     OPTConfig,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 from bros.core.plan import Chunk, SampleSpec
@@ -60,6 +63,20 @@ _YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 4.0],
+}
+_MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
 
 
 def family_configs() -> dict[str, PreTrainedConfig]:
@@ -78,6 +95,20 @@ def family_configs() -> dict[str, PreTrainedConfig]:
         "mistral": MistralConfig(**_SMALL, sliding_window=None),
         "qwen2": Qwen2Config(**_SMALL),
         "qwen3": Qwen3Config(**_SMALL, head_dim=32, tie_word_embeddings=True),
+        "phi3": Phi3Config(**_SMALL, pad_token_id=0),
+        "phi3-longrope": Phi3Config(
+            **_SMALL | {"max_position_embeddings": 128},
+            head_dim=16,
+            pad_token_id=0,
+            tie_word_embeddings=True,
+            original_max_position_embeddings=32,
+            rope_parameters=_LONGROPE,
+        ),
+        "granite": GraniteConfig(**_SMALL, **_MULTIPLIERS, tie_word_embeddings=True),
+        "granite-biases": GraniteConfig(
+            **_SMALL, **_MULTIPLIERS, attention_bias=True, mlp_bias=True
+        ),
+        "smollm3": SmolLM3Config(**_SMALL, no_rope_layers=[1, 0, 1], pad_token_id=0),
         "opt": OPTConfig(**_SMALL_OPT),
         "opt-post-norm": OPTConfig(**_SMALL_OPT, do_layer_norm_before=False),
         "opt-plain": OPTConfig(

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bros.core.errors import ModelError
+from bros.executor.models.adapted import adapted
 from bros.executor.models.decoder import (
     Attention,
     Block,
@@ -146,6 +147,7 @@ class _Builder:
         shards = shards_of(spec, ranks.size)
         self._ranks = ranks
         self._vocabs = [shard.vocab for shard in shards]
+        source = adapted(spec, source)
         # From here on, the spec and the weights are those of this rank's shard.
         spec = self._spec = shards[ranks.rank].local
         self._source: Weights = ShardedWeights(source, shards[ranks.rank])
@@ -224,7 +226,7 @@ class _Builder:
             prefix, (names.out,), (spec.hidden_size,), self._layout.q_size, spec.out_bias
         )
         return Block(
-            attention=self._attention(prefix),
+            attention=self._attention(prefix, None if index in spec.unrotated else self._cos_sin),
             attention_out=row_parallel(out, self._ranks),
             mlp=self._mlp(prefix),
             attention_norm=self._norm(prefix + names.attention_norm),
@@ -232,7 +234,7 @@ class _Builder:
             pre_norm=spec.pre_norm,
         )
 
-    def _attention(self, prefix: str) -> Attention:
+    def _attention(self, prefix: str, cos_sin: Tensor | None) -> Attention:
         spec, layout = self._spec, self._layout
         rows = (layout.q_size, layout.kv_size, layout.kv_size)
         head_norm: list[Tensor | None] = [None, None]
@@ -245,7 +247,7 @@ class _Builder:
             kernels=self._kernels,
             layout=layout,
             qkv=self._linear(prefix, _QKV, rows, spec.hidden_size, spec.qkv_bias),
-            cos_sin=self._cos_sin,
+            cos_sin=cos_sin,
             q_norm=head_norm[0],
             k_norm=head_norm[1],
             norm_eps=spec.norm_eps,

@@ -1,4 +1,4 @@
-"""One configurable decoder for Llama, SmolLM, Mistral, Qwen2, Qwen3 and OPT.
+"""One configurable decoder for Llama, SmolLM, Mistral, Qwen2, Qwen3, Phi-3, Granite and OPT.
 
     x = embed(tokens) [+ learned positions]
     each block      residual, delta -> norm, attention, norm, MLP -> residual, delta

@@ -89,7 +89,9 @@ def native_layers(
         return None
     attention = blocks[0].attention
     packed = None if ends is None else _ends(*ends)
-    call = products.layers(weights, attention.layout, attention.cos_sin, eps, packed)
+    tables = (block.attention.cos_sin for block in blocks)
+    cos_sin = next((table for table in tables if table is not None), None)
+    call = products.layers(weights, attention.layout, cos_sin, eps, packed)
     return None if call is None else NativeLayers(call, len(blocks), packed is not None)
 
 
@@ -123,6 +125,7 @@ def _weights(block: Block) -> LayerWeights | None:
         qkv=attention.qkv.product,
         q_norm=attention.q_norm,
         k_norm=attention.k_norm,
+        rotates=attention.cos_sin is not None,
         attention_out=out.product,
         mlp_norm=block.mlp_norm.weight,
         gate_up=mlp.gate_up.product,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from bros.core.errors import ModelError
 # indexed by position serves all of them.
 
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,10 @@ class RopeSpec:
     """Parameters of one rotary embedding. Only scaled types use `factor` and the fields after it.
 
     original_max_positions: the context length before scaling, in tokens.
-    attention_factor: factor of yarn on cosines and sines; None derives it from `factor`.
+    attention_factor: factor of yarn and longrope on cosines and sines; None derives it from
+        `factor`.
+    short_factors, long_factors: divisors of longrope for each frequency, in tables for contexts of
+        at most original_max_positions and in longer ones.
     """
 
     theta: float
@@ -41,6 +44,8 @@ class RopeSpec:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeSpec:
@@ -50,12 +55,19 @@ class RopeSpec:
         """
         rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
         rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type == "su":  # its name in the first checkpoints of Phi-3
+            rope_type = "longrope"
         if rope_type not in ROPE_TYPES:
             known = ", ".join(ROPE_TYPES)
             raise ModelError(f"rope type {rope_type!r} is not supported; supported are {known}")
         original = rope.get("original_max_position_embeddings")
         factor = rope.get("factor")
-        if factor is None and rope_type == "yarn" and original:
+        factors: dict[str, tuple[float, ...]] = {}
+        if rope_type == "longrope":
+            original = original or config.get("original_max_position_embeddings")
+            for name in ("short_factor", "long_factor"):
+                factors[f"{name}s"] = tuple(map(float, rope[name]))
+        if factor is None and rope_type in ("yarn", "longrope") and original:
             factor = max_positions / original  # as transformers has it
         if rope_type != "default" and not factor:
             raise ModelError(f"rope type {rope_type!r} needs a factor in the model's config.json")
@@ -63,9 +75,12 @@ class RopeSpec:
             raise ModelError("yarn with mscale or without truncate is not supported")
         partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
         attention_factor = rope.get("attention_factor")
+        rotary_dim = int(head_dim * partial)
+        if any(len(each) != rotary_dim // 2 for each in factors.values()):
+            raise ModelError(f"longrope needs {rotary_dim // 2} factors, one for each frequency")
         return cls(
             theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-            rotary_dim=int(head_dim * partial),
+            rotary_dim=rotary_dim,
             rope_type=rope_type,
             factor=float(factor or 1.0),
             low_freq_factor=float(rope.get("low_freq_factor") or 1.0),
@@ -74,6 +89,7 @@ class RopeSpec:
             beta_fast=float(rope.get("beta_fast") or 32.0),
             beta_slow=float(rope.get("beta_slow") or 1.0),
             attention_factor=None if attention_factor is None else float(attention_factor),
+            **factors,
         )
 
     def table(self, max_positions: int) -> Tensor:
@@ -88,6 +104,10 @@ class RopeSpec:
         elif self.rope_type == "yarn":
             inverse = self._yarn(inverse)
             amplitude = self._yarn_amplitude()
+        elif self.rope_type == "longrope":
+            is_long = max_positions > self.original_max_positions
+            inverse = inverse / torch.tensor(self.long_factors if is_long else self.short_factors)
+            amplitude = self._longrope_amplitude()
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse)
         return torch.cat((angles.cos(), angles.sin()), dim=1) * amplitude
 
@@ -116,6 +136,13 @@ class RopeSpec:
             return self.attention_factor
         return 1.0 if self.factor <= 1.0 else 0.1 * math.log(self.factor) + 1.0
 
+    def _longrope_amplitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1.0:
+            return 1.0
+        return math.sqrt(1.0 + math.log(self.factor) / math.log(self.original_max_positions))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
@@ -128,6 +155,9 @@ class ModelSpec:
     rope: None if positions are learned embeddings.
     position_offset: the row of the learned embeddings that holds position 0.
     sliding_window: how many tokens a query attends to, None if all; shorter contexts are exact.
+    stacked: whether the checkpoint has Q, K and V in one tensor, and gate and up in another.
+    factors: layer -> factor of its weight and bias, see AdaptedWeights.
+    unrotated: layers of the decoder without rotary embedding.
     """
 
     architecture: str
@@ -153,6 +183,9 @@ class ModelSpec:
     final_norm: bool = True
     norm_affine: bool = True
     sliding_window: int | None = None
+    stacked: bool = False
+    factors: Mapping[str, float] = field(default_factory=dict)
+    unrotated: frozenset[int] = frozenset()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelSpec:
@@ -226,11 +259,46 @@ def _llama_like(architecture: str, config: Mapping[str, Any]) -> ModelSpec:
     )
 
 
+def _phi3(architecture: str, config: Mapping[str, Any]) -> ModelSpec:
+    return replace(_llama_like(architecture, config), stacked=True)
+
+
+def _granite(architecture: str, config: Mapping[str, Any]) -> ModelSpec:
+    """A Llama with four multipliers, which become part of its weights.
+
+    Its residual sums are `embedding` times as large as here, where the embedding, which may be the
+    lm_head as well, stays as it is. RMSNorm takes no notice but by its epsilon.
+    """
+    spec = _llama_like(architecture, config)
+    embedding = float(config.get("embedding_multiplier", 1.0))
+    residual = float(config.get("residual_multiplier", 1.0))
+    attention = float(config.get("attention_multiplier", 1.0))
+    logits = float(config.get("logits_scaling", 1.0))
+    factors = {
+        "q_proj": attention * spec.head_dim**0.5,  # attention divides by it
+        "o_proj": residual / embedding,
+        "down_proj": residual / embedding,
+        "norm": 1.0 / logits,
+    }
+    return replace(spec, factors=factors, norm_eps=spec.norm_eps / embedding**2)
+
+
+def _smollm3(architecture: str, config: Mapping[str, Any]) -> ModelSpec:
+    spec = _llama_like(architecture, config)
+    every = int(config.get("no_rope_layer_interval") or 4)
+    rotated = config.get("no_rope_layers") or [
+        int((layer + 1) % every != 0) for layer in range(spec.num_layers)
+    ]
+    unrotated = frozenset(layer for layer in range(spec.num_layers) if not rotated[layer])
+    return replace(spec, unrotated=unrotated)
+
+
 def _sliding_window(architecture: str, config: Mapping[str, Any]) -> int | None:
     window = config.get("sliding_window")
     if window is None or architecture == "LlamaForCausalLM":
         return None
-    if architecture.startswith("Qwen") and not config.get("use_sliding_window", False):
+    optional = architecture.startswith(("Qwen", "SmolLM3"))
+    if optional and not config.get("use_sliding_window", False):
         return None
     return int(window)
 
@@ -274,5 +342,8 @@ ARCHITECTURES: Mapping[str, Callable[[str, Mapping[str, Any]], ModelSpec]] = {
     "MistralForCausalLM": _llama_like,
     "Qwen2ForCausalLM": _llama_like,
     "Qwen3ForCausalLM": _llama_like,
+    "Phi3ForCausalLM": _phi3,
+    "GraniteForCausalLM": _granite,
+    "SmolLM3ForCausalLM": _smollm3,
     "OPTForCausalLM": _opt,
 }
