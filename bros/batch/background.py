@@ -96,7 +96,7 @@ class BackgroundRunner:
         try:
             await context.io(store.look_for_room)
             now = await context.io(context.store.time, context.clock.unix_time())
-            await context.io(store.fail_overdue, now)
+            await context.io(store.fail_overdue, context.clock.unix_time())
             if self._running:
                 ids = list(self._running)
                 held = await context.io(store.renew, self._owner, ids, now, lease_s)

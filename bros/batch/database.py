@@ -6,9 +6,12 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import sqlite3
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine.interfaces import DBAPIConnection
@@ -22,7 +25,27 @@ logger = logging.getLogger(__name__)
 _BUSY_S = 30
 """How long a SQLite transaction waits for the lock of another one."""
 
-_POSTGRES_SETTINGS = {"connect_timeout": 10, "keepalives_idle": 10, "tcp_user_timeout": 30_000}
+_POSTGRES_SETTINGS: Mapping[str, Any] = {
+    "connect_timeout": 10,
+    "keepalives_idle": 10,
+    "tcp_user_timeout": 30_000,
+    "client_encoding": "utf8",
+    # Names of prepared statements belong to a session, and a pooler gives each transaction another.
+    "prepare_threshold": None,
+}
+"""Parameters of a connection. Those that a URL has as well are the URL's."""
+
+_LIMITS = (
+    "SELECT set_config('lock_timeout', '10s', true), "
+    "set_config('statement_timeout', '30s', true), "
+    "set_config('idle_in_transaction_session_timeout', '5s', true)"
+)
+"""Sent with each transaction, because a pooler may give it any session. The last one is for servers
+that stand still in a transaction, as a paused virtual machine does: PostgreSQL ends it, and others
+get the rows and locks that it holds. A lock is waited for longer than that."""
+
+_NO_LIMITS = _LIMITS.replace("10s", "0").replace("30s", "0").replace("5s", "0")
+_READ_ONLY = "25006"  # SQLSTATE: the server of this connection has become a standby
 
 _ADVISORY_LOCK_KEY = 0x62726F73  # any number, the same in all servers of a store
 _ANOTHER_FILE = (
@@ -81,6 +104,7 @@ class Database:
         self._is_sqlite = engine.dialect.name == "sqlite"
         self._file: tuple[int, int] | None = None  # of SQLite, once it exists
         self._is_file_lost = False
+        self._reason, self._said_s = "", float("-inf")
         self._room = None
         if self._is_sqlite:
             self._room = DiskRoom(Path(engine.url.database or "").parent, "the store")
@@ -94,24 +118,29 @@ class Database:
     def read(self) -> Iterator[sa.Connection]:
         """A read-only transaction on one snapshot of the data. Raises StoreError."""
         self._check_file()
-        with _translate_errors(), self._reader.connect() as connection, connection.begin():
+        with self._translated(), self._reader.connect() as connection, connection.begin():
+            self._limit(connection, _LIMITS)
             yield connection
 
     @contextlib.contextmanager
-    def write(self, *, exclusive: bool = False, grows: bool = False) -> Iterator[sa.Connection]:
+    def write(
+        self, *, exclusive: bool = False, grows: bool = False, patient: bool = False
+    ) -> Iterator[sa.Connection]:
         """A transaction: committed when the block ends, rolled back if it raises.
 
         exclusive: no other exclusive block runs at the same time, in any process.
         grows: the store has more in it afterwards.
+        patient: it may take, and wait for other servers, however long.
 
         Raises StoreFullError, StoreUnavailableError if a retry may succeed, else StoreError.
         """
         self._check_file()
         if grows:
             self.check_room()
-        with _translate_errors(), self._engine.connect() as connection:
+        with self._translated(), self._engine.connect() as connection:
             writing = connection.execution_options(writes=True)
             with writing.begin():
+                self._limit(writing, _NO_LIMITS if patient else _LIMITS)
                 if exclusive and not self._is_sqlite:
                     lock = sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK_KEY)
                     writing.execute(sa.select(lock))
@@ -126,6 +155,40 @@ class Database:
     def is_full(self) -> bool:
         """Whether there was no room when it was last looked for."""
         return self._room is not None and self._room.is_low
+
+    def lock_tenant(self, connection: sa.Connection, tenant: str) -> None:
+        """Let no other transaction that has called this for the tenant run beside this one. In
+        SQLite none does."""
+        if not self._is_sqlite:
+            key = sa.func.hashtext(tenant)
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK_KEY, key)))
+
+    def unlocked(self, connection: sa.Connection, ids: sa.Select[Any]) -> Sequence[str]:
+        """What the query for ids of rows to be changed finds; of them without those that other
+        transactions change now, for which the caller would have to wait."""
+        query = ids if self._is_sqlite else ids.with_for_update(skip_locked=True)
+        return connection.execute(query).scalars().all()
+
+    def _limit(self, connection: sa.Connection, limits: str) -> None:
+        if not self._is_sqlite:
+            connection.exec_driver_sql(limits)
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Raise StoreFullError, StoreUnavailableError or StoreError instead of SQLAlchemy's errors.
+
+        Logs a reason when it is another one than before, and once a minute: clients get the error,
+        but what the database says is not for them.
+        """
+        try:
+            with _translate_errors():
+                yield
+        except StoreError as error:
+            now = time.monotonic()
+            if str(error) != self._reason or now - self._said_s > _SAY_AGAIN_S:
+                self._reason, self._said_s = str(error), now
+                logger.warning("%s", error)
+            raise
 
     def time(self, now: float) -> float:
         """Unix seconds: PostgreSQL's clock, so that the clocks of servers that share a database may
@@ -162,19 +225,28 @@ class Database:
             raise StoreUnavailableError(f"the file of the store {lost}; the server log has more")
 
 
+_SAY_AGAIN_S = 60.0
+
+
+def body_folder(folder: Path, store_id: str) -> Path:
+    """Where the bodies of files of a store are, in the folder of its server."""
+    return folder / "files" / store_id
+
+
 def open_database(url: str | None, folder: Path) -> Database:
     """The database at a URL (`postgresql://...`), else `jobs.db` in `folder`.
 
-    Creates and migrates the tables. Raises ConfigError if the database cannot be used.
+    Creates and migrates the tables; who creates them makes the folder of bodies. Raises ConfigError
+    if the database cannot be used.
     """
     engine = _engine(url, folder)
     try:
         database = Database(engine)
         with _creation_lock(folder) if url is None else contextlib.nullcontext():
-            _bring_to_this_version(database)
+            _bring_to_this_version(database, folder)
         return database
     except (StoreError, StoreFullError) as error:
-        place = engine.url.database if url is None else engine.url.render_as_string()
+        place = engine.url.database if url is None else _place(engine.url)
         engine.dispose()
         broken = url is None and type(error) is StoreError
         hint = f"; {_ANOTHER_FILE}" if broken else ""
@@ -191,21 +263,44 @@ def _engine(url: str | None, folder: Path) -> sa.Engine:
     if scheme not in ("postgresql", "postgres"):
         raise ConfigError("--store: give a URL that begins with postgresql://")
     try:
-        return _pooled(f"postgresql+psycopg://{address}")
+        engine = _pooled(f"postgresql+psycopg://{address}")
     except ImportError as error:
         raise ConfigError(
             f"--store: PostgreSQL needs more packages; install bros[postgres] ({error})"
         ) from error
     except (sa.exc.ArgumentError, ValueError) as error:  # ValueError: the port is not a number
         raise ConfigError("--store: not a URL such as postgresql://user@host/name") from error
+    if re.search("[@/]", engine.url.database or ""):
+        raise ConfigError("--store: @ and / of a password are %40 and %2F in a URL")
+
+    def on_error(context: sa.engine.ExceptionContext) -> None:
+        if getattr(context.original_exception, "sqlstate", None) == _READ_ONLY:
+            context.is_disconnect = True  # the pool connects again, to the server that writes now
+
+    sa.event.listen(engine, "handle_error", on_error)
+    return engine
 
 
 def _pooled(url: str) -> sa.Engine:
     # Timeouts, so that a server that does not answer does not block a thread for ever.
-    settings = {} if url.startswith("sqlite") else _POSTGRES_SETTINGS
+    settings: dict[str, Any] = {}
+    if not url.startswith("sqlite"):
+        given = sa.make_url(url).query
+        settings = {name: each for name, each in _POSTGRES_SETTINGS.items() if name not in given}
     return sa.create_engine(
-        url, pool_size=4, max_overflow=4, pool_pre_ping=True, connect_args=settings
+        url,
+        pool_size=4,
+        max_overflow=4,
+        pool_pre_ping=True,
+        connect_args=settings,
+        hide_parameters=True,  # they are what tenants have written, and would be in the log
     )
+
+
+def _place(url: sa.URL) -> str:
+    """Where a database is, without any password, which may be in the query as well."""
+    shown = url.set(drivername="postgresql", query={})._replace(password=None)
+    return shown.render_as_string()
 
 
 def _set_up_sqlite(engine: sa.Engine) -> None:
@@ -238,13 +333,25 @@ def _creation_lock(folder: Path) -> Iterator[None]:
         yield
 
 
-def _bring_to_this_version(database: Database) -> None:
+_ENCODINGS = ("UTF8", "SQL_ASCII")
+
+
+def _bring_to_this_version(database: Database, folder: Path) -> None:
     """Create the tables in an empty database, and migrate older ones. Raises StoreError."""
-    with database.write(exclusive=True) as connection:
+    with database.write(exclusive=True, patient=True) as connection:
+        if connection.dialect.name == "postgresql":
+            encoding = connection.exec_driver_sql("SHOW server_encoding").scalar_one()
+            if encoding not in _ENCODINGS:
+                raise StoreError(
+                    f"its encoding is {encoding}, which has no letters for most languages; create "
+                    "the database with ENCODING 'UTF8'"
+                )
         if not sa.inspect(connection).has_table(_VERSION.name):
             METADATA.create_all(connection, checkfirst=False)
             new_id = sa.text(_NEW_ID[connection.dialect.name])
             connection.execute(sa.insert(STORES).from_select(["id"], sa.select(new_id)))
+            store_id = connection.execute(sa.select(STORES.c.id)).scalar_one()
+            body_folder(folder, store_id).mkdir(parents=True, mode=0o700)
             _VERSION.create(connection)
             connection.execute(sa.insert(_VERSION).values(version_num=NEWEST))
         elif connection.execute(sa.select(_VERSION.c.version_num)).scalar() != NEWEST:
@@ -285,10 +392,13 @@ def _translate_errors() -> Iterator[None]:
         if full:
             raise StoreFullError("the disk of the store is full") from error
         kind = StoreUnavailableError if _is_retryable(error) else StoreError
-        raise kind(f"the store cannot be used: {reason}") from error
+        raise kind(f"the store cannot be used: {reason}", for_clients=_FOR_CLIENTS) from error
     except sa.exc.TimeoutError as error:
         busy = "the store cannot be used: all connections to it are busy"
         raise StoreUnavailableError(busy) from error
+
+
+_FOR_CLIENTS = "The store cannot be used now; the server log has more."
 
 
 def _is_retryable(error: sa.exc.DBAPIError) -> bool:

@@ -219,7 +219,14 @@ class StoreLimitError(StoreFullError):
 
 
 class StoreError(BrosError):
-    """The store cannot be opened or used."""
+    """The store cannot be opened or used.
+
+    for_clients: what is wrong, in words for clients; the message is for the log.
+    """
+
+    def __init__(self, message: str, for_clients: str | None = None) -> None:
+        super().__init__(message)
+        self.for_clients = for_clients or message
 
 
 class StoreUnavailableError(StoreError):

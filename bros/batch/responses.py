@@ -214,6 +214,7 @@ class ResponseStore:
         """
         size = response.num_bytes
         with self._database.write(grows=True) as connection:
+            self._database.lock_tenant(connection, response.tenant)
             if not response.status.is_final:
                 check_limit(limits, Resource.BACKGROUND, self._count_open(connection, response))
             self._make_room(connection, response.tenant, size, limits)
@@ -354,10 +355,12 @@ class ResponseStore:
             if connection.execute(wanted.limit(1)).first() is None:
                 return []
         columns = [RESPONSES.c[name] for name in ("id", "lease_epoch", "tenant", "deadline_at")]
+        chosen = sa.select(RESPONSES.c.id).where(*free, RESPONSES.c.id.in_(wanted))
         with self._database.write() as connection:
+            ids = self._database.unlocked(connection, chosen)
             rows = connection.execute(
                 sa.update(RESPONSES)
-                .where(*free, RESPONSES.c.id.in_(wanted))
+                .where(*free, RESPONSES.c.id.in_(ids))
                 .values(
                     status=ResponseStatus.IN_PROGRESS.value,
                     lease_owner=owner,
@@ -418,7 +421,8 @@ class ResponseStore:
             return connection.execute(query).rowcount > 0
 
     def fail_overdue(self, now: float) -> None:
-        """Let all open responses fail whose deadline has passed, of any model."""
+        """Let all open responses fail whose deadline has passed, of any model. now: of the servers'
+        clocks, which the deadlines are of."""
         overdue = RESPONSES.c.status.in_(_OPEN), RESPONSES.c.deadline_at <= now
         with self._database.read() as connection:
             if (

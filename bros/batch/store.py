@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import sqlalchemy as sa
 
-from bros.batch.database import BATCHES, FILES, ROWS, STORES, Database, open_database
+from bros.batch.database import BATCHES, FILES, ROWS, STORES, Database, body_folder, open_database
 from bros.batch.files import Bodies, BodyWriter, FileStore, Page, has_id, paged
 from bros.batch.objects import (
     OPEN_STATUSES,
@@ -22,6 +22,7 @@ from bros.batch.objects import (
     RowOutcome,
     RowRef,
     StoredFile,
+    StoreError,
     TokenUsage,
 )
 from bros.batch.responses import ResponseStore
@@ -242,9 +243,10 @@ class BatchStore:
             if connection.execute(wanted.limit(1)).first() is None:
                 return []
         with self._database.write() as connection:
+            ids = self._database.unlocked(connection, wanted)
             rows = connection.execute(
                 sa.update(BATCHES)
-                .where(*free, BATCHES.c.id.in_(wanted))
+                .where(*free, BATCHES.c.id.in_(ids))
                 .values(
                     lease_owner=owner,
                     lease_epoch=BATCHES.c.lease_epoch + 1,
@@ -554,23 +556,27 @@ def open_store(folder: Path, url: str | None = None, *, option: str = "--data-di
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         database = open_database(url, folder)
         try:
-            bodies = Bodies(_body_folder(database, folder), option)
+            bodies = Bodies(_bodies(database, folder, shared=url is not None), option)
         except BaseException:
             database.close()
             raise
+    except StoreError as error:
+        raise ConfigError(f"--store: {error}") from error
     except OSError as error:
         raise ConfigError(f"{option}: {folder} cannot be used: {error.strerror}") from error
     files = FileStore(database, bodies)
     return Store(database, files, BatchStore(database, files), ResponseStore(database))
 
 
-def _body_folder(database: Database, folder: Path) -> Path:
-    """Raises ConfigError if the database has files but their folder does not exist."""
+def _bodies(database: Database, folder: Path, *, shared: bool) -> Path:
+    """The folder of the bodies. Raises ConfigError if it does not exist: who creates a store makes
+    it, and another server of a shared one has to have the same. In SQLite it is missed only for
+    files."""
     with database.read() as connection:
         store_id: str = connection.execute(sa.select(STORES.c.id)).scalar_one()
         has_files = connection.execute(sa.select(FILES.c.id).limit(1)).first() is not None
-    bodies = folder / "files" / store_id
-    if has_files and not bodies.exists():
+    bodies = body_folder(folder, store_id)
+    if (shared or has_files) and not bodies.exists():
         raise ConfigError(
             f"--data-dir: the files of this store are not in {folder}; servers that share a store "
             "need the same folder"

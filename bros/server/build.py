@@ -423,6 +423,9 @@ def _banner(url: str, state: ServerState, config: EngineConfig) -> str:
 
 def _open_store(config: ServerConfig) -> Store:
     folder = _store_folder(config)
+    given = config.store or ""
+    if "://" not in given and ("=" in given or given.startswith(("postgres:", "postgresql:"))):
+        raise ConfigError("--store: give a folder, or a URL such as postgresql://user@host/name")
     if config.store is None or "://" in config.store:
         return open_store(folder, config.store)
     return open_store(folder, option="--store")

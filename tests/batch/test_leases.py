@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bros.batch.objects import BatchStatus, Lease, LeaseLostError, LineError, RowOutcome
+from bros.batch.objects import Batch, BatchStatus, Lease, LeaseLostError, LineError, RowOutcome
 from support.batch_store import NOW, Store, row_refs
 from support.tier import by_tier
 
@@ -248,7 +248,10 @@ def test_nothing_is_written_after_another_has_taken_over(store: Store) -> None:
     with ThreadPoolExecutor(1) as thread:
         writing = thread.submit(write)
         assert half_way.wait(timeout=60)
-        ((_, batch),) = store.batches.claim("new", NOW + LEASE_S, LEASE_S)
+        claimed: Sequence[tuple[Lease, Batch]] = ()
+        while not claimed:  # a row that is being written is passed over
+            claimed = store.batches.claim("new", NOW + LEASE_S, LEASE_S)
+        ((_, batch),) = claimed
         stored = writing.result()
     assert batch.completed == stored == store.batches.get("ann", "batch_1").completed
     assert len(store.batches.pending("batch_1", -1, 1_000)) == num_rows - stored

@@ -15,7 +15,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -131,6 +131,9 @@ class _DoomedDatabase:
 
     def read(self) -> contextlib.AbstractContextManager[sa.Connection]:
         return self._database.read()
+
+    def unlocked(self, connection: sa.Connection, ids: sa.Select[Any]) -> Sequence[str]:
+        return self._database.unlocked(connection, ids)
 
     @contextlib.contextmanager
     def write(self, *, exclusive: bool = False, grows: bool = False) -> Iterator[sa.Connection]:
