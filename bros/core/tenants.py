@@ -494,7 +494,7 @@ class TenantAccounts:
                 f"(max_{_LIMITS[resource]}).",
                 resource.value,
                 wait_s,
-                ends_soon=True,
+                ends_soon=wait_s <= _MINUTE_S,
             )
         for resource, more in amounts.items():
             self._raise_level(tenant, resource, more)
@@ -516,7 +516,7 @@ class TenantAccounts:
             limit = self.limits(tenant).of(resource)
             if limit is not None:
                 level = self._level(tenant, resource)
-                remaining = max(0, math.floor(limit - level))
+                remaining = min(limit, max(0, math.floor(limit - level)))  # as floats they round
                 figures[resource] = RateFigure(limit, remaining, level * _MINUTE_S / limit)
         return figures
 

@@ -730,9 +730,11 @@ class _Packer:
         return seconds
 
     def _exceeds_budget(self, candidate: RequestState) -> bool:
-        """Whether its prompt exceeds the tokens left and may not be cut."""
-        too_long = candidate.remaining > self._tokens_left
-        return too_long and not self._rules.chunked and bool(self.packing.selected)
+        """Whether its prompt exceeds the tokens left and may not be cut. One that no step has room
+        for is cut in any case."""
+        if self._rules.chunked or not self.packing.selected:
+            return False
+        return self._tokens_left < candidate.remaining <= self._bounds.tokens
 
     def _take(self, candidate: RequestState, num_tokens: int) -> str | None:
         """Reserve and select a chunk; returns why not if the candidate is passed over."""

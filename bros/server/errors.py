@@ -28,7 +28,7 @@ from bros.core.errors import (
     ServerLimitError,
     TenantLimitError,
 )
-from bros.core.tenants import Resource
+from bros.core.tenants import REQUESTS, Resource
 from bros.semantic.errors import (
     ConflictError,
     GetTimeoutError,
@@ -173,7 +173,12 @@ def describe(error: Exception) -> ApiError:
         case ServerLimitError():
             return _describe_busy(error, "server_limit_exceeded", retry=error.ends_soon)
         case TenantLimitError():
-            return _describe_busy(error, "tenant_limit_exceeded", retry=error.ends_soon)
+            # When an open request ends is not known, and clients that were all told the same time
+            # would come back together; without one each takes a time of its own.
+            tells_when = error.resource not in (each.value for each in REQUESTS.values())
+            return _describe_busy(
+                error, "tenant_limit_exceeded", retry=error.ends_soon, tells_when=tells_when
+            )
         case ConflictError() | SessionGoneError() | SessionLimitError() | UpstreamError():
             return _describe_session(error)
         case HTTPException():
@@ -186,10 +191,12 @@ def _describe_busy(
     code: str,
     *,
     retry: bool = True,
+    tells_when: bool = True,
 ) -> ApiError:
-    """retry: False if OpenAI's clients should not retry by themselves, because it takes longer."""
+    """retry: False if OpenAI's clients should not retry by themselves, because it takes longer.
+    tells_when: whether clients learn when to retry."""
     headers = {} if retry else {"x-should-retry": "false"}
-    if error.retry_after_s is not None:
+    if tells_when and error.retry_after_s is not None:
         wait_s = min(max(error.retry_after_s, 1.0), MAX_RETRY_AFTER_S)
         headers["retry-after"] = str(math.ceil(wait_s))
         headers["retry-after-ms"] = str(math.ceil(wait_s * 1000))
@@ -272,9 +279,8 @@ def _describe_server_error(error: Exception) -> ApiError:
         wait_s = error.retry_after_s if isinstance(error, EngineDeadError) else None
         wait_s = _USUAL_RETRY_S if wait_s is None else wait_s
         headers["retry-after"] = str(math.ceil(min(max(wait_s, 1.0), MAX_RETRY_AFTER_S)))
-    return ApiError(
-        status=status, message=str(error), type=SERVER_ERROR, code=code, headers=headers
-    )
+    message = error.for_clients if isinstance(error, StoreError) else str(error)
+    return ApiError(status=status, message=message, type=SERVER_ERROR, code=code, headers=headers)
 
 
 @contextlib.contextmanager

@@ -315,6 +315,8 @@ def _checked(words: Sequence[str], number: int) -> Sequence[str]:
         )
     if words[1].partition("=")[0] in _OPTIONS or words[1].startswith("#"):
         raise ConfigError(f"--api-keys: line {number} has {words[1][:50]!r} in the place of a key")
+    if not words[1].isprintable():
+        raise ConfigError(f"--api-keys: the key in line {number} has characters that are not seen")
     return words
 
 

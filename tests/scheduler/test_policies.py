@@ -641,12 +641,42 @@ def test_a_prompt_that_exceeds_the_token_budget_is_no_violation_by_the_paper() -
     run = VirtualRun("bros", packing="paper", max_batch_tokens=20, max_num_seqs=64)
     run.submit("row", 4, RT, max_tokens=30, ignore_eos=True)
     run.steps(2)
-    run.submit("long", 50, RT, max_tokens=1)
+    run.submit("long", 20, RT, max_tokens=1)
     run.submit("be", 4, BE, max_tokens=5)
     plan = run.step()
     assert plan is not None
     assert {chunk.request_id for chunk in plan.chunks} == {"row", "be"}
     assert run.scheduler.stats().batch_resets == 0
+
+
+@pytest.mark.parametrize("service_class", [RT, BE])
+def test_a_prompt_that_no_step_has_room_for_is_cut_by_the_paper_as_well(
+    service_class: ServiceClass,
+) -> None:
+    """Else it would wait until nothing else is in a step."""
+    run = VirtualRun("bros", packing="paper", max_batch_tokens=20, max_num_seqs=64)
+    run.submit("row", 4, RT, max_tokens=200, ignore_eos=True)
+    run.steps(2)
+    run.submit("long", 50, service_class, max_tokens=1)
+    run.steps(5)
+    assert len(run.token_times["long"]) == 1
+
+
+def test_tenants_take_no_turns_in_the_rules_of_the_paper() -> None:
+    """Who is held back there would wait for a step of its own, beside a stream that never ends."""
+    run = VirtualRun(
+        "bros", packing="paper", late="edf", max_batch_tokens=64, tenant_weights="big=100"
+    )
+    run.submit("stream", 4, RT, max_tokens=500, ignore_eos=True, tenant="big")
+    run.steps(30)
+    prompts = [f"prompt{number}" for number in range(8)]
+    for number, name in enumerate(prompts):
+        size = 64 if number % 2 else 10
+        run.submit(
+            name, size, RT, salt=90 * number, max_tokens=1, tenant="small", slo=Slo(0.05, 1.0)
+        )
+    run.steps(20)
+    assert all(len(run.token_times[name]) == 1 for name in prompts)
 
 
 def test_an_answer_that_has_begun_is_never_shed() -> None:
