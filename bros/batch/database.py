@@ -35,16 +35,23 @@ _POSTGRES_SETTINGS: Mapping[str, Any] = {
 }
 """Parameters of a connection. Those that a URL has as well are the URL's."""
 
-_LIMITS = (
-    "SELECT set_config('lock_timeout', '10s', true), "
-    "set_config('statement_timeout', '30s', true), "
-    "set_config('idle_in_transaction_session_timeout', '5s', true)"
-)
+
+def _limits(lock: str, statement: str, idle: str) -> str:
+    return (
+        f"SELECT set_config('lock_timeout', '{lock}', true), "
+        f"set_config('statement_timeout', '{statement}', true), "
+        f"set_config('idle_in_transaction_session_timeout', '{idle}', true)"
+    )
+
+
+_LIMITS = _limits(lock="15s", statement="30s", idle="10s")
 """Sent with each transaction, because a pooler may give it any session. The last one is for servers
 that stand still in a transaction, as a paused virtual machine does: PostgreSQL ends it, and others
 get the rows and locks that it holds. A lock is waited for longer than that."""
 
-_NO_LIMITS = _LIMITS.replace("10s", "0").replace("30s", "0").replace("5s", "0")
+_PATIENT_LIMITS = _limits(lock="0", statement="0", idle="60s")
+"""Of migrations, and of what deletes many files within its transaction."""
+
 _READ_ONLY = "25006"  # SQLSTATE: the server of this connection has become a standby
 
 _ADVISORY_LOCK_KEY = 0x62726F73  # any number, the same in all servers of a store
@@ -97,7 +104,12 @@ class DiskRoom:
 
 
 class Database:
-    """Transactions. Made by `open_database`. Every call blocks, so use it from worker threads."""
+    """Transactions. Made by `open_database`. Every call blocks, so use it from worker threads.
+
+    is_open: whether it has worked, so that the log has to tell what it suffers from.
+    """
+
+    is_open = False
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = self._reader = engine
@@ -130,7 +142,7 @@ class Database:
 
         exclusive: no other exclusive block runs at the same time, in any process.
         grows: the store has more in it afterwards.
-        patient: it may take, and wait for other servers, however long.
+        patient: it may take long, and wait long for other servers.
 
         Raises StoreFullError, StoreUnavailableError if a retry may succeed, else StoreError.
         """
@@ -140,7 +152,7 @@ class Database:
         with self._translated(), self._engine.connect() as connection:
             writing = connection.execution_options(writes=True)
             with writing.begin():
-                self._limit(writing, _NO_LIMITS if patient else _LIMITS)
+                self._limit(writing, _PATIENT_LIMITS if patient else _LIMITS)
                 if exclusive and not self._is_sqlite:
                     lock = sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK_KEY)
                     writing.execute(sa.select(lock))
@@ -185,7 +197,8 @@ class Database:
                 yield
         except StoreError as error:
             now = time.monotonic()
-            if str(error) != self._reason or now - self._said_s > _SAY_AGAIN_S:
+            is_new = str(error) != self._reason or now - self._said_s > _SAY_AGAIN_S
+            if self.is_open and is_new:
                 self._reason, self._said_s = str(error), now
                 logger.warning("%s", error)
             raise
@@ -244,6 +257,7 @@ def open_database(url: str | None, folder: Path) -> Database:
         database = Database(engine)
         with _creation_lock(folder) if url is None else contextlib.nullcontext():
             _bring_to_this_version(database, folder)
+        database.is_open = True
         return database
     except (StoreError, StoreFullError) as error:
         place = engine.url.database if url is None else _place(engine.url)

@@ -303,7 +303,7 @@ class FileStore:
 
     def sweep(self, now: float) -> None:
         """Delete expired files and unused bodies."""
-        with self._database.write(exclusive=True) as connection:
+        with self._database.write(exclusive=True, patient=True) as connection:
             connection.execute(sa.delete(FILES).where(FILES.c.expires_at <= int(now)))
             used = _used(connection)
             self.bodies.sweep(used.__contains__)

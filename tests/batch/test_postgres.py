@@ -37,8 +37,7 @@ def shared(postgres: PostgresServer, tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = module._LIMITS.replace("10s", "1500ms").replace("'5s'", "'500ms'")
-    assert limits != module._LIMITS
+    limits = module._limits(lock="1500ms", statement="10s", idle="500ms")
     monkeypatch.setattr(module, "_LIMITS", limits)
 
 

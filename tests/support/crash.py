@@ -136,8 +136,8 @@ class _DoomedDatabase:
         return self._database.unlocked(connection, ids)
 
     @contextlib.contextmanager
-    def write(self, *, exclusive: bool = False, grows: bool = False) -> Iterator[sa.Connection]:
-        with self._database.write(exclusive=exclusive, grows=grows) as connection:
+    def write(self, **options: bool) -> Iterator[sa.Connection]:
+        with self._database.write(**options) as connection:
             yield connection
             dies = next(self._numbers) == self._dies_at
             if dies and not self._committed:
