@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import sqlite3
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from bros.batch.objects import StoreError, StoreFullError, StoreUnavailableError
+from bros.core.clock import SystemClock
 from bros.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -116,6 +116,7 @@ class Database:
         self._is_sqlite = engine.dialect.name == "sqlite"
         self._file: tuple[int, int] | None = None  # of SQLite, once it exists
         self._is_file_lost = False
+        self._clock = SystemClock()
         self._reason, self._said_s = "", float("-inf")
         self._room = None
         if self._is_sqlite:
@@ -196,7 +197,7 @@ class Database:
             with _translate_errors():
                 yield
         except StoreError as error:
-            now = time.monotonic()
+            now = self._clock.now()
             is_new = str(error) != self._reason or now - self._said_s > _SAY_AGAIN_S
             if self.is_open and is_new:
                 self._reason, self._said_s = str(error), now
