@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ _POSTGRES_SETTINGS: Mapping[str, Any] = {
 """Parameters of a connection. Those that a URL has as well are the URL's."""
 
 
-def _limits(lock: str, statement: str, idle: str) -> str:
+def _timeouts(lock: str, statement: str, idle: str) -> str:
     return (
         f"SELECT set_config('lock_timeout', '{lock}', true), "
         f"set_config('statement_timeout', '{statement}', true), "
@@ -44,12 +44,12 @@ def _limits(lock: str, statement: str, idle: str) -> str:
     )
 
 
-_LIMITS = _limits(lock="15s", statement="30s", idle="10s")
+_TIMEOUTS = _timeouts(lock="15s", statement="30s", idle="10s")
 """Sent with each transaction, because a pooler may give it any session. The last one is for servers
-that stand still in a transaction, as a paused virtual machine does: PostgreSQL ends it, and others
-get the rows and locks that it holds. A lock is waited for longer than that."""
+that are paused in a transaction, as virtual machines can be: PostgreSQL ends it, and others get the
+rows and locks that it holds. A lock is waited for longer than that."""
 
-_PATIENT_LIMITS = _limits(lock="0", statement="0", idle="60s")
+_LONG_TIMEOUTS = _timeouts(lock="0", statement="0", idle="60s")
 """Of migrations, and of what deletes many files within its transaction."""
 
 _READ_ONLY = "25006"  # SQLSTATE: the server of this connection has become a standby
@@ -85,6 +85,11 @@ class DiskRoom:
     SQLite writes to its log to delete as well, so on a full disk nothing could be deleted.
 
     is_low: as it was last seen.
+
+        free on the disk       0 .... half ............ 64 MiB ..........
+        new things             no     in pages that     yes
+                                      deletions have
+                                      left
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -93,11 +98,15 @@ class DiskRoom:
         self._name = name
         self.is_low = False
 
-    def check(self) -> None:
-        """Look at the disk. Raises StoreFullError if too little is left."""
+    def check(self, reusable: Callable[[], int] = lambda: 0) -> None:
+        """Look at the disk. Raises StoreFullError if too little is left.
+
+        reusable: bytes within the store's file that hold nothing any more.
+        """
         disk = os.statvfs(self._folder)
         free, size = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
-        self.is_low = free < min(_KEPT_FREE_BYTES, size // _KEPT_FREE_SHARE)
+        kept = min(_KEPT_FREE_BYTES, size // _KEPT_FREE_SHARE)
+        self.is_low = free < kept and (free < kept // 2 or free + reusable() < kept)
         if self.is_low:
             left = f"{free / 2**20:.1f} MiB are left, which deletions need"
             raise StoreFullError(f"the disk of {self._name} is full: {left}")
@@ -132,7 +141,7 @@ class Database:
         """A read-only transaction on one snapshot of the data. Raises StoreError."""
         self._check_file()
         with self._translated(), self._reader.connect() as connection, connection.begin():
-            self._limit(connection, _LIMITS)
+            self._set_timeouts(connection, _TIMEOUTS)
             yield connection
 
     @contextlib.contextmanager
@@ -153,7 +162,7 @@ class Database:
         with self._translated(), self._engine.connect() as connection:
             writing = connection.execution_options(writes=True)
             with writing.begin():
-                self._limit(writing, _PATIENT_LIMITS if patient else _LIMITS)
+                self._set_timeouts(writing, _LONG_TIMEOUTS if patient else _TIMEOUTS)
                 if exclusive and not self._is_sqlite:
                     lock = sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK_KEY)
                     writing.execute(sa.select(lock))
@@ -162,7 +171,13 @@ class Database:
     def check_room(self) -> None:
         """Raises StoreFullError if SQLite's disk has no room for more. PostgreSQL knows its own."""
         if self._room is not None:
-            self._room.check()
+            self._room.check(self._free_page_bytes)
+
+    def _free_page_bytes(self) -> int:
+        """Of SQLite's file: it does not shrink when something is deleted."""
+        with self.read() as connection:
+            pages = connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()
+            return int(pages) * int(connection.exec_driver_sql("PRAGMA page_size").scalar_one())
 
     @property
     def is_full(self) -> bool:
@@ -182,9 +197,15 @@ class Database:
         query = ids if self._is_sqlite else ids.with_for_update(skip_locked=True)
         return connection.execute(query).scalars().all()
 
-    def _limit(self, connection: sa.Connection, limits: str) -> None:
+    def check_alive(self, connection: sa.Connection) -> None:
+        """Raises StoreUnavailableError if the transaction, and its locks, have ended: PostgreSQL
+        ends that of a server which was paused."""
         if not self._is_sqlite:
-            connection.exec_driver_sql(limits)
+            connection.exec_driver_sql("SELECT 1")
+
+    def _set_timeouts(self, connection: sa.Connection, timeouts: str) -> None:
+        if not self._is_sqlite:
+            connection.exec_driver_sql(timeouts)
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
@@ -250,8 +271,8 @@ def body_folder(folder: Path, store_id: str) -> Path:
 def open_database(url: str | None, folder: Path) -> Database:
     """The database at a URL (`postgresql://...`), else `jobs.db` in `folder`.
 
-    Creates and migrates the tables; who creates them makes the folder of bodies. Raises ConfigError
-    if the database cannot be used.
+    Creates and migrates the tables. The server that creates them makes the folder of bodies. Raises
+    ConfigError if the database cannot be used.
     """
     engine = _engine(url, folder)
     try:

@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -117,12 +118,18 @@ class Bodies:
             sync_folder(path.parent)
             sync_folder(self._folder)
 
-    def sweep(self, is_used: Callable[[str], bool]) -> int:
+    def sweep(
+        self, is_used: Callable[[str], bool], check_alive: Callable[[], None] = lambda: None
+    ) -> int:
         """Delete unused bodies and abandoned temporary files; returns the number of bodies.
-        Call it within an exclusive transaction."""
+        Call it within an exclusive transaction.
+
+        check_alive: raises if that has ended; another server may use a body again from then on.
+        """
         removed = 0
         for path in self._folder.glob("[0-9a-f][0-9a-f]/*"):
             if not is_used(path.name):
+                check_alive()
                 path.unlink(missing_ok=True)
                 removed += 1
         for path in self._tmp.iterdir():
@@ -306,7 +313,7 @@ class FileStore:
         with self._database.write(exclusive=True, patient=True) as connection:
             connection.execute(sa.delete(FILES).where(FILES.c.expires_at <= int(now)))
             used = _used(connection)
-            self.bodies.sweep(used.__contains__)
+            self.bodies.sweep(used.__contains__, partial(self._database.check_alive, connection))
 
 
 def has_id(table: sa.Table, value: str) -> sa.ColumnElement[bool]:

@@ -280,10 +280,10 @@ class ResponseStore:
         with self._database.read() as connection:
             for begin in range(0, len(wanted), _CHUNK):
                 chunk = RESPONSES.c.id.in_(wanted[begin : begin + _CHUNK])
-                size = sa.func.coalesce(sa.func.sum(RESPONSES.c.num_bytes), 0)
-                query = sa.select(size).where(chunk, *mine)
+                size = sa.func.sum(sa.func.length(RESPONSES.c.body))
+                query = sa.select(sa.func.coalesce(size, 0)).where(chunk, *mine)
                 num_bytes += int(connection.execute(query).scalar_one())
-                _check_conversation(len(wanted), num_bytes, "input")
+                check_conversation(len(wanted), num_bytes, "input")
                 columns = sa.select(RESPONSES.c.body, RESPONSES.c.status).where(chunk, *mine)
                 for body, status in connection.execute(columns):
                     if ResponseStatus(status).has_output:
@@ -436,7 +436,7 @@ class ResponseStore:
 
     def sweep(self, now: float) -> None:
         """Delete expired responses."""
-        with self._database.write() as connection:
+        with self._database.write(patient=True) as connection:
             connection.execute(
                 sa.delete(RESPONSES).where(
                     RESPONSES.c.expires_at <= int(now), RESPONSES.c.status.not_in(_OPEN)
@@ -471,7 +471,7 @@ class ResponseStore:
         chain = _chain(tenant, response_id)
         size = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(chain.c.num_bytes), 0))
         count, num_bytes = connection.execute(size).one()
-        _check_conversation(count, num_bytes, param)
+        check_conversation(count, num_bytes, param)
         columns = RESPONSES.c.input, RESPONSES.c.body, RESPONSES.c.previous_id
         turns = sa.select(*columns).join(chain, chain.c.id == RESPONSES.c.id)
         return connection.execute(turns.order_by(chain.c.depth.desc())).all()
@@ -514,7 +514,7 @@ _CHUNK = 500
 """Most values of one query; databases limit them."""
 
 
-def _check_conversation(count: int, num_bytes: int, param: str) -> None:
+def check_conversation(count: int, num_bytes: int, param: str) -> None:
     """Raises InvalidRequestError if a conversation of so many responses is too long."""
     if count > MAX_TURNS or num_bytes > MAX_CONVERSATION_BYTES:
         raise InvalidRequestError(

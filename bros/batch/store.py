@@ -490,7 +490,7 @@ class BatchStore:
         The results in the files have counted for their tenant since they were stored, so there is
         room for them.
         """
-        with self._database.write(exclusive=True) as connection:
+        with self._database.write(exclusive=True, patient=True) as connection:
             batch = self._locked_batch(connection, lease)
             if batch.status.is_final:
                 return
@@ -578,7 +578,8 @@ def _bodies(database: Database, folder: Path, *, shared: bool) -> Path:
     bodies = body_folder(folder, store_id)
     if (shared or has_files) and not bodies.exists():
         raise ConfigError(
-            f"--data-dir: the files of this store are not in {folder}; servers that share a store "
-            "need the same folder"
+            f"--data-dir: the files of this store are not in {folder}, where {bodies} is missing; "
+            "servers that share a store need the same folder, which has to last. Create it if the "
+            "store has never had files"
         )
     return bodies

@@ -395,7 +395,7 @@ class ServerConfig(_Checked):
     )
     stream_heartbeat: float = option(
         15.0,
-        "seconds between two comments in a stream that waits, so that proxies keep it open",
+        "longest silence of a stream in seconds: then it sends a comment, for proxies",
         low=0.05,
         high=30,
     )

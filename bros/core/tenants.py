@@ -516,7 +516,8 @@ class TenantAccounts:
             limit = self.limits(tenant).of(resource)
             if limit is not None:
                 level = self._level(tenant, resource)
-                remaining = min(limit, max(0, math.floor(limit - level)))  # as floats they round
+                # A limit above 2**53 is rounded when the level, a float, is taken from it.
+                remaining = min(limit, max(0, math.floor(limit - level)))
                 figures[resource] = RateFigure(limit, remaining, level * _MINUTE_S / limit)
         return figures
 

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import random
+import re
 import socket
 import ssl
 import sys
@@ -421,10 +422,14 @@ def _banner(url: str, state: ServerState, config: EngineConfig) -> str:
     )
 
 
+_OTHER_POSTGRES = re.compile(r"^postgres(ql)?:|\b(host|hostaddr|dbname|user|password|service)\s*=")
+"""Other ways in which PostgreSQL's programs name a database; bros would take them for a folder."""
+
+
 def _open_store(config: ServerConfig) -> Store:
     folder = _store_folder(config)
     given = config.store or ""
-    if "://" not in given and ("=" in given or given.startswith(("postgres:", "postgresql:"))):
+    if "://" not in given and _OTHER_POSTGRES.search(given):
         raise ConfigError("--store: give a folder, or a URL such as postgresql://user@host/name")
     if config.store is None or "://" in config.store:
         return open_store(folder, config.store)

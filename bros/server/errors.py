@@ -175,9 +175,12 @@ def describe(error: Exception) -> ApiError:
         case TenantLimitError():
             # When an open request ends is not known, and clients that were all told the same time
             # would come back together; without one each takes a time of its own.
-            tells_when = error.resource not in (each.value for each in REQUESTS.values())
+            with_retry_after = error.resource not in (each.value for each in REQUESTS.values())
             return _describe_busy(
-                error, "tenant_limit_exceeded", retry=error.ends_soon, tells_when=tells_when
+                error,
+                "tenant_limit_exceeded",
+                retry=error.ends_soon,
+                with_retry_after=with_retry_after,
             )
         case ConflictError() | SessionGoneError() | SessionLimitError() | UpstreamError():
             return _describe_session(error)
@@ -191,12 +194,12 @@ def _describe_busy(
     code: str,
     *,
     retry: bool = True,
-    tells_when: bool = True,
+    with_retry_after: bool = True,
 ) -> ApiError:
     """retry: False if OpenAI's clients should not retry by themselves, because it takes longer.
-    tells_when: whether clients learn when to retry."""
+    with_retry_after: whether clients learn when to retry."""
     headers = {} if retry else {"x-should-retry": "false"}
-    if tells_when and error.retry_after_s is not None:
+    if with_retry_after and error.retry_after_s is not None:
         wait_s = min(max(error.retry_after_s, 1.0), MAX_RETRY_AFTER_S)
         headers["retry-after"] = str(math.ceil(wait_s))
         headers["retry-after-ms"] = str(math.ceil(wait_s * 1000))

@@ -554,11 +554,14 @@ class ChunkedBody:
     """Writes chunks of a response body to uvicorn's transport. It costs a third of ASGI's `send`.
 
     The response must have been started with `send`, and `send` also writes its last part.
+
+    wrote: set by `write`.
     """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
         self._write = cycle.transport.write
+        self.wrote = False
 
     @classmethod
     def behind(cls, send: Send) -> ChunkedBody | None:
@@ -575,6 +578,7 @@ class ChunkedBody:
 
     def write(self, body: bytes) -> None:
         """Write one chunk. Call it only when ready; `body` must not be empty."""
+        self.wrote = True
         self._write(b"%x\r\n%b\r\n" % (len(body), body))
 
 

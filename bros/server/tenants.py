@@ -220,13 +220,19 @@ class LiveTenants:
         if self._config.api_keys is None:
             return
         path = expand_user(self._config.api_keys)
-        read = seen = _NOT_SEEN
+        if path.exists() and not path.is_file():  # a pipe can be read only once
+            return
+        last_read = last_seen = _NOT_SEEN
         while True:
-            found = await asyncio.to_thread(_version_of, path)
-            if found == seen != read:  # else somebody may be writing it
-                read = found
-                await self._read()
-            seen = found
+            current = await asyncio.to_thread(_version_of, path)
+            # A file that differs from the last look may still be being written.
+            if current == last_seen and current != last_read:
+                last_read = current
+                try:
+                    await self._read()
+                except Exception:
+                    logger.exception("--api-keys could not be read again")
+            last_seen = current
             await asyncio.sleep(_LOOK_S)
 
     async def _read(self) -> None:
@@ -235,10 +241,11 @@ class LiveTenants:
         except ConfigError as error:
             logger.error("%s; until that is mended, the keys stay as they were", error)
             return
-        before, self._tenants = self._tenants, tenants
+        before = self._tenants
         if tenants == before:
             return
         self._accounts.change_limits(*self._limits(tenants))
+        self._tenants = tenants
         logger.info("--api-keys was read again: %s", _difference(before, tenants))
         if (tenants.weights, tenants.rt_slowdowns) != (before.weights, before.rt_slowdowns):
             logger.warning("--api-keys: weights and slowdowns change when the server is restarted")
@@ -316,7 +323,7 @@ def _checked(words: Sequence[str], number: int) -> Sequence[str]:
     if words[1].partition("=")[0] in _OPTIONS or words[1].startswith("#"):
         raise ConfigError(f"--api-keys: line {number} has {words[1][:50]!r} in the place of a key")
     if not words[1].isprintable():
-        raise ConfigError(f"--api-keys: the key in line {number} has characters that are not seen")
+        raise ConfigError(f"--api-keys: the key in line {number} has invisible characters")
     return words
 
 

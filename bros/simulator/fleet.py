@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from bros.core.clock import ManualClock
 from bros.core.config import EngineConfig
-from bros.core.errors import ConfigError, InvalidRequestError, OverloadedError, QueueFullError
+from bros.core.errors import ConfigError, OverloadedError, QueueFullError
 from bros.core.interfaces import EngineReport
 from bros.core.request import (
     EngineRequest,
@@ -271,7 +271,7 @@ class FleetSimulation:
     def _submit(self, replica: SimReplica, request: EngineRequest) -> None:
         try:
             replica.engine.submit(request)
-        except (QueueFullError, OverloadedError, InvalidRequestError):
+        except (QueueFullError, OverloadedError):
             self._records[request.request_id].refused = True
             self._on_ended(request.request_id, cached=False)
 

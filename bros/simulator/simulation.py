@@ -23,7 +23,7 @@ from pathlib import Path
 from bros.core.clock import ManualClock
 from bros.core.config import EngineConfig
 from bros.core.config_sources import near_matches
-from bros.core.errors import ConfigError, InvalidRequestError, OverloadedError, QueueFullError
+from bros.core.errors import ConfigError, OverloadedError, QueueFullError
 from bros.core.files import expand_user
 from bros.core.interfaces import EngineInfo, EngineStats
 from bros.core.plan import Chunk, SampledToken, StepPlan, StepResult, SuspendedStep
@@ -439,10 +439,10 @@ class Simulation:
     def _submit(self, record: SimulatedRequest, request: EngineRequest, now: float) -> None:
         try:
             self._engine.submit(request)
-        except (QueueFullError, OverloadedError, InvalidRequestError) as error:
+        except (QueueFullError, OverloadedError) as error:
             record.refused = True
-            wait_s = 0.0 if isinstance(error, InvalidRequestError) else error.retry_after_s
-            self._on_closed(record, now + max(wait_s, MIN_RETRY_S))
+            wait_s = max(error.retry_after_s, MIN_RETRY_S)
+            self._on_closed(record, now + wait_s)
         else:
             self._open[record.request_id] = record
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 import sqlalchemy as sa
 
 from bros.batch import database as module
-from bros.batch.database import RESPONSES, STORES, open_database
+from bros.batch.database import FILES, RESPONSES, STORES, open_database
 from bros.batch.objects import StoreUnavailableError
 from bros.batch.responses import ResponseStatus, ResponseStore
 from bros.batch.store import open_store as open_whole_store
@@ -36,12 +37,13 @@ def shared(postgres: PostgresServer, tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = module._limits(lock="1500ms", statement="10s", idle="500ms")
-    monkeypatch.setattr(module, "_LIMITS", limits)
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_TIMEOUTS", "_LONG_TIMEOUTS"):
+        timeouts = module._timeouts(lock="1500ms", statement="10s", idle="500ms")
+        monkeypatch.setattr(module, name, timeouts)
 
 
-@pytest.mark.usefixtures("short_limits")
+@pytest.mark.usefixtures("short_timeouts")
 def test_a_server_that_stands_still_in_a_transaction_holds_up_no_other(shared: Store) -> None:
     """As one does whose machine is paused. The other one gets its batches in time."""
     for batch_id in ("held", "free"):
@@ -57,13 +59,35 @@ def test_a_server_that_stands_still_in_a_transaction_holds_up_no_other(shared: S
             claimed = [batch.id for _, batch in other.batches.claim("other", later, LEASE_S)]
             assert set(claimed) == {"held", "free"} - {lease.batch_id}, "it waits for no row"
             with other.database.write(exclusive=True):
-                """Behind the lock of the one that stands still."""
+                pass  # behind the lock of the one that stands still
             ((_, batch),) = other.batches.claim("other", later, LEASE_S)
             assert batch.id == lease.batch_id
         shared.batches._locked_batch(still, lease)
 
 
-@pytest.mark.usefixtures("short_limits")
+@pytest.mark.usefixtures("short_timeouts")
+def test_a_server_that_was_paused_in_a_cleanup_removes_nothing_more(shared: Store) -> None:
+    """Another one may have stored the same content meanwhile."""
+    content = b"the same"
+    shared.put_file(content, file_id="file-old")
+    with shared.database.write() as connection:
+        connection.execute(sa.delete(FILES))  # its body is unused now
+    with shared.again() as other:
+        sweep = shared.files.bodies.sweep
+
+        def paused_sweep(used: Callable[[str], bool], check_alive: Callable[[], None]) -> int:
+            time.sleep(1.0)  # as long as PostgreSQL takes to notice
+            other.put_file(content, file_id="file-new")
+            return sweep(used, check_alive)
+
+        shared.files.bodies.sweep = paused_sweep  # type: ignore[method-assign]
+        with pytest.raises(StoreUnavailableError):
+            shared.files.sweep(NOW)
+        new = other.files.get("ann", "file-new", NOW)
+        assert other.files.body(new).read_bytes() == content
+
+
+@pytest.mark.usefixtures("short_timeouts")
 def test_a_lock_is_not_waited_for_for_ever(shared: Store) -> None:
     with (
         shared.again() as other,

@@ -87,6 +87,10 @@ def test_older_spelling_of_rope_parameters_means_the_same() -> None:
         (LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": None}}, "needs a factor"),
         (LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 3}, "4 heads cannot share 3"),
         (LLAMA | {"num_attention_heads": 0}, "config.json is not usable"),
+        (
+            LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]},
+            "config.json is not usable",
+        ),
         (LLAMA | {"num_hidden_layers": 0}, "num_layers is 0"),
         (LLAMA | {"vocab_size": -1}, "vocab_size is -1"),
         (LLAMA | {"hidden_size": None}, "config.json is not usable"),

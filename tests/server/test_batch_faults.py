@@ -13,13 +13,16 @@ from typing import Any
 import httpx
 import pytest
 
-from bros.batch.objects import StoreUnavailableError
+from bros.batch.objects import StoreFullError, StoreUnavailableError
+from bros.batch.responses import ResponseStatus, StoredResponse
+from bros.batch.store import open_store
 from bros.server.operations import routes as service
 from support.batch_server import BatchServer, batch_server, jsonl, row, until
 from support.scripted_server import assert_envelope
 from support.tier import by_tier
 
 DISK_BYTES = 2**21
+NOW = 1_700_000_000
 ROWS = 60
 
 
@@ -148,6 +151,47 @@ async def test_a_disk_with_little_left_takes_nothing_more_but_lets_all_be_delete
         await until(lambda: not server.store.responses.is_full)
         assert (await respond()).status_code == 200
         assert "bros_batch_store_full 0.0" in await metrics()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("disk", [2**27], indirect=True)
+def test_what_was_deleted_makes_room_though_the_file_of_the_store_stays_as_large(
+    disk: Path,
+) -> None:
+    with contextlib.closing(open_store(disk)) as store:
+        names = [f"resp_{number}" for number in range(200)]
+
+        def fill() -> int:
+            """How many fit."""
+            for number, name in enumerate(names):
+                try:
+                    store.responses.put(stored_response(name, "x" * 2**20))
+                except StoreFullError:
+                    return number
+            raise AssertionError("the disk is not full")
+
+        count = fill()
+        assert count > 80 and store.responses.is_full
+        for name in names[:count]:
+            store.responses.delete("ann", name, NOW)
+        store.responses.look_for_room()
+        assert not store.responses.is_full
+        assert abs(fill() - count) < 8
+
+
+def stored_response(name: str, text: str) -> StoredResponse:
+    return StoredResponse(
+        id=name,
+        tenant="ann",
+        served_model="m",
+        previous_id=None,
+        status=ResponseStatus.COMPLETED,
+        background=False,
+        created_at=NOW,
+        expires_at=NOW + 100,
+        input="[]",
+        body=text,
+    )
 
 
 async def test_a_store_whose_file_is_gone_is_said_to_be_and_all_else_goes_on(

@@ -12,10 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
-from bros.server.openai.stream import _HEARTBEAT
+from bros.server.openai.stream import EventStream
+from bros.server.state import StopSignal
 from support.batch_server import BatchServer, batch_server, until
 
 SOON_S = 10.0
+COMMENT = b": waiting\n\n"
 QUESTION: Any = [{"role": "user", "content": "Hi"}]
 STREAMS: Mapping[str, Mapping[str, Any]] = {
     "/v1/chat/completions": {"messages": QUESTION},
@@ -41,7 +43,7 @@ class Reader:
 
     @property
     def comments(self) -> int:
-        return self._read.count(_HEARTBEAT)
+        return self._read.count(COMMENT)
 
     @property
     def events(self) -> str:
@@ -160,3 +162,45 @@ async def test_clients_of_others_skip_the_comments(server: BatchServer) -> None:
         await reader.rest()
     texts = await asyncio.wait_for(reading, SOON_S)
     assert set(texts) == {"Hello world"}
+
+
+async def test_no_comments_come_while_events_do(server: BatchServer) -> None:
+    server.engine.text = "x" * 60
+
+    server.engine.pause_s = 0.01
+    async with opened(server, "/v1/chat/completions", max_tokens=61) as reader:
+        await reader.rest()
+    assert reader.comments == 0 and reader.events.count("data: ") > 60
+
+
+class Blocked(EventStream):
+    """A stream that waits for ever, of a client that takes nothing."""
+
+    async def send_all(self) -> None:
+        await self.with_heartbeats(asyncio.Event().wait())
+
+    async def close(self) -> None:
+        self.closed.set()
+
+    closed: asyncio.Event
+
+
+async def test_a_client_that_takes_no_comment_does_not_keep_the_stream_from_ending() -> None:
+    stopping, sending = StopSignal(), asyncio.Event()
+    stream = Blocked(stopping, heartbeat_s=0.02)
+    stream.closed = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        sending.set()
+        await asyncio.Event().wait()
+
+    serving = asyncio.ensure_future(stream({"type": "http"}, receive, send))
+    await asyncio.wait_for(sending.wait(), SOON_S)
+    stopping.set()
+    await asyncio.wait_for(stream.closed.wait(), SOON_S)
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)

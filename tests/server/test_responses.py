@@ -241,6 +241,19 @@ async def test_items_are_referred_to_by_their_ids(roomy: BatchServer) -> None:
     assert by_id == by_text
 
 
+async def test_references_do_not_add_up_to_more_than_a_conversation_may_have(
+    server: BatchServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is a copy: a body of 4 MB could name a large item a hundred thousand times."""
+    monkeypatch.setattr("bros.batch.responses.MAX_CONVERSATION_BYTES", 3_000)
+    first = await create(server)
+    reference = {"type": "item_reference", "id": first.output[0].id}
+    await create(server, input=[reference, {"role": "user", "content": "Hi"}])
+    with pytest.raises(openai.BadRequestError) as error:
+        await create(server, input=[reference] * 100)
+    assert error.value.code == "context_length_exceeded" and error.value.param == "input"
+
+
 async def test_a_reference_to_an_item_in_the_background(server: BatchServer) -> None:
     first = await create(server)
     reference = {"type": "item_reference", "id": first.output[0].id}
@@ -461,6 +474,7 @@ async def test_rows_of_batches(server: BatchServer) -> None:
         {"previous_response_id": "resp_1"},
         {"input": [{}]},
         {"input": [{"type": "item_reference", "id": "msg_1_0"}]},
+        {"input": [{"type": "item_reference", "id": []}]},
     ]
     bad = [line(i, **fields) for i, fields in enumerate(wrong)]
     failed = await server.wait(await server.submit(*bad, endpoint="/v1/responses"))
@@ -472,6 +486,7 @@ async def test_rows_of_batches(server: BatchServer) -> None:
         (3, "body.previous_response_id"),
         (4, "body.input[0].role"),
         (5, "body.input[0].type"),
+        (6, "body.input[0].type"),
     ]
 
 

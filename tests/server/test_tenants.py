@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -146,8 +147,8 @@ def test_without_keys_there_is_one_tenant() -> None:
         ("ann weight=3", "line 1 has 'weight=3' in the place of a key"),
         ("ann max_requests=5", "line 1 has 'max_requests=5' in the place of a key"),
         ("ann #key", "line 1 has '#key' in the place of a key"),
-        ("ann key\u200b", "line 1 has characters that are not seen"),
-        ("ann key\0", "line 1 has characters that are not seen"),
+        ("ann key\u200b", "line 1 has invisible characters"),
+        ("ann key\0", "line 1 has invisible characters"),
         ("ann key\nann key", "line 2 is used twice"),
         ("ann key\nann other max_files=1", "line 2 has options; those of ann are in its first"),
         ("ann key\nbob key", "line 2 is used twice"),
@@ -270,6 +271,17 @@ async def test_a_file_that_is_being_written_is_not_read(
     async with looked_after(server):
         await until(lambda: len(looks) == 9)
     assert reads == [2, 6]
+
+
+async def test_a_pipe_is_not_read_again(tmp_path: Path) -> None:
+    """As of a shell's <(...). It would block, or look empty."""
+    path = tmp_path / "keys"
+    os.mkfifo(path)
+    writing = asyncio.ensure_future(asyncio.to_thread(path.write_text, "ann key\n"))
+    server = await asyncio.to_thread(Server, api_keys=str(path))
+    await writing
+    await asyncio.wait_for(server.tenants.run(), 5.0)
+    assert await status_of(server, "key") == 200
 
 
 # On the wire

@@ -94,8 +94,9 @@ class ScriptedEngine:
     after which a request waits for `go_on`; `die_after`, tokens after which the engine dies of
     `death`; `fail_after`, after which requests whose id ends with `fails` end with an error, one
     that may be tried again after `retry_after_s` if that is not None; `relegates`, the end of ids
-    that are served as best-effort; `step_s`, by which each token moves the clock; `cached_tokens`;
-    `figures`, its statistics; `traces` by request id; `alive`; `num_lost`, `num_hung`.
+    that are served as best-effort; `step_s`, by which each token moves the clock; `pause_s`, real
+    seconds after each token; `cached_tokens`; `figures`, its statistics; `traces` by request id;
+    `alive`; `num_lost`, `num_hung`.
     ended: ids of what was answered in full.
     """
 
@@ -105,6 +106,7 @@ class ScriptedEngine:
         self.texts: Sequence[str] = ()
         self.script: Sequence[int] = ()
         self.step_s = 0.0
+        self.pause_s = 0.0
         self.text = "Hello world"
         self.refusal: Exception | None = None
         self.refuses: str | None = None
@@ -219,7 +221,7 @@ class ScriptedEngine:
                 )
                 return
             yield self._output(request, count, token_id, limit)
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.pause_s)
         self.ended.append(request.request_id)
 
     @staticmethod

@@ -62,7 +62,7 @@ class AdaptedWeights:
         """See Weights."""
         values = self._source.dense(*self._origin(name, shape, part))
         factor = self._factor(name)
-        return values if factor == 1.0 else values.mul_(factor)
+        return values if factor == 1.0 else values * factor  # the file's own memory stays
 
     def int4(self, name: str, shape: tuple[int, int], part: Part | None = None) -> Int4Groups:
         """See Weights."""

@@ -199,7 +199,7 @@ class ModelSpec:
             raise ModelError("checkpoints with a quantization_config are not supported")
         try:
             spec = ARCHITECTURES[architecture](architecture, config)
-        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
             raise ModelError(f"the model's config.json is not usable: {error!r}") from error
         spec._check()
         return spec

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from bros.core.errors import InvalidRequestError, OverloadedError
+from bros.core.errors import OverloadedError
 from bros.core.request import ServiceClass
 from bros.kvcache.manager import KvCacheManager
 from bros.scheduler.cost_model import StepLoad, StepTimePredictor
@@ -328,8 +328,7 @@ class OverloadGuard:
         """The class to serve a new request as. step_s: mean time of a step.
 
         A resumed request keeps its class, since a user has read a part of its answer.
-        Raises OverloadedError in mode "reject" if its objectives cannot be met, and
-        InvalidRequestError if they could not be met alone.
+        Raises OverloadedError in mode "reject" if its objectives cannot be met.
         """
         if self._mode == "late" or state.service_class is ServiceClass.BE or state.num_outputs:
             return state.service_class
@@ -338,32 +337,12 @@ class OverloadGuard:
             return ServiceClass.RT
         if self._mode == "relegate":
             return ServiceClass.BE
-        self._check_alone(state)
         retry_s = min(max(math.ceil(overrun_s), _MIN_RETRY_S), _MAX_RETRY_S)
         raise OverloadedError(
             "The server is too busy to meet this request's time objectives; "
             f"retry in {retry_s:.0f} s, or use service_tier 'flex' to wait for a gap.",
             retry_s,
         )
-
-    def _check_alone(self, state: RequestState) -> None:
-        """Raises InvalidRequestError if no idle server like this one could meet its objectives, so
-        that its client does not try again."""
-        alone = StepLoad()
-        alone.add_rows(1, state.prompt_len)
-        takes_s = {
-            "ttft_ms": self._predictor.prefill_seconds(state.remaining, state.num_computed_tokens),
-            "tpot_ms": self._predictor.safe_seconds(alone),
-        }
-        asked_s = {"ttft_ms": state.slo.ttft_s, "tpot_ms": state.slo.tpot_s}
-        for name, least_s in takes_s.items():
-            asked = asked_s[name]
-            if asked is not None and least_s > asked:
-                raise InvalidRequestError(
-                    f"This server needs about {math.ceil(least_s * 1000)} ms for the request "
-                    f"alone, more than its objective 'slo.{name}' of {asked * 1000:g} ms.",
-                    f"slo.{name}",
-                )
 
     def _overrun_s(self, state: RequestState, queues: Queues, step_s: float, now: float) -> float:
         """Seconds by which it would miss its objectives; not positive if it would meet them."""

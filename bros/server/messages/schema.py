@@ -46,8 +46,8 @@ _TOOL_RESULT = {
     },
     "required": ["type", "tool_use_id"],
 }
-_KINDS = [_TEXT, _THINKING, _REDACTED_THINKING, _TOOL_USE, _TOOL_RESULT]
-_BLOCKS = {"type": "array", "items": {"anyOf": _KINDS}}
+_BLOCK_SCHEMAS = [_TEXT, _THINKING, _REDACTED_THINKING, _TOOL_USE, _TOOL_RESULT]
+_BLOCKS = {"type": "array", "items": {"anyOf": _BLOCK_SCHEMAS}}
 _MESSAGE = {
     "type": "object",
     "properties": {

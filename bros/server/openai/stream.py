@@ -583,8 +583,8 @@ class EventStream(Response, ABC):
     The status line is sent with the first event or heartbeat, so an error before it has its own
     status. A later error is sent as an event with the error envelope, without [DONE].
 
-    Heartbeats are sent while the stream waits, because proxies close connections that are silent:
-    a best-effort request may wait for minutes for its first token.
+    Heartbeats are sent while the stream waits and nothing else is sent, because proxies close
+    connections that are silent: a best-effort request may wait for minutes for its first token.
     """
 
     media_type = "text/event-stream"
@@ -592,41 +592,55 @@ class EventStream(Response, ABC):
     """What follows after the last event."""
 
     def __init__(self, stopping: StopSignal, heartbeat_s: float) -> None:
-        """heartbeat_s: seconds between two heartbeats."""
+        """heartbeat_s: a heartbeat is sent before nothing was sent for so many seconds."""
         self.status_code = 200
         self.background = None
         self.init_headers(_HEADERS)
         self._stopping = stopping
         self._heartbeat_s = heartbeat_s
         self._heartbeat: asyncio.Future[None] | None = None
-        self._next_heartbeat: asyncio.TimerHandle | None = None
+        self._next_look: asyncio.TimerHandle | None = None
         self._waits = False
+        self._is_silent = True
+        self._body: ChunkedBody | None = None
         self._begun = False
 
     @abstractmethod
     async def send_all(self) -> None:
         """Call `send_events` for all events but those of `ending`. What these are made of is
-        awaited by `waited`."""
+        awaited by `with_heartbeats`."""
 
-    async def waited(self, source: Awaitable[T]) -> T:
-        """The result of `source`. Heartbeats are sent until it is there."""
+    async def with_heartbeats(self, source: Awaitable[T]) -> T:
+        """The result of `source`. Heartbeats are sent until it is there; one that a slow client has
+        not taken yet is waited for, so that it comes before the next event."""
         self._waits = True
         try:
-            return await source
-        finally:
+            found = await source
             self._waits = False
-            if self._heartbeat is not None:  # of a client that reads slowly
+            if self._heartbeat is not None:
                 await self._heartbeat
+        except BaseException:
+            self._waits = False
+            if self._heartbeat is not None:
+                self._heartbeat.cancel()
+            raise
+        return found
 
-    def _send_heartbeat(self) -> None:
-        """Send one, unless an event has been sent in part; and begin the time until the next."""
+    def _look_for_silence(self) -> None:
+        """Send a heartbeat if nothing was sent since the last look; not within an event."""
         self._begin_heartbeats()
-        if self._waits and (self._heartbeat is None or self._heartbeat.done()):
+        is_silent = self._is_silent and (self._body is None or not self._body.wrote)
+        self._is_silent = True
+        if self._body is not None:
+            self._body.wrote = False
+        is_free = self._heartbeat is None or self._heartbeat.done()
+        if self._waits and is_silent and is_free:
             self._heartbeat = asyncio.ensure_future(self.send_events(_HEARTBEAT))
+            self._heartbeat.add_done_callback(_retrieve)
 
     def _begin_heartbeats(self) -> None:
         loop = asyncio.get_running_loop()
-        self._next_heartbeat = loop.call_later(self._heartbeat_s, self._send_heartbeat)
+        self._next_look = loop.call_later(self._heartbeat_s / 2, self._look_for_silence)
 
     def ending(self) -> bytes:
         """The last events, before `done`."""
@@ -664,8 +678,8 @@ class EventStream(Response, ABC):
                 logger.exception("a stream failed")
             failure = describe(error)
         finally:
-            if self._next_heartbeat is not None:
-                self._next_heartbeat.cancel()
+            if self._next_look is not None:
+                self._next_look.cancel()
             await self.close()
         if failure is None:
             await self.send_events(self.ending() + self.done, more=False)
@@ -683,6 +697,7 @@ class EventStream(Response, ABC):
 
     async def send_events(self, events: bytes, *, more: bool = True) -> None:
         """Send events, and the status line before the first ones. more: False for the last."""
+        self._is_silent = False
         if not self._begun:
             self._begun = True
             await self._send(
@@ -698,6 +713,12 @@ class EventStream(Response, ABC):
         else:
             accounts = self._scope["app"].state.server.accounts
             await send_large(accounts, self._scope, self._send_body, events, more=more)
+
+
+def _retrieve(heartbeat: asyncio.Future[None]) -> None:
+    """A client that has left is noticed otherwise."""
+    if not heartbeat.cancelled():
+        heartbeat.exception()
 
 
 class _BodySink:
@@ -796,15 +817,16 @@ class AnswerStream(EventStream):
         """Choices with an event."""
 
     async def send_all(self) -> None:
-        answer, writer, body = self._answer, self._writer, ChunkedBody.behind(self._send_body)
+        answer, writer = self._answer, self._writer
+        body = self._body = ChunkedBody.behind(self._send_body)
         sink = None
         if body is not None:
             sink = _BodySink(answer.observer, writer, body, self.may_forward)
-        while deltas := await self.waited(answer.deltas()):
+        while deltas := await self.with_heartbeats(answer.deltas()):
             if events := await self._written(deltas):
                 await self.send_events(events)
             if self._begun and sink is not None:
-                await self.waited(answer.forward(sink))
+                await self.with_heartbeats(answer.forward(sink))
 
     def may_forward(self) -> bool:
         """False if output has to wait for the next call of `send_all`'s loop."""

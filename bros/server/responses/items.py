@@ -36,6 +36,8 @@ _MAX_ID_CHARS = 128
 
 
 RESPONSE_PREFIX = "resp_"
+"""Beginning of the id of a response."""
+
 _REFERENCE = "item_reference"
 
 
@@ -44,7 +46,7 @@ def output_item_id(response_id: str, kind: str, index: int) -> str:
     return f"{_ID_PREFIXES[kind]}_{response_id.removeprefix(RESPONSE_PREFIX)}_{index}"
 
 
-def response_of(item_id: str) -> str:
+def response_id_of(item_id: str) -> str:
     """The id of the response whose output has the item, if any has."""
     name, _, _ = item_id.partition("_")[2].rpartition("_")
     return f"{RESPONSE_PREFIX}{name}"
@@ -78,7 +80,8 @@ def read_input(
 def _followed(value: object, referenced: Mapping[str, Item]) -> object:
     """The item that a reference leads to; else the value."""
     if isinstance(value, dict) and value.get("type") == _REFERENCE:
-        return referenced.get(value.get("id", ""), value)
+        item_id = value.get("id")
+        return referenced.get(item_id, value) if isinstance(item_id, str) else value
     return value
 
 

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bros.batch.objects import StoreFullError
-from bros.batch.responses import ResponseStatus, StoredResponse
+from bros.batch.responses import ResponseStatus, StoredResponse, check_conversation
 from bros.core.errors import InvalidRequestError, NotFoundError, PromptTooLongError
 from bros.core.request import NO_HINTS, Hints
 from bros.core.tenants import QuotaHold, Resource
@@ -41,7 +41,7 @@ from bros.server.responses.events import (
     ResponseWriter,
     background_events,
 )
-from bros.server.responses.items import Item, references, response_of
+from bros.server.responses.items import Item, references, response_id_of
 from bros.server.responses.running import RunningResponse
 from bros.server.responses.schema import (
     CountInputTokens,
@@ -126,12 +126,16 @@ async def _follow_references(request: Request, fields: Mapping[str, Any]) -> Res
 
     def load() -> ResponseCall:
         wanted = references(fields["input"])
-        items = jobs.responses.outputs(tenant, map(response_of, wanted.values()), now)
+        items = jobs.responses.outputs(tenant, map(response_id_of, wanted.values()), now)
         found = {item["id"]: item for item in items}
+        sizes = {item_id: json_size(item) for item_id, item in found.items()}
+        num_bytes = 0  # of the copies: an item may be named often
         for param, item_id in wanted.items():
+            num_bytes += sizes.get(item_id, 0)
             if item_id not in found:
                 message = f"There is no item {item_id[:100]!r} in the output of a stored response."
                 raise NotFoundError(message, param, "item_not_found")
+        check_conversation(len(wanted), num_bytes, "input")
         return ResponseCall(state, fields, referenced=found)
 
     return await jobs.io(tenant, load)
@@ -241,7 +245,7 @@ class _ResponseStream(AnswerStream):
         await super().send_all()
         writer = self._response_writer
         await self._send_made(writer.close(self._answer.usage()))
-        await self.waited(self._exchange.keep(writer.response))
+        await self.with_heartbeats(self._exchange.keep(writer.response))
         await self.close()
         await self._send_made(writer.last())
 
@@ -345,7 +349,7 @@ class BackgroundStream(EventStream):
         look, runs_here = self._look, lambda: jobs.running.get(self._id) is not None
         shown = False
         with waits, jobs.watched.followed(self._tenant, self._id, look, runs_here) as watched:
-            while not (stored := await self.waited(watched.stored())).status.is_final:
+            while not (stored := await self.with_heartbeats(watched.stored())).status.is_final:
                 version = watched.version
                 running = jobs.running.get(self._id)
                 if running is not None:
@@ -354,7 +358,7 @@ class BackgroundStream(EventStream):
                     response = await self._read(stored)
                     await self._send_those(background_events(response, self._after, runs=False))
                 shown = True
-                await self.waited(watched.changed(version))
+                await self.with_heartbeats(watched.changed(version))
         with held_output(self._request, len(stored.body)):
             response = await self._read(stored)
             await self._send_those(background_events(response, self._after, runs=True))
@@ -369,7 +373,7 @@ class BackgroundStream(EventStream):
         while not running.over:
             version = running.version
             await self._send_those(running.events(self._after))
-            await self.waited(running.changed(version))
+            await self.with_heartbeats(running.changed(version))
 
     async def _look(self) -> StoredResponse:
         """The response as it is stored."""

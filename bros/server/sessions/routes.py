@@ -506,7 +506,7 @@ class ValueStream(EventStream):
         """The next piece, None after the last one."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self.waited(anext(self._pieces, None))
+                return await self.with_heartbeats(anext(self._pieces, None))
         except TimeoutError:
             raise GetTimeoutError(
                 f"No output within {self._timeout_s:g} s; the request can be repeated."
