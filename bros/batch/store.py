@@ -569,9 +569,9 @@ def open_store(folder: Path, url: str | None = None, *, option: str = "--data-di
 
 
 def _bodies(database: Database, folder: Path, *, shared: bool) -> Path:
-    """The folder of the bodies. Raises ConfigError if it does not exist: who creates a store makes
-    it, and another server of a shared one has to have the same. In SQLite it is missed only for
-    files."""
+    """The folder of the bodies. Raises ConfigError if it does not exist: the server that creates a
+    store makes it, and all servers of a shared store need the same one. A store in SQLite has one
+    server, and needs it only for files."""
     with database.read() as connection:
         store_id: str = connection.execute(sa.select(STORES.c.id)).scalar_one()
         has_files = connection.execute(sa.select(FILES.c.id).limit(1)).first() is not None

@@ -592,7 +592,7 @@ class EventStream(Response, ABC):
     """What follows after the last event."""
 
     def __init__(self, stopping: StopSignal, heartbeat_s: float) -> None:
-        """heartbeat_s: a heartbeat is sent before nothing was sent for so many seconds."""
+        """heartbeat_s: most seconds of silence while the stream waits."""
         self.status_code = 200
         self.background = None
         self.init_headers(_HEADERS)
