@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,6 +102,9 @@ def _halves(two_bytes: Tensor) -> Tensor:
 
 
 INDEX_FILE = "model.safetensors.index.json"
+
+LAYER = re.compile(r"(\w+)\.(weight|bias)$")
+"""The end of a tensor's name: its layer, and which of its tensors it is."""
 
 Part = tuple[range, ...]
 """A part of a tensor: a range with step 1 along each axis."""

@@ -60,7 +60,6 @@ from bros.server.state import STORE_THREADS, STORE_THREADS_PER_TENANT, Jobs, Ser
 from bros.server.tenants import (
     LiveTenants,
     Tenants,
-    TenantsLimits,
     load_tenants,
     public_prefixes,
     public_texts,
@@ -149,14 +148,13 @@ async def _serve(
         )
         ids = IdGenerator(random.SystemRandom())
         disk = disk_bytes(_store_folder(config.server))
-        together = server_limits(config.server, memory_bytes(), disk)
-
-        def limits(tenants: Tenants) -> TenantsLimits:
-            most = engine.info.max_queue
-            return tenants.all_limits(config.server, max_queue=most, together=together)
-
-        accounts = TenantAccounts(*limits(tenants), together=together)
-        live = LiveTenants(tenants, config.server, accounts, limits)
+        live = LiveTenants(
+            tenants,
+            config.server,
+            max_queue=engine.info.max_queue,
+            together=server_limits(config.server, memory_bytes(), disk),
+        )
+        accounts = live.accounts
         public = public_prefixes(config.server, tokenizer)
         generator = TextGenerator(engine, tokenizer, SystemClock(), ids, accounts, public)
         state = _state(config.server, files, engine, tokenizer, generator, ids, store, accounts)

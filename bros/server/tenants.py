@@ -16,7 +16,7 @@ import dataclasses
 import hmac
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,9 @@ OPERATOR = ""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _PREFIX = "max_"
 _NUMBERS = {"weight": WEIGHT, "rt_slowdown": RT_SLOWDOWN}
-_OPTIONS = frozenset((*_NUMBERS, *(_PREFIX + name for name in LIMIT_NAMES)))
 """Options of a tenant for the engine."""
+
+_OPTIONS = frozenset((*_NUMBERS, *(_PREFIX + name for name in LIMIT_NAMES)))
 
 _NO_LIMIT = "none"
 
@@ -74,11 +75,6 @@ class Tenants:
     limits: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
     rt_slowdowns: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def named(self) -> bool:
-        """Whether there are other tenants than the operator."""
-        return any(name != OPERATOR for name in self.keys)
 
     def find(self, key: bytes) -> str | None:
         """Name of the tenant with a key, None if no tenant has it. The comparison takes constant
@@ -192,20 +188,26 @@ class LiveTenants:
 
     Keys that come are valid, and keys that go are refused, from then on; what the tenant of a key
     has goes on, and is there when it comes back. A file with a mistake changes nothing.
+
+    accounts: theirs, with the limits that they have by now.
     """
 
     def __init__(
         self,
         tenants: Tenants,
         config: ServerConfig,
-        accounts: TenantAccounts,
-        limits: Callable[[Tenants], TenantsLimits],
+        *,
+        max_queue: int,
+        together: TenantLimits,
+        clock: Clock | None = None,
     ) -> None:
-        """limits: as `Tenants.all_limits`, for the accounts."""
+        """max_queue, together, clock: as in Tenants.accounts."""
         self._tenants = tenants
         self._config = config
-        self._accounts = accounts
-        self._limits = limits
+        self._max_queue = max_queue
+        self.accounts = tenants.accounts(
+            config, max_queue=max_queue, together=together, clock=clock
+        )
 
     @property
     def keys(self) -> Mapping[str, Sequence[str]]:
@@ -244,7 +246,10 @@ class LiveTenants:
         before = self._tenants
         if tenants == before:
             return
-        self._accounts.change_limits(*self._limits(tenants))
+        limits = tenants.all_limits(
+            self._config, max_queue=self._max_queue, together=self.accounts.together
+        )
+        self.accounts.change_limits(*limits)
         self._tenants = tenants
         logger.info("--api-keys was read again: %s", _difference(before, tenants))
         if (tenants.weights, tenants.rt_slowdowns) != (before.weights, before.rt_slowdowns):

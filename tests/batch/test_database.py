@@ -198,10 +198,18 @@ def test_a_database_of_something_else_is_refused_with_its_path(tmp_path: Path) -
     assert "already exists" in str(refused.value) and "move the file away" in str(refused.value)
 
 
-def test_a_password_of_the_store_is_not_shown() -> None:
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgresql://user:secret-word@127.0.0.1:1/name", "user"),
+        ("postgresql://user@127.0.0.1:1/name?password=secret-word", "user"),
+        ("postgresql://user:with@secret/word@127.0.0.1:1/name", "%40"),
+    ],
+)
+def test_a_password_of_the_store_is_not_shown(url: str, shown: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        open_database("postgresql://user:secret-word@127.0.0.1:1/name", Path())
-    assert "user" in str(refused.value) and "secret-word" not in str(refused.value)
+        open_database(url, Path())
+    assert shown in str(refused.value) and "secret" not in str(refused.value)
 
 
 def test_a_block_that_raises_stores_nothing(store: Store) -> None:

@@ -131,6 +131,7 @@ async def test_a_client_that_leaves_while_it_reads_comments_ends_its_request(
     async with opened(server, "/v1/chat/completions") as reader:
         await reader.until_comments(1)
     await asyncio.wait_for(engine.abort_seen.wait(), SOON_S)
+    assert engine.aborted == [request.request_id for request in engine.submitted]
 
 
 async def test_clients_of_others_skip_the_comments(server: BatchServer) -> None:
@@ -166,7 +167,6 @@ async def test_clients_of_others_skip_the_comments(server: BatchServer) -> None:
 
 async def test_no_comments_come_while_events_do(server: BatchServer) -> None:
     server.engine.text = "x" * 60
-
     server.engine.pause_s = 0.01
     async with opened(server, "/v1/chat/completions", max_tokens=61) as reader:
         await reader.rest()
@@ -202,5 +202,6 @@ async def test_a_client_that_takes_no_comment_does_not_keep_the_stream_from_endi
     await asyncio.wait_for(sending.wait(), SOON_S)
     stopping.set()
     await asyncio.wait_for(stream.closed.wait(), SOON_S)
+    assert not serving.done(), "its client takes no error either"
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)

@@ -36,7 +36,6 @@ from bros.core.request import (
     Slo,
     TokenLogprobs,
 )
-from bros.core.tenants import TenantAccounts
 from bros.engine.client import OutputStream
 from bros.scheduler.admission import Limits
 from bros.server.app import create_app
@@ -45,13 +44,7 @@ from bros.server.limits import server_limits
 from bros.server.operations.metrics import ServerMetrics
 from bros.server.serve import HttpServer, bind
 from bros.server.state import ServerState
-from bros.server.tenants import (
-    LiveTenants,
-    Tenants,
-    TenantsLimits,
-    load_tenants,
-    public_prefixes,
-)
+from bros.server.tenants import LiveTenants, load_tenants, public_prefixes
 from bros.text.chat_format import ChatFormat
 from bros.text.generation import TextGenerator
 from bros.text.grammar_check import GrammarChecker
@@ -307,14 +300,14 @@ class Server:
             self.engine.set_context(max_model_len)
         ids = IdGenerator(random.Random(seed))
         options = ServerConfig(**config)
-        tenants = load_tenants(options)
-        together = server_limits(options, memory_bytes=2**34, disk_bytes=2**40)
-
-        def limits(tenants: Tenants) -> TenantsLimits:
-            most = self.engine.info.max_queue
-            return tenants.all_limits(options, max_queue=most, together=together)
-
-        self.accounts = TenantAccounts(*limits(tenants), self.clock, together=together)
+        self.tenants = LiveTenants(
+            load_tenants(options),
+            options,
+            max_queue=self.engine.info.max_queue,
+            together=server_limits(options, memory_bytes=2**34, disk_bytes=2**40),
+            clock=self.clock,
+        )
+        self.accounts = self.tenants.accounts
         state = ServerState(
             engine=self.engine,
             tokenizer=self.tokenizer,
@@ -339,7 +332,6 @@ class Server:
         )
         state = with_sessions(state)
         self.state = state if jobs_in is None else with_jobs(state, jobs_in)
-        self.tenants = LiveTenants(tenants, options, self.accounts, limits)
         self.app: Starlette = create_app(self.state, self.tenants)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://test")

@@ -3,16 +3,13 @@ factors that the architecture has in its code."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
 from bros.executor.models.spec import ModelSpec
-from bros.executor.weights import Int4Groups, Part, Weights
-
-_LAYER = re.compile(r"(\w+)\.(?:weight|bias)$")
+from bros.executor.weights import LAYER, Int4Groups, Part, Weights
 
 
 class Rows(NamedTuple):
@@ -85,11 +82,11 @@ class AdaptedWeights:
             out.copy_(self.dense(name, shape, part))  # rounded once
 
     def _factor(self, name: str) -> float:
-        found = _LAYER.search(name)
+        found = LAYER.search(name)
         return self._factors.get(found[1], 1.0) if found else 1.0
 
     def _origin(self, name: str, shape: tuple[int, ...], part: Part | None) -> _Origin:
-        found = _LAYER.search(name)
+        found = LAYER.search(name)
         rows = self._rows.get(found[1]) if found else None
         if found is None or rows is None:
             return _Origin(name, shape, part)

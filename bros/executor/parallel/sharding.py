@@ -17,7 +17,6 @@ several ranks have the same KV head and split its query heads:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -30,13 +29,11 @@ from bros.core.errors import ConfigError
 from bros.executor.models.layers import Linear, TokenLookup
 from bros.executor.models.spec import ModelSpec
 from bros.executor.parallel.ranks import Ranks
-from bros.executor.weights import Int4Groups, Part, Weights
+from bros.executor.weights import LAYER, Int4Groups, Part, Weights
 from bros.kernels.panels import GROUP
 
 _UNIT = GROUP
 """Large sizes are split at multiples of this: int4 groups stay whole, matrix sizes stay fast."""
-
-_LAYER = re.compile(r"(\w+)\.(weight|bias)$")
 
 
 class _Split(NamedTuple):
@@ -80,7 +77,7 @@ class Shard:
 
         The part is None if the tensor is replicated.
         """
-        found = _LAYER.search(name)
+        found = LAYER.search(name)
         axis, split = self._split(*found.groups()) if found else (0, None)
         if split is None or len(split.part) == split.total:
             return shape, None
@@ -90,7 +87,7 @@ class Shard:
 
     def is_partial_sum(self, name: str) -> bool:
         """Whether the layer of this tensor computes a partial sum on every rank."""
-        found = _LAYER.search(name)
+        found = LAYER.search(name)
         return found is not None and self._split(found[1], "weight")[0] == 1
 
     def _split(self, layer: str, kind: str) -> tuple[int, _Split | None]:

@@ -69,7 +69,7 @@ async def create_response(request: Request) -> Response:
     """Generate a response; with stream, as server-sent events."""
     state = ServerState.of(request)
     arrival_s = state.arrival_s(request)
-    (metadata, call), held = await _read(request, lambda fields: fields)
+    metadata, call, held = await _read(request, lambda fields: fields)
     if call.given.background:
         tenant = state.tenant(request)
         tokens = await _check_prompt(state, call, tenant)
@@ -100,8 +100,9 @@ async def _check_prompt(state: ServerState, call: ResponseCall, tenant: str) -> 
 
 async def _read(
     request: Request, checked: Callable[[dict[str, Any]], dict[str, Any]]
-) -> tuple[tuple[Mapping[str, str], ResponseCall], QuotaHold]:
-    """(metadata, call) of the body, with what it refers to: items, and a conversation.
+) -> tuple[Mapping[str, str], ResponseCall, QuotaHold]:
+    """(metadata, call, what it counts as) of the body, with what it refers to: items, and a
+    conversation.
 
     checked: returns the fields that count, and raises InvalidRequestError for wrong ones.
     """
@@ -115,7 +116,7 @@ async def _read(
     (metadata, made), held = await read_held(request, state.max_body_bytes, make)
     call = made if isinstance(made, ResponseCall) else await _follow_references(request, made)
     await _continue(request, call)
-    return (metadata, call), held
+    return metadata, call, held
 
 
 async def _follow_references(request: Request, fields: Mapping[str, Any]) -> ResponseCall:
@@ -522,7 +523,7 @@ def _with_unique_ids(items: Sequence[Item]) -> list[Item]:
 
 async def count_input_tokens(request: Request) -> Response:
     """The number of tokens of the prompt that a request to /v1/responses would have."""
-    (_, call), _ = await _read(request, _prompt_only)
+    _, call, _ = await _read(request, _prompt_only)
     prompts = await call.prompts(ServerState.tenant(request))
     return json_response(InputTokens(input_tokens=len(prompts[0])))
 
