@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 import sys
+import zlib
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -46,11 +47,20 @@ EMULATED_FLAGS = {"csrc/kernels_amx_emulated.cpp": ["-Og"]}
 HEADERS = sorted(str(path) for path in Path("csrc").glob("*.h"))
 
 
+def sources_digest() -> str:
+    """As in bros/kernels/dispatch.py, which compares the two."""
+    digest = 0
+    for path in sorted([*Path("csrc").glob("*.cpp"), *Path("csrc").glob("*.h")]):
+        digest = zlib.crc32(path.read_bytes(), digest)
+    return f"{digest:08x}"
+
+
 class BuildKernels(build_ext):
     """Compiles each source with the flags of its instruction set; Extension allows only one set."""
 
     def build_extension(self, ext: Extension) -> None:
         objects = []
+        digest = sources_digest()
         for source in ext.sources:
             flags = COMMON_FLAGS + OPENMP_FLAGS + EMULATED_FLAGS.get(source, [])
             if platform.machine().lower() in ("x86_64", "amd64"):
@@ -58,6 +68,7 @@ class BuildKernels(build_ext):
             objects += self.compiler.compile(
                 [source],
                 output_dir=self.build_temp,
+                macros=[("BROS_SOURCES", f'"{digest}"')],
                 include_dirs=ext.include_dirs,
                 extra_postargs=flags,
                 depends=ext.depends,

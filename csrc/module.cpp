@@ -741,4 +741,8 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT,
 }  // namespace
 }  // namespace bros
 
-PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&bros::module); }
+PyMODINIT_FUNC PyInit__C() {
+  PyObject* module = PyModule_Create(&bros::module);
+  if (module) PyModule_AddStringConstant(module, "SOURCES", BROS_SOURCES);
+  return module;
+}

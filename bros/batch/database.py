@@ -299,7 +299,7 @@ def _engine(url: str | None, folder: Path) -> sa.Engine:
     if scheme not in ("postgresql", "postgres"):
         raise ConfigError("--store: give a URL that begins with postgresql://")
     try:
-        engine = _pooled(f"postgresql+psycopg://{address}")
+        engine = _pooled(f"postgresql+psycopg://{_hosts_in_query(address)}")
     except ImportError as error:
         raise ConfigError(
             f"--store: PostgreSQL needs more packages; install bros[postgres] ({error})"
@@ -315,6 +315,21 @@ def _engine(url: str | None, folder: Path) -> sa.Engine:
 
     sa.event.listen(engine, "handle_error", on_error)
     return engine
+
+
+def _hosts_in_query(address: str) -> str:
+    """An address with several hosts, which libpq tries in turn, as SQLAlchemy reads it. Of these only
+    a server that writes will do."""
+    place = re.split("[/?]", address, maxsplit=1)[0]
+    rest = address[len(place) :]
+    login, at, hosts = place.rpartition("@")
+    if "," not in hosts:
+        return address
+    path, _, query = rest.partition("?")
+    given = [f"host={host}" for host in hosts.split(",")] + ([query] if query else [])
+    if "target_session_attrs=" not in query:
+        given.append("target_session_attrs=read-write")
+    return f"{login}{at}{path or '/'}?{'&'.join(given)}"
 
 
 def _pooled(url: str) -> sa.Engine:
@@ -336,7 +351,10 @@ def _pooled(url: str) -> sa.Engine:
 def _place(url: sa.URL) -> str:
     """Where a database is, without any password, which may be in the query as well."""
     shown = url.set(drivername="postgresql", query={})._replace(password=None)
-    return shown.render_as_string()
+    hosts = url.query.get("host")
+    if not isinstance(hosts, tuple):
+        return shown.render_as_string()
+    return shown.set(host="...").render_as_string().replace("...", ",".join(hosts), 1)
 
 
 def _set_up_sqlite(engine: sa.Engine) -> None:

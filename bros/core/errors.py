@@ -96,7 +96,10 @@ class QueueFullError(BrosError):
 
 
 class OverloadedError(BrosError):
-    """A real-time request cannot meet its objectives; retry after `retry_after_s` seconds."""
+    """A real-time request cannot meet its objectives.
+
+    retry_after_s: seconds until a retry; infinite if waiting does not help.
+    """
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)

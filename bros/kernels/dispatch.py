@@ -80,10 +80,33 @@ def compiled_digest() -> str:
 
 
 def _load_cpu_kernels() -> CpuKernels:
+    """Raises ImportError if they were not built, ConfigError if they were built from sources that
+    have changed since."""
     # Imported late: the extension is optional, it is not built without a compiler.
+    from bros.kernels import _C
     from bros.kernels.cpu_ops import CpuKernels
 
+    built_from = getattr(_C, "SOURCES", "")  # older ones do not say
+    if built_from != sources_digest(_SOURCES, default=built_from):
+        raise ConfigError(
+            f"the compiled kernels were built from other sources than those in {_SOURCES}; "
+            "reinstall bros to build them (make install, or pip install -e .)"
+        )
     return CpuKernels()
+
+
+_SOURCES = Path(__file__).parents[2] / "csrc"
+"""The sources of the compiled kernels, if bros runs from a source tree."""
+
+
+def sources_digest(folder: Path, default: str) -> str:
+    """Digest of the sources in `folder`, as setup.py has it compiled in; `default` if there are
+    none."""
+    paths = sorted([*folder.glob("*.cpp"), *folder.glob("*.h")])
+    digest = 0
+    for path in paths:
+        digest = zlib.crc32(path.read_bytes(), digest)
+    return f"{digest:08x}" if paths else default
 
 
 def _load_triton_kernels(

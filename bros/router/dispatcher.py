@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 from collections import OrderedDict
 from dataclasses import replace
 from typing import NamedTuple
@@ -182,9 +183,9 @@ class Dispatcher:
                 self._replica_set.detach(item)
                 raise
             if not self._replica_set.others_available(refused):
-                if not can_wait or item.refusals:
-                    raise min(refused.values(), key=_retry_after_s)
                 soonest_s = min(map(_retry_after_s, refused.values()))
+                if not can_wait or item.refusals or soonest_s == math.inf:
+                    raise min(refused.values(), key=_retry_after_s)
                 await asyncio.sleep(max(soonest_s, _MIN_WAIT_S))
                 refused.clear()
 

@@ -198,8 +198,9 @@ def _describe_busy(
 ) -> ApiError:
     """retry: False if OpenAI's clients should not retry by themselves, because it takes longer.
     with_retry_after: whether clients learn when to retry."""
-    headers = {} if retry else {"x-should-retry": "false"}
-    if with_retry_after and error.retry_after_s is not None:
+    helps = error.retry_after_s is None or error.retry_after_s < math.inf  # to wait
+    headers = {} if retry and helps else {"x-should-retry": "false"}
+    if with_retry_after and helps and error.retry_after_s is not None:
         wait_s = min(max(error.retry_after_s, 1.0), MAX_RETRY_AFTER_S)
         headers["retry-after"] = str(math.ceil(wait_s))
         headers["retry-after-ms"] = str(math.ceil(wait_s * 1000))

@@ -11,6 +11,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import parse_qs, quote, urlsplit
 
 import pytest
 import sqlalchemy as sa
@@ -20,7 +21,7 @@ from alembic.migration import MigrationContext
 from bros.batch.database import METADATA, NEWEST, STORES, Database, migrate, open_database
 from bros.batch.objects import StoreError, StoreFullError, StoreUnavailableError
 from bros.core.errors import ConfigError
-from support.batch_store import NOW, Store, full_disk, open_store
+from support.batch_store import NOW, PostgresServer, Store, full_disk, open_store
 
 from .conftest import NewUrl
 
@@ -153,6 +154,21 @@ def test_the_short_form_of_a_url_is_taken_too(new_url: NewUrl, tmp_path: Path) -
         assert count_files(store) == 0
 
 
+@pytest.mark.multiprocess
+def test_of_several_hosts_the_one_that_writes_is_used(
+    postgres: PostgresServer, tmp_path: Path
+) -> None:
+    query = parse_qs(urlsplit(postgres.new_url()).query)
+    [folder], [options] = query["host"], query["options"]
+    several = f"postgresql://bros@127.0.0.1:1,{quote(folder, safe='')}/postgres?options="
+    with open_store(several + quote(options), tmp_path) as store:
+        store.put_file()
+        assert count_files(store) == 1
+    reads_only = quote(f"{options} -cdefault_transaction_read_only=on")
+    with pytest.raises(ConfigError, match="session is read-only"):
+        open_database(several + reads_only, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [
@@ -163,6 +179,11 @@ def test_the_short_form_of_a_url_is_taken_too(new_url: NewUrl, tmp_path: Path) -
         ("postgresql://user@host:port/name", "postgresql://"),
         ("postgresql://user@127.0.0.1:1/name", "cannot be used"),
         ("postgresql://user@/name?host=/nowhere", "cannot be used"),
+        (
+            "postgresql://user@127.0.0.1:1,127.0.0.2:1/name",
+            r"@127\.0\.0\.1:1,127\.0\.0\.2:1/name: ",
+        ),
+        ("postgresql://user@127.0.0.1:one,127.0.0.2:two/name", "postgresql://"),
     ],
 )
 def test_a_store_that_cannot_be_reached_is_a_wrong_option(
@@ -203,6 +224,7 @@ def test_a_database_of_something_else_is_refused_with_its_path(tmp_path: Path) -
     [
         ("postgresql://user:secret-word@127.0.0.1:1/name", "user"),
         ("postgresql://user@127.0.0.1:1/name?password=secret-word", "user"),
+        ("postgresql://user:secret-word@127.0.0.1:1,127.0.0.1:2/name", "user"),
         ("postgresql://user:with@secret/word@127.0.0.1:1/name", "%40"),
     ],
 )

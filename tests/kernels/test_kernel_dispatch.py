@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
 from bros.core.errors import ConfigError
+from bros.kernels import dispatch
 from bros.kernels.dispatch import compiled_kernels, select_kernels
 
 
@@ -41,6 +43,19 @@ def test_compiled_kernels_are_chosen(name: str, caplog: pytest.LogCaptureFixture
     cpu_ops = pytest.importorskip("bros.kernels.cpu_ops", exc_type=ImportError)
     assert select_kernels(name).name == f"cpu-{cpu_ops.levels()[0]}"
     assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu"])
+def test_kernels_that_were_built_from_other_sources_are_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python and C++ agree on the layout of what they exchange, but only within one version."""
+    pytest.importorskip("bros.kernels.cpu_ops", exc_type=ImportError)
+    monkeypatch.setattr(dispatch, "_SOURCES", tmp_path)
+    assert select_kernels(name).name.startswith("cpu-"), "an installed package has no sources"
+    (tmp_path / "module.cpp").write_text("int main() { return 0; }")
+    with pytest.raises(ConfigError, match="built from other sources than those in .*make install"):
+        select_kernels(name)
 
 
 def test_auto_falls_back_with_one_warning(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,6 +40,20 @@ def test_a_request_that_cannot_be_on_time_is_refused_and_leaves_nothing_behind()
     assert run.submit("late", 300, slo=SLOW) is RT, "its id is free, and now there is time"
     run.drain()
     assert len(run.token_times["late"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("slo", "reason"),
+    [
+        (Slo(0.1, 10.0), "300 tokens of its prompt take .* ms, and the first .* within 100 ms"),
+        (Slo(20.0, 0.001), "a token takes .* ms, and one is asked for every 1 ms"),
+    ],
+)
+def test_what_no_idle_server_can_do_is_said_to_be_that(slo: Slo, reason: str) -> None:
+    for run in (VirtualRun(overload="reject"), loaded("reject")):
+        with pytest.raises(OverloadedError, match=f"even if it is idle: {reason}") as caught:
+            run.submit("hasty", 300, slo=slo)
+        assert caught.value.retry_after_s == math.inf, "waiting does not help"
 
 
 def test_or_is_served_as_best_effort() -> None:

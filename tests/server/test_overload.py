@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from typing import Any
 
 import openai
@@ -40,6 +41,16 @@ async def test_refused_on_arrival(
     }
     assert response.headers["retry-after"] == seconds
     assert response.headers["retry-after-ms"] == milliseconds
+
+
+@ROUTES
+@STREAM
+async def test_refused_for_ever(server: Server, route: str, stream: bool) -> None:
+    server.engine.refusal = OverloadedError("No idle server is so fast.", math.inf)
+    response = await call(server, route, stream=stream)
+    assert assert_envelope(response, 429)["code"] == "overloaded"
+    assert response.headers["x-should-retry"] == "false"
+    assert not [name for name in response.headers if name.startswith("retry-after")]
 
 
 @WAITS

@@ -337,12 +337,35 @@ class OverloadGuard:
             return ServiceClass.RT
         if self._mode == "relegate":
             return ServiceClass.BE
+        if reason := self._too_slow_alone(state):
+            raise OverloadedError(
+                "This server cannot meet this request's time objectives even if it is idle: "
+                f"{reason}. Ask for more time, or use service_tier 'flex'.",
+                math.inf,
+            )
         retry_s = min(max(math.ceil(overrun_s), _MIN_RETRY_S), _MAX_RETRY_S)
         raise OverloadedError(
             "The server is too busy to meet this request's time objectives; "
             f"retry in {retry_s:.0f} s, or use service_tier 'flex' to wait for a gap.",
             retry_s,
         )
+
+    def _too_slow_alone(self, state: RequestState) -> str:
+        """Why a request would miss its objectives if nothing else ran; empty if it would not."""
+        predictor, slo = self._predictor, state.slo
+        prompt_s = predictor.prefill_seconds(state.remaining, state.num_computed_tokens)
+        if slo.ttft_s is not None and prompt_s > slo.ttft_s:
+            return (
+                f"{state.remaining} tokens of its prompt take {_shown_s(prompt_s)}, and the first "
+                f"token is asked for within {_shown_s(slo.ttft_s)}"
+            )
+        token = StepLoad()
+        token.add_rows(1, state.prompt_len)
+        token_s = predictor.safe_seconds(token)
+        if slo.tpot_s is not None and token_s > slo.tpot_s:
+            every = _shown_s(slo.tpot_s)
+            return f"a token takes {_shown_s(token_s)}, and one is asked for every {every}"
+        return ""
 
     def _overrun_s(self, state: RequestState, queues: Queues, step_s: float, now: float) -> float:
         """Seconds by which it would miss its objectives; not positive if it would meet them."""
@@ -416,6 +439,10 @@ class OverloadGuard:
             return tokens
         shared = sum([kv.num_shared_tokens(state.request_id) for state in states])
         return tokens - shared + min(shared, all_shared)
+
+
+def _shown_s(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 10.0 else f"{1000 * seconds:.3g} ms"
 
 
 # ---- Adaptive batch size: TCP's congestion control, with steps for round trips.
