@@ -318,8 +318,8 @@ def _engine(url: str | None, folder: Path) -> sa.Engine:
 
 
 def _hosts_in_query(address: str) -> str:
-    """An address with several hosts, which libpq tries in turn, as SQLAlchemy reads it. Of these only
-    a server that writes will do."""
+    """An address with several hosts, which libpq tries in turn, as SQLAlchemy reads it. Only a
+    server that writes will do."""
     place = re.split("[/?]", address, maxsplit=1)[0]
     rest = address[len(place) :]
     login, at, hosts = place.rpartition("@")
