@@ -18,6 +18,7 @@ from bros.scheduler.build import (
     best_effort_yields,
     build_scheduler,
     needs_cost_model,
+    objectives_too_tight,
     unused_options,
     without_effect,
 )
@@ -51,6 +52,8 @@ def build_engine(
     model = None
     if needs_cost_model(config):
         model = step_time_model(config, executor, info, clock, profiles, report)
+        if warning := objectives_too_tight(config, model):
+            report(warning)
         info = dataclasses.replace(
             info, prices=model.prices(config.step_bounds(info.device).tokens)
         )

@@ -19,7 +19,7 @@ from bros.core.request import ServiceClass
 from bros.kvcache.manager import KvCacheManager
 from bros.kvcache.prefix_cache import PrefixCache
 from bros.scheduler.admission import Limits
-from bros.scheduler.cost_model import CostModel, StepTimePredictor
+from bros.scheduler.cost_model import CostModel, StepLoad, StepTimePredictor
 from bros.scheduler.metrics import ClassCounters
 from bros.scheduler.packing import Bounds, Rules
 from bros.scheduler.policies import Policy
@@ -68,6 +68,23 @@ def unused_options(config: EngineConfig) -> list[str]:
 def without_effect(flags: Sequence[str], policy: str) -> str:
     """A warning about `unused_options`."""
     return f"{', '.join(flags)}: without effect with --policy {policy}"
+
+
+def objectives_too_tight(config: EngineConfig, model: CostModel) -> str:
+    """A warning if a step with a single row takes longer than the objectives allow; else empty."""
+    row = StepLoad()
+    row.add_rows(1, 0)
+    row_s, slo = model.seconds(row), config.default_slo
+    takes = f"a step with one request takes {1000 * row_s:.0f} ms here"
+    if slo.tpot_s is not None and row_s > slo.tpot_s:
+        return f"{takes}, so no stream keeps --slo-tpot ({1000 * slo.tpot_s:.0f} ms)"
+    if slo.ttft_s is not None and row_s > config.rt_wait * slo.ttft_s:
+        wait_ms = 1000 * config.rt_wait * slo.ttft_s
+        return (
+            f"{takes}, longer than --rt-wait times --slo-ttft ({wait_ms:.0f} ms): beside streams "
+            "best-effort work gets little more than --be-share"
+        )
+    return ""
 
 
 def step_bounds(config: EngineConfig, info: EngineInfo) -> StepBounds:

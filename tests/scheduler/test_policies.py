@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from bros.core.config import POLICIES, EngineConfig
 from bros.core.request import FinishReason, Hints, RequestGroup, ServiceClass, Slo
 from bros.kvcache.manager import KvCacheManager
-from bros.scheduler.build import best_effort_yields, unused_options
+from bros.scheduler.build import best_effort_yields, objectives_too_tight, unused_options
 from bros.scheduler.cost_model import StepTimePredictor
 from bros.scheduler.packing import Packing, Rules
 from bros.scheduler.policies.bros import BrosPolicy, BrosSettings, OverloadGuard
@@ -222,6 +223,31 @@ def test_a_step_with_best_effort_is_short_enough_for_arrivals() -> None:
         ttft_s = run.token_times[f"rt{number}"][0] - run.requests[f"rt{number}"].arrival_s
         assert ttft_s <= 0.4
     assert max(run.seconds) <= 0.3 * 0.4
+
+
+@pytest.mark.parametrize("step_s", [0.15, 0.3, 3.0])
+def test_best_effort_requests_run_together_where_one_alone_takes_longer_than_a_step_may(
+    step_s: float,
+) -> None:
+    slow = replace(MODEL, constant_s=step_s)
+    run = VirtualRun(truth=slow, model=slow, rt_wait=0.25)  # at most 0.1 s
+    for number in range(8):
+        run.submit(f"be{number}", 4, BE, max_tokens=8)
+    run.drain()
+    assert len(run.plans) < 24, "8 tokens each, one after the other: 64 steps"
+
+
+@pytest.mark.parametrize(
+    ("step_s", "warning"),
+    [
+        (0.05, "^$"),
+        (0.15, r"takes 151 ms here, longer than --rt-wait times --slo-ttft \(100 ms\)"),
+        (0.3, r"takes 301 ms here, so no stream keeps --slo-tpot \(200 ms\)"),
+    ],
+)
+def test_objectives_that_a_single_request_exceeds_are_told(step_s: float, warning: str) -> None:
+    config = EngineConfig(rt_wait=0.25)
+    assert re.search(warning, objectives_too_tight(config, replace(MODEL, constant_s=step_s)))
 
 
 def test_best_effort_gets_less_time_as_real_time_requests_fill_the_memory() -> None:
