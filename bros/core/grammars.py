@@ -21,6 +21,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
+from urllib.parse import unquote
 
 from bros.core.errors import InvalidRequestError
 from bros.core.request import MAX_GRAMMAR_BYTES, TOO_LONG, Grammar
@@ -45,7 +46,7 @@ to the reader of a schema."""
 _UNSUPPORTED = frozenset(
     {"not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames"}
     | {"dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties"}
-    | {"unevaluatedItems", "$dynamicRef", "$recursiveRef"}
+    | {"unevaluatedItems", "uniqueItems", "$dynamicRef", "$recursiveRef"}
 )
 
 _IN_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
@@ -291,18 +292,35 @@ def _check_size(schema: Schema, param: str) -> None:
     )
 
 
-# ---- Schemas: what cannot be honoured is refused, what has no meaning is removed.
+# ---- Schemas: what cannot be honoured is refused, what has no meaning is removed. The work is
+# ---- linear in the size of a schema: short ones are checked while streams wait.
+
+
+def loosened(schema: Mapping[str, Any], *, param: str = "grammar") -> dict[str, Any]:
+    """A schema by which at least the same values are valid, without what cannot be enforced.
+
+    Raises InvalidRequestError for a schema that is too deep or too large.
+    """
+    _check_size(schema, param)
+    return _Schema(schema, param, lenient=True).checked()
 
 
 class _Schema:
     """A schema that is being checked.
 
     param: the request's field.
+    lenient: what cannot be honoured is left out instead of refused.
     """
 
-    def __init__(self, root: Schema, param: str) -> None:
+    def __init__(self, root: Schema, param: str, *, lenient: bool = False) -> None:
         self._root = root
         self._param = param
+        self._lenient = lenient
+        # Of parts of the root, by id or reference: many may refer to the same one.
+        self._targets: dict[str, object] = {}
+        self._kinds: dict[int, frozenset[str]] = {}
+        self._tags: dict[int, dict[str, frozenset[str]]] = {}
+        self._num_looks = 0
 
     def checked(self) -> dict[str, Any]:
         """The schema for the compiler."""
@@ -317,74 +335,173 @@ class _Schema:
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, Mapping):
-            raise self._error("must be an object, or true or false", path)
-        for name in schema:
-            if name in _UNSUPPORTED:
-                raise self._error(f"the keyword {name!r} is not supported", (*path, name))
-        if schema.get("uniqueItems"):
-            raise self._error("the keyword 'uniqueItems' is not supported", (*path, "uniqueItems"))
-        self._check_ref(schema, path)
+            self._refuse("must be an object, or true or false", path)
+            return {}
         checked: dict[str, Any] = {}
         for name, value in schema.items():
-            if self._has_meaning(name, value, path):
-                checked[name] = self._check_keyword(name, value, (*path, name))
+            inner = (*path, name)
+            if self._has_meaning(name, value) and self._can_be_honoured(name, value, inner):
+                checked[name] = self._check_keyword(name, value, inner)
         if schema.get("type") != "integer":
             _close_bounds(checked)
-        if "oneOf" in checked and "anyOf" not in checked and self._excludes(schema["oneOf"]):
-            checked["anyOf"] = checked.pop("oneOf")
+        self._check_count(checked, path)
+        _add_pattern(checked)
+        if self._lenient:
+            _loosen_names(schema, checked)
+        if "oneOf" in checked:
+            self._check_one_of(schema, checked)
         return checked
 
-    def _check_keyword(self, name: str, value: object, path: tuple[str, ...]) -> Any:
+    def _check_keyword(self, name: str, value: Any, path: tuple[str, ...]) -> Any:
         if name in _IN_MAPS:
-            if not isinstance(value, Mapping):
-                raise self._error("must be an object of schemas", path)
             return {key: self._check(inner, (*path, key)) for key, inner in value.items()}
         if name in _IN_LISTS or (name == "items" and isinstance(value, list)):
-            if not isinstance(value, list):
-                raise self._error("must be a list of schemas", path)
             return [self._check(inner, (*path, str(i))) for i, inner in enumerate(value)]
         if name in _ALONE:
             return self._check(value, path)
+        if name in _BOUNDS and _is_number(value):
+            return _exact(value, up=_BOUNDS[name])
         return value
 
-    def _has_meaning(self, name: str, value: object, path: tuple[str, ...]) -> bool:
-        """Whether the compiler has to see a keyword."""
-        if name in ("x-guidance", "uniqueItems", "discriminator"):
+    def _has_meaning(self, name: str, value: object) -> bool:
+        """Whether a keyword says anything about the valid values. An unknown "$schema" would be
+        looked up."""
+        if name in ("x-guidance", "discriminator", "$schema"):
             return False
-        if name != "format" or not isinstance(value, str):
-            return True
-        if value in _STANDARD_FORMATS:
-            raise self._error(f"the format {value!r} is not supported", (*path, name))
-        return value in _FORMATS
+        if name == "uniqueItems":
+            return bool(value)
+        if name == "format" and isinstance(value, str):
+            return value in _FORMATS or value in _STANDARD_FORMATS
+        return True
 
-    def _check_ref(self, schema: Mapping[str, Any], path: tuple[str, ...]) -> None:
-        ref = schema.get("$ref")
-        if ref is not None and not (isinstance(ref, str) and ref.startswith("#")):
-            raise self._error(
-                "'$ref' must name a part of the same schema, such as '#/$defs/name'",
-                (*path, "$ref"),
-            )
+    def _can_be_honoured(self, name: str, value: object, path: tuple[str, ...]) -> bool:
+        """Else it is refused, or left out."""
+        reason = self._why_not(name, value)
+        if reason:
+            self._refuse(reason, path)
+        return not reason
+
+    def _why_not(self, name: str, value: object) -> str:
+        """Why a keyword cannot be honoured; empty if it can, as far as is checked here."""
+        if name in _UNSUPPORTED:
+            return f"the keyword {name!r} is not supported"
+        if name == "format" and isinstance(value, str) and value in _STANDARD_FORMATS:
+            return f"the format {value!r} is not supported"
+        if name == "$ref":
+            if not (isinstance(value, str) and value.startswith("#")):
+                return "'$ref' must name a part of the same schema, such as '#/$defs/name'"
+            if self._lenient and value.startswith("#/") and self._target(value) is None:
+                return f"there is no {value[:100]!r} in the schema"
+        if name in _IN_MAPS and not isinstance(value, Mapping):
+            return "must be an object of schemas"
+        if name in _IN_LISTS and not isinstance(value, list):
+            return "must be a list of schemas"
+        if name == "required" and not _is_list_of_names(value):
+            return "must be a list of names"
+        if name in ("const", "enum", "multipleOf") and (number := _inexact_number(value)):
+            return f"the number {number} is not one that a double can be; use a string"
+        patterns = list(value) if name == "patternProperties" and isinstance(value, Mapping) else []
+        patterns += [value] if name == "pattern" and isinstance(value, str) else []
+        return _LOOKS_AROUND if any(map(_looks_around, patterns)) else ""
+
+    def _check_count(self, checked: dict[str, Any], path: tuple[str, ...]) -> None:
+        """minProperties counts members, and the compiler does not see that two have one name."""
+        least = checked.get("minProperties")
+        if not isinstance(least, int):
+            return
+        required, others = checked.get("required", ()), checked.get("additionalProperties", True)
+        if least <= len(set(required)):
+            del checked["minProperties"]
+        elif least > 1 and (others is not False or "patternProperties" in checked):
+            reason = "may be more than 1 only if it is no more than the required properties"
+            self._refuse(reason, (*path, "minProperties"))
+            del checked["minProperties"]
 
     # oneOf means "exactly one", which is "any" if no two of them can hold together.
 
-    def _excludes(self, options: object) -> bool:
+    def _check_one_of(self, schema: Mapping[str, Any], checked: dict[str, Any]) -> None:
+        options, found = schema["oneOf"], checked["oneOf"]
+        tag = _discriminator(schema)
+        if tag and self._tells_apart(options, tag):
+            # By OpenAPI each of them has the tag, although pydantic does not call one with a
+            # default required.
+            found = [{**each, "required": [*each.get("required", ()), tag]} for each in found]
+        elif not (self._lenient or self._excludes(options)):
+            return
+        del checked["oneOf"]
+        if "anyOf" not in checked:
+            checked["anyOf"] = found
+        elif not self._lenient:
+            checked["allOf"] = [*checked.get("allOf", ()), {"anyOf": found}]
+
+    def _excludes(self, options: Sequence[object]) -> bool:
         """Whether each of the schemas excludes all others: by their types, or by a property that
-        each requires to have another value."""
-        if not isinstance(options, list):
-            return False
+        each requires to have other values."""
         resolved = [self._resolved(option) for option in options]
-        if any(option is None for option in resolved):
-            return False
         schemas = [option for option in resolved if option is not None]
-        kinds = [_types(schema) for schema in schemas]
-        if all(kinds) and sum(map(len, kinds)) == len(frozenset[str]().union(*kinds)):
+        if len(schemas) < len(resolved):
+            return False
+        kinds = [self._types(schema) for schema in schemas]
+        if all(kinds) and self._are_disjoint(kinds):
             return True
-        others = [schema for schema in schemas if _types(schema) != {"null"}]
+        others = [schema for schema in schemas if self._types(schema) != {"null"}]
         if len(others) < len(schemas) - 1:
             return False
-        tags = [_tags(schema) for schema in others]
+        tags = [self._required_tags(schema) for schema in others]
         names = set(tags[0]).intersection(*tags[1:]) if tags else set()
-        return any(len({tag[name] for tag in tags}) == len(tags) for name in names)
+        return any(self._are_disjoint([tag[name] for tag in tags]) for name in names)
+
+    def _tells_apart(self, options: Sequence[object], tag: str) -> bool:
+        """Whether the values of a property tell the schemas apart, all of which have it."""
+        values = [self._values(option, tag, 4) for option in options]
+        return all(values) and self._are_disjoint(values)
+
+    def _values(self, option: object, tag: str, depth: int) -> frozenset[str]:
+        """The values of a property by a schema, which may be a choice itself; empty if any may be
+        valid."""
+        schema = self._resolved(option)
+        self._num_looks += 1
+        if schema is None or depth == 0 or self._num_looks > _MOST_LOOKS:
+            return frozenset()
+        properties = schema.get("properties")
+        if isinstance(properties, Mapping) and self._types(schema) == {"object"}:
+            return _named_values(properties.get(tag))
+        inner = schema.get("oneOf") or schema.get("anyOf")
+        if not isinstance(inner, list):
+            return frozenset()
+        values = [self._values(each, tag, depth - 1) for each in inner]
+        return frozenset[str]().union(*values) if all(values) else frozenset()
+
+    def _are_disjoint(self, sets: Sequence[frozenset[str]]) -> bool:
+        """Whether no two of these have a common member; False if too many were looked at."""
+        size = sum(map(len, sets))
+        self._num_looks += size
+        return self._num_looks <= _MOST_LOOKS and size == len(frozenset[str]().union(*sets))
+
+    def _types(self, schema: Mapping[str, Any]) -> frozenset[str]:
+        """The types of the valid values, with integers as numbers; empty if any may be valid."""
+        found = self._kinds.get(id(schema))
+        if found is None:
+            named = schema.get("type")
+            names = [named] if isinstance(named, str) else named
+            if not _is_list_of_names(names):
+                names = []
+            found = frozenset("number" if name == "integer" else name for name in names)
+            self._kinds[id(schema)] = found
+        return found
+
+    def _required_tags(self, schema: Mapping[str, Any]) -> dict[str, frozenset[str]]:
+        """Required properties of an object that have only some valid values, and these as JSON."""
+        found = self._tags.get(id(schema))
+        if found is None:
+            found = self._tags[id(schema)] = {}
+            properties, required = schema.get("properties"), schema.get("required")
+            if self._types(schema) != {"object"} or not isinstance(properties, Mapping):
+                return found
+            for name in required[:_MOST_VALUES] if _is_list_of_names(required) else ():
+                if values := _named_values(properties.get(name)):
+                    found[name] = values
+        return found
 
     def _resolved(self, schema: object) -> Mapping[str, Any] | None:
         """The schema, or the one that it refers to; None if that is not known."""
@@ -394,11 +511,25 @@ class _Schema:
             ref = schema.get("$ref")
             if not isinstance(ref, str):
                 return schema
-            schema = self._root
-            for step in filter(None, ref.removeprefix("#").split("/")):
-                step = step.replace("~1", "/").replace("~0", "~")
-                schema = schema.get(step) if isinstance(schema, Mapping) else None
+            schema = self._target(ref)
         return None
+
+    def _target(self, ref: str) -> object:
+        """What a reference names; None if there is no such part."""
+        if ref not in self._targets:
+            found: object = self._root
+            for step in filter(None, unquote(ref.removeprefix("#")).split("/")):
+                step = step.replace("~1", "/").replace("~0", "~")
+                if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
+                    found = found[int(step)]
+                else:
+                    found = found.get(step) if isinstance(found, Mapping) else None
+            self._targets[ref] = found
+        return self._targets[ref]
+
+    def _refuse(self, reason: str, path: tuple[str, ...]) -> None:
+        if not self._lenient:
+            raise self._error(reason, path)
 
     def _error(self, reason: str, path: tuple[str, ...]) -> InvalidRequestError:
         place = f" at {shown_path(path)}" if path else ""
@@ -450,28 +581,135 @@ def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _types(schema: Mapping[str, Any]) -> frozenset[str]:
-    """The types of the valid values, with integers as numbers; empty if any may be valid."""
-    named = schema.get("type")
-    names = [named] if isinstance(named, str) else named
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+_MOST_VALUES, _MOST_CHARS = 100, 200
+"""Most required properties of an option that are looked at to tell options apart, most values of
+each, and the longest of these."""
+
+_MOST_LOOKS = 4 * MAX_SCHEMA_PARTS
+"""Most values that are compared in all: the same options may occur many times."""
+
+
+def _named_values(schema: object) -> frozenset[str]:
+    """The values that a schema lists, as JSON; empty if it does not, or has many or long ones."""
+    if not isinstance(schema, Mapping):
         return frozenset()
-    return frozenset("number" if name == "integer" else name for name in names)
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list) or len(values) > _MOST_VALUES:
+        return frozenset()
+    found = [_shown_value(value) for value in values]
+    return frozenset(found) if all(found) else frozenset()
 
 
-def _tags(schema: Mapping[str, Any]) -> dict[str, str]:
-    """Required properties of an object that have only one valid value, as JSON."""
-    properties, required = schema.get("properties"), schema.get("required")
-    if _types(schema) != {"object"} or not isinstance(properties, Mapping):
-        return {}
-    found = {}
-    for name in required if isinstance(required, list) else ():
-        inner = properties.get(name) if isinstance(name, str) else None
-        if isinstance(inner, Mapping):
-            values = [inner["const"]] if "const" in inner else inner.get("enum")
-            if isinstance(values, list) and len(values) == 1:
-                found[name] = json.dumps(values[0], sort_keys=True)
-    return found
+def _shown_value(value: object) -> str:
+    """The value as JSON, where equal numbers are equal; empty if it is long or has parts."""
+    if isinstance(value, str):
+        return json.dumps(value) if len(value) <= _MOST_CHARS else ""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return str(_double(value)) if isinstance(value, int | float) else ""
+
+
+def _discriminator(schema: Mapping[str, Any]) -> str:
+    """The property that tells the options of a choice apart, as OpenAPI names it; empty if none is
+    named."""
+    found = schema.get("discriminator")
+    name = found.get("propertyName") if isinstance(found, Mapping) else None
+    return name if isinstance(name, str) else ""
+
+
+def _is_list_of_names(value: object) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _loosen_names(schema: Mapping[str, Any], checked: dict[str, Any]) -> None:
+    """Of a lenient check: names that are allowed by a pattern that was left out, and required ones
+    that are not allowed."""
+    if "patternProperties" in schema and "patternProperties" not in checked:
+        checked.pop("additionalProperties", None)
+    if checked.get("additionalProperties") is False and "patternProperties" not in checked:
+        known = checked.get("properties", {})
+        checked["required"] = [name for name in checked.get("required", ()) if name in known]
+
+
+# ---- Numbers: the compiler reads doubles, as most readers of JSON do.
+
+
+_BOUNDS = {
+    **{"minimum": True, "exclusiveMinimum": True},
+    **{"maximum": False, "exclusiveMaximum": False},
+}
+"""Bounds of numbers, and whether they are lower ones."""
+
+
+def _inexact_number(value: object) -> int | None:
+    """An integer in a value that a double cannot be; None if there is none. Such as an id of 64
+    bits, in the place of which the output would have another one."""
+    if isinstance(value, int):
+        return value if _double(value) != value else None
+    if isinstance(value, Mapping):
+        return _inexact_number(list(value.values()))
+    for each in value if isinstance(value, list) else ():
+        if (found := _inexact_number(each)) is not None:
+            return found
+    return None
+
+
+def _double(number: int | float) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
+
+
+def _exact(bound: int | float, *, up: bool) -> int | float:
+    """The bound, or the nearest double within it: the highest of 64 bits, 2**63 - 1, would be read
+    as one that is too high. up: it is a lower bound."""
+    if isinstance(bound, float) or _double(bound) == bound or math.isinf(_double(bound)):
+        return bound
+    near = float(bound)
+    if (near < bound) if up else (near > bound):
+        near = math.nextafter(near, math.inf if up else -math.inf)
+    return int(near)
+
+
+# ---- Formats of which the compiler allows more than readers do: years from 0000, the 29th of
+# ---- February in any year, leap seconds in any minute.
+
+
+_YEAR = "(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+_BY_4 = "(0[48]|[2468][048]|[13579][26])"
+_DATE = (
+    f"({_YEAR}-(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|{_YEAR}-(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    f"|{_YEAR}-02-(0[1-9]|1[0-9]|2[0-8])|([0-9]{{2}}{_BY_4}|{_BY_4}00)-02-29)"
+)
+_HOUR = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_HOUR}:[0-5][0-9](\.[0-9]+)?(Z|[+-]{_HOUR})"
+_PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+
+
+def _add_pattern(checked: dict[str, Any]) -> None:
+    """Let a date or time match its own pattern, too."""
+    form = checked.get("format")
+    pattern = _PATTERNS.get(form) if isinstance(form, str) else None
+    if pattern is not None and "pattern" in checked:
+        checked["allOf"] = [*checked.get("allOf", ()), {"pattern": pattern}]
+    elif pattern is not None:
+        checked["pattern"] = pattern
+
+
+_REGEX_TOKEN = re.compile(r"\\.|\(\?<?[=!]|\(\?P=|[^\\(\[\]]+|.", re.DOTALL)
+_LOOKS_AROUND = "regular expressions cannot look around or refer back"
+
+
+def _looks_around(pattern: str) -> bool:
+    """Whether a regular expression has what the compiler's do not have."""
+    in_class = False
+    for token in _REGEX_TOKEN.findall(pattern):
+        if token in "[]":
+            in_class = token == "["
+        elif not in_class and (token.startswith("(?") or re.fullmatch(r"\\[1-9k]", token)):
+            return True
+    return False
 
 
 def shown_path(path: Sequence[str]) -> str:

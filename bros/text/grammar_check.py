@@ -166,10 +166,17 @@ class GrammarChecker:
             self._good.put(tenant, (tenant, text), True, size=len(text), most=most)
 
 
+_ONE_OF = (
+    "more than one option of a 'oneOf' may hold; use anyOf, or a required property that has other "
+    "values in each option"
+)
+
+
 def _refusal(grammar: Grammar, reason: str) -> InvalidRequestError:
     schema = re.match(r"failed to compile JSON schema: (.*)", reason)
     if schema is not None:
-        message = f"Invalid schema in '{grammar.param}': {schema[1]}."
+        found = _ONE_OF if schema[1].startswith("oneOf constraints") else schema[1]
+        message = f"Invalid schema in '{grammar.param}': {found}."
         return InvalidRequestError(message, grammar.param, "invalid_json_schema")
     message = f"The grammar in '{grammar.param}' cannot be used: {reason}."
     return InvalidRequestError(message, grammar.param, "invalid_grammar")

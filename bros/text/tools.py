@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bros.core.errors import InvalidRequestError
-from bros.core.grammars import json_rule
+from bros.core.grammars import json_rule, loosened
 from bros.core.request import MAX_GRAMMAR_BYTES, TOO_LONG, grammar_too_large
 
 
@@ -205,16 +205,16 @@ class CallGrammar:
 def _arguments(tool: Tool, rule: str, python: bool) -> list[str]:
     """Rules of the arguments of a tool; the first is `rule`.
 
-    What cannot be enforced of a tool that is not strict is left out: first the schemas of single
-    properties, then all of it.
+    What cannot be enforced of a tool that is not strict is left out.
     """
-    for schema_of in (_closed,) if tool.strict else (_closed, _loosened):
-        try:
-            schema = schema_of(tool)
-            return _keywords(tool, schema, rule) if python else [f"{rule}: {_value(tool, schema)}"]
-        except InvalidRequestError as error:
-            if tool.strict or error.code == TOO_LONG:
-                raise
+    try:
+        schema = _closed(tool)
+        if not tool.strict:
+            schema = loosened(schema, param=tool.param)
+        return _keywords(tool, schema, rule) if python else [f"{rule}: {_value(tool, schema)}"]
+    except InvalidRequestError as error:
+        if tool.strict or error.code == TOO_LONG:
+            raise
     if not python:
         return [f"{rule}: {_value(tool, {'type': 'object'})}"]
     name = f"{rule.upper()}_NAME"
@@ -223,36 +223,6 @@ def _arguments(tool: Tool, rule: str, python: bool) -> list[str]:
         f'{rule}_any: {name} "=" {_value(tool, {})}',
         rf"{name}: /[A-Za-z_][\w.-]{{0,63}}/",
     ]
-
-
-def _loosened(tool: Tool) -> dict[str, Any]:
-    """Its named properties, where those that cannot be enforced have any value. Raises
-    InvalidRequestError if it does not just have properties."""
-    schema = _closed(tool)
-    properties, required = schema.get("properties"), schema.get("required") or []
-    named = isinstance(properties, Mapping) and isinstance(required, list)
-    others = schema.get("additionalProperties", True)
-    if not named or others or any(name in schema for name in _COMBINING):
-        raise _not_keywords(tool, "schemas with named properties")
-    assert isinstance(properties, Mapping)
-    shared: dict[str, Any] = {
-        name: schema[name] for name in ("$defs", "definitions") if name in schema
-    }
-    kept: dict[str, Any] = {}
-    size = 0
-    for name, value in properties.items():
-        if size > MAX_GRAMMAR_BYTES:  # each is checked with all definitions
-            raise _not_keywords(tool, "schemas of fewer properties")
-        try:
-            size += len(_value(tool, {**_sub_schema(value), **shared}))
-            kept[name] = value
-        except InvalidRequestError as error:
-            if error.code == TOO_LONG:
-                raise
-            kept[name] = {}
-    found = {"type": "object", "properties": kept, "additionalProperties": False}
-    found["required"] = [name for name in required if isinstance(name, str) and name in kept]
-    return {**found, **shared} if any(kept.values()) else found
 
 
 def _value(tool: Tool, schema: Mapping[str, Any]) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel, Field
 
 from bros.core import grammars
 from bros.core.errors import InvalidRequestError
@@ -69,10 +71,85 @@ def test_keywords_are_not_looked_for_where_names_and_values_are() -> None:
 
 
 def test_formats_that_say_nothing_to_the_standard_are_remarks() -> None:
-    fields = {"a": {"format": "int32"}, "b": {"format": "date"}, "c": {"format": "password"}}
+    fields = {"a": {"format": "int32"}, "b": {"format": "uuid"}, "c": {"format": "password"}}
     assert compiled({"properties": fields}) == {
-        "properties": {"a": {}, "b": {"format": "date"}, "c": {}}
+        "properties": {"a": {}, "b": {"format": "uuid"}, "c": {}}
     }
+    assert compiled({"$schema": "https://example.com/mine", "type": "null"}) == {"type": "null"}
+
+
+@given(st.integers(0, 9999), st.integers(0, 13), st.integers(0, 32))
+@settings(max_examples=examples(300))
+def test_dates_are_those_of_the_calendar(year: int, month: int, day: int) -> None:
+    text = f"{year:04}-{month:02}-{day:02}"
+    try:
+        datetime.date(year, month, day)
+        exists = True
+    except ValueError:
+        exists = False
+    found = compiled({"format": "date"})
+    assert bool(re.search(found["pattern"], text)) is exists
+    at = compiled({"type": "string", "format": "date-time", "pattern": "^2"})
+    assert at["pattern"] == "^2"
+    assert bool(re.search(at["allOf"][0]["pattern"], f"{text}T10:20:59.5+02:00")) is exists
+
+
+@pytest.mark.parametrize(
+    ("text", "valid"),
+    [
+        ("23:59:59Z", True),
+        ("00:00:00.123-23:59", True),
+        ("23:59:60Z", False),
+        ("24:00:00Z", False),
+        ("10:00:00", False),
+        ("10:00:00+24:00", False),
+    ],
+)
+def test_times_are_those_of_a_clock(text: str, valid: bool) -> None:
+    assert bool(re.search(compiled({"format": "time"})["pattern"], text)) is valid
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"const": 2**53 + 1}, "const"),
+        ({"items": {"enum": ["a", {"ids": [3, -(2**60) - 1]}]}}, r"items\.enum"),
+        ({"multipleOf": 10**40 + 1}, "multipleOf"),
+    ],
+)
+def test_numbers_that_would_come_out_as_others_are_refused(schema: Any, path: str) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"at {path}: the number -?\d+ is not one"):
+        grammars.json_schema(schema)
+
+
+def test_bounds_that_no_double_can_be_are_moved_inward() -> None:
+    most = 2**63 - 1
+    schema = {"type": "integer", "minimum": -most, "maximum": most}
+    assert compiled(schema) == {"type": "integer", "minimum": 1024 - 2**63, "maximum": 2**63 - 1024}
+    exact = {"type": "integer", "minimum": -(2**63), "maximum": 2**60, "enum": [2**60, 5]}
+    assert compiled(exact) == exact
+
+
+@pytest.mark.parametrize(
+    ("least", "more", "kept"),
+    [
+        (1, {}, 1),
+        (2, {"required": ["a", "b", "b"]}, None),
+        (2, {"additionalProperties": False}, 2),
+        (2, {}, "refused"),
+        (3, {"required": ["a", "b", "b"]}, "refused"),
+        (2, {"additionalProperties": False, "patternProperties": {"^x": {}}}, "refused"),
+    ],
+)
+def test_members_are_counted_only_where_no_name_can_come_twice(
+    least: int, more: dict[str, Any], kept: object
+) -> None:
+    schema = {"type": "object", "minProperties": least, **more}
+    if kept == "refused":
+        with pytest.raises(InvalidRequestError, match="at minProperties: may be more than 1"):
+            grammars.json_schema(schema)
+    else:
+        assert compiled(schema).get("minProperties") == kept
 
 
 def test_exclusive_bounds_hold_for_what_a_program_reads() -> None:
@@ -92,8 +169,9 @@ def test_exclusive_bounds_hold_for_what_a_program_reads() -> None:
     assert math.isnan(compiled({"maximum": math.nan})["maximum"])
 
 
-def tagged(name: str) -> dict[str, Any]:
-    return {"type": "object", "properties": {"kind": {"const": name}}, "required": ["kind"]}
+def tagged(*values: object) -> dict[str, Any]:
+    kind = {"const": values[0]} if len(values) == 1 else {"enum": list(values)}
+    return {"type": "object", "properties": {"kind": kind}, "required": ["kind"]}
 
 
 @pytest.mark.parametrize(
@@ -106,6 +184,10 @@ def tagged(name: str) -> dict[str, Any]:
         ([tagged("a"), tagged("b"), {"type": "null"}], True),
         ([tagged("a"), tagged("a")], False),
         ([tagged("a"), {**tagged("b"), "required": []}], False),
+        ([tagged("a", "b"), tagged("c", 1)], True),
+        ([tagged("a", "b"), tagged("c", "b")], False),
+        ([tagged(1), tagged(1.0)], False),
+        ([tagged(1), tagged(True)], True),
         ([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/n"}], True),
         ([{"$ref": "#/$defs/loop"}, {"type": "null"}], False),
         ([{"type": "null"}, {"type": "null"}], False),
@@ -117,6 +199,93 @@ def test_one_of_becomes_any_of_only_if_no_two_options_hold_together(
     defs = {"a": tagged("a"), "n": {"type": "null"}, "loop": {"$ref": "#/$defs/loop"}}
     found = compiled({"$defs": defs, "oneOf": options})
     assert ("anyOf" in found, "oneOf" in found) == (excludes, not excludes)
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"] = "cat"
+
+
+class Wolf(BaseModel):
+    kind: Literal["dog", "wolf"] = "dog"
+    howls: Literal["yes"] = "yes"
+
+
+class Dog(BaseModel):
+    kind: Literal["hound"] = "hound"
+    howls: Literal["no"] = "no"
+
+
+Hound = Annotated[Wolf | Dog, Field(discriminator="howls")]
+
+
+class Owner(BaseModel):
+    pet: Annotated[Cat | Hound, Field(discriminator="kind")]
+
+
+def test_a_discriminator_tells_options_apart_of_which_none_is_required() -> None:
+    found = compiled(Owner.model_json_schema())["properties"]["pet"]
+    cat, dogs = found["anyOf"]
+    assert cat == {"$ref": "#/$defs/Cat", "required": ["kind"]}
+    assert dogs["required"] == ["kind"]
+    assert [each["required"] for each in dogs["anyOf"]] == [["howls"], ["howls"]]
+
+
+def test_a_discriminator_whose_values_overlap_tells_nothing_apart() -> None:
+    options = [{**tagged("a", "b"), "required": []}, {**tagged("b"), "required": []}]
+    for tag in ("kind", "other", 3):
+        found = compiled({"oneOf": options, "discriminator": {"propertyName": tag}})
+        assert "oneOf" in found and "anyOf" not in found
+
+
+def test_options_that_occur_many_times_are_compared_a_bounded_number_of_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of 4,000 choices has the same two options, of 90 values each."""
+    compared = 0
+    shown = grammars._shown_value
+
+    def counting(value: object) -> str:
+        nonlocal compared
+        compared += 1
+        return shown(value)
+
+    monkeypatch.setattr(grammars, "_shown_value", counting)
+    defs = {name: tagged(*(f"{name}{n}" for n in range(90))) for name in "ab"}
+    choice = {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}
+    compiled({"$defs": defs, "prefixItems": [choice] * 4000})
+    assert compared == 2 * 90
+
+
+LOOSE = [
+    ({"not": {}, "type": "object"}, {"type": "object"}),
+    ({"type": "array", "uniqueItems": True, "items": {"enum": [1]}}, None),
+    ({"pattern": r"^(?!x)[(?=]\d"}, {}),
+    ({"pattern": r"^[(?=]\\1"}, {"pattern": r"^[(?=]\\1"}),
+    ({"patternProperties": {"(?<=a)b": {}}, "additionalProperties": False}, {}),
+    ({"required": None}, {}),
+    (
+        {"properties": {"a": {}}, "required": ["a", "b"], "additionalProperties": False},
+        {"properties": {"a": {}}, "required": ["a"], "additionalProperties": False},
+    ),
+    ({"$ref": "#/$defs/none", "$defs": {"x": 3}}, {"$defs": {"x": {}}}),
+    ({"$ref": "http://elsewhere"}, {}),
+    ({"const": 2**53 + 1, "type": "integer"}, {"type": "integer"}),
+    ({"oneOf": [{"minLength": 1}, {}]}, {"anyOf": [{"minLength": 1}, {}]}),
+    ({"oneOf": [{}], "anyOf": [{"type": "null"}]}, {"anyOf": [{"type": "null"}]}),
+    ({"minProperties": 2, "properties": []}, {}),
+    ({"format": "regex"}, {}),
+]
+
+
+@pytest.mark.parametrize(("schema", "loose"), LOOSE)
+def test_of_a_loosened_schema_only_keywords_are_left_out(
+    schema: dict[str, Any], loose: dict[str, Any] | None
+) -> None:
+    if loose is None:
+        loose = {name: value for name, value in schema.items() if name != "uniqueItems"}
+    assert grammars.loosened(schema) == loose
+    if "$ref" not in schema:
+        assert grammars.loosened({"items": schema}) == {"items": loose}
 
 
 @pytest.mark.parametrize(

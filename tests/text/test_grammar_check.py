@@ -181,6 +181,11 @@ def test_the_processes_count_as_cpu_time_of_the_tenant(tmp_path: Path) -> None:
             r"Invalid schema in 'p': Unsatisfiable schema: minLength \(3\)",
             "json_schema",
         ),
+        (
+            grammars.json_schema({"oneOf": [{"minLength": 1}, {"maxLength": 2}]}, param="p"),
+            r"Invalid schema in 'p': more than one option of a 'oneOf' may hold; use anyOf, or",
+            "json_schema",
+        ),
         (grammars.lark('root ::= ("a"', param="p"), "'p' cannot be used", "grammar"),
     ],
 )

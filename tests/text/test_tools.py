@@ -252,6 +252,44 @@ def test_properties_that_cannot_be_enforced_have_any_value(
     assert all(arguments["max-results"] <= 9 for arguments in whole)
 
 
+@pytest.mark.parametrize("template", [CHATML, chat_templates.PYTHONIC])
+def test_of_a_property_only_what_cannot_be_enforced_is_left_out(template: str) -> None:
+    properties = {
+        "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "uniqueItems": True},
+        "price": {"type": "string", "pattern": r"^(?!^[-+.]*$)\d*$", "maxLength": 3},
+        "pet": {"oneOf": [{"type": "string", "maxLength": 2}, {"type": "string", "minLength": 1}]},
+        "none": {"$ref": "#/$defs/none"},
+    }
+    tool = Tool("f", "", {"properties": properties, "required": [*properties]}, param="p")
+    use = ToolUse(tools=(tool,), allowed=frozenset({"f"}), required=True)
+    calls = [call for answer in Model.of(template, {}).answers(use) for call in answer.calls]
+    assert calls
+    for call in calls:
+        arguments = json.loads(call.arguments)
+        assert list(arguments) == list(properties)
+        assert set(arguments["tags"]) <= {"x", "y"} and len(arguments["price"]) <= 3
+        assert isinstance(arguments["pet"], str)
+
+
+def test_definitions_are_checked_once_for_all_properties(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a list of tools of some kilobytes would hold up all streams."""
+    checked = 0
+    check = grammars._Schema._check
+
+    def counting(self: grammars._Schema, schema: object, path: tuple[str, ...]) -> Any:
+        nonlocal checked
+        checked += 1
+        return check(self, schema, path)
+
+    monkeypatch.setattr(grammars._Schema, "_check", counting)
+    definitions: dict[str, Any] = {f"d{n}": {} for n in range(500)} | {"bad": {"if": {}}}
+    properties = {f"p{n}": {} for n in range(500)}
+    tool = Tool("f", "", {"properties": properties, "$defs": definitions})
+    use = ToolUse(tools=(tool,), allowed=frozenset({"f"}), required=True)
+    assert Model.of(CHATML, {}).grammar(use, None, ReasoningStart.NONE) is not None
+    assert checked <= 3 * (len(properties) + len(definitions)), "not once for each property"
+
+
 def test_keywords_of_a_schema_that_cannot_be_enforced_are_free() -> None:
     tool = Tool("f", "", {"anyOf": [{"type": "object", "properties": {"a": {}}}]}, param="p")
     use = ToolUse(tools=(tool,), allowed=frozenset({"f"}), required=True)
