@@ -626,9 +626,10 @@ def _loosen_names(schema: Mapping[str, Any], checked: dict[str, Any]) -> None:
     that are not allowed."""
     if "patternProperties" in schema and "patternProperties" not in checked:
         checked.pop("additionalProperties", None)
-    if checked.get("additionalProperties") is False and "patternProperties" not in checked:
+    is_closed = checked.get("additionalProperties") is False and "patternProperties" not in checked
+    if is_closed and "required" in checked:
         known = checked.get("properties", {})
-        checked["required"] = [name for name in checked.get("required", ()) if name in known]
+        checked["required"] = [name for name in checked["required"] if name in known]
 
 
 # ---- Numbers: the compiler reads doubles, as most readers of JSON do.

@@ -322,10 +322,11 @@ def find_profile(
     """The best profile for `key`: a measured one before a quick one, then the first folder's.
 
     step_tokens: a quick profile counts only if it was measured with steps of so many tokens.
-    versions: a quick profile counts only if it was measured with this software; None: with any.
+    versions: a quick profile counts only if it was measured with this software, a measured one of
+        compiled kernels only if with these; None: with any.
     report: called with a message for each file that cannot be used.
     """
-    found = []
+    found: list[Profile] = []
     for folder in folders:
         for path in sorted((folder / key.device).glob("*.json")):
             try:
@@ -333,12 +334,25 @@ def find_profile(
             except ConfigError as error:
                 report(str(error))
                 continue
-            counts = profile.kind != QUICK or (
-                profile.max_step_tokens >= step_tokens and versions in (None, profile.versions)
-            )
-            if profile.key == key and counts:
+            if profile.key != key:
+                continue
+            if profile.kind == QUICK:
+                is_current = versions in (None, profile.versions)
+                found += [profile] if profile.max_step_tokens >= step_tokens and is_current else []
+            elif _is_of_other_kernels(profile, versions):
+                report(
+                    f"the profile {path} ({profile.date[:10]}) is not used: it was measured with "
+                    "other kernels; `bros profile` measures again"
+                )
+            else:
                 found.append(profile)
     return min(found, key=lambda profile: KINDS.index(profile.kind), default=None)
+
+
+def _is_of_other_kernels(profile: Profile, versions: Mapping[str, str] | None) -> bool:
+    if versions is None or not profile.key.kernels.startswith("cpu-"):
+        return False
+    return profile.versions.get("compiled") != versions["compiled"]
 
 
 def versions(compiled: str) -> dict[str, str]:

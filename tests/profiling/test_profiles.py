@@ -268,8 +268,21 @@ def test_a_quick_one_of_other_software_is_measured_anew(tmp_path: Path) -> None:
     quick.save(tmp_path)
     assert find_profile([tmp_path], KEY, ignore, versions=before) == quick
     assert find_profile([tmp_path], KEY, ignore, versions=now) is None
-    dataclasses.replace(quick, kind=MEASURED).save(tmp_path)
-    assert find_profile([tmp_path], KEY, ignore, versions=now) is not None, "asked for by a person"
+    measured = dataclasses.replace(quick, kind=MEASURED, versions={**now, "python": "3.10"})
+    measured.save(tmp_path)
+    assert find_profile([tmp_path], KEY, ignore, versions=now) == measured, "asked for by a person"
+
+
+def test_a_measured_one_of_other_compiled_kernels_is_named_and_not_used(tmp_path: Path) -> None:
+    """Its prices may be wrong by factors, and a quick one takes seconds."""
+    PROFILE.save(tmp_path)
+    told: list[str] = []
+    assert find_profile([tmp_path], KEY, told.append, versions=versions("1234abcd")) is None
+    assert len(told) == 1 and "other kernels; `bros profile` measures again" in told[0]
+    key = dataclasses.replace(KEY, kernels="triton")
+    triton = dataclasses.replace(PROFILE, key=key)
+    triton.save(tmp_path)
+    assert find_profile([tmp_path], key, ignore, versions=versions("1234abcd")) == triton
 
 
 def test_measured_goes_before_quick_in_one_folder(tmp_path: Path) -> None:
