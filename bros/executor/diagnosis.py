@@ -17,7 +17,7 @@ from bros.executor.cuda.kv_storage import cuda_kv_storage
 from bros.executor.kv_storage import KV_BLOCK_SIZE, KvMemory, KvStorage
 from bros.executor.models.spec import ModelSpec
 from bros.executor.target import CPU, Target, choose_target, find_cuda, kernels_for
-from bros.kernels.dispatch import select_kernels
+from bros.kernels.dispatch import check_compiled, select_kernels
 from bros.kernels.interface import Kernels
 from bros.kernels.reference import ReferenceKernels
 from bros.kernels.self_test import Check, check_kernels
@@ -170,6 +170,7 @@ def _tokens(cache: Tensor, slots: Tensor) -> Tensor:
 
 def _cpu_levels() -> Sequence[str]:
     try:
+        check_compiled()
         # Imported late: the extension is optional, it is not built without a compiler.
         from bros.kernels.cpu_ops import levels
     except ImportError:

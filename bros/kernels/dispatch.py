@@ -80,11 +80,19 @@ def compiled_digest() -> str:
 
 
 def _load_cpu_kernels() -> CpuKernels:
-    """Raises ImportError if they were not built, ConfigError if they were built from sources that
-    have changed since."""
+    """Raises what check_compiled raises."""
+    check_compiled()
     # Imported late: the extension is optional, it is not built without a compiler.
-    from bros.kernels import _C
     from bros.kernels.cpu_ops import CpuKernels
+
+    return CpuKernels()
+
+
+def check_compiled() -> None:
+    """Raises ImportError if the compiled kernels were not built, ConfigError if they were built from
+    sources that have changed since: Python and C++ may not agree on the layout of what they share.
+    """
+    from bros.kernels import _C
 
     built_from = getattr(_C, "SOURCES", "")  # older ones do not say
     if built_from != sources_digest(_SOURCES, default=built_from):
@@ -92,7 +100,6 @@ def _load_cpu_kernels() -> CpuKernels:
             f"the compiled kernels were built from other sources than those in {_SOURCES}; "
             "reinstall bros to build them (make install, or pip install -e .)"
         )
-    return CpuKernels()
 
 
 _SOURCES = Path(__file__).parents[2] / "csrc"
