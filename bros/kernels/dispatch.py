@@ -89,9 +89,8 @@ def _load_cpu_kernels() -> CpuKernels:
 
 
 def check_compiled() -> None:
-    """Raises ImportError if the compiled kernels were not built, ConfigError if they were built from
-    sources that have changed since: Python and C++ may not agree on the layout of what they share.
-    """
+    """Raises ImportError if the compiled kernels were not built, ConfigError if they were built
+    from sources that have changed since: Python and C++ may not agree on what they share."""
     from bros.kernels import _C
 
     built_from = getattr(_C, "SOURCES", "")  # older ones do not say
