@@ -6,6 +6,7 @@ Without a working compiler the package still installs; it then runs on the refer
 from __future__ import annotations
 
 import platform
+import shutil
 import sys
 import zlib
 from pathlib import Path
@@ -58,6 +59,15 @@ def sources_digest() -> str:
 class BuildKernels(build_ext):
     """Compiles each source with the flags of its instruction set; Extension allows only one set."""
 
+    def run(self) -> None:
+        # Compiling may fail, because the extension is optional. An older one must not stay in its
+        # place then: neither beside the package (inplace) nor where packages are collected.
+        for ext in self.extensions:
+            names = self.get_ext_fullpath(ext.name), self.get_ext_filename(ext.name)
+            for path in (Path(names[0]), Path(self.build_lib, names[1])):
+                path.unlink(missing_ok=True)
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
         objects = []
         digest = sources_digest()
@@ -103,6 +113,9 @@ class BuildPackage(build_py):
     """Copies files that bros reads at run time into the package, for use without a source tree."""
 
     def run(self) -> None:
+        # What an earlier build has left may be gone from the sources by now, and would be packed.
+        if not self.editable_mode and not self.distribution.have_run.get("build_ext"):
+            shutil.rmtree(Path(self.build_lib, "bros"), ignore_errors=True)
         super().run()
         if self.editable_mode:
             return
