@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 _BUSY_S = 30
 """How long a SQLite transaction waits for the lock of another one."""
 
+_LATE_S = 2 * _BUSY_S
+"""A lease may end later than it could if it were taken now: another server may have renewed it
+while this one waited for the lock."""
+
 _POSTGRES_SETTINGS: Mapping[str, Any] = {
     "connect_timeout": 10,
     "keepalives_idle": 10,
@@ -233,6 +237,19 @@ class Database:
         clock = sa.extract("epoch", sa.func.clock_timestamp())
         with self.read() as connection:
             return float(connection.execute(sa.select(clock)).scalar_one())
+
+    def is_free(
+        self, lease_until: sa.Column[float], now: float, lease_s: float
+    ) -> sa.ColumnElement[bool]:
+        """Whether a lease has ended.
+
+        lease_s: how long leases last. In SQLite, where all have the clock of this machine, one that
+            ends much later is of a server that died before the clock went back.
+        """
+        has_ended = lease_until <= now
+        if not self._is_sqlite:
+            return has_ended
+        return has_ended | (lease_until > now + lease_s + _LATE_S)
 
     def close(self) -> None:
         self._engine.dispose()

@@ -338,10 +338,11 @@ class ResponseStore:
         and of each those with the earliest deadline. Else one that sends hundreds, all with an
         early deadline, would have every place."""
         is_open = RESPONSES.c.status.in_(_OPEN), RESPONSES.c.served_model == model
-        free = (*is_open, RESPONSES.c.lease_until <= now)
+        is_free = self._database.is_free(RESPONSES.c.lease_until, now, lease_s)
+        free = (*is_open, is_free)
         tenant, urgency = RESPONSES.c.tenant, (RESPONSES.c.deadline_at, RESPONSES.c.seq)
         count = sa.func.count().label("count")
-        claimed = sa.select(tenant, count).where(*is_open, RESPONSES.c.lease_until > now)
+        claimed = sa.select(tenant, count).where(*is_open, sa.not_(is_free))
         has = claimed.group_by(tenant).subquery()
         place = sa.func.row_number().over(partition_by=tenant, order_by=urgency)
         wanted = (

@@ -232,7 +232,8 @@ class BatchStore:
         model: the model served here. Of batches for other models, only those that have no more
             rows to run (cancelling, expired or being finalized) are claimed.
         """
-        free = [BATCHES.c.status.in_(OPEN_STATUSES), BATCHES.c.lease_until <= now]
+        is_free = self._database.is_free(BATCHES.c.lease_until, now, lease_s)
+        free = [BATCHES.c.status.in_(OPEN_STATUSES), is_free]
         if model is not None:
             runs_no_rows = BATCHES.c.outcome.is_not(None) | (BATCHES.c.expires_at <= now)
             runs_no_rows |= BATCHES.c.status == BatchStatus.CANCELLING.value

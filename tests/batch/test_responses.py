@@ -189,6 +189,22 @@ def test_only_the_last_owner_can_end_it(responses: ResponseStore) -> None:
     assert responses.renew("you", ["a"], NOW, 10.0) == frozenset()
 
 
+def test_a_lease_of_before_the_clock_went_back_is_not_believed(
+    store: Store, responses: ResponseStore
+) -> None:
+    """In PostgreSQL it is: its servers may have leases of different lengths."""
+    responses.put(made("a", status=ResponseStatus.QUEUED))
+    (first,) = claim(responses, "dead", NOW + 3600)
+    assert claim(responses, "new", NOW + 3600 - 30) == []
+    found = claim(responses, "new", NOW)
+    if store.url is not None:
+        assert found == []
+        return
+    assert [each.response_id for each in found] == ["a"]
+    assert responses.load(first) is None
+    assert claim(responses, "dead", NOW + 9) == []
+
+
 def test_deadlines_end_what_is_open(responses: ResponseStore) -> None:
     for name, deadline in (("a", NOW + 10.0), ("b", NOW + 20.0)):
         responses.put(made(name, status=ResponseStatus.QUEUED, deadline_at=deadline))
