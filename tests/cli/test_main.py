@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import re
 import signal
 import subprocess
 import sys
 import types
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
 
@@ -139,6 +142,27 @@ def test_an_early_process_does_not_outlive_a_server_that_does_not_start(
     assert run("serve") == 2
     assert not exists(found[0].pid) and not found[0].folder.exists()
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_a_user_without_a_home_folder_is_told_what_to_give(command: str, tmp_path: Path) -> None:
+    """As in a container that runs under any user id. No folder is called `~` then."""
+    program = (
+        "import pwd, sys; pwd.getpwuid = {}.__getitem__\n"
+        "from bros.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    environ = {name: value for name, value in os.environ.items() if name != "HOME"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, command],
+        cwd=tmp_path,
+        env=environ | {"BROS_PORT": "0", "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert re.fullmatch("bros: error: --data-dir: give a folder .*\n", done.stderr)
+    assert not list(tmp_path.iterdir())
 
 
 def test_serve_without_arguments_takes_the_defaults(build: FakeBuild) -> None:
