@@ -409,6 +409,7 @@ _ENCODINGS = ("UTF8", "SQL_ASCII")
 
 def _bring_to_this_version(database: Database, folder: Path) -> None:
     """Create the tables in an empty database, and migrate older ones. Raises StoreError."""
+    before: str | None = NEWEST
     with database.write(exclusive=True, patient=True) as connection:
         if connection.dialect.name == "postgresql":
             encoding = connection.exec_driver_sql("SHOW server_encoding").scalar_one()
@@ -425,8 +426,17 @@ def _bring_to_this_version(database: Database, folder: Path) -> None:
             body_folder(folder, store_id).mkdir(parents=True, mode=0o700)
             _VERSION.create(connection)
             connection.execute(sa.insert(_VERSION).values(version_num=NEWEST))
-        elif connection.execute(sa.select(_VERSION.c.version_num)).scalar() != NEWEST:
-            migrate(connection)
+        else:
+            before = connection.execute(sa.select(_VERSION.c.version_num)).scalar()
+            if before != NEWEST:
+                migrate(connection)
+    if before != NEWEST:
+        logger.info(
+            "the store was migrated from version %s to %s; older versions of bros cannot open it "
+            "any more",
+            before,
+            NEWEST,
+        )
 
 
 def migrate(connection: sa.Connection) -> None:
@@ -435,12 +445,12 @@ def migrate(connection: sa.Connection) -> None:
     Raises StoreError if it was made by a newer version of bros.
     """
     # Imported late: most stores are new or of this version, and Alembic takes a tenth of the start
-    # of a server.
+    # of a server. It logs as soon as it is imported.
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     import alembic.command
     import alembic.config
     import alembic.util
 
-    logging.getLogger("alembic").setLevel(logging.WARNING)
     config = alembic.config.Config()
     config.set_main_option("script_location", "bros.batch:migrations")
     config.attributes["connection"] = connection

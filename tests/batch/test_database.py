@@ -124,17 +124,37 @@ def test_many_processes_may_open_a_new_store_at_once(new_url: NewUrl, tmp_path: 
         assert count_files(store) == 6
 
 
-def test_a_store_of_the_first_version_is_brought_to_this_one(store: Store) -> None:
-    batch = store.put_batch()
+def make_first_version(store: Store) -> None:
     with store.database.write() as connection:
         connection.execute(sa.text("DROP TABLE responses"))
         for column in ("faults", "reasoning_tokens", "rt_slowdown", "result_bytes"):
             connection.execute(sa.text(f"ALTER TABLE batches DROP COLUMN {column}"))
         connection.execute(sa.text("UPDATE alembic_version SET version_num = '0001'"))
+
+
+def test_a_store_of_the_first_version_is_brought_to_this_one(store: Store) -> None:
+    batch = store.put_batch()
+    make_first_version(store)
     with store.again() as other:
         assert other.batches.get("ann", batch.id) == batch
         assert other.query("SELECT faults FROM batches") == [(0,)]
         assert other.query("SELECT count(*) FROM responses") == [(0,)]
+
+
+def test_one_line_of_the_log_says_that_a_store_was_migrated(tmp_path: Path) -> None:
+    with open_store(None, tmp_path) as store:
+        make_first_version(store)
+    program = (
+        "import logging, sys; from pathlib import Path; logging.basicConfig(level='INFO')\n"
+        "from bros.batch.database import open_database\n"
+        "for _ in range(2): open_database(None, Path(sys.argv[1])).close()\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stderr == (
+        f"INFO:bros.batch.database:the store was migrated from version 0001 to {NEWEST}; "
+        "older versions of bros cannot open it any more\n"
+    )
 
 
 def test_a_store_of_a_newer_version_is_refused_and_left_alone(store: Store) -> None:
