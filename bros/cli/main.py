@@ -30,7 +30,7 @@ from bros.core.config_sources import (
 )
 from bros.core.errors import BrosError, ConfigError
 from bros.core.rank_env import RankEnv, torchrun_rank_env, with_ranks
-from bros.core.stop_signals import stop_signals_handled
+from bros.core.stop_signals import exit_on_stop_signals, stop_signals_handled
 from bros.engine.parent import end_with_parent
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _run_model(
 
 def _serve(config: Config, rank_env: RankEnv | None) -> int:
     if rank_env is None or rank_env.rank == 0:
-        with _first_process(config, rank_env) as first:
+        with exit_on_stop_signals(), _first_process(config, rank_env) as first:
             from bros.server.build import serve
 
             if rank_env is not None:

@@ -144,8 +144,9 @@ def settle(descriptor: int) -> Connection:
     """What a worker process does first; returns its connection to the server."""
     import resource  # late: not on every system, and only needed here
 
-    # Ctrl-C reaches the whole process group; the server decides when to end.
+    # Both reach the whole process group of a terminal; the server decides when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     return Connection(descriptor)

@@ -13,6 +13,7 @@ from bros.core.config import EngineConfig
 from bros.core.errors import RanksLostError
 from bros.core.interfaces import EngineInfo, Executor
 from bros.core.rank_env import RankEnv
+from bros.core.stop_signals import STOP_SIGNALS
 from bros.engine.parent import end_with_parent
 from bros.executor.encoder_runner import load_encoder
 from bros.executor.loader import is_encoder, load_executor, model_settings
@@ -118,7 +119,7 @@ def run_follower(config: EngineConfig, rank_env: RankEnv, cache_dir: Path, log_l
     try:
         with Group.join(config, rank_env) as group:
             group.log_to_stderr(log_level)
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in STOP_SIGNALS:
                 signal.signal(number, lambda number, frame: stopping.set())
             group.follow(files)
     except RanksLostError:

@@ -80,8 +80,8 @@ _MOST_DRAIN_S = 15.0
 
 
 def serve(config: Config, *, is_rank: bool = False, first: EngineProcess | None = None) -> int:
-    """Run a server until it is stopped. Returns the exit status: 0 after SIGINT or SIGTERM, 1 if
-    the engine died and may not restart.
+    """Run a server until it is stopped. Returns the exit status: 0 after SIGINT, SIGTERM or
+    SIGHUP, 1 if the engine died and may not restart.
 
     is_rank: torchrun has started this process as rank 0, and the other ranks beside it.
     first: the process of the engine, started early; only for one engine without ranks.

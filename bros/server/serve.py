@@ -143,7 +143,7 @@ class HttpServer:
         self._server = _Server(config, state, tls, lambda: on_listening(url))
 
     async def run(self) -> None:
-        """Serve until `stop`, SIGINT or SIGTERM; then let open requests continue for
+        """Serve until `stop` or one of STOP_SIGNALS; then let open requests continue for
         `drain_timeout`.
 
         Requests that are still open then end with an error. After a second SIGINT they end with

@@ -25,6 +25,7 @@ def main() -> int:
         # These reach the whole process group; the server decides when to end. A handler rather than
         # SIG_IGN, because the ranks would inherit SIG_IGN.
         signal.signal(number, lambda number, frame: None)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # this one the ranks do not handle
     end_with_server(folder)
     config = LaunchSpec.read(folder).config
     # Late, because these imports take seconds: first watch the server.
@@ -35,8 +36,8 @@ def main() -> int:
     if sys.flags.safe_path:  # see core/machine.py
         os.environ["PYTHONSAFEPATH"] = "1"
     try:
-        # torch's launcher requires at least one signal to handle. It is not SIGHUP, which reaches
-        # the whole process group when a terminal is closed, and which nohup lets it ignore.
+        # torch's launcher requires at least one signal to handle. This one reaches
+        # no whole process group.
         launch_ranks(config.tp, "bros.transport.process", [str(folder)], signals=("SIGUSR2",))
         return 0
     except RanksLostError as error:

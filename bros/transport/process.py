@@ -29,6 +29,7 @@ from bros.core.collector import Collector
 from bros.core.config import EngineConfig
 from bros.core.errors import BrosError, RanksLostError
 from bros.core.rank_env import torchrun_rank_env
+from bros.core.stop_signals import STOP_SIGNALS
 from bros.engine.loop import run_engine
 from bros.engine.parent import end_with_parent, end_with_server, obey_parent_only
 from bros.engine.watchdog import CHECKS_PER_TIMEOUT, Progress, Watchdog
@@ -131,9 +132,8 @@ def _launch(folder: Path) -> LaunchSpec:
 
 
 def _leave_end_to_server() -> None:
-    # Both reach the whole process group.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in STOP_SIGNALS:  # they reach the whole process group
+        signal.signal(number, signal.SIG_IGN)
     faulthandler.register(SHOW_STACKS)
 
 

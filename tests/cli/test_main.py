@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from bros.core.config import Config
 from bros.core.errors import ConfigError, EngineDeadError, ModelError
 from bros.transport import engine_start
 from bros.transport.engine_start import EngineProcess
-from support.processes import exists
+from support.processes import children, exists
 
 Serve = Callable[[Config], int]
 
@@ -163,6 +164,36 @@ def test_a_user_without_a_home_folder_is_told_what_to_give(command: str, tmp_pat
     assert done.returncode == 2 and done.stdout == ""
     assert re.fullmatch("bros: error: --data-dir: give a folder .*\n", done.stderr)
     assert not list(tmp_path.iterdir())
+
+
+LOADING = """
+import sys, time, types
+
+def serve(config, **_):
+    print("loading", flush=True)
+    time.sleep(60)
+
+sys.modules["bros.server.build"] = types.SimpleNamespace(serve=serve)
+from bros.cli.main import main
+sys.exit(main(["serve"]))
+"""
+
+
+@pytest.mark.multiprocess
+def test_the_first_process_of_a_container_can_be_ended_while_it_loads(tmp_path: Path) -> None:
+    namespace = ["unshare", "--pid", "--fork", "--kill-child"]
+    if shutil.which("unshare") is None or subprocess.run([*namespace, "true"]).returncode:
+        pytest.skip("no process ids of its own can be had here")
+    command = [*namespace, sys.executable, "-c", LOADING]
+    environ = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
+        try:
+            assert process.stdout and process.stdout.readline() == "loading\n"
+            (first,) = children(process.pid)
+            os.kill(first, signal.SIGTERM)
+            assert process.wait(30) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
 
 
 def test_serve_without_arguments_takes_the_defaults(build: FakeBuild) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import socket
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -150,8 +151,26 @@ async def test_requests_that_end_in_time_end_well(caplog: pytest.LogCaptureFixtu
     assert engine.aborted == []
 
 
-async def test_sigterm_drains_and_returns() -> None:
+@pytest.fixture
+def sighup(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What SIGHUP does, which depends on how the tests were started."""
+    before = signal.signal(signal.SIGHUP, request.param)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("sighup", [signal.SIG_DFL], indirect=True)
+async def test_a_stop_signal_drains_and_returns(number: signal.Signals, sighup: None) -> None:
     async with live_server() as live:
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
         await live.running
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("sighup", [signal.SIG_IGN], indirect=True)
+async def test_a_server_under_nohup_outlives_its_terminal(sighup: None) -> None:
+    async with live_server() as live, httpx.AsyncClient(base_url=live.url) as client:
+        signal.raise_signal(signal.SIGHUP)
+        assert (await client.get("/health")).status_code == 200
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

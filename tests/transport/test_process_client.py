@@ -18,6 +18,7 @@ import pytest_asyncio
 from bros.core.errors import EngineDeadError, PromptTooLongError
 from bros.core.interfaces import EngineReport
 from bros.core.request import EngineRequest, FinishReason, SamplingParams, ServiceClass
+from bros.core.stop_signals import STOP_SIGNALS
 from bros.executor.model_store import ModelFiles
 from bros.transport.process_client import ProcessEngineClient
 from support.process_engine import TINY_ENGINE, ask, tokens_of
@@ -215,8 +216,8 @@ async def test_a_signal_to_the_whole_group_leaves_the_engine_to_its_server(
 ) -> None:
     pid = client.pid
     assert pid is not None
-    os.kill(pid, signal.SIGTERM)
-    os.kill(pid, signal.SIGINT)
+    for number in STOP_SIGNALS:
+        os.kill(pid, number)
     assert len(await tokens_of(client, ask("still here"))) == 8 and client.pid == pid
 
 

@@ -18,6 +18,7 @@ import pytest_asyncio
 from bros.core.clock import SystemClock
 from bros.core.errors import EngineDeadError
 from bros.core.request import expanded
+from bros.core.stop_signals import STOP_SIGNALS
 from bros.engine.build import build_engine
 from bros.executor.model_store import ModelFiles
 from bros.transport.process_client import ProcessEngineClient
@@ -186,8 +187,8 @@ async def test_signals_to_everybody_leave_the_ranks_to_their_server(
 ) -> None:
     group = processes_of(client)
     for pid in group:
-        os.kill(pid, signal.SIGTERM)
-        os.kill(pid, signal.SIGINT)
+        for number in STOP_SIGNALS:
+            os.kill(pid, number)
     assert len(await tokens_of(client, ask("still here", max_tokens=24))) == 24
     assert processes_of(client) == group
 
