@@ -1,6 +1,6 @@
 """From prompts to streams of text: n choices per prompt, stop strings, log-probabilities.
 
-    engine -- outputs of a step --> client --> _Choice.put      detokenizes, matches stop strings
+    engine -- outputs of a step --> client --> _Choice.put      detokenizes, parses, matches stops
                                                     |
     reader <-- TextDelta -- Generation <-- filled --+           waits for any slot
     sink   <-- text --------+  at the end of a turn of the event loop
@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from bros.core.clock import Clock
 from bros.core.errors import (
@@ -246,7 +246,7 @@ class TextGenerator:
         param: the request field that a PromptTooLongError names.
         arrival_s: time from which the objectives count, on this generator's clock; None: now.
         parsing: reads the parts of each answer; None: answers are nothing but text. Stop strings
-            are searched in the text before it is parsed.
+            are searched in the text of an answer only, not in its reasoning and its calls.
         streamed: the caller wants tokens as they come; else best-effort ones come many at once, and
             those that have not come when it closes do not count for the tenant.
 
@@ -668,6 +668,19 @@ _NO_LOGPROBS = PackedLogprobs()
 """Of slots without any; nothing is added to it."""
 
 
+class _Read(NamedTuple):
+    """What was read of some tokens.
+
+    text: of the answer, up to a stop string.
+    num_tokens: up to the end of a stop string; None: all, and what follows them.
+    stop: the stop string, if there is one.
+    """
+
+    text: str
+    num_tokens: int | None = None
+    stop: str | None = None
+
+
 class _Choice:
     """One request: turns its outputs into text as they arrive, and holds it in a slot.
 
@@ -801,17 +814,11 @@ class _Choice:
         token_ids, reason = output.token_ids, output.finish_reason
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         shown = token_ids[:-1] if reason is FinishReason.STOP else token_ids
-        stop: str | None = None
-        count = len(token_ids)
-        if self._is_plain:
-            texts = [self._detokenizer.push(shown)]
+        if self._parser is None:
+            text, count, stop = self._read_text(shown, ended=reason is not None)
         else:
-            texts, stop = self._texts_of(shown)
-        if stop is not None:
-            count = len(texts)
-        elif reason is not None:
-            tail, stop = self._flush()
-            texts.append(tail)
+            text, count, stop = self._read_parts(shown, reason, self._parser)
+        count = len(token_ids) if count is None else count
         self.num_output_tokens += count
         self._token_ids += token_ids[:count]
         if output.logprobs:
@@ -830,7 +837,7 @@ class _Choice:
         if self.finish_reason is FinishReason.ERROR:
             self.error, self.retry_after_s = output.error, output.retry_after_s
         self.finished = self.finish_reason is not None
-        return "".join(texts) if self._parser is None else self._parse(texts, count, self._parser)
+        return text
 
     def _hold(self, logprobs: Sequence[TokenLogprobs]) -> None:
         """Add log-probabilities to the slot. Raises TenantLimitError."""
@@ -841,41 +848,81 @@ class _Choice:
         self._logprobs = packed
         self._generation.output.add(packed.num_bytes - before)
 
-    def _parse(self, texts: Sequence[str], num_tokens: int, parser: AnswerParser) -> str:
-        """Add the parts of a text to the slot; returns their text.
-
-        texts: of the tokens, one by one, since each counts as what it is; then what was held.
-        """
-        parts: list[AnswerPart] = []
-        for index, text in enumerate(texts):
-            in_reasoning = parser.in_reasoning
-            parts += parser.push(text)
-            if index < num_tokens and (in_reasoning or parser.in_reasoning):
-                self.reasoning_tokens += 1
-        if self.finished:
-            parts += parser.finish(cut=self.finish_reason is FinishReason.LENGTH)
-        self._parts += parts
-        return "".join(part.text for part in parts if isinstance(part, TextPart))
-
-    def _texts_of(self, token_ids: Sequence[int]) -> tuple[list[str], str | None]:
-        """(text of each token up to the end of a match, matched stop string or None)."""
-        matcher, texts = self._matcher, []
+    def _read_text(self, token_ids: Sequence[int], *, ended: bool) -> _Read:
+        """Read tokens of an answer that is nothing but text. ended: they are the last ones."""
+        detokenizer, matcher = self._detokenizer, self._matcher
+        if matcher is None:
+            text = detokenizer.push(token_ids)
+            return _Read(text + (detokenizer.finish() if ended else ""))
+        texts = []
         for count, token_id in enumerate(token_ids, start=1):
-            text, stop = self._detokenizer.push_token(token_id), None
-            if matcher and self.num_output_tokens + count > self._sampling.min_tokens:
+            text, stop = detokenizer.push_token(token_id), None
+            if self._may_stop(count):
                 text, stop = matcher.push(text)
             texts.append(text)
             if stop is not None:
-                return texts, stop
-        return texts, None
+                return _Read("".join(texts), count, stop)
+        if not ended:
+            return _Read("".join(texts))
+        text, stop = matcher.push(detokenizer.finish())  # a held character may complete a match
+        texts.append(text if stop is not None else text + matcher.finish())
+        return _Read("".join(texts), None, stop)
 
-    def _flush(self) -> tuple[str, str | None]:
-        """(held text, matched stop string or None); a held character may complete a match."""
-        tail = self._detokenizer.finish()
-        if self._matcher is None:
-            return tail, None
-        text, stop = self._matcher.push(tail)
-        return (text, stop) if stop is not None else (text + self._matcher.finish(), None)
+    def _read_parts(
+        self, token_ids: Sequence[int], reason: FinishReason | None, parser: AnswerParser
+    ) -> _Read:
+        """Read tokens and add their parts to the slot. reason: why they are the last ones."""
+        before = len(self._parts)
+        stop: str | None = None
+        for count, token_id in enumerate(token_ids, start=1):
+            in_reasoning = parser.in_reasoning
+            parts = parser.push(self._detokenizer.push_token(token_id))
+            if in_reasoning or parser.in_reasoning:  # each token counts as what it is
+                self.reasoning_tokens += 1
+            stop = self._add_parts(parts, may_stop=self._may_stop(count))
+            if stop is not None:
+                return _Read(self._text_from(before), count, stop)
+        if reason is not None:
+            parts = parser.push(self._detokenizer.finish())
+            if reason is FinishReason.STOP and parser.in_reasoning:
+                self.reasoning_tokens += 1  # the stop token
+            parts += parser.finish(cut=reason is FinishReason.LENGTH)
+            stop = self._add_parts(parts)
+            if stop is None and self._matcher is not None:
+                self._add_text(self._matcher.finish())
+        return _Read(self._text_from(before), None, stop)
+
+    def _add_parts(self, parts: Sequence[AnswerPart], *, may_stop: bool = True) -> str | None:
+        """Add parts to the slot, up to a stop string in their text; returns it, or None.
+
+        may_stop: stop strings count.
+        """
+        matcher = self._matcher
+        if matcher is None:
+            self._parts += parts
+            return None
+        for part in parts:
+            if not isinstance(part, TextPart):
+                self._add_text(matcher.finish())  # no stop string reaches across a call
+                self._parts.append(part)
+                continue
+            text, stop = matcher.push(part.text) if may_stop else (part.text, None)
+            self._add_text(text)
+            if stop is not None:
+                return stop
+        return None
+
+    def _add_text(self, text: str) -> None:
+        if text:
+            self._parts.append(TextPart(text))
+
+    def _text_from(self, first: int) -> str:
+        """The text of the parts in the slot from this one on."""
+        return "".join(part.text for part in self._parts[first:] if isinstance(part, TextPart))
+
+    def _may_stop(self, count: int) -> bool:
+        """Whether stop strings count in the text of the `count`-th of the new tokens."""
+        return self.num_output_tokens + count > self._sampling.min_tokens
 
 
 def _for_choice(sampling: SamplingParams, index: int) -> SamplingParams:

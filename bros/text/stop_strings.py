@@ -43,8 +43,10 @@ class StopMatcher:
         return whole[:keep], None
 
     def finish(self) -> str:
-        """The held text, at the end of the output."""
+        """The held text, at the end of a text; what is pushed then begins another one."""
         held, self._held = self._held, ""
+        for pattern in self._patterns:
+            pattern.matched = 0
         return held
 
 

@@ -197,6 +197,20 @@ async def test_a_tool_is_used_and_its_result_answered(
         assert said.index("sun") < said.index("And?")
 
 
+async def test_stop_sequences_end_the_text_and_no_use_of_a_tool(
+    live: LiveServer, client: anthropic.AsyncAnthropic
+) -> None:
+    live.server.engine.text = f"One.{CALL} Two. Three."
+    message = await create(client, tools=[WEATHER], stop_sequences=["name", "}}", "Three"])
+    text, use = message.content
+    assert use.type == "tool_use" and use.input == {"city": "Paris"}
+    assert text.type == "text" and text.text == "One.Two. "
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "Three")
+    live.server.engine.text = CALL
+    message = await create(client, tools=[WEATHER], stop_sequences=["name", "}}"])
+    assert message.stop_reason == "tool_use"
+
+
 async def test_input_of_a_tool_that_was_cut_off(
     live: LiveServer, client: anthropic.AsyncAnthropic
 ) -> None:

@@ -546,6 +546,18 @@ async def test_a_call_that_is_cut_off_is_incomplete(roomy: BatchServer) -> None:
     assert events[-1]["type"] == "response.incomplete"
 
 
+async def test_stop_strings_do_not_cut_calls(roomy: BatchServer) -> None:
+    roomy.engine.text = CALL
+    stop = ["name", "}}"]
+    events = await events_of(roomy, tools=[WEATHER], stop=stop)
+    response = Response.model_validate(events[-1]["response"])
+    whole = await create(roomy, tools=[WEATHER], extra_body={"stop": stop})
+    for found in (response, whole):
+        (call,) = found.output
+        assert call.type == "function_call" and call.status == found.status == "completed"
+        assert call.arguments == '{"city": "Paris"}'
+
+
 async def test_reasoning_is_an_item_of_its_own(tmp_path: Path) -> None:
     async with batch_server(tmp_path, reasoning_format="think") as server:
         server.engine.text = "<think>Hm, hm.</think>Yes."

@@ -225,6 +225,43 @@ async def test_stop_strings_end_an_answer_with_tools() -> None:
     assert (choice["message"]["content"], choice["stop_reason"]) == ("One. ", "Two")
 
 
+@pytest.mark.parametrize("stop", ["}}", "\n", '": "', "<tool_call>", "/", "Par", "[", "'"])
+@pytest.mark.parametrize("name", CALLS_BY_FORMAT)
+async def test_stop_strings_do_not_cut_calls(name: str, stop: str) -> None:
+    template, tokens, text = CALLS_BY_FORMAT[name]
+    async with serving(text, template, tokens) as server:
+        for choice in (
+            await choice_of(server, stop=[stop]),
+            await streamed_choice(server, stop=[stop]),
+        ):
+            assert named(choice["message"]) == [("get_weather", {"city": "Paris"})]
+            assert choice["finish_reason"] == "tool_calls"
+            assert not choice["message"]["content"]
+
+
+async def test_stop_strings_end_the_text_around_calls() -> None:
+    async with serving(f"One.\n{PARIS}\n{NOW} Two.\nThree.") as server:
+        for choice in (
+            await choice_of(server, stop=["\n"]),
+            await streamed_choice(server, stop=["\n"]),
+        ):
+            calls = [name for name, _ in named(choice["message"])]
+            assert calls == ["get_weather", "get_time"]
+            assert choice["message"]["content"] == "One.Two."
+
+
+async def test_stop_strings_do_not_end_reasoning() -> None:
+    template = chat_templates.THINKING
+    async with serving("<think>One.\nTwo.</think>\nThree.\nFour.", template) as server:
+        for choice in (
+            await choice_of(server, tools=None, stop=["\n"]),
+            await streamed_choice(server, tools=None, stop=["\n"]),
+        ):
+            message = choice["message"]
+            assert (message["reasoning"], message["content"]) == ("One.\nTwo.", "Three.")
+            assert choice["finish_reason"] == "stop"
+
+
 # ---- Conversations with tools.
 
 

@@ -39,7 +39,16 @@ from bros.core.request import (
 )
 from bros.core.tenants import Resource, TenantAccounts, TenantLimits
 from bros.engine.client import OutputStream
-from bros.text.answers import AnswerParser, AnswerParsing, ReasoningReader
+from bros.text.answers import (
+    AnswerParser,
+    AnswerParsing,
+    AnswerPart,
+    CallArguments,
+    HermesCalls,
+    ReasoningPart,
+    ReasoningReader,
+    TextPart,
+)
 from bros.text.generation import (
     MAX_SUBMITTED_TOKENS,
     ChoiceResult,
@@ -58,6 +67,17 @@ THINKING = AnswerParsing(
     lambda: AnswerParser(ReasoningReader("<think>", "</think>", opened=False), None),
     TOKENIZER.detokenizer,
 )
+
+
+def reader_of_calls() -> AnswerParser:
+    """Reads reasoning and calls."""
+    return AnswerParser(
+        ReasoningReader("<think>", "</think>", opened=False),
+        HermesCalls("<tool_call>", "</tool_call>", {"f"}, None),
+    )
+
+
+CALLING = AnswerParsing(reader_of_calls, TOKENIZER.detokenizer)
 
 
 class ScriptedEngine:
@@ -522,6 +542,20 @@ def test_it_does_not_matter_which_tokens_come_together(
     assert asyncio.run(result(cuts)) == alone
 
 
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
+async def test_a_stop_token_within_reasoning_is_reasoning(reason: FinishReason) -> None:
+    engine = ScriptedEngine()
+    generation = await generator(engine).start(
+        [PROMPT], SamplingParams(), request_id="r", parsing=THINKING
+    )
+    token_ids = one_by_one("<think>Hm") + ((EOS,) if reason is FinishReason.STOP else ())
+    engine.say(token_ids, reason)
+    (result,) = await collect(generation)
+    assert (result.text, result.reasoning) == ("", "Hm")
+    # The first characters of the marker do not say yet that it is one.
+    assert generation.reasoning_tokens == len(token_ids) - len("<think")
+
+
 async def test_collect_sorts_choices() -> None:
     engine = ScriptedEngine()
     generation = await start(engine, n=2)
@@ -589,6 +623,65 @@ async def test_stop_strings_do_not_count_within_min_tokens() -> None:
     engine.say("ab")
     delta = await anext(generation)
     assert (delta.text, delta.stop_reason, delta.num_output_tokens) == ("", "aa", 7)
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": "xa"}}</tool_call>'
+
+
+def joined_parts(parts: Collection[AnswerPart]) -> list[AnswerPart]:
+    """Neighbors of one kind joined."""
+    found: list[AnswerPart] = []
+    for part in parts:
+        match part, found[-1] if found else None:
+            case TextPart(text), TextPart(before):
+                found[-1] = TextPart(before + text)
+            case ReasoningPart(text), ReasoningPart(before):
+                found[-1] = ReasoningPart(before + text)
+            case CallArguments(number, text), CallArguments(_, before):
+                found[-1] = CallArguments(number, before + text)
+            case _:
+                found.append(part)
+    return found
+
+
+@given(
+    answer=st.lists(
+        st.sampled_from(["<think>", "</think>", CALL, "a", " b", "x", "\n"]), max_size=9
+    ),
+    stop=st.sampled_from(["xa", "\n", "<", "}", "a\n"]),
+    reason=st.sampled_from([FinishReason.LENGTH, FinishReason.STOP]),
+)
+def test_stop_strings_end_only_the_text_of_an_answer(
+    answer: list[str], stop: str, reason: FinishReason
+) -> None:
+    parser, whole = reader_of_calls(), "".join(answer)
+    expected = joined_parts(
+        [*parser.push(whole), *parser.finish(cut=reason is FinishReason.LENGTH)]
+    )
+    ended: tuple[FinishReason, str | None] = reason, None
+    for index, part in enumerate(expected):
+        if isinstance(part, TextPart) and stop in part.text:
+            shown = part.text.partition(stop)[0]
+            expected[index:] = [TextPart(shown)] if shown else []
+            ended = FinishReason.STOP, stop
+            break
+
+    async def deltas() -> list[TextDelta]:
+        engine = ScriptedEngine()
+        generation = await generator(engine).start(
+            [PROMPT], SamplingParams(stop=(stop,)), request_id="r", parsing=CALLING
+        )
+        for token_id in one_by_one(whole):
+            engine.say((token_id,))
+        engine.say((EOS,) if reason is FinishReason.STOP else (), reason)
+        return [delta async for delta in generation]
+
+    found = asyncio.run(deltas())
+    assert joined_parts([part for delta in found for part in delta.parts]) == expected
+    assert "".join(d.text for d in found) == "".join(
+        part.text for part in expected if isinstance(part, TextPart)
+    )
+    assert (found[-1].finish_reason, found[-1].stop_reason) == ended
 
 
 async def test_one_choice_may_stop_while_others_go_on() -> None:
