@@ -23,53 +23,62 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Tenant(Generic[T]):
-    """waiting: its jobs that have not started, in order of arrival.
+    """urgent, waiting: its jobs that have not started, in order of arrival: urgent and other ones.
     running: number of its jobs that run.
+    running_urgent: how many of them are urgent.
     used_s: seconds for which its jobs have held slots, beyond those of the tenant with the least
         when it came.
     """
 
+    urgent: deque[T] = field(default_factory=deque)
     waiting: deque[T] = field(default_factory=deque)
     running: int = 0
+    running_urgent: int = 0
     used_s: float = 0.0
 
     @property
     def active(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.urgent or self.waiting or self.running)
 
 
 class FairQueue(Generic[T]):
-    """Decides which job starts next: the oldest one of the tenant that has used the least time.
+    """Decides which job starts next: the oldest one of the tenant that has used the least time,
+    urgent ones first.
 
     A tenant that has been idle is not owed the time that it has not used (start-time fair queuing).
     """
 
     def __init__(self, slots: int, per_tenant: int) -> None:
-        """slots: most jobs that run at once. per_tenant: most of one tenant."""
+        """slots: most jobs that run at once.
+        per_tenant: most of one tenant. An urgent one starts if fewer urgent ones than that run, so
+            that it does not wait for others; a tenant may then have up to twice as many.
+        """
         assert 1 <= per_tenant <= slots
         self._slots = slots
         self._per_tenant = per_tenant
         self._tenants: dict[str, _Tenant[T]] = {}
         self._running = 0
 
-    def add(self, tenant: str, job: T) -> None:
-        """A job of the tenant waits."""
+    def add(self, tenant: str, job: T, *, urgent: bool = False) -> None:
+        """A job of the tenant waits. urgent: it goes before others of this tenant."""
         known = self._tenants.setdefault(tenant, _Tenant())
         if not known.active:
             others = (each.used_s for each in self._tenants.values() if each.active)
             known.used_s = max(known.used_s, min(others, default=0.0))
-        known.waiting.append(job)
+        (known.urgent if urgent else known.waiting).append(job)
 
     def remove(self, tenant: str, job: T) -> None:
         """Remove a waiting job. A job that has started stays."""
         known = self._tenants.get(tenant)
-        if known is not None and job in known.waiting:
-            known.waiting.remove(job)
-            self._forget_idle()
+        for line in (known.urgent, known.waiting) if known is not None else ():
+            if job in line:
+                line.remove(job)
+                self._forget_idle()
+                return
 
     def waiting(self) -> list[str]:
         """The tenants that have waiting jobs."""
-        return [tenant for tenant, known in self._tenants.items() if known.waiting]
+        return [tenant for tenant, known in self._tenants.items() if known.urgent or known.waiting]
 
     def start(self, may_start: Callable[[str], bool] = lambda tenant: True) -> tuple[str, T] | None:
         """Start the next job; returns it with its tenant. None: none may start now.
@@ -81,20 +90,31 @@ class FairQueue(Generic[T]):
         ready = [
             (known.used_s, tenant)
             for tenant, known in self._tenants.items()
-            if known.waiting and known.running < self._per_tenant and may_start(tenant)
+            if (self._has_urgent(known) or self._has_other(known)) and may_start(tenant)
         ]
         if not ready:
             return None
         _, tenant = min(ready)
         known = self._tenants[tenant]
+        urgent = self._has_urgent(known)
         known.running += 1
+        known.running_urgent += urgent
         self._running += 1
-        return tenant, known.waiting.popleft()
+        return tenant, (known.urgent if urgent else known.waiting).popleft()
 
-    def end(self, tenant: str, used_s: float) -> None:
-        """A job of the tenant has ended that held its slot for `used_s` seconds."""
+    def _has_urgent(self, known: _Tenant[T]) -> bool:
+        """Whether an urgent job of a tenant may start, apart from slots."""
+        return bool(known.urgent) and known.running_urgent < self._per_tenant
+
+    def _has_other(self, known: _Tenant[T]) -> bool:
+        return bool(known.waiting) and known.running < self._per_tenant
+
+    def end(self, tenant: str, used_s: float, *, urgent: bool = False) -> None:
+        """A job of the tenant has ended that held its slot for `used_s` seconds. urgent: as it was
+        added."""
         known = self._tenants[tenant]
         known.running -= 1
+        known.running_urgent -= urgent
         known.used_s += used_s
         self._running -= 1
         self._forget_idle()
@@ -103,7 +123,9 @@ class FairQueue(Generic[T]):
         """Raises AssertionError if slots are lost or idle ones are not used."""
         assert self._running == sum(known.running for known in self._tenants.values())
         assert self._running <= self._slots
-        assert all(0 <= known.running <= self._per_tenant for known in self._tenants.values())
+        for known in self._tenants.values():
+            assert 0 <= known.running_urgent <= self._per_tenant
+            assert 0 <= known.running - known.running_urgent <= self._per_tenant
 
     def _forget_idle(self) -> None:
         """Forget the tenants that would begin like new ones."""
@@ -135,6 +157,18 @@ class CpuUse:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Turn:
+    """Work that waits for its start.
+
+    started: done when it may start.
+    urgent: it goes before other work of its tenant.
+    """
+
+    started: asyncio.Future[None]
+    urgent: bool
+
+
 class FairGate:
     """Runs blocking work on its own threads, as a FairQueue decides. For one event loop.
 
@@ -153,25 +187,33 @@ class FairGate:
         limited: bool = True,
         name: str = "work",
     ) -> None:
-        """slots: most jobs that run at once. per_tenant: most of one tenant.
+        """slots: most jobs that run at once. per_tenant: most of one tenant, see FairQueue.
         budget: None: CPU time is not counted. limited: whether work waits for CPU time.
         name: of the threads.
         """
         self._threads = ThreadPoolExecutor(slots, thread_name_prefix=name)
-        self._queue: FairQueue[asyncio.Future[None]] = FairQueue(slots, per_tenant)
+        self._queue: FairQueue[_Turn] = FairQueue(slots, per_tenant)
         self._budget = budget
         self._limited = limited
         self._retry: asyncio.TimerHandle | None = None
 
-    async def run(self, tenant: str, work: Callable[[], T], elsewhere: CpuUse | None = None) -> T:
+    async def run(
+        self,
+        tenant: str,
+        work: Callable[[], T],
+        elsewhere: CpuUse | None = None,
+        *,
+        urgent: bool = False,
+    ) -> T:
         """Do `work` on a thread, when the queue admits it.
 
         elsewhere: CPU time that `work` has used in other processes, which `work` sets.
+        urgent: it goes before other work of this tenant.
 
         If the caller is cancelled, waiting work is not done; work that runs cannot be stopped, and
         keeps its slot until it ends.
         """
-        await self._wait(tenant)
+        await self._wait(tenant, urgent)
         loop = asyncio.get_running_loop()
         begun_s, cpu = loop.time(), CpuUse()
 
@@ -188,12 +230,12 @@ class FairGate:
             used_s = cpu.seconds + (elsewhere.seconds if elsewhere is not None else 0.0)
             if self._budget is not None:
                 self._budget.spend(tenant, used_s)
-            self._end(tenant, loop.time() - begun_s)
+            self._end(tenant, loop.time() - begun_s, urgent)
 
         try:
             job = loop.run_in_executor(self._threads, measured)
         except BaseException:
-            self._end(tenant, 0.0)
+            self._end(tenant, 0.0, urgent)
             raise
         job.add_done_callback(end)
         return await asyncio.shield(job)
@@ -203,30 +245,30 @@ class FairGate:
         ending = asyncio.create_task(asyncio.to_thread(self._threads.shutdown))
         await asyncio.wait([ending], timeout=within_s)
 
-    async def _wait(self, tenant: str) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.add(tenant, turn)
+    async def _wait(self, tenant: str, urgent: bool) -> None:
+        turn = _Turn(asyncio.get_running_loop().create_future(), urgent)
+        self._queue.add(tenant, turn, urgent=urgent)
         self._start()
         try:
-            await turn
+            await turn.started
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._end(tenant, 0.0)
+            if turn.started.done() and not turn.started.cancelled():
+                self._end(tenant, 0.0, urgent)
             else:
                 self._queue.remove(tenant, turn)
             raise
 
-    def _end(self, tenant: str, used_s: float) -> None:
-        self._queue.end(tenant, used_s)
+    def _end(self, tenant: str, used_s: float, urgent: bool) -> None:
+        self._queue.end(tenant, used_s, urgent=urgent)
         self._start()
 
     def _start(self) -> None:
         while (found := self._queue.start(self._may_start)) is not None:
             tenant, turn = found
-            if turn.cancelled():  # its task has not yet run since it was cancelled
-                self._queue.end(tenant, 0.0)
+            if turn.started.cancelled():  # its task has not yet run since it was cancelled
+                self._queue.end(tenant, 0.0, urgent=turn.urgent)
             else:
-                turn.set_result(None)
+                turn.started.set_result(None)
         self._retry_later()
 
     def _may_start(self, tenant: str) -> bool:

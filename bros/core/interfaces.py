@@ -388,7 +388,7 @@ class RequestTrace:
         "turn"      the policy served other requests first
         "share"     its tenant has used more of the device, so that requests of others came first
         "prefix"    another request (the producer) was computing its prefix
-        "grammar"   its grammar was being compiled, before it was queued
+        "grammar"   its grammar was being checked and compiled, before it was queued
         "early"     it is an early prefill, for which others left no time
         "yielded"   it ran, but the step was aborted for another request's first token (one that
                     was suspended is an event: nothing of it is lost)

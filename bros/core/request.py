@@ -417,6 +417,7 @@ class EngineRequest:
         another engine has delivered.
     pooling: it is for an embedding or a score of its prompt, and generates no token.
     second_from: with `pooling`, where the second of two texts begins; None if there is only one.
+    checked_s: for how long it has waited for the check of its grammar, before it was submitted.
     gathered: its output is not streamed: tokens after the first may be sent many at once, half a
         second and a step later (engine/outbox.py).
     """
@@ -438,6 +439,7 @@ class EngineRequest:
     num_read: int = 0
     pooling: Pooling | None = None
     second_from: int | None = None
+    checked_s: float = 0.0
     gathered: bool = False
 
     @property

@@ -260,7 +260,7 @@ class Scheduler:
         """Enqueue a request; returns the class that it is served as.
 
         start_grammar: only if its output has to match a grammar.
-        compiled_s: for how long it has waited for that grammar.
+        compiled_s: for how long it has waited for that grammar to be compiled.
 
         Raises InvalidRequestError, PromptTooLongError, QueueFullError or OverloadedError.
         """
@@ -287,8 +287,9 @@ class Scheduler:
             return asked
         if start_grammar is not None:
             _start_grammar(state, start_grammar)
-            if compiled_s:
-                state.record.wait("grammar", compiled_s)
+            waited_s = request.checked_s + compiled_s
+            if waited_s:
+                state.record.wait("grammar", waited_s)
         look_up(self._kv, state)
         self._classify(state, now)
         self._policy.assign_rank(state, now)

@@ -22,7 +22,7 @@ from bros.core.config import ServerConfig
 from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.core.fair import FairGate, FairMemory, FairThreads
 from bros.core.interfaces import EngineClient
-from bros.core.request import Grammar, IdGenerator
+from bros.core.request import Grammar, IdGenerator, ServiceClass
 from bros.core.tenants import Beside, Resource, TenantAccounts
 from bros.router.client import RouterClient
 from bros.semantic.service.service import SessionService
@@ -270,17 +270,31 @@ class ServerState:
         tenant: str = request.scope.get(TENANT, "")
         return tenant
 
-    async def check_grammar(self, tenant: str, grammar: Grammar | None) -> None:
-        """Raises InvalidRequestError if an engine cannot compile the grammar of an output, and
-        TenantLimitError if the tenant has too many or no CPU time for it."""
+    async def check_grammar(
+        self,
+        tenant: str,
+        grammar: Grammar | None,
+        service_class: ServiceClass = ServiceClass.RT,
+    ) -> float:
+        """Check whether an engine can compile the grammar of an output; returns the seconds that
+        this has taken.
+
+        service_class: of its request; real-time ones go first.
+
+        Raises InvalidRequestError if it cannot, and TenantLimitError if the tenant has too many or
+        no CPU time for it.
+        """
         if grammar is None or self.grammars is None or self.grammars.knows(tenant, grammar):
-            return
+            return 0.0
+        began_s = self.clock.now()
         self.accounts.check_cpu(tenant)
         with (
             self.accounts.hold(tenant, Resource.GRAMMARS),
             self.accounts.hold(tenant, Resource.INPUT_BYTES, len(grammar.text)),
         ):
-            await self.grammars.check(tenant, grammar)
+            urgent = service_class is ServiceClass.RT
+            await self.grammars.check(tenant, grammar, urgent=urgent)
+        return self.clock.now() - began_s
 
     def check_generates(self) -> None:
         """Raises InvalidRequestError if the model generates no text."""

@@ -236,6 +236,7 @@ class TextGenerator:
         cache_salt: str = "",
         param: str = "messages",
         arrival_s: float | None = None,
+        checked_s: float = 0.0,
         hints: Hints = NO_HINTS,
         parsing: AnswerParsing | None = None,
         streamed: bool = True,
@@ -245,6 +246,7 @@ class TextGenerator:
         request_id: base of the engine's request ids, see choice_ids. None: a new one.
         param: the request field that a PromptTooLongError names.
         arrival_s: time from which the objectives count, on this generator's clock; None: now.
+        checked_s: for how long the check of its grammar was waited for since then.
         parsing: reads the parts of each answer; None: answers are nothing but text. Stop strings
             are searched in the text of an answer only, not in its reasoning and its calls.
         streamed: the caller wants tokens as they come; else best-effort ones come many at once, and
@@ -277,6 +279,7 @@ class TextGenerator:
                 public_tokens=shared[index // sampling.n],
                 cache_salt=cache_salt,
                 hints=hints,
+                checked_s=checked_s,
                 gathered=gathered,
             )
             for index, ((prompt, i), choice_id) in enumerate(

@@ -72,9 +72,9 @@ _BUSY = b"\0"
 class GrammarChecker:
     """Checks the grammars of one server. Close it at the end.
 
-    One tenant has at most one of the two processes at a time, so its slow grammars do not keep
-    others waiting. Good texts are remembered for each tenant alone: how long a check takes says
-    nothing about others.
+    One tenant has at most two of the three processes at a time, so its slow grammars do not keep
+    others waiting: one for best-effort requests, and one for real-time ones, which go first. Good
+    texts are remembered for each tenant alone: how long a check takes says nothing about others.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class GrammarChecker:
         """folder: of the model; the others as in EngineInfo. accounts: limits of tenants; None:
         there are none. on_hung: called on a thread when a process hung."""
         arguments = [str(folder), str(vocab_size), json.dumps(list(eos_token_ids))]
-        self._all = [WorkerProcess(__name__, arguments, on_hung=on_hung) for _ in range(3)]
-        self._free, self._blocking = self._all[:2], self._all[2]
+        self._all = [WorkerProcess(__name__, arguments, on_hung=on_hung) for _ in range(4)]
+        self._free, self._blocking = self._all[:3], self._all[3]
         self._accounts = accounts or TenantAccounts()
-        self._gate = FairGate(slots=2, per_tenant=1, budget=self._accounts, name="grammars")
+        self._gate = FairGate(slots=3, per_tenant=1, budget=self._accounts, name="grammars")
         self._lock = threading.Lock()  # of _good
         self._one_blocks = threading.Lock()  # uses _blocking
         self._good: FairMemory[tuple[str, str], bool] = FairMemory(
@@ -109,11 +109,12 @@ class GrammarChecker:
         with self._lock:
             return self._good.use((tenant, grammar.text)) is not None
 
-    async def check(self, tenant: str, grammar: Grammar) -> None:
+    async def check(self, tenant: str, grammar: Grammar, *, urgent: bool = True) -> None:
         """Raises InvalidRequestError, naming its `param`, if a grammar is wrong or takes too long,
         and OverloadedError if the machine is too busy to say.
 
-        tenant: whose it is.
+        tenant: whose it is. urgent: it is checked before those of the same tenant that are not: its
+            request is real-time.
         """
         if self.knows(tenant, grammar):
             return
@@ -127,7 +128,7 @@ class GrammarChecker:
                 used.seconds = process.cpu_s
                 self._free.insert(0, process)
 
-        await self._gate.run(tenant, work, used)
+        await self._gate.run(tenant, work, used, urgent=urgent)
 
     def check_blocking(self, tenant: str, grammar: Grammar) -> None:
         """Like `check`, for a thread of its own, such as one that validates the rows of a batch."""

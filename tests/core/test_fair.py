@@ -19,42 +19,55 @@ from support.tier import examples
 
 TENANTS = ["a", "b", "c"]
 
-changes = st.one_of(
-    st.tuples(st.just("add"), st.sampled_from(TENANTS), st.just(0)),
-    st.tuples(st.just("end"), st.sampled_from(TENANTS), st.integers(0, 5)),
-    st.tuples(st.just("remove"), st.sampled_from(TENANTS), st.integers(0, 3)),
+changes = st.tuples(
+    st.sampled_from(["add", "end", "remove"]),
+    st.sampled_from(TENANTS),
+    st.booleans(),
+    st.integers(0, 5),
 )
+"""What happens, to a job of which tenant, whether it is an urgent one, and a number."""
 
 
 @settings(max_examples=examples(200))
 @given(st.integers(1, 3), st.data(), st.lists(changes, max_size=40))
 def test_queue_starts_whatever_may_start_and_no_more(
-    slots: int, data: st.DataObject, steps: list[tuple[str, str, int]]
+    slots: int, data: st.DataObject, steps: list[tuple[str, str, bool, int]]
 ) -> None:
     per_tenant = data.draw(st.integers(1, slots))
     allowed = data.draw(st.sampled_from([TENANTS, TENANTS[1:]]))
-    queue: FairQueue[int] = FairQueue(slots, per_tenant)
-    waiting: dict[str, list[int]] = {tenant: [] for tenant in TENANTS}
-    running: Counter[str] = Counter()
-    for number, (what, tenant, amount) in enumerate(steps):
+    queue: FairQueue[tuple[int, bool]] = FairQueue(slots, per_tenant)
+    waiting: dict[tuple[str, bool], list[tuple[int, bool]]] = {
+        (tenant, urgent): [] for tenant in TENANTS for urgent in (False, True)
+    }
+    running: Counter[tuple[str, bool]] = Counter()
+
+    def may_start(tenant: str, urgent: bool) -> bool:
+        counted = running[tenant, True] + (0 if urgent else running[tenant, False])
+        return bool(waiting[tenant, urgent]) and counted < per_tenant
+
+    for number, (what, tenant, urgent, amount) in enumerate(steps):
+        line = waiting[tenant, urgent]
         if what == "add":
-            queue.add(tenant, number)
-            waiting[tenant].append(number)
+            queue.add(tenant, (number, urgent), urgent=urgent)
+            line.append((number, urgent))
         elif what == "remove":
-            job = waiting[tenant].pop(amount) if amount < len(waiting[tenant]) else -1
-            queue.remove(tenant, job)
-        elif running[tenant]:
-            queue.end(tenant, float(amount))
-            running[tenant] -= 1
+            queue.remove(tenant, line.pop(amount) if amount < len(line) else (-1, urgent))
+        elif running[tenant, urgent]:
+            queue.end(tenant, float(amount), urgent=urgent)
+            running[tenant, urgent] -= 1
         while (started := queue.start(allowed.__contains__)) is not None:
             owner, job = started
-            assert job == waiting[owner].pop(0), "jobs of one tenant start in their order"
-            running[owner] += 1
+            assert job[1] == may_start(owner, True), "urgent jobs of a tenant go first"
+            assert may_start(owner, job[1])
+            assert job == waiting[owner, job[1]].pop(0), "else they start in their order"
+            running[owner, job[1]] += 1
         queue.check_integrity()
-        assert sorted(queue.waiting()) == [tenant for tenant in TENANTS if waiting[tenant]]
+        assert sorted(queue.waiting()) == [
+            tenant for tenant in TENANTS if waiting[tenant, False] or waiting[tenant, True]
+        ]
         assert running.total() <= slots and max(running.values(), default=0) <= per_tenant
-        may_start = [t for t in allowed if waiting[t] and running[t] < per_tenant]
-        assert running.total() == slots or not may_start
+        ready = [t for t in allowed if may_start(t, False) or may_start(t, True)]
+        assert running.total() == slots or not ready
 
 
 @given(st.lists(st.floats(0.1, 3.0), min_size=3, max_size=3))
@@ -73,6 +86,18 @@ def test_tenants_with_work_get_the_same_time(costs: list[float]) -> None:
         used[tenant] += cost_of[tenant]  # type: ignore[assignment]
         queue.end(tenant, cost_of[tenant])
         assert max(used[t] for t in TENANTS) - min(used[t] for t in TENANTS) <= max(costs) + 1e-6
+
+
+def test_urgent_jobs_use_up_the_time_of_their_tenant() -> None:
+    queue: FairQueue[str] = FairQueue(1, 1)
+    for number in range(3):
+        queue.add("a", f"a{number}", urgent=True)
+        queue.add("b", f"b{number}")
+    order = []
+    while (started := queue.start()) is not None:
+        order.append(started[0])
+        queue.end(started[0], 1.0, urgent=started[0] == "a")
+    assert sorted(order[:2]) == sorted(order[2:4]) == sorted(order[4:]) == ["a", "b"]
 
 
 def test_tenant_that_was_idle_is_not_owed_time() -> None:
@@ -115,6 +140,40 @@ async def test_one_tenant_does_not_take_all_slots() -> None:
     for work in held:
         work.let_go()
     await asyncio.gather(*slow)
+
+
+async def test_urgent_work_waits_for_no_other_of_its_tenant_and_leaves_a_slot() -> None:
+    gate, slow = FairGate(3, 1), [Held() for _ in range(2)]
+    other = [asyncio.create_task(gate.run("a", work)) for work in slow]
+    await slow[0].begun.wait()
+    urgent = [Held() for _ in range(2)]
+    before = [asyncio.create_task(gate.run("a", work, urgent=True)) for work in urgent]
+    await urgent[0].begun.wait()
+    await gate.run("b", lambda: None)
+    assert not urgent[1].begun.is_set()
+    slow[0].let_go()
+    await other[0]
+    urgent[0].let_go()
+    await urgent[1].begun.wait()
+    assert not slow[1].begun.is_set(), "urgent work goes first"
+    urgent[1].let_go()
+    slow[1].let_go()
+    await asyncio.gather(*other, *before)
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+async def test_cancelled_work_frees_the_place_of_its_kind(urgent: bool) -> None:
+    gate, work = FairGate(2, 1), Held()
+    running = asyncio.create_task(gate.run("a", work, urgent=urgent))
+    await work.begun.wait()
+    waiting = asyncio.create_task(gate.run("a", lambda: None, urgent=urgent))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    work.let_go()
+    await running
+    for _ in range(3):
+        await gate.run("a", lambda: None, urgent=urgent)
+    gate._queue.check_integrity()
 
 
 async def test_cancelled_work_that_waits_is_not_done_and_work_that_runs_keeps_its_slot() -> None:

@@ -182,12 +182,13 @@ def test_the_grammar_may_fail_and_ends_the_request_only() -> None:
     assert sum(len(o.token_ids) for o in outputs if o.request_id == "b") == 4
 
 
-def test_waiting_for_the_compiler_is_in_the_trace() -> None:
+def test_waiting_for_the_check_and_the_compiler_is_in_the_trace() -> None:
     run = Run()
     run.tokens["a"] = []
-    run.scheduler.submit(asked(), 1.0, Script([ANY]).start, 0.25)
+    waited = dataclasses.replace(asked(), checked_s=0.5)
+    run.scheduler.submit(waited, 1.0, Script([ANY]).start, 0.25)
     trace = run.scheduler.trace("a")
-    assert trace is not None and trace.waits == {"grammar": 0.25}
+    assert trace is not None and trace.waits == {"grammar": 0.75}
 
 
 def random_script(rng: random.Random) -> Script:

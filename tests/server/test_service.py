@@ -124,7 +124,7 @@ async def test_api_description_covers_every_route_and_resolves(server: Server) -
 async def test_every_reason_to_wait_is_described(server: Server) -> None:
     document = (await server.http.get("/openapi.json")).json()
     waits = document["components"]["schemas"]["ChoiceTrace"]["properties"]["waits_ms"]
-    for reason in ("time", "rows", "tokens", "memory", "turn", "yielded"):
+    for reason in ("time", "rows", "tokens", "memory", "turn", "grammar", "yielded"):
         assert f"{reason} (" in waits["description"]
 
 

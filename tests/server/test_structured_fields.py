@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from bros.core import grammars
+from bros.core.clock import ManualClock
+from bros.core.request import Grammar
 from support.scripted_server import Server, assert_envelope
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -149,3 +151,31 @@ async def test_what_is_wrong_is_named(
 ) -> None:
     error = assert_envelope(await server.chat(**fields), 400)
     assert error["param"].startswith(param) and says in error["message"], error
+
+
+class SlowChecker:
+    """A GrammarChecker that takes a second and finds nothing wrong."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self._clock = clock
+        self.urgent: list[bool] = []
+
+    def knows(self, tenant: str, grammar: Grammar) -> bool:
+        return False
+
+    async def check(self, tenant: str, grammar: Grammar, *, urgent: bool) -> None:
+        self._clock.advance(1.0)
+        self.urgent.append(urgent)
+
+
+async def test_real_time_grammars_are_urgent_and_the_wait_for_their_check_is_known() -> None:
+    clock = ManualClock()
+    checker: Any = SlowChecker(clock)
+    server = Server(clock=clock, grammars=checker)
+    async with server.http:
+        for tier in ("default", "flex"):
+            await server.chat(response_format={"type": "json_object"}, service_tier=tier)
+            assert server.last().checked_s == 1.0
+        await server.chat()
+        assert server.last().checked_s == 0.0
+    assert checker.urgent == [True, False]

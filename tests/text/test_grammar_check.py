@@ -225,6 +225,34 @@ def test_the_slow_grammars_of_one_tenant_leave_a_process_to_others(
     assert asyncio.run(race())[0] == "quick"
 
 
+def test_real_time_grammars_go_before_best_effort_ones_of_the_same_tenant(
+    checker: GrammarChecker,
+) -> None:
+    async def race() -> list[str]:
+        done: list[str] = []
+
+        async def ask(name: str, grammar: Grammar, *, urgent: bool) -> None:
+            try:
+                await checker.check("one", grammar, urgent=urgent)
+            except (InvalidRequestError, OverloadedError):
+                pass
+            done.append(name)
+
+        slow = [wide(3600 + n, additionalProperties=False) for n in range(3)]
+        await asyncio.gather(
+            *(ask("best-effort", grammar, urgent=False) for grammar in slow),
+            ask("real-time", grammars.regex(f"rt{next(NUMBERS)}"), urgent=True),
+        )
+        return done
+
+    async def start_both() -> None:
+        first = grammars.regex("two"), grammars.regex("ready processes")
+        await asyncio.gather(*(checker.check(g.text, g) for g in first))
+
+    asyncio.run(start_both())
+    assert asyncio.run(race())[0] == "real-time"
+
+
 def test_a_process_that_was_killed_is_started_again(tmp_path: Path) -> None:
     made = GrammarChecker(save_tokenizer(tmp_path), 440, [1])
     try:
@@ -241,7 +269,7 @@ def test_a_process_that_was_killed_is_started_again(tmp_path: Path) -> None:
 
 
 def test_stopped_processes_keep_no_grammar_waiting_for_ever(tmp_path: Path) -> None:
-    """Both are stopped: the clients may try again, and then all goes on."""
+    """Those that run are stopped: the clients may try again, and then all goes on."""
     hung: list[bool] = []
     made = GrammarChecker(save_tokenizer(tmp_path), 440, [1], on_hung=lambda: hung.append(True))
 
@@ -252,7 +280,7 @@ def test_stopped_processes_keep_no_grammar_waiting_for_ever(tmp_path: Path) -> N
 
     try:
         assert asyncio.run(both("good")) == [None, None]
-        for each in made._free:
+        for each in made._free[:2]:
             assert each._process is not None and each._connection is not None
             worker_process._set_timeout(each._connection, 0.2)
             os.kill(each._process.pid, signal.SIGSTOP)

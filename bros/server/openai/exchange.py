@@ -112,20 +112,24 @@ class Exchange:
         TextGenerator.start raise."""
         state, call = self._state, self._call
         prompts = await call.prompts(self._tenant)
+        service_class, checked_s = self._tier.service_class, 0.0
         if call.sampling.grammar is not None:
             with renaming_fields(call.field_names):
-                await state.check_grammar(self._tenant, call.sampling.grammar)
+                checked_s = await state.check_grammar(
+                    self._tenant, call.sampling.grammar, service_class
+                )
         generation = await state.generator.start(
             prompts,
             call.sampling,
             request_id=self._id,
-            service_class=self._tier.service_class,
+            service_class=service_class,
             slo=self._slo,
             tenant=self._tenant,
             user=call.body.safety_identifier or call.body.user or "",
             cache_salt=call.body.cache_salt or "",
             param=call.param,
             arrival_s=self._arrival_s,
+            checked_s=checked_s,
             hints=self._hints,
             parsing=call.parsing(),
             streamed=self.shows_progress or bool(call.body.stream),

@@ -792,7 +792,8 @@ class ChoiceTrace(BaseModel):
     waits_ms: dict[str, float] = Field(
         description="How long it could have run and did not, by reason: time (no time was left "
         "in the step), rows (the batch was full), tokens (the token budget was used up), "
-        "memory (no KV blocks), turn (the policy served others first), yielded (it ran, but "
+        "memory (no KV blocks), turn (the policy served others first), grammar (its grammar or "
+        "schema was checked and compiled, before it was queued), yielded (it ran, but "
         "the step was aborted for the first token of another request; of one that was suspended "
         "nothing is lost)"
     )

@@ -90,7 +90,7 @@ async def _check_prompt(state: ServerState, call: ResponseCall, tenant: str) -> 
     """Tokens of the prompt. Raises what a background response would fail of when it runs, so that
     its client knows."""
     with renaming_fields(call.field_names):
-        await state.check_grammar(tenant, call.sampling.grammar)
+        await state.check_grammar(tenant, call.sampling.grammar, BEST_EFFORT.service_class)
     (prompt,) = await call.prompts(tenant)
     limit = state.engine.info.max_model_len
     if len(prompt) >= limit:
