@@ -176,10 +176,20 @@ def _mapping(value: object, param: str) -> Mapping[str, Any]:
     return value
 
 
+_OF_SCHEMAS = frozenset(
+    {"type", "properties", "required", "additionalProperties", "items", "enum", "const", "$ref"}
+    | {"anyOf", "oneOf", "allOf", "$defs", "definitions", "$schema"}
+)
+"""Keywords of a schema that show that it stands where a format should."""
+
+
 def _response_format(form: Mapping[str, Any]) -> Grammar:
     param = "response_format"
     if form["type"] == "json_object":
-        return json_object(param=param)
+        schema = form.get("schema")  # as in the APIs of Together, Fireworks and llama.cpp
+        if schema is None or schema == {}:
+            return json_object(param=param)
+        return json_schema(_mapping(schema, "response_format.schema"), param=param)
     inner = form.get("json_schema")
     if inner is None:
         raise InvalidRequestError(
@@ -188,6 +198,14 @@ def _response_format(form: Mapping[str, Any]) -> Grammar:
             "missing_required_parameter",
         )
     schema = _mapping(inner, "response_format.json_schema").get("schema")
+    if schema is None and not _OF_SCHEMAS.isdisjoint(inner):
+        keyword = min(_OF_SCHEMAS.intersection(inner))
+        raise InvalidRequestError(
+            f"The keyword {keyword!r} in 'response_format.json_schema' belongs to a schema; put it "
+            "into 'response_format.json_schema.schema'.",
+            "response_format.json_schema.schema",
+            "missing_required_parameter",
+        )
     # OpenAI's API takes a format without a schema, for any object.
     return json_schema({"type": "object"} if schema is None else schema, param=param)
 

@@ -59,6 +59,27 @@ def test_what_a_schema_asks_for_in_vain_is_named_with_its_path(schema: Any, says
     assert caught.value.param == "response_format"
 
 
+def test_the_schema_of_a_format_is_next_to_its_type_or_in_json_schema() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    forms: list[dict[str, Any]] = [
+        {"type": "json_object", "schema": schema},
+        {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}},
+    ]
+    for form in forms:
+        found = grammars.from_fields({"response_format": form})
+        assert found == grammars.json_schema(schema, param="response_format")
+    for form in (
+        {"type": "json_object"},
+        {"type": "json_object", "schema": {}},
+        {"type": "json_schema", "json_schema": {"name": "type"}},
+    ):
+        found = grammars.from_fields({"response_format": form})
+        assert found == grammars.json_object(param="response_format")
+    for inner in (schema, {"name": "n", "$defs": {}}):
+        with pytest.raises(InvalidRequestError, match="into 'response_format.json_schema.schema'"):
+            grammars.from_fields({"response_format": {"type": "json_schema", "json_schema": inner}})
+
+
 def test_keywords_are_not_looked_for_where_names_and_values_are() -> None:
     schema = {
         "properties": {"not": {"const": {"not": 1, "format": "x"}}, "format": {"enum": [["if"]]}},

@@ -43,6 +43,16 @@ def schema_format(schema: object, **more: Any) -> dict[str, Any]:
             "response_format",
         ),
         (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            grammars.json_schema(SCHEMA).text,
+            "response_format",
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": {}}},
+            grammars.json_object().text,
+            "response_format",
+        ),
+        (
             {"structured_outputs": {"json": json.dumps(SCHEMA)}},
             grammars.json_schema(SCHEMA).text,
             "structured_outputs.json",
@@ -101,6 +111,7 @@ async def test_all_spellings_reach_the_engine_as_one_grammar(
         {"response_format": None, "guided_json": None, "structured_outputs": None},
         {"structured_outputs": {"json": None, "json_object": False}},
         {"guided_whitespace_pattern": " "},
+        {"grammar": "", "regex": None, "ebnf": None, "json_schema": None, "structural_tag": None},
     ],
 )
 async def test_without_them_the_output_is_free(server: Server, fields: dict[str, Any]) -> None:
@@ -127,6 +138,37 @@ async def test_without_them_the_output_is_free(server: Server, fields: dict[str,
             "response_format.json_schema.schema",
             "Invalid value",
         ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
+            "response_format.json_schema.schema",
+            "put it into 'response_format.json_schema.schema'",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "anyOf": [SCHEMA]},
+                }
+            },
+            "response_format.json_schema.schema",
+            "'anyOf'",
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": {"not": {}}}},
+            "response_format",
+            "at not: the keyword 'not'",
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": []}},
+            "response_format.schema",
+            "Invalid value",
+        ),
+        ({"grammar": 'root ::= "a"'}, "grammar", "use 'structured_outputs.grammar'"),
+        ({"ebnf": 'root ::= "a"'}, "ebnf", "use 'structured_outputs.grammar'"),
+        ({"regex": "a+"}, "regex", "use 'structured_outputs.regex'"),
+        ({"json_schema": SCHEMA}, "json_schema", "use 'response_format'"),
+        ({"json_schema": {}}, "json_schema", "use 'response_format'"),
+        ({"structural_tag": "{}"}, "structural_tag", "'structured_outputs.grammar'"),
         ({"guided_json": "{"}, "guided_json", "is not valid JSON"),
         ({"guided_json": "[]"}, "guided_json", "must be a JSON schema"),
         ({"guided_json": '"' + "x" * 2**18}, "guided_json", "more than 262144 bytes"),

@@ -70,7 +70,19 @@ from bros.text.tools import NO_TOOLS, Tool, ToolUse
 
 _NO_EFFECT: tuple[Any, ...] = (None, False, [], {}, "")
 
+_INSTEAD: Mapping[str, str] = MappingProxyType(
+    {
+        "ebnf": "'structured_outputs.grammar'",
+        "grammar": "'structured_outputs.grammar'",
+        "json_schema": "'response_format'",
+        "regex": "'structured_outputs.regex'",
+        "structural_tag": "'tools' or 'structured_outputs.grammar'",
+    }
+)
+"""Field of llama.cpp's and SGLang's APIs -> what has the same effect here."""
+
 _COMMON: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_INSTEAD, (None, "")),
     "allowed_token_ids": (None,),
     "bad_words": _NO_EFFECT,
     "include_stop_str_in_output": _NO_EFFECT,
@@ -99,19 +111,30 @@ _CHAT_UNSUPPORTED = {
 
 _COMPLETION_UNSUPPORTED = {**_COMMON, "prompt_embeds": _NO_EFFECT, "suffix": _NO_EFFECT}
 
-OTHER_GRAMMARS: Mapping[str, tuple[Any, ...]] = dict.fromkeys(
-    ("structured_outputs", *(f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar"))),
-    _NO_EFFECT,
+OTHER_GRAMMARS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(_INSTEAD, (None, "")),
+        "structured_outputs": _NO_EFFECT,
+        **{f"guided_{kind}": _NO_EFFECT for kind in ("json", "regex", "choice", "grammar")},
+    }
 )
-"""Fields of chats and completions that other APIs have by other names."""
+"""Fields for grammars that other APIs do not have, or by other names."""
 
 
-def refuse_unsupported(body: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises InvalidRequestError naming the first unsupported field with an effect."""
+def refuse_unsupported(
+    body: Mapping[str, Any],
+    fields: Mapping[str, tuple[Any, ...]],
+    instead: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Raises InvalidRequestError naming the first unsupported field with an effect.
+
+    instead: unsupported field -> what has the same effect.
+    """
     for name, harmless_values in fields.items():
         if name in body and not any(_same(body[name], harmless) for harmless in harmless_values):
+            advice = f"use {instead[name]} instead" if name in instead else "leave it out"
             raise InvalidRequestError(
-                f"'{name}' is not supported by this server; leave it out.",
+                f"'{name}' is not supported by this server; {advice}.",
                 param=name,
                 code="unsupported_parameter",
             )
@@ -943,5 +966,5 @@ def _validated(
     body = validate(model, fields)
     state.check_model(body.model)
     state.check_generates()
-    refuse_unsupported(fields, unsupported)
+    refuse_unsupported(fields, unsupported, _INSTEAD)
     return body

@@ -302,7 +302,10 @@ class BaseSamplingFields(WireModel):
 
 
 class JsonSchemaFormat(WireModel):
-    """The schema of `response_format`; it is enforced whether or not it is strict."""
+    """The schema of `response_format`; it is enforced whether or not it is strict. Other fields are
+    kept, so that a schema in its place is seen."""
+
+    model_config = ConfigDict(extra="allow")
 
     name: str | None = Field(None, max_length=256)
     description: str | None = None
@@ -313,6 +316,9 @@ class JsonSchemaFormat(WireModel):
 class ResponseFormat(WireModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="With json_object: what the object must match"
+    )
 
 
 class StructuredOutputs(ClosedModel):

@@ -381,7 +381,7 @@ def _check_counts(given: object) -> None:
 
 def _response_format(given: TextFormat) -> dict[str, Any]:
     if given.type != "json_schema":
-        return {"type": given.type}
+        return {"type": given.type, "schema": given.schema_}
     for name in ("name", "schema"):
         if getattr(given, {"schema": "schema_"}.get(name, name)) is None:
             raise InvalidRequestError(
