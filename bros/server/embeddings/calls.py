@@ -91,8 +91,9 @@ class PoolingCall(ABC, Generic[R]):
     def _count(self) -> int:
         """Number of texts, or of pairs that are scored."""
 
+    @abstractmethod
     def _check(self) -> None:
-        """Raises InvalidRequestError for what the model cannot do."""
+        """Raises InvalidRequestError for empty texts, and for what the model cannot do."""
 
     @property
     @abstractmethod
@@ -151,13 +152,8 @@ class PoolingCall(ABC, Generic[R]):
                     param="truncate_prompt_tokens",
                 )
         if not isinstance(text, str):
-            ids = list(text)[:cut]
-            if not ids:
-                raise InvalidRequestError("A text must not be empty.", param=self.param)
-            return PoolingInput(ids)
+            return PoolingInput(list(text)[:cut])
         tokenizer = self._state.tokenizer
-        if not text or second == "":
-            raise InvalidRequestError("A text must not be empty.", param=self.param)
         if not self.body.allow_special_tokens:
             text = tokenizer.escape(text)
             second = None if second is None else tokenizer.escape(second)
@@ -197,6 +193,7 @@ class EmbeddingCall(PoolingCall[EmbeddingRequest]):
     def _check(self) -> None:
         _check_embeds(self._state)
         check_dimensions(self.body.dimensions, self._info)
+        _check_not_empty("input", self.body.input)
 
     def texts(self) -> Sequence[str | Sequence[int]]:
         found: list[str | Sequence[int]] = self.body.input
@@ -226,6 +223,14 @@ def _floats(vector: Vector) -> bytes:
 
 def _base64(vector: Vector) -> bytes:
     return b'"%b"' % base64.b64encode(vector.astype("<f4").tobytes())
+
+
+def _check_not_empty(param: str, texts: Sequence[str | Sequence[int]]) -> None:
+    """Raises InvalidRequestError naming the first empty one of the texts in a field."""
+    for index, text in enumerate(texts):
+        if not text:
+            name = param if len(texts) == 1 else f"{param}[{index}]"
+            raise InvalidRequestError(f"The text in '{name}' must not be empty.", name)
 
 
 def _check_embeds(state: ServerState) -> None:
@@ -280,6 +285,10 @@ class ScoreCall(PairCall[ScoreRequest]):
     id_prefix, param = "score-", "text_2"
     _model = ScoreRequest
 
+    def _check(self) -> None:
+        _check_not_empty("text_1", self.body.text_1)
+        _check_not_empty("text_2", self.body.text_2)
+
     def pairs(self) -> list[tuple[str, str]]:
         first, second = self.body.text_1, self.body.text_2
         if len(first) == 1:
@@ -304,6 +313,10 @@ class RerankCall(PairCall[RerankRequest]):
 
     id_prefix, param = "rerank-", "documents"
     _model = RerankRequest
+
+    def _check(self) -> None:
+        _check_not_empty("query", [self.body.query])
+        _check_not_empty("documents", self.body.documents)
 
     def pairs(self) -> list[tuple[str, str]]:
         return [(self.body.query, document) for document in self.body.documents]
