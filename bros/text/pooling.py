@@ -282,9 +282,10 @@ def check_dimensions(dimensions: int | None, info: EmbeddingInfo) -> None:
 
 
 def cosine(one: Vector, other: Vector) -> float:
-    """The cosine of the angle between two embeddings; 0 if one of them is 0."""
-    norms = float(np.linalg.norm(one)) * float(np.linalg.norm(other))
-    return float(np.dot(one.astype(np.float64), other.astype(np.float64))) / max(norms, 1e-12)
+    """The cosine of the angle between two embeddings, from -1 to 1; 0 if one of them is 0."""
+    a, b = one.astype(np.float64), other.astype(np.float64)
+    found = float(np.dot(a, b)) / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-12)
+    return min(1.0, max(-1.0, found))  # rounding may take it a little beyond
 
 
 def probability(score: float) -> float:

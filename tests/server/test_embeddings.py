@@ -20,6 +20,7 @@ from bros.core.errors import QueueFullError
 from bros.core.interfaces import RequestStream
 from bros.core.request import EngineRequest
 from bros.server.embeddings.schema import MAX_INPUTS
+from bros.text.pooling import cosine
 from support.encoders import hidden_states, save_encoder
 from support.model_server import ModelServer, model_server
 from support.scripted_server import assert_envelope
@@ -297,6 +298,23 @@ async def test_score_and_rerank_by_embeddings(server: ModelServer) -> None:
     assert best["index"] == order[0] and best["document"] is None
 
 
+async def test_texts_that_are_equal_have_a_score_of_one_at_most(server: ModelServer) -> None:
+    reply = await server.post("/v1/score", text_1=TEXTS, text_2=TEXTS)
+    scores = [each["score"] for each in reply.json()["data"]]
+    assert scores == pytest.approx([1.0] * len(TEXTS)) and max(scores) <= 1.0
+    rng = np.random.default_rng(0)
+    for _ in range(1000):
+        vector = rng.normal(size=384).astype(np.float32)
+        assert -1.0 <= cosine(vector, -vector) <= -1.0 + 1e-12
+        assert 1.0 - 1e-12 <= cosine(vector, 3 * vector) <= 1.0
+    assert cosine(vector, np.zeros_like(vector)) == 0.0
+
+
+async def test_the_field_that_is_ranked_may_be_named(server: ModelServer) -> None:
+    fields = {"query": "a", "documents": [{"text": "a cat"}], "rank_fields": ["text"]}
+    assert (await server.post("/v1/rerank", **fields)).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
@@ -311,6 +329,11 @@ async def test_score_and_rerank_by_embeddings(server: ModelServer) -> None:
         ("/v1/rerank", {"query": "a", "documents": [3]}, "documents"),
         ("/v1/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),
         ("/v1/rerank", {"documents": ["a"]}, "query"),
+        (
+            "/v1/rerank",
+            {"query": "a", "documents": [{"text": "a", "b": "c"}], "rank_fields": ["b", "text"]},
+            "rank_fields",
+        ),
     ],
 )
 async def test_wrong_pairs_are_named(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -35,7 +36,7 @@ from bros.server.embeddings.schema import (
 )
 from bros.server.errors import GenerationFailedError
 from bros.server.http import count_kept, offload_held, offload_reply, pieces_response, validate
-from bros.server.openai.calls import Tier
+from bros.server.openai.calls import Tier, refuse_unsupported
 from bros.server.openai.stream import Observer
 from bros.server.state import ServerState
 from bros.text.generation import TextDelta
@@ -67,17 +68,20 @@ class PoolingCall(ABC, Generic[R]):
 
     id_prefix: beginning of the response's id.
     param: name of the field with the texts.
+    _unsupported: unsupported field that would change the result -> values without an effect.
     """
 
     id_prefix: str
     param: str
     _model: type[R]
+    _unsupported: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
 
     def __init__(self, state: ServerState, fields: Mapping[str, Any]) -> None:
         """Raises InvalidRequestError or NotFoundError naming the wrong field."""
         self._state = state
         self.body: R = validate(self._model, fields)
         state.check_model(self.body.model)
+        refuse_unsupported(fields, self._unsupported)
         self._info = _embedding_info(state)
         if self._count() > MAX_INPUTS:
             raise InvalidRequestError(
@@ -313,6 +317,7 @@ class RerankCall(PairCall[RerankRequest]):
 
     id_prefix, param = "rerank-", "documents"
     _model = RerankRequest
+    _unsupported = MappingProxyType({"rank_fields": (None, [], ["text"])})
 
     def _check(self) -> None:
         _check_not_empty("query", [self.body.query])
