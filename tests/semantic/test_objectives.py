@@ -21,9 +21,11 @@ from bros.semantic.core.objectives import (
     terms,
 )
 from bros.semantic.core.retention import SessionLimits
-from bros.semantic.core.session import PromoteCall, SessionStateMachine
+from bros.semantic.core.session import DemoteCall, PromoteCall, SessionStateMachine
+from bros.semantic.errors import Cause, FailedStage
 from bros.semantic.schema import Criteria, Perf
 from support.naive_programs import (
+    NaiveGraph,
     NaiveObjectives,
     TurnId,
     criteria,
@@ -86,6 +88,10 @@ def tick_until(core: SessionStateMachine, end_s: float, until: str = "") -> floa
 
 def promoted(core: SessionStateMachine) -> set[str]:
     return {a.llm_call.call.id for a in core.take_actions() if isinstance(a, PromoteCall)}
+
+
+def demoted(core: SessionStateMachine) -> set[str]:
+    return {a.llm_call.call.id for a in core.take_actions() if isinstance(a, DemoteCall)}
 
 
 FIGURE_9 = (
@@ -296,6 +302,125 @@ def test_latest_finish_is_that_of_the_slowest_way_to_the_sink(inputs: str) -> No
     core.want("out", Criteria(deadline_s=100.0), 0.0)
     deadlines = {call: llm_call.label.deadline_s for (call, _), llm_call in llm_calls(core).items()}
     assert deadlines == {"first": 89.0, "fast": 99.0, "slow": 99.0, "last": 100.0}
+
+
+@pytest.mark.parametrize(("call", "how"), [("m0", "fails"), ("m0", ""), ("reduce", "")])
+def test_what_no_value_needs_any_more_is_best_effort(call: str, how: str) -> None:
+    core = core_of(*map_reduce(3), llm("before", ("x", "x2")))
+    core.want("out", LATENCY, 0.0)
+    core.set("x0", "text", 0.0)
+    core.set("x1", "text", 0.0)
+    core.take_actions()
+    if how == "fails":
+        cause = Cause(call, FailedStage.GENERATE, "it broke")
+        core.failed(llm_calls(core)[call, 0], cause, 1.0)
+    else:
+        core.cancel(call, 1.0)
+    left = {"m0", "m1", "m2", "before"} - {call}
+    assert {levels(core)[name] for name in left} == {(BATCH, None)}
+    assert {llm_calls(core)[name, 0].label for name in left} == {Label()}
+    assert demoted(core) == left & {"m0", "m1"}, "what has not started starts as best-effort"
+    assert groups(core) == {} and core.due() is None
+    core.check_integrity()
+
+
+def test_what_another_value_needs_keeps_its_label() -> None:
+    core = core_of(
+        *(llm(name, ("x", f"v{name}")) for name in "abc"),
+        llm("p", ("va vb vc", "out1")),
+        native("n", "vb", "vn"),
+        llm("q", ("vn", "out2")),
+        llm("r", ("vc", "out3")),
+    )
+    core.want("out1", LATENCY, 0.0)
+    core.want("out2", DUE_LATER, 0.0)
+    core.want("out3", THROUGHPUT, 0.0)
+    core.cancel("p", 1.0)
+    assert {name: levels(core)[name] for name in "abc"} == {
+        **{"a": (BATCH, None), "b": (RT, 1), "c": (BATCH, 1)}
+    }
+    assert llm_calls(core)["c", 0].label == Label(objectives=frozenset({Perf.THROUGHPUT}))
+    core.check_integrity()
+
+
+def test_what_is_requested_after_it_was_given_up_is_urgent_again() -> None:
+    core = core_of(*map_reduce(3))
+    core.want("out", LATENCY, 0.0)
+    core.set("x1", "text", 0.0)
+    core.take_actions()
+    core.cancel("reduce", 1.0)
+    assert demoted(core) == {"m1"}
+    core.want("v1", LATENCY, 2.0)
+    assert promoted(core) == {"m1"}
+    assert levels(core) == {"m0": (BATCH, None), "m1": (RT, 0), "m2": (BATCH, None)} | {
+        "reduce": (RT, 0)
+    }
+    core.submit([llm("again", ("v0 v1", "out2"))], 3.0)
+    core.want("out2", DUE_LATER, 3.0)
+    assert levels(core)["m0"] == (GROUP, 1)
+
+
+def test_the_deadline_of_a_value_that_has_failed_promotes_nothing() -> None:
+    """Nor does a promotion for it last: `first` had become real-time, as its deadline was near."""
+    names = ["first", "second", "third"]
+    core = core_of(*(llm(name, (f"v{i}", f"v{i + 1}")) for i, name in enumerate(names)))
+    core.set("v0", "text", 0.0)
+    core.want("v3", Criteria(perf=Perf.THROUGHPUT, deadline_s=20.0), 0.0)
+    assert tick_until(core, 200.0, "first") is not None
+    core.take_actions()
+    core.cancel("third", 19.0)
+    assert llm_calls(core)["first", 0].label == llm_calls(core)["second", 0].label == Label()
+    assert llm_calls(core)["first", 0].promoted is None
+    assert demoted(core) == {"first"} and core.due() is None
+
+
+def test_a_value_set_in_between_leaves_nothing_in_the_groups_of_what_follows() -> None:
+    core = core_of(
+        *(llm(name, ("x", f"v{name}")) for name in "abc"),
+        native("n", "va", "vn"),
+        llm("p", ("vn vb vc", "out1")),
+        llm("q", ("va", "out2")),
+    )
+    core.want("out1", LATENCY, 0.0)
+    core.want("out2", LATENCY, 0.0)
+    assert groups(core) == {"out1:1": {"a", "b", "c"}}
+    core.set("vn", "text", 1.0)
+    core.cancel("q", 1.0)
+    assert levels(core)["a"] == (BATCH, None) and groups(core) == {"out1:1": {"b", "c"}}
+    core.check_integrity()
+
+
+@settings(max_examples=examples(60))
+@given(programs(), st.data())
+def test_labels_fall_where_nothing_urgent_depends_on_a_call(
+    calls: list[NewCall], data: st.DataObject
+) -> None:
+    core = SessionStateMachine("s", estimate=lambda llm_call: 1.0)
+    core.submit(calls, 0.0)
+    graph = NaiveGraph(calls)
+    wants: dict[str, bool] = {}
+    for name in data.draw(st.lists(st.sampled_from(variables(calls)), max_size=4)):
+        asked = data.draw(criteria())
+        core.want(name, asked, 0.0)
+        plain = asked.perf is Perf.THROUGHPUT and asked.deadline_s is None
+        wants[name] = wants.get(name, True) and plain
+    for call in data.draw(st.lists(st.sampled_from(calls), min_size=1, max_size=3)):
+        before = {key: t.label for key, t in llm_calls(core).items()}
+        core.cancel(call.id, 0.0)
+        core.check_integrity()
+        urgent = {
+            t.id
+            for v, plain in wants.items()
+            if not plain and core.variable(v).pending
+            for t in graph.ancestors(v)
+        }
+        needed = {t.id for v in wants if core.variable(v).pending for t in graph.ancestors(v)}
+        for key, llm_call in llm_calls(core).items():
+            if key in urgent or not llm_call.open:
+                assert llm_call.label == before[key]
+            elif not llm_call.native:
+                objectives = frozenset({Perf.THROUGHPUT} if key in needed else ())
+                assert llm_call.label == Label(objectives=objectives)
 
 
 def test_asking_again_only_makes_it_stricter() -> None:

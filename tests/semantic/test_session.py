@@ -178,7 +178,8 @@ def test_a_failure_reaches_what_needs_it_and_nothing_else() -> None:
     core.failed(llm_calls(core)["bad", 0], cause, 1.0)
     told = take(core)
     assert sorted(told) == sorted(
-        f"failed {name}" for name in ("u", "v", "out", "more", "h2", "h3")
+        [f"failed {name}" for name in ("u", "v", "out", "more", "h2", "h3")]
+        + ["demote half", "demote sibling"]
     )
     assert all(core.variable(name).cause is cause for name in ("u", "v", "out", "more", "h2", "h3"))
     assert core.graph.calls["far"].cause is cause

@@ -15,6 +15,7 @@ from bros.semantic.core.nodes import InputPiece, Label, Level, LlmCall, NewCall,
 from bros.semantic.core.retention import SessionLimits
 from bros.semantic.core.session import (
     AbortCall,
+    DemoteCall,
     Prefill,
     PromoteCall,
     SessionStateMachine,
@@ -22,7 +23,7 @@ from bros.semantic.core.session import (
     Start,
 )
 from bros.semantic.errors import Cause, ConflictError, FailedStage, SessionGoneError
-from bros.semantic.schema import Criteria
+from bros.semantic.schema import Criteria, Perf
 from support.naive_programs import (
     NaiveGraph,
     PlainTurn,
@@ -42,6 +43,7 @@ class Model:
     """What should be: states are worked out by going over everything until nothing changes.
 
     variables, LLM calls: name or id -> state. causes: ids of requests, one of which is the root.
+    urgent: variables that were requested with more than THROUGHPUT.
     active: LLM calls that have been wanted; they run even if no client waits for them any more.
     """
 
@@ -50,6 +52,7 @@ class Model:
     llm_calls: dict[TurnId, str] = field(default_factory=dict)
     causes: dict[str, set[str]] = field(default_factory=dict)
     wanted: set[str] = field(default_factory=set)
+    urgent: set[str] = field(default_factory=set)
     active: set[TurnId] = field(default_factory=set)
 
     def add(self, calls: list[NewCall]) -> None:
@@ -131,6 +134,15 @@ class Model:
                 changed = True
         return changed
 
+    def needed(self) -> set[TurnId]:
+        """Open LLM calls that a pending value needs which was requested with more than THROUGHPUT.
+        Nothing before a native call is needed for it when its values are set."""
+        states = self.llm_calls.items()
+        over = {key for key, state in states if state not in ("waiting", "started")}
+        graph = NaiveGraph(self.calls, over)
+        pending = [name for name in self.urgent if self.variables[name] == "pending"]
+        return {t.id for name in pending for t in graph.ancestors(name)}
+
     def plain(self, llm_call: TurnId) -> PlainTurn:
         return NaiveGraph(self.calls).llm_calls[llm_call]
 
@@ -149,6 +161,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.aborted: list[TurnId] = []
         self.settled: list[str] = []
         self.labels: dict[TurnId, Label] = {}
+        self.requested: set[str] = set()
         self.closed = False
 
     @initialize(kept=st.sampled_from([0, 1, 1000]), seconds=st.sampled_from([0.5, 20.0]))
@@ -194,6 +207,8 @@ class SessionMachine(RuleBasedStateMachine):
         self.core.want(name, asked, self.now)
         if self.model.variables[name] == "pending":
             self.model.wanted.add(name)
+            if asked.perf is not Perf.THROUGHPUT or asked.deadline_s is not None:
+                self.model.urgent.add(name)
         self.model.settle()
 
     @precondition(lambda self: not self.closed)
@@ -312,6 +327,9 @@ class SessionMachine(RuleBasedStateMachine):
                     assert llm_call_id(llm_call) in self.handed_out
                     assert self.model.llm_calls[llm_call_id(llm_call)] == "started"
                     assert llm_call.label.level is Level.RT
+                case DemoteCall(llm_call):
+                    assert llm_call_id(llm_call) in self.handed_out
+                    assert self.model.llm_calls[llm_call_id(llm_call)] == "started"
                 case Prefill(llm_call, pieces):
                     assert self.model.llm_calls[llm_call_id(llm_call)] == "waiting"
                     self._check_prefill(llm_call, pieces)
@@ -357,10 +375,24 @@ class SessionMachine(RuleBasedStateMachine):
             assert state not in ("waiting", "started") or key[0] in self.core.graph.calls
         if self.closed:
             assert "pending" not in self.model.variables.values()
+        self._check_labels()
+
+    def _check_labels(self) -> None:
+        """Labels rise; they fall only where a requested value has failed or was cancelled, and
+        nothing else that is urgent needs what it needed."""
         now = {key: llm_call.label for key, llm_call in llm_calls(self.core).items()}
-        for key in now.keys() & self.labels.keys():
-            assert self.labels[key].merged(now[key]) == now[key], "labels only rise"
+        states = self.model.variables
+        given_up = {name for name in self.requested if states[name] in ("failed", "cancelled")}
+        graph = NaiveGraph(self.model.calls)
+        before = {t for name in given_up for t in graph.ancestors(name) if not t.native}
+        unneeded = {t.id for t in before} - self.model.needed()
+        for key, label in now.items():
+            if key in unneeded and self.model.llm_calls[key] in ("waiting", "started"):
+                assert label in (Label(), Label(objectives=frozenset({Perf.THROUGHPUT})))
+            elif key in self.labels:
+                assert self.labels[key].merged(label) == label
         self.labels = now
+        self.requested = {name for name in self.model.wanted if states[name] == "pending"}
 
 
 TestSession = SessionMachine.TestCase

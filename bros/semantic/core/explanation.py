@@ -50,6 +50,8 @@ def explain(llm_call: LlmCall, group_id: str | None = None) -> str:
         return "no requested value needs it"
     if llm_call.native:
         return "native function, which the client runs"
+    if not llm_call.stages and llm_call.lowered:
+        return "no requested value needs it any more"
     if not llm_call.stages:
         return "its place in the program is not deduced yet"
     own = next((variable for variable in llm_call.outputs if _urgent(variable)), None)

@@ -123,6 +123,12 @@ class Want:
             urgent=self.urgent or deadline_s is None,
         )
 
+    @property
+    def plain(self) -> bool:
+        """Whether it is requested for THROUGHPUT only, without a deadline: its labels change no
+        class."""
+        return self.label is None and self.batch_deadline_s is None
+
 
 DEFAULT_SAMPLING = SamplingParams()
 
@@ -286,6 +292,7 @@ class LlmCall:
     depth: number of LLM calls on the longest path to it.
     label: its scheduling objective.
     promoted: why it has become real-time although its place in the graph does not ask for it.
+    lowered: whether its label has fallen and has not risen since, see `lower`.
     stages: requested variable that depends on it -> number of calls between the two.
     groups: task groups that it is a member of; `group` is the one that it is submitted in.
     num_known_pieces: leading prompt pieces whose values were set at the last check.
@@ -306,6 +313,7 @@ class LlmCall:
     depth: int = 0
     label: Label = Label()
     promoted: Promoted | None = None
+    lowered: bool = False
     stages: dict[Variable, int] = field(default_factory=dict)
     groups: dict[TaskGroup, None] = field(default_factory=dict)
     num_known_pieces: int = 0
@@ -351,6 +359,15 @@ class LlmCall:
     def next(self) -> LlmCall | None:
         llm_calls = self.call.llm_calls
         return llm_calls[self.index + 1] if self.index + 1 < len(llm_calls) else None
+
+    def open_followers(self) -> Iterator[LlmCall]:
+        """LLM calls that wait for this one; a reader of k of its outputs is yielded k times."""
+        following = self.next
+        if following is not None and following.open:
+            yield following
+        for variable in self.outputs:
+            if variable.pending:
+                yield from (consumer for consumer in variable.consumers if consumer.open)
 
     def open_predecessors(self) -> Iterator[LlmCall]:
         """LLM calls that this one waits for; a producer of k of its inputs is yielded k times."""

@@ -82,8 +82,8 @@ def deduce(sink: Variable, estimate: Estimate) -> Deduced:
     """Label all open ancestors of the variable for the criteria requested for it (`sink.want`).
 
     The caller repeats this whenever `sink.want` changes or calls are added that the variable
-    depends on. Labels only rise. Task groups of the variable remain the same objects while their
-    stages have several calls, finished ones included.
+    depends on. Labels only rise here, see `lower`. Task groups of the variable remain the same
+    objects while their stages have several calls, finished ones included.
     """
     want = sink.want
     order = open_ancestors(sink)
@@ -163,6 +163,75 @@ def wanted_dependents(llm_calls: Sequence[LlmCall]) -> list[Variable]:
                 seen.add(later)
                 stack.append(later)
     return list(found)
+
+
+def lower(ended: Iterable[LlmCall]) -> list[LlmCall]:
+    """Make the open ancestors of these LLM calls best-effort, apart from those that a pending
+    variable still depends on which is requested with more than THROUGHPUT.
+
+    The LLM calls have ended without the values of their ancestors. Returns those whose labels have
+    fallen.
+    """
+    awaited: dict[LlmCall, bool] = {}
+    fallen: list[LlmCall] = []
+    seen: set[LlmCall] = set()
+    stack = list(ended)
+    while stack:
+        for before in stack.pop().open_predecessors():
+            # What an awaited one waits for is awaited, too.
+            if before in seen or _is_awaited(before, awaited):
+                continue
+            seen.add(before)
+            stack.append(before)
+            if not before.native and _lower_label(before):
+                fallen.append(before)
+    return fallen
+
+
+def _is_awaited(llm_call: LlmCall, known: dict[LlmCall, bool]) -> bool:
+    """Whether a pending variable that is requested with more than THROUGHPUT depends on this open
+    LLM call. known: what has been found so far, which is added to."""
+    if llm_call in known:
+        return known[llm_call]
+    path = [(llm_call, llm_call.open_followers())]
+    found = _makes_awaited(llm_call)
+    while path and not found:
+        visited, followers = path[-1]
+        later = next((each for each in followers if known.get(each, True)), None)
+        if later is None:
+            known[visited] = False
+            path.pop()
+        else:
+            path.append((later, later.open_followers()))
+            found = known.get(later, False) or _makes_awaited(later)
+    known.update((each, True) for each, _ in path)
+    return found
+
+
+def _makes_awaited(llm_call: LlmCall) -> bool:
+    return any(
+        output.pending and output.want is not None and not output.want.plain
+        for output in llm_call.outputs
+    )
+
+
+def _lower_label(llm_call: LlmCall) -> bool:
+    """Give it the label of an LLM call that is needed for THROUGHPUT at most. Returns whether that
+    is a lower one."""
+    llm_call.stages = {
+        sink: stage
+        for sink, stage in llm_call.stages.items()
+        if sink.pending and sink.want is not None and sink.want.plain
+    }
+    for group in [group for group in llm_call.groups if group.level > Level.THROUGHPUT]:
+        # Its sink does not depend on it any more: a client has set a value between the two.
+        del group.members[llm_call]
+        del llm_call.groups[group]
+    label = Label(objectives=frozenset({Perf.THROUGHPUT} if llm_call.stages else ()))
+    if llm_call.label == label:
+        return False
+    llm_call.label, llm_call.promoted, llm_call.lowered = label, None, True
+    return True
 
 
 def drop_groups(sink: Variable) -> None:
@@ -322,7 +391,7 @@ def _label_batch(
 def _raise_label(llm_call: LlmCall, label: Label, deduced: Deduced) -> None:
     risen = llm_call.label.merged(label)
     if risen != llm_call.label:
-        llm_call.label = risen
+        llm_call.label, llm_call.lowered = risen, False
         deduced.changed.append(llm_call)
 
 
@@ -633,11 +702,9 @@ class Labeler:
 
     def _queue_of(self, sink: Variable) -> dict[Variable, None]:
         want = sink.want
-        if want is not None and want.urgent:
-            return self._urgent
-        if want is not None and (want.label is not None or want.batch_deadline_s is not None):
-            return self._dated
-        return self._plain
+        if want is None or want.plain:
+            return self._plain
+        return self._urgent if want.urgent else self._dated
 
     def _next_queue(self) -> dict[Variable, None] | None:
         """The queue whose first variable is labeled next."""

@@ -28,6 +28,7 @@ from bros.semantic.core.objectives import (
     RT_INTERMEDIATE,
     Estimate,
     Labeler,
+    lower,
     stragglers,
     wanted_dependents,
 )
@@ -58,6 +59,14 @@ class PromoteCall:
 
 
 @dataclass(frozen=True, slots=True)
+class DemoteCall:
+    """An LLM call that was started is best-effort from now on: submit it as that, also if it waits
+    in the engine already."""
+
+    llm_call: LlmCall
+
+
+@dataclass(frozen=True, slots=True)
 class AbortCall:
     """Abort an LLM call that was started."""
 
@@ -83,12 +92,12 @@ class Settled:
     call: Call | None = None
 
 
-Action = Start | PromoteCall | AbortCall | Prefill | Settled
+Action = Start | PromoteCall | DemoteCall | AbortCall | Prefill | Settled
 
 
 def drop_stale(actions: Iterable[Action]) -> Iterator[Action]:
     """Filter out actions that later events have made obsolete: those for ended LLM calls, and the
-    abort or promotion of an LLM call that has not been submitted yet."""
+    abort, promotion or demotion of an LLM call that has not been submitted yet."""
     unsubmitted: set[LlmCall] = set()  # LLM calls whose Start is among these actions
     for action in actions:
         match action:
@@ -96,7 +105,7 @@ def drop_stale(actions: Iterable[Action]) -> Iterator[Action]:
                 unsubmitted.add(llm_call)
                 if llm_call.started:
                     yield action
-            case PromoteCall(llm_call):
+            case PromoteCall(llm_call) | DemoteCall(llm_call):
                 if llm_call.started and llm_call not in unsubmitted:
                     yield action
             case AbortCall(llm_call):
@@ -491,16 +500,20 @@ class SessionStateMachine:
         with_dependents: bool = True,
     ) -> None:
         """End these open LLM calls and all their dependents as CANCELLED or FAILED, by `cause`.
+        What only they needed goes on as best-effort.
 
         ended_by_engine: an LLM call that the engine has ended already; it needs no AbortCall.
         with_dependents: False if the caller ends them itself.
         """
         cancelled = cause.stage is FailedStage.CANCELLED
+        ended: list[LlmCall] = []
+        requested = False  # else no label is due to them
         stack = list(llm_calls)
         while stack:
             llm_call = stack.pop()
             if not llm_call.open:
                 continue
+            ended.append(llm_call)
             if llm_call.started and not llm_call.native and llm_call is not ended_by_engine:
                 self._actions.append(AbortCall(llm_call))
             llm_call.state = CallState.CANCELLED if cancelled else CallState.FAILED
@@ -508,6 +521,7 @@ class SessionStateMachine:
             llm_call.call.cause = llm_call.call.cause or cause
             for variable in llm_call.outputs:
                 if variable.pending:
+                    requested = requested or variable.want is not None
                     self._fail_variable(variable, cause)
                     if with_dependents:
                         stack.extend(variable.consumers)
@@ -515,6 +529,10 @@ class SessionStateMachine:
                 stack.append(llm_call.next)
             if not llm_call.call.open:
                 self._retention.call_ended(llm_call.call)
+        if requested and not self.closed:
+            for llm_call in lower(ended):
+                if llm_call.started and llm_call.call.kind is CallKind.LLM:
+                    self._actions.append(DemoteCall(llm_call))
 
     def check_integrity(self) -> None:
         """Assert the invariants that hold between events."""
