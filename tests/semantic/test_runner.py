@@ -715,3 +715,105 @@ async def test_kv_of_a_cancelled_call_is_released_after_its_requests_are_aborted
     desk.service.cancel(TENANT, desk.session, request)
     await asyncio.sleep(0.1)
     assert engine.calls == [f"abort {running}", f"release {running}"]
+
+
+def _maps(count: int) -> list[CallSpec]:
+    inputs = "".join(f"{{{{m{i}}}}}" for i in range(count))
+    maps = (call(f"Part {i} {{{{output:m{i}}}}}") for i in range(count))
+    return [*maps, call(f"{inputs}{{{{output:r}}}}")]
+
+
+@virtually
+async def test_what_waits_in_the_engine_for_a_cancelled_value_is_best_effort_from_then_on() -> None:
+    """What has its first token goes on."""
+    desk = Desk()
+    *maps, reduce = desk.submit(*_maps(3), call("A" * 40 * BLOCK + "{{output:long}}"))[:-1]
+    (late,) = desk.submit(call("Set {{x}} {{output:s}}"))
+    (sink,) = desk.submit(call("{{r}}{{long}}{{s}}{{output:out}}"))
+    desk.want("out")
+    await asyncio.sleep(4 * STEP_S)
+    (long,) = [request for request in desk.engine.open if request not in maps]
+    assert {desk.view(request).state for request in maps} == {"running"}
+    assert desk.view(long).state == "ready"
+    desk.service.cancel(TENANT, desk.session, sink)
+    await asyncio.sleep(0.5 * STEP_S)
+    assert desk.engine.aborted == [long] and set(desk.engine.open) == {*maps, f"{long}~2"}
+    view = desk.view(long)
+    assert (view.state, view.service_class, view.level) == ("ready", ServiceClass.BE, "throughput")
+    assert view.why == desk.view(maps[0]).why == "no requested value needs it any more"
+    assert desk.view(maps[0]).service_class is ServiceClass.RT
+    desk.set("x", "text")
+    await asyncio.sleep(1000 * STEP_S)
+    served = {request.request_id: request.service_class for request in desk.engine.llm_calls()}
+    assert served == {
+        **dict.fromkeys([*maps, long], ServiceClass.RT),
+        **dict.fromkeys([f"{long}~2", late, reduce], ServiceClass.BE),
+    }
+    assert {desk.state(name) for name in ("m0", "r", "long", "s")} == {"ready"}
+
+
+@virtually
+async def test_what_is_submitted_again_as_best_effort_is_promoted_when_it_is_requested() -> None:
+    desk = Desk()
+    *maps, reduce = desk.submit(*_maps(2))
+    desk.want("r")
+    await asyncio.sleep(0.5 * STEP_S)
+    desk.service.cancel(TENANT, desk.session, reduce)
+    desk.want("m0")
+    await asyncio.sleep(0)
+    desk.want("m1")
+    assert await desk.value("m0") == echo("Part 0 ")
+    assert await desk.value("m1") == echo("Part 1 ")
+    served = [(r.request_id, r.service_class) for r in desk.engine.llm_calls()]
+    again = [f"{request}~2" for request in maps]
+    assert [key for key, _ in served] == [*maps, *again]
+    best_effort = {key for key, served_as in served if served_as is ServiceClass.BE}
+    assert best_effort == set(desk.engine.promoted) <= set(again)
+
+
+@virtually
+async def test_a_value_given_up_while_the_engine_is_being_asked_is_best_effort() -> None:
+    engine = ProgramEngine()
+    door, submit = asyncio.Event(), engine.submit
+
+    async def slow_submit(request: EngineRequest) -> object:
+        await door.wait()
+        return await submit(request)
+
+    engine.submit = slow_submit  # type: ignore[method-assign,assignment]
+    desk = Desk(engine)
+    first, second = desk.submit(call("A {{output:a}}"), call("B {{a}}{{output:b}}"))
+    desk.want("b")
+    await asyncio.sleep(0.1)
+    desk.service.cancel(TENANT, desk.session, second)
+    door.set()
+    await desk.value("a", THROUGHPUT)
+    served = [(r.request_id, r.service_class) for r in engine.llm_calls()]
+    assert served == [(first, ServiceClass.RT), (f"{first}~2", ServiceClass.BE)]
+    assert engine.aborted == [first]
+
+
+@virtually
+async def test_a_refused_call_that_no_value_needs_any_more_asks_as_best_effort() -> None:
+    desk = Desk()
+    desk.engine.refusals = [QueueFullError(5, 3.0)] * 2
+    *maps, reduce = desk.submit(*_maps(2))
+    desk.want("r")
+    await asyncio.sleep(0.5)
+    desk.service.cancel(TENANT, desk.session, reduce)
+    await desk.value("m0", THROUGHPUT)
+    await desk.value("m1", THROUGHPUT)
+    assert {request.service_class for request in desk.engine.llm_calls()} == {ServiceClass.BE}
+
+
+@virtually
+async def test_a_call_that_is_cancelled_while_it_is_withdrawn_has_ended() -> None:
+    desk = Desk()
+    *maps, reduce = desk.submit(*_maps(2))
+    desk.want("r")
+    await asyncio.sleep(0.5 * STEP_S)
+    desk.service.cancel(TENANT, desk.session, reduce)
+    desk.service.cancel(TENANT, desk.session, maps[0])
+    await desk.value("m1", THROUGHPUT)
+    assert desk.state("m0") == "cancelled"
+    assert [request.request_id for request in desk.engine.llm_calls()] == [*maps, f"{maps[1]}~2"]

@@ -473,7 +473,7 @@ class Needs(NamedTuple):
 
 
 def needs(llm_call: LlmCall) -> Needs:
-    """The present ones. They only become stricter."""
+    """The present ones. As long as a requested value needs it, they only become stricter."""
     label = replace(llm_call.label, objectives=frozenset())
     return Needs(label, _watched_by_client(llm_call), awaited_alone(llm_call))
 

@@ -4,6 +4,8 @@ the engine is overloaded, or its    wait for its retry-after time, and submit ag
 tenant's limit is reached           others that were refused (RefusedCalls)
 the engine died                     wait until it has recovered, and submit again if the text is
                                     reproducible
+it is withdrawn, because its        submit it again
+class has become another one
 any other error                     the LLM call fails
 """
 
@@ -231,6 +233,10 @@ def _now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
+class _WithdrawnError(Exception):
+    """The engine request was withdrawn, to be submitted again."""
+
+
 class LlmCallFailedError(Exception):
     """An LLM call has failed, and is not retried. For the fields see Cause."""
 
@@ -302,8 +308,14 @@ class LlmCallWatcher(Protocol):
         """That of these terms."""
         ...
 
-    def accepted(self, request_id: str, service_class: ServiceClass) -> None:
-        """The engine has accepted the request with this id and service class."""
+    def accepted(
+        self, request_id: str, service_class: ServiceClass, withdraw: Callable[[], None]
+    ) -> None:
+        """The engine has accepted the request with this id and service class.
+
+        withdraw: aborts the request, and submits it again with the terms of then. To be called
+            before `ended` only, and at most once.
+        """
         ...
 
     def progress(self, text: str, cached_tokens: int, output_tokens: int) -> None:
@@ -367,6 +379,8 @@ class LlmCallGenerator:
                 if error.retry_after_s > first_refused_s + self._settings.patience_s - now:
                     raise LlmCallFailedError(FailedStage.ENGINE, str(error)) from error
                 self._line(request.tenant, watcher.service_class).refused(error)
+            except _WithdrawnError:
+                pass
             except PromptTooLongError as error:
                 raise LlmCallFailedError(FailedStage.FILL, str(error)) from error
             except InvalidRequestError as error:
@@ -440,11 +454,7 @@ class LlmCallGenerator:
                 line.answered()
         try:
             async with generation:
-                watcher.accepted(request_id, generation.service_classes[0])
-                try:
-                    answer, last = await self._collect(generation, progress)
-                finally:
-                    watcher.ended()
+                answer, last = await self._watched(request_id, generation, watcher, progress)
         except asyncio.CancelledError:
             raise  # nearly always with its whole session, so that those in the line end, too
         except BaseException:
@@ -458,6 +468,28 @@ class LlmCallGenerator:
         if request.grammar is not None:
             _check_complete(request.grammar, answer, last)
         return answer
+
+    async def _watched(
+        self,
+        request_id: str,
+        generation: Generation,
+        watcher: LlmCallWatcher,
+        progress: Progress,
+    ) -> tuple[LlmAnswer, TextDelta]:
+        """`_collect`, until the request is withdrawn."""
+        try:
+            async with asyncio.timeout(None) as never:
+                watcher.accepted(
+                    request_id, generation.service_classes[0], lambda: never.reschedule(_now_s())
+                )
+                try:
+                    return await self._collect(generation, progress)
+                finally:
+                    watcher.ended()
+        except TimeoutError:
+            if never.expired():
+                raise _WithdrawnError from None
+            raise
 
     async def _collect(
         self, generation: Generation, progress: Progress

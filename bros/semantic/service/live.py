@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -154,6 +154,8 @@ class LlmCallRecord:
     submitted_s: time of its latest submission, accepted or not; None before.
     promoted: whether it was submitted as best-effort and has become real-time since.
     needs: its needs when the engine was told of them last; None before.
+    withdraw: has the engine abort its request, and submits it again by its present label; None
+        while the engine has none.
     placement: where the router had placed it when it ended; None before, and without a router.
     started: load of the session at its latest submission.
     decoding: load of the session when it had its first token; None before that and after its end.
@@ -172,6 +174,7 @@ class LlmCallRecord:
     submitted_s: float | None = None
     promoted: bool = False
     needs: Needs | None = None
+    withdraw: Callable[[], None] | None = None
     placement: Placement | None = None
     started: LoadMark = LoadMark()
     decoding: LoadMark | None = None

@@ -18,7 +18,7 @@ import asyncio
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from bros.core.clock import Clock
@@ -38,9 +38,18 @@ from bros.semantic.core.estimates import (
 from bros.semantic.core.matching import PlainPrompt
 from bros.semantic.core.nodes import Call, Level, LlmCall, OutputPiece, Piece, TaskGroup
 from bros.semantic.core.prompt import PieceEncoder, Prompt, SubmittedPieces, piece_keys
-from bros.semantic.core.session import AbortCall, Action, Prefill, PromoteCall, Settled, Start
+from bros.semantic.core.session import (
+    AbortCall,
+    Action,
+    DemoteCall,
+    Prefill,
+    PromoteCall,
+    Settled,
+    Start,
+)
 from bros.semantic.core.template import Text
 from bros.semantic.errors import Cause, FailedStage
+from bros.semantic.schema import CallState
 from bros.semantic.service.generating import (
     GenerationTerms,
     LlmAnswer,
@@ -245,13 +254,19 @@ class ProgramRunner:
         )
         return GenerationTerms(service_class=found.service_class, slo=found.slo, hints=hints)
 
-    def promote(self, session: ServedSession, llm_call: LlmCall) -> None:
-        """Promote an LLM call that was submitted as best-effort to real-time, or tell the engine
-        that its terms have become stricter since."""
+    def follow_label(self, session: ServedSession, llm_call: LlmCall) -> None:
+        """The label of an LLM call may have changed since it was submitted: promote or demote it,
+        or tell the engine that its terms have become stricter."""
         record = session.record(llm_call.call.id).llm_call(llm_call.index)
+        if llm_call.label.level is Level.RT:
+            self._promote(session, llm_call, record)
+        elif record.service_class is ServiceClass.RT:
+            _demote(llm_call, record)
+
+    def _promote(self, session: ServedSession, llm_call: LlmCall, record: LlmCallRecord) -> None:
         needs, told = objectives.needs(llm_call), record.needs
         if record.request_id is None or told is None:
-            return  # `_Watcher.accepted` promotes it
+            return  # `_Watcher.accepted` comes back to it
         best_effort = record.service_class is ServiceClass.BE
         relegated = best_effort and told.label.level is Level.RT
         # The engine is overloaded then, which an earlier deadline is no reason to ignore.
@@ -334,8 +349,8 @@ class ProgramRunner:
                 if start is not None:
                     task.add_done_callback(lambda _: start.leave(llm_call))
                 task.add_done_callback(lambda _: self._on_task_done(session, llm_call))
-            case PromoteCall(llm_call):
-                self.promote(session, llm_call)
+            case PromoteCall(llm_call) | DemoteCall(llm_call):
+                self.follow_label(session, llm_call)
             case AbortCall(llm_call):
                 if llm_call in session.tasks:
                     session.tasks[llm_call].cancel()
@@ -640,6 +655,14 @@ def _group_starts(actions: Sequence[Action]) -> dict[LlmCall, GroupStart]:
     return found
 
 
+def _demote(llm_call: LlmCall, record: LlmCallRecord) -> None:
+    """Have an LLM call that waits in the engine as real-time submitted again as best-effort. One
+    that has its first token goes on: it would lose what it has generated."""
+    if llm_call.state is CallState.READY and record.withdraw is not None:
+        record.withdraw()
+        record.withdraw = record.request_id = record.service_class = None
+
+
 class _Watcher:
     """Updates the record of an LLM call while it runs on the engine."""
 
@@ -671,7 +694,9 @@ class _Watcher:
         is_real_time = self._llm_call.label.level is Level.RT
         return ServiceClass.RT if is_real_time else ServiceClass.BE
 
-    def accepted(self, request_id: str, service_class: ServiceClass) -> None:
+    def accepted(
+        self, request_id: str, service_class: ServiceClass, withdraw: Callable[[], None]
+    ) -> None:
         self._record.request_id = request_id
         self._record.service_class = service_class
         self._record.needs = self._submitted_needs
@@ -682,9 +707,9 @@ class _Watcher:
             self._call.pinned.add(request_id)
         if self._submitted_class is ServiceClass.RT:
             self._session.load.open.change(1, self._clock.now())
-        if self._llm_call.label.level is Level.RT:
-            # If its label has risen since `terms`, the engine had no request to promote.
-            self._runner.promote(self._session, self._llm_call)
+        self._record.withdraw = withdraw
+        # If its label has changed since `terms`, the engine had no request to promote or withdraw.
+        self._runner.follow_label(self._session, self._llm_call)
 
     def progress(self, text: str, cached_tokens: int, output_tokens: int) -> None:
         record = self._record
@@ -705,6 +730,7 @@ class _Watcher:
             self._session.streamed.notify(self._llm_call.output)
 
     def ended(self) -> None:
+        self._record.withdraw = None
         if self._submitted_class is ServiceClass.RT:
             self._session.load.open.change(-1, self._clock.now())
 
