@@ -390,6 +390,41 @@ def test_a_value_set_in_between_leaves_nothing_in_the_groups_of_what_follows() -
     core.check_integrity()
 
 
+def test_what_only_clients_that_have_gone_waited_for_is_best_effort() -> None:
+    core = core_of(*map_reduce(3), llm("other", ("v0", "out2")))
+    core.set("x0", "text", 0.0)
+    core.set("x1", "text", 0.0)
+    core.want("out", LATENCY, 0.0)
+    core.want("out2", DUE_LATER, 0.0)
+    core.take_actions()
+    core.abandon([core.variable("out"), core.variable("out2")], 1.0)
+    assert levels(core) == {
+        **{"m0": (RT, 1), "m1": (BATCH, 1), "m2": (BATCH, 1)},
+        **{"reduce": (BATCH, 0), "other": (RT, 0)},
+    }, "a value with a deadline is still due"
+    assert group_levels(core) == {"out:1": BATCH}
+    assert demoted(core) == {"m1"}
+    core.check_integrity()
+    core.want("out", THROUGHPUT, 2.0)
+    assert levels(core)["m1"] == (BATCH, 1)
+    core.want("out", LATENCY, 2.0)
+    assert {level for level, _ in levels(core).values()} == {RT}
+    assert "m1" in promoted(core)
+    core.check_integrity()
+
+
+def test_what_is_not_requested_is_not_abandoned() -> None:
+    core = core_of(llm("a", ("", "va")), llm("b", ("", "vb")), llm("c", ("", "vc")))
+    core.want("vb", THROUGHPUT, 0.0)
+    core.want("vc", LATENCY, 0.0)
+    finish(core, "c")
+    core.take_actions()
+    core.abandon([core.variable(name) for name in ("va", "vb", "vc")], 1.0)
+    assert core.variable("va").want is None and not core.take_actions()
+    core.close("bye", 2.0)
+    core.abandon([core.variable("va")], 3.0)
+
+
 @settings(max_examples=examples(60))
 @given(programs(), st.data())
 def test_labels_fall_where_nothing_urgent_depends_on_a_call(

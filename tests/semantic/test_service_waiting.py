@@ -8,15 +8,16 @@ from contextlib import aclosing
 import pytest
 
 from bros.core.errors import InvalidRequestError, NotFoundError
+from bros.core.request import ServiceClass
 from bros.semantic.errors import (
     GetTimeoutError,
     SessionGoneError,
     SessionLimitError,
     UpstreamError,
 )
-from bros.semantic.schema import CallSpec, VariableView
+from bros.semantic.schema import CallSpec, Criteria, VariableView
 from support.program_engine import STEP_S, ProgramEngine, echo
-from support.programs import TENANT, Desk, call, native, soon, virtually
+from support.programs import DUE_LATER, TENANT, Desk, call, native, soon, virtually
 
 
 @virtually
@@ -108,6 +109,63 @@ async def test_a_client_that_leaves_does_not_wait_any_more() -> None:
     assert desk.service.inspect(TENANT, desk.session).expires_in_s == 100.0
     with pytest.raises(GetTimeoutError):  # and there is room again
         await desk.value(variable, timeout_s=1.0)
+
+
+async def leave(*tasks: asyncio.Task[str]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@virtually
+async def test_what_no_client_waits_for_any_more_is_best_effort_until_one_asks_again() -> None:
+    desk = Desk(ProgramEngine(lambda prompt: "x" * 100))
+    first, second = desk.submit(call("A {{output:a}}"), call("B {{x}}{{a}}{{output:b}}"))
+    desk.set("x", "text")
+
+    async def read() -> str:
+        return "".join([x async for x in desk.service.stream(TENANT, desk.session, "b")])
+
+    waiting, reading = asyncio.create_task(desk.value("b")), asyncio.create_task(read())
+    await asyncio.sleep(10 * STEP_S)
+    await leave(waiting)
+    assert desk.view(second).level == "rt", "the other one still waits"
+    await leave(reading)
+    assert {desk.view(request).level for request in (first, second)} == {"throughput"}
+    await asyncio.sleep(200 * STEP_S)
+    again = asyncio.create_task(desk.value("b"))
+    await asyncio.sleep(0.5 * STEP_S)
+    assert desk.view(second).level == "rt"
+    await again
+    classes = {request.request_id: request.service_class for request in desk.engine.llm_calls()}
+    assert classes == {first: ServiceClass.RT, second: ServiceClass.BE}
+
+
+@virtually
+async def test_a_timeout_and_a_deadline_leave_the_class_as_it_is() -> None:
+    desk = Desk(ProgramEngine(lambda prompt: "x" * 1000))
+    timed, dated = desk.submit(call("A {{output:a}}"), call("B {{output:b}}"))
+    with pytest.raises(GetTimeoutError):
+        await desk.value("a", timeout_s=0.1)
+    waiting = asyncio.create_task(desk.value("b", DUE_LATER))
+    await asyncio.sleep(0.1)
+    await leave(waiting)
+    assert {desk.view(request).level for request in (timed, dated)} == {"rt"}
+    await desk.close()
+
+
+@virtually
+async def test_of_several_values_those_that_are_not_there_are_abandoned() -> None:
+    desk = Desk(ProgramEngine(lambda prompt: "x" * (5 if prompt == "A " else 500)))
+    requests = desk.submit(*(call(f"{name} {{{{output:{name}}}}}") for name in "ABC"))
+    names: list[tuple[str, Criteria | None]] = [("A", None), ("B", None)]
+    waiting = asyncio.create_task(desk.service.get_all(TENANT, desk.session, names))
+    desk.want("C")
+    await desk.value("A")
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert [desk.view(request).level for request in requests] == ["rt", "throughput", "rt"]
+    await desk.close()
 
 
 @virtually

@@ -43,7 +43,8 @@ class Model:
     """What should be: states are worked out by going over everything until nothing changes.
 
     variables, LLM calls: name or id -> state. causes: ids of requests, one of which is the root.
-    urgent: variables that were requested with more than THROUGHPUT.
+    urgent: variables that were requested with more than THROUGHPUT, and not abandoned since.
+    dated: variables that were requested with a deadline.
     active: LLM calls that have been wanted; they run even if no client waits for them any more.
     """
 
@@ -53,6 +54,7 @@ class Model:
     causes: dict[str, set[str]] = field(default_factory=dict)
     wanted: set[str] = field(default_factory=set)
     urgent: set[str] = field(default_factory=set)
+    dated: set[str] = field(default_factory=set)
     active: set[TurnId] = field(default_factory=set)
 
     def add(self, calls: list[NewCall]) -> None:
@@ -162,6 +164,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.settled: list[str] = []
         self.labels: dict[TurnId, Label] = {}
         self.requested: set[str] = set()
+        self.abandoned: set[str] = set()
         self.closed = False
 
     @initialize(kept=st.sampled_from([0, 1, 1000]), seconds=st.sampled_from([0.5, 20.0]))
@@ -209,7 +212,19 @@ class SessionMachine(RuleBasedStateMachine):
             self.model.wanted.add(name)
             if asked.perf is not Perf.THROUGHPUT or asked.deadline_s is not None:
                 self.model.urgent.add(name)
+            if asked.deadline_s is not None:
+                self.model.dated.add(name)
         self.model.settle()
+
+    @rule(data=st.data())
+    def abandon(self, data: st.DataObject) -> None:
+        known = sorted(self.core.graph.variables)
+        if not known:
+            return
+        names = data.draw(st.lists(st.sampled_from(known), unique=True))
+        self.core.abandon([self.core.variable(name) for name in names], self.now)
+        self.abandoned = self.model.urgent.intersection(names) - self.model.dated
+        self.model.urgent -= self.abandoned
 
     @precondition(lambda self: not self.closed)
     @rule(data=st.data())
@@ -378,11 +393,13 @@ class SessionMachine(RuleBasedStateMachine):
         self._check_labels()
 
     def _check_labels(self) -> None:
-        """Labels rise; they fall only where a requested value has failed or was cancelled, and
-        nothing else that is urgent needs what it needed."""
+        """Labels rise; they fall only where a requested value has failed, was cancelled or was
+        abandoned, and nothing else that is urgent needs what it needed."""
         now = {key: llm_call.label for key, llm_call in llm_calls(self.core).items()}
         states = self.model.variables
         given_up = {name for name in self.requested if states[name] in ("failed", "cancelled")}
+        given_up |= {name for name in self.abandoned if states[name] == "pending"}
+        self.abandoned = set()
         graph = NaiveGraph(self.model.calls)
         before = {t for name in given_up for t in graph.ancestors(name) if not t.native}
         unneeded = {t.id for t in before} - self.model.needed()

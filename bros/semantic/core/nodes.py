@@ -124,6 +124,12 @@ class Want:
         )
 
     @property
+    def undated(self) -> bool:
+        """Whether all criteria come without a deadline."""
+        dated = self.label is not None and self.label.deadline_s is not None
+        return not dated and self.batch_deadline_s is None
+
+    @property
     def plain(self) -> bool:
         """Whether it is requested for THROUGHPUT only, without a deadline: its labels change no
         class."""

@@ -53,6 +53,11 @@ Estimate = Callable[[LlmCall], float]
 RT_INTERMEDIATE = Label(level=Level.RT, objectives=frozenset({Perf.LATENCY}))
 """Label of an LLM call that other calls wait for, but no client."""
 
+_PLAIN = Label(objectives=frozenset({Perf.THROUGHPUT}))
+"""Label of an LLM call that is needed for THROUGHPUT only."""
+
+_UNNEEDED = Label()
+
 STRAGGLERS = 0.1
 """Unfinished share of a task group below which its members are promoted to real-time."""
 
@@ -165,26 +170,25 @@ def wanted_dependents(llm_calls: Sequence[LlmCall]) -> list[Variable]:
     return list(found)
 
 
-def lower(ended: Iterable[LlmCall]) -> list[LlmCall]:
-    """Make the open ancestors of these LLM calls best-effort, apart from those that a pending
-    variable still depends on which is requested with more than THROUGHPUT.
+def lower(llm_calls: Iterable[LlmCall]) -> list[LlmCall]:
+    """Make these open LLM calls and their open ancestors best-effort, apart from those that a
+    pending variable depends on which is requested with more than THROUGHPUT.
 
-    The LLM calls have ended without the values of their ancestors. Returns those whose labels have
-    fallen.
+    Returns those whose labels have fallen.
     """
     awaited: dict[LlmCall, bool] = {}
     fallen: list[LlmCall] = []
     seen: set[LlmCall] = set()
-    stack = list(ended)
+    stack = list(llm_calls)
     while stack:
-        for before in stack.pop().open_predecessors():
-            # What an awaited one waits for is awaited, too.
-            if before in seen or _is_awaited(before, awaited):
-                continue
-            seen.add(before)
-            stack.append(before)
-            if not before.native and _lower_label(before):
-                fallen.append(before)
+        llm_call = stack.pop()
+        # What an awaited one waits for is awaited, too.
+        if llm_call in seen or _is_awaited(llm_call, awaited):
+            continue
+        seen.add(llm_call)
+        stack += llm_call.open_predecessors()
+        if not llm_call.native and _lower_label(llm_call):
+            fallen.append(llm_call)
     return fallen
 
 
@@ -227,7 +231,7 @@ def _lower_label(llm_call: LlmCall) -> bool:
         # Its sink does not depend on it any more: a client has set a value between the two.
         del group.members[llm_call]
         del llm_call.groups[group]
-    label = Label(objectives=frozenset({Perf.THROUGHPUT} if llm_call.stages else ()))
+    label = _PLAIN if llm_call.stages else _UNNEEDED
     if llm_call.label == label:
         return False
     llm_call.label, llm_call.promoted, llm_call.lowered = label, None, True

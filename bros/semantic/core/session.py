@@ -118,7 +118,13 @@ def drop_stale(actions: Iterable[Action]) -> Iterator[Action]:
                 yield action
 
 
+def _submission_order(llm_call: LlmCall) -> tuple[int, int]:
+    return llm_call.call.number, llm_call.index
+
+
 DEFAULT_LIMITS = SessionLimits()
+
+_ABANDONED = Want(batch=True)
 
 
 class SessionStateMachine:
@@ -237,6 +243,24 @@ class SessionStateMachine:
             if variable.producer is not None:
                 self._activate([variable.producer], now)
         return variable
+
+    def abandon(self, variables: Iterable[Variable], now: float) -> None:
+        """The clients that waited for these variables have gone: until one asks again, the values
+        are requested for THROUGHPUT only. Those with a deadline stay as they are."""
+        abandoned = [
+            variable
+            for variable in variables
+            if variable.pending
+            and variable.want is not None
+            and variable.want.undated
+            and not variable.want.plain
+        ]
+        if self.closed or not abandoned:
+            return
+        for variable in abandoned:
+            variable.want = _ABANDONED
+        self._lower(v.producer for v in abandoned if v.producer is not None)
+        self._label(abandoned, now)
 
     def cancel(self, call_id: str, now: float) -> Call:
         """Cancel the open LLM calls of a call, and all their dependents.
@@ -424,6 +448,12 @@ class SessionStateMachine:
             ):
                 self._actions.append(PromoteCall(llm_call))
 
+    def _lower(self, llm_calls: Iterable[LlmCall]) -> None:
+        """These open LLM calls and their ancestors may be needed less urgently."""
+        for llm_call in sorted(lower(llm_calls), key=_submission_order):
+            if llm_call.started and llm_call.call.kind is CallKind.LLM:
+                self._actions.append(DemoteCall(llm_call))
+
     def _activate(self, llm_calls: Iterable[LlmCall], now: float) -> None:
         """Mark these and all their open ancestors as wanted, and start those that are ready."""
         stack: list[LlmCall | None] = list(llm_calls)
@@ -438,7 +468,7 @@ class SessionStateMachine:
             for variable in llm_call.inputs:
                 if variable.pending:
                     stack.append(variable.producer)
-        woken.sort(key=lambda llm_call: (llm_call.call.number, llm_call.index))
+        woken.sort(key=_submission_order)
         for llm_call in woken:
             self._start_if_ready(llm_call, now)
 
@@ -530,9 +560,7 @@ class SessionStateMachine:
             if not llm_call.call.open:
                 self._retention.call_ended(llm_call.call)
         if requested and not self.closed:
-            for llm_call in lower(ended):
-                if llm_call.started and llm_call.call.kind is CallKind.LLM:
-                    self._actions.append(DemoteCall(llm_call))
+            self._lower(before for llm_call in ended for before in llm_call.open_predecessors())
 
     def check_integrity(self) -> None:
         """Assert the invariants that hold between events."""

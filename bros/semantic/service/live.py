@@ -318,6 +318,10 @@ class Subscribers:
                 if not found:
                     del self._by_variable[each]
 
+    def has(self, variable: Variable) -> bool:
+        """Whether anything subscribes to the variable."""
+        return variable.id in self._by_variable
+
     def notify(self, variable: Variable) -> None:
         """Wake all subscribers of the variable."""
         for each in self._by_variable.get(variable.id, ()):
@@ -414,6 +418,10 @@ class ServedSession:
             or len(self.settled)
             or len(self.streamed)
         )
+
+    def awaits(self, variable: Variable) -> bool:
+        """Whether a client waits for the variable."""
+        return self.settled.has(variable) or self.streamed.has(variable)
 
     def expires_s(self) -> float | None:
         """Time when it expires; None while it is busy."""

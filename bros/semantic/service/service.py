@@ -8,7 +8,15 @@ import hashlib
 import math
 import weakref
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -162,7 +170,16 @@ _MAX_SHOWN = 5
 class ValueWaiter:
     """Waits for values on behalf of clients, and limits how many of them wait."""
 
-    def __init__(self, clock: Clock, settings: SessionSettings, accounts: TenantAccounts) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        settings: SessionSettings,
+        accounts: TenantAccounts,
+        abandoned: Callable[[ServedSession, Sequence[Variable]], None],
+    ) -> None:
+        """abandoned: called with variables whose last waiting client has gone before they were
+        settled, and before its time was over."""
+        self._abandoned = abandoned
         self._clock = clock
         self._settings = settings
         self._accounts = accounts
@@ -239,8 +256,9 @@ class ValueWaiter:
 
     @contextlib.contextmanager
     def _subscribed(
-        self, session: ServedSession, subscribers: Subscribers, variables: Iterable[Variable]
+        self, session: ServedSession, subscribers: Subscribers, variables: Collection[Variable]
     ) -> Iterator[Subscription]:
+        """Subscribe to the variables, of which the caller may remove those that are settled."""
         # Since the caller's check others may have come: of those whose programs are read in slices,
         # and of those whose streams are not read yet.
         self.check(session.tenant)
@@ -251,6 +269,9 @@ class ValueWaiter:
                 subscribers.subscribe(variables) as made,
             ):
                 yield made
+        except (asyncio.CancelledError, GeneratorExit):
+            self._abandoned(session, [v for v in variables if not session.awaits(v)])
+            raise
         finally:
             self._count -= 1
             session.last_activity_s = self._clock.now()
@@ -440,7 +461,7 @@ class SessionService:
         self._reader = SubmissionReader(chat, ids.new, settings.max_tokens, self._vocab_size)
         self._registry = SessionRegistry(settings.max_gone)
         self._stopping: set[asyncio.Task[None]] = set()
-        self._waiting = ValueWaiter(clock, settings, self._accounts)
+        self._waiting = ValueWaiter(clock, settings, self._accounts, self._abandon)
 
     async def run(self) -> None:
         """End expired sessions until cancelled, then end all sessions."""
@@ -810,6 +831,10 @@ class SessionService:
             calls=dict(self._runner.ended_calls),
             prefills=self._runner.num_prefills,
         )
+
+    def _abandon(self, session: ServedSession, variables: Sequence[Variable]) -> None:
+        session.machine.abandon(variables, self._clock.now())
+        self._runner.carry_out(session)
 
     def _want(
         self, session: ServedSession, variable_id: str, criteria: Criteria | None
