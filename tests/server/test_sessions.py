@@ -7,10 +7,11 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 
 from bros.core.request import ServiceClass
-from support.scripted_server import JSON, Server, assert_envelope
+from support.scripted_server import JSON, LiveServer, Server, assert_envelope
 from support.session_server import SOON_S, SessionClient, keeping, ok
 
 SAY = "Say {{input:x}}: {{output:y}}"
@@ -642,6 +643,32 @@ async def test_a_whole_program_is_one_line_of_json(kept: Server, session: Sessio
     line = json.dumps({"requests": [{"template": "Go {{output:y}}"}], "wait": True})
     response = await session.ask("POST", "/requests", content=line.encode(), headers=JSON)
     assert ok(response)["requests"][0]["values"] == {"y": "Hello world"}
+
+
+# ---- Clients that go.
+
+
+@pytest.mark.parametrize("query", ["wait=true", "stream=true"])
+async def test_what_a_closed_connection_waited_for_is_best_effort(
+    live: LiveServer, query: str
+) -> None:
+    engine = live.server.engine
+    engine.hold_after = 1
+    async with keeping(live.server), httpx.AsyncClient(base_url=live.url) as http:
+        session = await SessionClient.open(http)
+        variables = await session.call("Go {{output:y}}")
+        path = f"/variables/{variables['y']}?{query}"
+        waiting = asyncio.create_task(session.ask("GET", path))
+        await asyncio.wait_for(engine.holding.wait(), SOON_S)
+        assert (await session.graph())["requests"][0]["level"] == "rt"
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        async with asyncio.timeout(SOON_S):
+            while (await session.graph())["requests"][0]["level"] != "throughput":
+                await asyncio.sleep(0.01)
+        engine.go_on.set()
+        assert await session.value(variables["y"]) == "Hello world"
+        assert len(engine.submitted) == 1, "it had begun to generate"
 
 
 # ---- Special tokens in texts of users.
