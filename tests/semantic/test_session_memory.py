@@ -18,6 +18,7 @@ from bros.semantic.core.nodes import Call, LlmCall
 from bros.semantic.core.retention import SessionLimits
 from bros.semantic.core.session import SessionStateMachine
 from support.naive_programs import llm
+from support.program_engine import STEP_S
 from support.programs import TENANT, THROUGHPUT, Desk, call, native, virtually
 
 Use = Callable[[Desk], Coroutine[Any, Any, None]]
@@ -85,9 +86,21 @@ async def is_refused(desk: Desk) -> None:
     await asyncio.sleep(5.0)
 
 
+async def is_given_up(desk: Desk) -> None:
+    """Its calls are withdrawn from the engine, and end later."""
+    maps = (call(f"{i} {{{{output:a{i}}}}}") for i in range(50))
+    inputs = "".join(f"{{{{a{i}}}}}" for i in range(50))
+    *_, reduce = desk.submit(*maps, call(f"{inputs}{{{{output:b}}}}"))
+    desk.want("b")
+    await asyncio.sleep(0.5 * STEP_S)
+    desk.service.cancel(TENANT, desk.session, reduce)
+    await asyncio.sleep(5.0)
+    assert len(desk.engine.aborted) == 50
+
+
 @pytest.mark.parametrize(
     "use",
-    [waits_for_inputs, runs, is_deleted_while_it_runs, fails, is_refused],
+    [waits_for_inputs, runs, is_deleted_while_it_runs, fails, is_refused, is_given_up],
     ids=lambda use: use.__name__,
 )
 @virtually

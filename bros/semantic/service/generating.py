@@ -17,6 +17,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from bros.core.clock import Clock
@@ -233,10 +234,6 @@ def _now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-class _WithdrawnError(Exception):
-    """The engine request was withdrawn, to be submitted again."""
-
-
 class LlmCallFailedError(Exception):
     """An LLM call has failed, and is not retried. For the fields see Cause."""
 
@@ -365,7 +362,9 @@ class LlmCallGenerator:
                 await self._wait(line, watcher, first_refused_s, again=has_waited)
                 has_waited = True
             try:
-                return await self._once(request_id, request, watcher, progress, line)
+                answer = await self._once(request_id, request, watcher, progress, line)
+                if answer is not None:
+                    return answer
             except EngineDeadError as error:
                 deaths += 1
                 may_restart = not any_output or _is_reproducible(request.sampling)
@@ -379,8 +378,6 @@ class LlmCallGenerator:
                 if error.retry_after_s > first_refused_s + self._settings.patience_s - now:
                     raise LlmCallFailedError(FailedStage.ENGINE, str(error)) from error
                 self._line(request.tenant, watcher.service_class).refused(error)
-            except _WithdrawnError:
-                pass
             except PromptTooLongError as error:
                 raise LlmCallFailedError(FailedStage.FILL, str(error)) from error
             except InvalidRequestError as error:
@@ -433,8 +430,11 @@ class LlmCallGenerator:
         watcher: LlmCallWatcher,
         progress: Progress,
         line: RefusedCalls | None,
-    ) -> LlmAnswer:
-        """Submit the request once. line: it has allowed that; None: there is none."""
+    ) -> LlmAnswer | None:
+        """Submit the request once. Returns None if it was withdrawn.
+
+        line: it has allowed that; None: there is none.
+        """
         try:
             terms = watcher.terms()
             generation = await self._generator.start(
@@ -454,13 +454,16 @@ class LlmCallGenerator:
                 line.answered()
         try:
             async with generation:
-                answer, last = await self._watched(request_id, generation, watcher, progress)
+                found = await self._watched(request_id, generation, watcher, progress)
         except asyncio.CancelledError:
             raise  # nearly always with its whole session, so that those in the line end, too
         except BaseException:
             self._give_place(request.tenant, terms.service_class)
             raise
         self._give_place(request.tenant, terms.service_class)
+        if found is None:
+            return None
+        answer, last = found
         if answer.reasoning_tokens and not answer.text:
             message = f"The model has reasoned for {answer.output_tokens} tokens without an answer"
             more = "; give more max_tokens" if last.finish_reason is FinishReason.LENGTH else ""
@@ -475,21 +478,23 @@ class LlmCallGenerator:
         generation: Generation,
         watcher: LlmCallWatcher,
         progress: Progress,
-    ) -> tuple[LlmAnswer, TextDelta]:
-        """`_collect`, until the request is withdrawn."""
+    ) -> tuple[LlmAnswer, TextDelta] | None:
+        """`_collect`, until the request is withdrawn; then None."""
+        never = asyncio.timeout(None)
+        withdraw = partial(never.reschedule, 0.0)  # that time has passed
         try:
-            async with asyncio.timeout(None) as never:
-                watcher.accepted(
-                    request_id, generation.service_classes[0], lambda: never.reschedule(_now_s())
-                )
+            async with never:
+                watcher.accepted(request_id, generation.service_classes[0], withdraw)
                 try:
                     return await self._collect(generation, progress)
                 finally:
                     watcher.ended()
         except TimeoutError:
-            if never.expired():
-                raise _WithdrawnError from None
-            raise
+            if not never.expired():
+                raise
+            return None  # not an error: if its handling is cancelled, that would refer to the task
+        finally:
+            del never, withdraw  # they refer to the task, whose error refers to this frame
 
     async def _collect(
         self, generation: Generation, progress: Progress
