@@ -49,7 +49,7 @@ class WorkerProcess:
     """Runs `python -m MODULE FD ARGUMENTS...`, which answers on the connection of descriptor FD.
 
     It is started when it is needed, and again after it has ended or was ended because it hung.
-    `ask` may be called from any thread, by one at a time.
+    `ask` and `start` may be called from any thread, by one at a time.
 
     cpu_s: CPU time that the last `ask` took, that of children of the process included; if the
         process ended without an answer, the time until then, or 0 if it hung.
@@ -95,6 +95,12 @@ class WorkerProcess:
             raise WorkerEndedError("the process ended") from error
         (self.cpu_s,) = _CPU_S.unpack_from(answer)
         return answer[_CPU_S.size :]
+
+    def start(self) -> None:
+        """Start the process if it does not run, so that the next `ask` need not. Does not wait for
+        it to be ready."""
+        with contextlib.suppress(WorkerClosedError):
+            self._connect()
 
     def close(self) -> None:
         """End the process, and with it a running `ask`."""

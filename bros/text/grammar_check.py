@@ -93,6 +93,7 @@ class GrammarChecker:
         self._accounts = accounts or TenantAccounts()
         self._gate = FairGate(slots=3, per_tenant=1, budget=self._accounts, name="grammars")
         self._lock = threading.Lock()  # of _good
+        self._taking = threading.Lock()  # what is free stays so while it is held
         self._one_blocks = threading.Lock()  # uses _blocking
         self._good: FairMemory[tuple[str, str], bool] = FairMemory(
             MAX_CACHED_GRAMMARS, _MAX_CACHED_BYTES
@@ -121,7 +122,7 @@ class GrammarChecker:
         used = CpuUse()
 
         def work() -> None:
-            process = self._free.pop(0)
+            process = self._take(urgent=urgent)
             try:
                 self._ask(process, tenant, grammar)
             finally:
@@ -146,6 +147,15 @@ class GrammarChecker:
         """End the processes. Callers that still wait get an InvalidRequestError."""
         for process in self._all:
             process.close()
+
+    def _take(self, *, urgent: bool) -> WorkerProcess:
+        """A process that is free. Beside a check that is not urgent another one is started, which
+        takes up to some seconds, for urgent ones that may come meanwhile."""
+        with self._taking:
+            process = self._free.pop(0)
+            if not urgent and self._free:
+                self._free[0].start()
+        return process
 
     def _ask(self, process: WorkerProcess, tenant: str, grammar: Grammar) -> None:
         text = grammar.text

@@ -253,6 +253,18 @@ def test_real_time_grammars_go_before_best_effort_ones_of_the_same_tenant(
     assert asyncio.run(race())[0] == "real-time"
 
 
+@pytest.mark.parametrize("urgent", [False, True])
+def test_a_process_for_urgent_grammars_is_started_ahead(tmp_path: Path, urgent: bool) -> None:
+    """Starting it takes seconds on a busy machine."""
+    made = GrammarChecker(save_tokenizer(tmp_path), 440, [1])
+    try:
+        asyncio.run(made.check("one", grammars.regex("a"), urgent=urgent))
+        running = [each._process is not None for each in made._free]
+    finally:
+        made.close()
+    assert running == [True, not urgent, False]
+
+
 def test_a_process_that_was_killed_is_started_again(tmp_path: Path) -> None:
     made = GrammarChecker(save_tokenizer(tmp_path), 440, [1])
     try:
