@@ -35,6 +35,9 @@ T = TypeVar("T")
 class LLM:
     """A model for scripts and notebooks. Close it, or use it in a `with` block.
 
+    It works in the process that made it only, not in a forked child such as a worker of a
+    multiprocessing.Pool with the start method fork: there its methods raise EngineDeadError.
+
         with LLM() as llm:
             for answer in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8)):
                 print(answer[0].text)
@@ -80,6 +83,7 @@ class LLM:
         Raises InvalidRequestError or PromptTooLongError if a prompt cannot be served, after
         aborting the others.
         """
+        self._check_usable()
         single = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
         many: Sequence[Any] = [prompts] if single else prompts
         tokenizer = self._engine.tokenizer
@@ -104,6 +108,7 @@ class LLM:
         If the model thinks before it answers, this is the `reasoning` of a result, not a part of
         its `text`, and a grammar applies to the text. Otherwise as `generate`.
         """
+        self._check_usable()
         single = bool(messages) and isinstance(messages[0], Mapping)
         many: Sequence[Any] = [messages] if single else messages
         jobs = [
@@ -125,6 +130,7 @@ class LLM:
         service_class: of all work in the context and its forks.
         Raises InvalidRequestError or PromptTooLongError.
         """
+        self._check_usable()
         context = Context(self, self._contexts.new(_service_class(service_class)))
         context.fill(self._encode_beginning(beginning))
         return context
@@ -145,6 +151,7 @@ class LLM:
         others are aborted and no context changes. Raises what Context.generate raises, and
         InvalidRequestError if a context occurs twice or belongs to another LLM.
         """
+        self._check_usable()
         many: Sequence[Prompt] = [prompts] * len(contexts) if isinstance(prompts, str) else prompts
         if len(many) != len(contexts):
             message = f"{len(many)} prompts for {len(contexts)} contexts; pass a text for all or"
@@ -172,6 +179,7 @@ class LLM:
         dimensions: cut embeddings to so many numbers; only for models that are trained for it.
         Raises InvalidRequestError, PromptTooLongError, or BrosError if a request fails.
         """
+        self._check_usable()
         many = _several(texts)
         client, tokenizer = self._engine.client, self._engine.tokenizer
         info = client.info.embedding
@@ -188,21 +196,31 @@ class LLM:
         return [embedding_of(each.values, info, dimensions).tolist() for each in results]
 
     def close(self) -> None:
-        """Stop the engine and free its memory. May be called twice."""
-        if not self._loop.closed:
+        """Stop the engine and free its memory. May be called twice. In a forked child it does
+        nothing but end the use there."""
+        if not (self._loop.closed or self._loop.is_forked):
             self._loop.run(self._exit.aclose())
-            self._loop.close()
+        self._loop.close()
 
     def __enter__(self) -> LLM:
+        self._check_usable()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+    def _check_usable(self) -> None:
+        """Raises EngineDeadError if the LLM was closed or belongs to another process."""
         if self._loop.closed:
-            work.close()
             raise EngineDeadError("The LLM has been closed.")
+        self._loop.check_process()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            self._check_usable()
+        except EngineDeadError:
+            work.close()
+            raise
         return self._loop.run(work)
 
     def _chat_job(self, messages: Sequence[Message], sampling: SamplingParams) -> _Job:
@@ -347,9 +365,10 @@ class Context:
     def free(self) -> int:
         """Unpin the KV and end the use of the context. Its forks stay as they are.
 
-        Returns the number of tokens, 0 if the context had been freed.
+        Returns the number of tokens, 0 if the context had been freed, the LLM was closed, or this
+        is a forked child.
         """
-        if self._llm._loop.closed:
+        if self._llm._loop.closed or self._llm._loop.is_forked:
             return 0
         return self._llm._run(self._llm._contexts.free(self._core))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -414,6 +415,39 @@ def test_an_interrupt_while_the_model_is_loaded_ends_the_program_at_once(folder:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
     assert "Error" not in done.stderr and "terminate" not in done.stderr
+
+
+def test_a_forked_child_is_refused_at_once_and_leaves_without_waiting(folder: Path) -> None:
+    """multiprocessing.Pool forks by default; threads such as the engine's do not survive that."""
+    code = """
+        import multiprocessing, os, sys
+        from bros import LLM
+        from bros.core.errors import EngineDeadError
+
+        def ask(prompt):
+            try:
+                return llm.generate(prompt, progress=True)
+            except EngineDeadError as error:
+                return str(error)
+
+        llm = LLM(sys.argv[1], kernels="reference", kv_blocks=64, threads=1)
+        context = llm.context("a beginning")
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            print(pool.map(ask, ["one"])[0])
+        with llm, context:
+            child = os.fork()
+            if child:
+                print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        if child:
+            print("left")
+        """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    refused, status, left = done.stdout.splitlines()
+    assert re.match(r"This LLM .* belongs to process \d+, and a forked child", refused)
+    assert (status, left) == ("0", "left")
+    assert "generating" not in done.stdout + done.stderr
 
 
 def test_closing_from_another_thread_ends_what_waits(llm: LLM) -> None:

@@ -6,17 +6,25 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+
+from bros.core.errors import EngineDeadError
 
 T = TypeVar("T")
 
 
 class LoopThread:
-    """An event loop on its own thread. The caller may run a loop itself, as notebooks do."""
+    """An event loop on its own thread. The caller may run a loop itself, as notebooks do.
+
+    A child process that is forked has none of its parent's threads: there nothing runs, and what
+    waited for the loop would wait forever.
+    """
 
     def __init__(self, name: str) -> None:
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closing = False
         self._loop = asyncio.new_event_loop()
@@ -28,9 +36,28 @@ class LoopThread:
         """Whether `close` was called."""
         return self._closing
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a forked child of the one that made it."""
+        return os.getpid() != self._pid
+
+    def check_process(self) -> None:
+        """Raises EngineDeadError in a forked child."""
+        if self.is_forked:
+            raise EngineDeadError(
+                f"This LLM or connection belongs to process {self._pid}, and a forked child cannot "
+                "use it. Open one in the child, or start processes by spawn instead of fork."
+            )
+
     def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start a coroutine without waiting for it. Cancelling the future cancels it. Once `close`
-        was called, the coroutine does not run, and the future is cancelled."""
+        was called, the coroutine does not run, and the future is cancelled. Raises
+        EngineDeadError in a forked child."""
+        try:
+            self.check_process()  # first: a thread of the parent may have held the lock
+        except EngineDeadError:
+            coroutine.close()
+            raise
         with self._lock:
             if not self._closing:
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -50,7 +77,10 @@ class LoopThread:
 
     def close(self) -> None:
         """Cancel all tasks and end the thread; only the first call does. Callers that are blocked
-        in `run`, or call it from now on, get CancelledError."""
+        in `run`, or call it from now on, get CancelledError. In a forked child it ends nothing."""
+        if self.is_forked:
+            self._closing = True
+            return
         with self._lock:
             if self._closing:
                 return

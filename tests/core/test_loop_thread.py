@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
 
+from bros.core.errors import EngineDeadError
 from bros.core.loop_thread import LoopThread
 
 
@@ -84,6 +88,38 @@ def test_what_a_task_starts_as_it_is_cancelled_ends_as_well() -> None:
         pass
     loop.close()
     assert future.cancelled() and started[0].cancelled()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_in_a_forked_child_it_refuses_at_once_and_closes_without_waiting() -> None:
+    loop = LoopThread("test")
+    child = os.fork()
+    if child == 0:
+        try:
+            assert loop.is_forked
+            for ask in (loop.run, loop.start):
+                with pytest.raises(EngineDeadError, match=f"belongs to process {os.getppid()}"):
+                    ask(asyncio.sleep(0))
+            loop.close()
+            assert loop.closed
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert _status_of(child) == 0
+    assert not loop.is_forked and loop.run(asyncio.sleep(0, "goes on")) == "goes on"
+    loop.close()
+
+
+def _status_of(child: int) -> int | None:
+    """The exit status of a child; None if it had to be killed after 20 s."""
+    for _ in range(2000):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
 
 
 async def _count_tasks() -> int:

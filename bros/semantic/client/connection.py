@@ -149,10 +149,10 @@ class Connection:
             return self._thread
 
     def _ended_thread(self) -> LoopThread | None:
-        """Mark the connection closed, and return its thread if it has one."""
+        """Mark the connection closed, and return its thread if it has one in this process."""
         with self._lock:
             thread, self._thread, self._closed = self._thread, None, True
-        return thread
+        return None if thread is None or thread.is_forked else thread
 
     async def _leave(self) -> None:
         if self._backend is not None:
