@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
-from bros.core.errors import EngineDeadError, InvalidRequestError
+from bros.core.errors import BrosError, EngineDeadError, InvalidRequestError
 from bros.core.loop_thread import LoopThread
 from bros.core.request import SamplingParams, ServiceClass
 from bros.executor.model_store import cache_dir_of
@@ -324,8 +324,12 @@ class Context:
     def __enter__(self) -> Context:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.free()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.free()
+        except BrosError:
+            if kind is None:  # else what the block has raised matters more, such as Ctrl-C
+                raise
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from bros import LLM, SamplingParams
-from bros.core import grammars
+from bros.core import grammars, loop_thread
 from bros.core.errors import (
     ConfigError,
     EngineDeadError,
@@ -388,6 +389,34 @@ def test_an_interrupt_aborts_what_the_caller_waits_for(llm: LLM) -> None:
     interrupting.join()
     while stats().by_class[ServiceClass.BE].running:
         time.sleep(0.001)
+    assert len(llm.generate("fine", GREEDY, progress=False)) == 1, "it goes on working"
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("late", [0.2, 0.5], ids=["in time", "too late"])
+def test_an_interrupt_in_a_context_stays_one(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, late: float
+) -> None:
+    """The context is freed as the block ends, while the job in it may not have ended yet."""
+    abort = MessageClient.abort
+
+    async def aborts_late(client: MessageClient, request_id: str) -> None:
+        await asyncio.sleep(late)
+        await abort(client, request_id)
+
+    def interrupt() -> None:
+        while not llm._run(llm._engine.client.stats()).by_class[ServiceClass.BE].running:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(MessageClient, "abort", aborts_late)
+    if late > 0.2:
+        monkeypatch.setattr(loop_thread, "_INTERRUPT_S", 0.1)
+    interrupting = threading.Thread(target=interrupt)
+    with pytest.raises(KeyboardInterrupt), llm.context("a beginning") as context:
+        interrupting.start()
+        context.generate(" of", LONG)
+    interrupting.join()
     assert len(llm.generate("fine", GREEDY, progress=False)) == 1, "it goes on working"
 
 

@@ -15,6 +15,10 @@ from bros.core.errors import EngineDeadError
 
 T = TypeVar("T")
 
+_INTERRUPT_S = 2.0
+"""After Ctrl-C, the longest wait for what was cancelled: a task may be in the middle of a call that
+cannot be cancelled, such as loading a model."""
+
 
 class LoopThread:
     """An event loop on its own thread. The caller may run a loop itself, as notebooks do.
@@ -67,12 +71,17 @@ class LoopThread:
         return future
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine and wait for its result. KeyboardInterrupt cancels it."""
+        """Run a coroutine and wait for its result. KeyboardInterrupt cancels it, and is raised when
+        its task has ended, or after `_INTERRUPT_S`."""
         future = self.start(coroutine)
         try:
             return future.result()
         except KeyboardInterrupt:
-            future.cancel()
+            future.cancel()  # done at once, while the task still has to clean up
+            ended = self.start(_end_of(coroutine))
+            with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
+                ended.result(_INTERRUPT_S)
+            ended.cancel()
             raise
 
     def close(self) -> None:
@@ -97,6 +106,13 @@ class LoopThread:
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
+
+
+async def _end_of(coroutine: Coroutine[Any, Any, Any]) -> None:
+    """Wait until the task of a coroutine has ended, without cancelling it."""
+    tasks = [task for task in asyncio.all_tasks() if task.get_coro() is coroutine]
+    if tasks:
+        await asyncio.wait(tasks)
 
 
 def call_after(work: Callable[[], object], then: Callable[[], object], name: str) -> None:

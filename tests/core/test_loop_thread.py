@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from bros.core import loop_thread
 from bros.core.errors import EngineDeadError
 from bros.core.loop_thread import LoopThread
 
@@ -88,6 +90,56 @@ def test_what_a_task_starts_as_it_is_cancelled_ends_as_well() -> None:
         pass
     loop.close()
     assert future.cancelled() and started[0].cancelled()
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """With the usual handler: a shell lets what it starts in the background ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_is_raised_when_the_task_has_cleaned_up() -> None:
+    loop, ended = LoopThread("test"), threading.Event()
+
+    async def cleans_up() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.2)
+            ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(cleans_up())
+    assert ended.is_set()
+    loop.close()
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_does_not_wait_for_what_cannot_be_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop_thread, "_INTERRUPT_S", 0.1)
+    loop, may_end = LoopThread("test"), asyncio.Event()
+
+    async def goes_on() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        while not may_end.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await may_end.wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(goes_on())
+    assert loop.run(_count_tasks()) == 2
+    loop.start(_set(may_end)).result(20)
+    loop.close()
+
+
+async def _set(event: asyncio.Event) -> None:
+    event.set()
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
