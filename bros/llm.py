@@ -74,12 +74,12 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         service_class: ServiceClass = ServiceClass.BE,
-        progress: bool = True,
+        progress: bool | None = None,
     ) -> list[tuple[ChoiceResult, ...]]:
         """Complete texts (or lists of token ids); returns params.n choices per prompt, in order.
 
         params: one for all prompts or one per prompt.
-        progress: show a progress bar.
+        progress: show a progress bar on stderr; None: only if that is a terminal or a notebook.
         Raises InvalidRequestError or PromptTooLongError if a prompt cannot be served, after
         aborting the others.
         """
@@ -99,7 +99,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         service_class: ServiceClass = ServiceClass.BE,
-        progress: bool = True,
+        progress: bool | None = None,
     ) -> list[tuple[ChoiceResult, ...]]:
         """Answer one or more conversations; returns params.n choices per conversation, in order.
 
@@ -243,7 +243,7 @@ class LLM:
         self,
         jobs: Sequence[_Job],
         service_class: ServiceClass,
-        progress: bool,
+        progress: bool | None,
         param: str,
     ) -> list[tuple[ChoiceResult, ...]]:
         done = done_tokens = 0

@@ -52,13 +52,16 @@ def _columns(lines: Sequence[Sequence[str]]) -> range:
 
 
 @contextlib.contextmanager
-def progress_bar(label: str, unit: str = "", *, shown: bool = True) -> Iterator[Advance]:
-    """Show a progress bar within the block; yields the function that advances it. No bar without
-    rich."""
-    if not shown:
+def progress_bar(label: str, unit: str = "", *, shown: bool | None = None) -> Iterator[Advance]:
+    """Show a progress bar on stderr within the block; yields the function that advances it.
+
+    shown: None: only if stderr is a terminal, or in a notebook. There is no bar without rich.
+    """
+    if shown is False:
         yield _ignore
         return
     try:
+        from rich.console import Console
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,
@@ -69,6 +72,10 @@ def progress_bar(label: str, unit: str = "", *, shown: bool = True) -> Iterator[
     except ImportError:
         yield _ignore
         return
+    console = Console(stderr=True)
+    if shown is None and not (console.is_terminal or console.is_jupyter):
+        yield _ignore
+        return
     columns = (
         TextColumn(label),
         BarColumn(),
@@ -77,7 +84,9 @@ def progress_bar(label: str, unit: str = "", *, shown: bool = True) -> Iterator[
         TimeRemainingColumn(elapsed_when_finished=True),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns) as bar:
+    # What other threads print appears above the bar, but not on stderr if stdout is a file.
+    above = Console().is_terminal
+    with Progress(*columns, console=console, redirect_stdout=above) as bar:
         task = bar.add_task("", total=None, note="")
 
         def advance(done: int, total: int, note: str) -> None:

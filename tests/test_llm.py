@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -477,6 +478,45 @@ def test_a_forked_child_is_refused_at_once_and_leaves_without_waiting(folder: Pa
     assert re.match(r"This LLM .* belongs to process \d+, and a forked child", refused)
     assert (status, left) == ("0", "left")
     assert "generating" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("progress", ["", "progress=None", "progress=False", "progress=True"])
+def test_a_progress_bar_is_on_stderr_and_in_files_only_if_asked_for(
+    folder: Path, progress: str
+) -> None:
+    """The output of a script is often read by a program."""
+    code = f"""
+        import sys
+        from bros import LLM, SamplingParams
+
+        with LLM(sys.argv[1], kernels="reference", kv_blocks=64, threads=1) as llm:
+            for _ in range(2):
+                llm.generate(["one", "two"], SamplingParams(max_tokens=2), {progress})
+        """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert done.stderr.count("generating") == (2 if progress == "progress=True" else 0)
+
+
+def test_a_progress_bar_is_on_a_terminal_and_leaves_redirected_output_alone() -> None:
+    code = """
+        import sys
+        from bros.terminal import progress_bar
+
+        with progress_bar("counting") as advance:
+            advance(1, 2, "half")
+            print("data")
+        """
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    environ = {**os.environ, "TERM": "xterm"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, env=environ, timeout=60)
+    os.close(theirs)
+    shown = os.read(ours, 65536)
+    os.close(ours)
+    assert (done.returncode, done.stdout) == (0, b"data\n")
+    assert b"counting" in shown and b"1/2" in shown
 
 
 def test_closing_from_another_thread_ends_what_waits(llm: LLM) -> None:
