@@ -21,7 +21,7 @@ from bros.terminal import progress_bar
 from bros.text.answers import AnswerParsing
 from bros.text.chat_format import ChatFormat
 from bros.text.contexts import Contexts, GenerationJob, TokenContext
-from bros.text.generation import ChoiceResult, collect, shifted_seed
+from bros.text.generation import ChoiceResult, Generation, collect, shifted_seed
 from bros.text.pooling import PoolingInput, TextPooler, check_dimensions, embedding_of
 from bros.text.tokenizer import Tokenizer
 from bros.text.tools import NO_TOOLS
@@ -30,6 +30,14 @@ from bros.transport.local import LocalEngine, open_local
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 T = TypeVar("T")
+
+_STEPS_AHEAD = 4
+"""Prompts of a call that are open at once, in full steps: these stay full while the next prompts
+are on their way to the engine. A million open requests would take memory and fill the queue."""
+
+_PREPARING = 256
+"""Most prompts with grammars that are being submitted, by all calls together: half of the grammars
+that an engine lets wait to be compiled."""
 
 
 class LLM:
@@ -67,6 +75,8 @@ class LLM:
         engine = self._engine
         self._chat = ChatFormat(engine.tokenizer)
         self._contexts = Contexts(engine.client, engine.generator, engine.ids)
+        self._window = _STEPS_AHEAD * config.step_bounds(engine.client.info.device).rows
+        self._preparing = asyncio.Semaphore(_PREPARING)
 
     def generate(
         self,
@@ -253,15 +263,7 @@ class LLM:
 
             async def one(job: _Job) -> tuple[ChoiceResult, ...]:
                 nonlocal done, done_tokens
-                generation = await self._engine.generator.start(
-                    [job.prompt],
-                    job.sampling,
-                    request_id=self._engine.ids.new("llm"),
-                    service_class=service_class,
-                    param=param,
-                    parsing=job.parsing,
-                    streamed=False,
-                )
+                generation = await self._start(job, service_class, param)
                 result = tuple(await collect(generation))
                 done_tokens += sum(len(choice.token_ids) for choice in result)
                 done += 1
@@ -269,14 +271,42 @@ class LLM:
                 return result
 
             async def everything() -> list[tuple[ChoiceResult, ...]]:
+                results: list[tuple[ChoiceResult, ...]] = [()] * len(jobs)
+                waiting = iter(enumerate(jobs))
+
+                async def work() -> None:
+                    for index, job in waiting:
+                        results[index] = await one(job)
+
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(one(job)) for job in jobs]
-                return [task.result() for task in tasks]
+                    for _ in range(self._num_open(jobs)):
+                        group.create_task(work())
+                return results
 
             try:
                 return self._run(everything())
             except BaseExceptionGroup as group:
                 raise group.exceptions[0] from None
+
+    def _num_open(self, jobs: Sequence[_Job]) -> int:
+        """How many prompts are open at once: enough for full steps, and no more than half of the
+        queue, which calls of other threads use as well."""
+        choices = max((job.sampling.n for job in jobs), default=1)
+        room = self._engine.client.info.max_queue // (2 * choices)
+        return max(1, min(len(jobs), self._window, room))
+
+    async def _start(self, job: _Job, service_class: ServiceClass, param: str) -> Generation:
+        preparing = self._preparing if job.sampling.grammar else contextlib.nullcontext()
+        async with preparing:
+            return await self._engine.generator.start(
+                [job.prompt],
+                job.sampling,
+                request_id=self._engine.ids.new("llm"),
+                service_class=service_class,
+                param=param,
+                parsing=job.parsing,
+                streamed=False,
+            )
 
 
 @dataclass(frozen=True, slots=True)

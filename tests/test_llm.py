@@ -33,6 +33,7 @@ from bros.core.interfaces import EngineStats
 from bros.core.request import FinishReason, ServiceClass
 from bros.engine import outbox
 from bros.engine.client import MessageClient
+from bros.engine.grammars import Grammars
 from bros.engine.messages import Outputs, Reply
 from bros.executor.runner import ModelRunner
 from support.tiny_models import save_tiny_llama
@@ -116,6 +117,38 @@ def test_outputs_match_a_grammar(folder: Path) -> None:
             assert {choice.text for choice in answer} <= {"stop there", "go on"}
         with pytest.raises(InvalidRequestError, match="The grammar cannot be used: unknown name"):
             llm.generate(["a"], SamplingParams(grammar=grammars.lark("start: x")), progress=False)
+
+
+def test_a_call_may_have_more_grammars_than_an_engine_lets_wait(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_with = Grammars._compile_with
+
+    def compiles_slowly(*args: Any) -> None:
+        time.sleep(0.001)
+        compile_with(*args)
+
+    monkeypatch.setattr(Grammars, "_compile_with", compiles_slowly)
+    words = [f"word {number}" for number in range(700)]
+    params = [SamplingParams(grammar=grammars.choice([word])) for word in words]
+    with ThreadPoolExecutor(2) as pool:  # as for two calls at once
+        calls = [
+            pool.submit(llm.generate, ["say"] * 350, params[begin:][:350], progress=False)
+            for begin in (0, 350)
+        ]
+        found = [choice.text for call in calls for (choice,) in call.result()]
+    assert found == words
+
+
+def test_a_call_may_have_more_prompts_than_the_queue_takes(folder: Path) -> None:
+    with LLM(str(folder), kernels="reference", kv_blocks=64, threads=1, max_queue=4) as llm:
+        prompts = [[5, 6, 7 + number] for number in range(30)]
+        two = GREEDY.with_changes(n=2)
+        answers = llm.generate(prompts, two, progress=False)
+        (alone,) = llm.generate(prompts[20], two, progress=False)
+    assert [[choice.token_ids for choice in answer] for answer in answers[20:21]] == [
+        [choice.token_ids for choice in alone]
+    ]
 
 
 def test_a_grammar_of_a_chat_applies_after_the_reasoning(tmp_path: Path) -> None:
