@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import operator
 import reprlib
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -15,7 +15,7 @@ from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.core.errors import BrosError, EngineDeadError, InvalidRequestError
 from bros.core.loop_thread import LoopThread
-from bros.core.request import SamplingParams, ServiceClass
+from bros.core.request import SamplingParams, ServiceClass, check_token_ids
 from bros.executor.model_store import cache_dir_of
 from bros.terminal import progress_bar
 from bros.text.answers import AnswerParsing
@@ -90,18 +90,18 @@ class LLM:
 
         params: one for all prompts or one per prompt.
         progress: show a progress bar on stderr; None: only if that is a terminal or a notebook.
-        Raises InvalidRequestError or PromptTooLongError if a prompt cannot be served, after
-        aborting the others.
+        Raises InvalidRequestError or PromptTooLongError if a prompt cannot be served; the message
+        begins with the prompt, such as prompts[3]. All prompts are checked before the first one
+        runs, except that grammars are compiled later; then the others are aborted. A choice that
+        fails in the engine does not raise: its finish_reason is "error", and `error` says why.
         """
         self._check_usable()
-        single = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
-        many: Sequence[Any] = [prompts] if single else prompts
         tokenizer = self._engine.tokenizer
-        jobs = [
-            _Job(_token_ids(tokenizer, prompt), sampling)
-            for prompt, sampling in zip(many, _one_per_prompt(params, len(many)), strict=True)
-        ]
-        return self._run_all(jobs, service_class, progress, "prompt")
+
+        def job(prompt: Any, sampling: SamplingParams, param: str) -> _Job:
+            return _Job(_token_ids(tokenizer, prompt, param), sampling)
+
+        return self._run_all(_prompts(prompts, "prompts"), params, job, service_class, progress)
 
     def chat(
         self,
@@ -119,13 +119,8 @@ class LLM:
         its `text`, and a grammar applies to the text. Otherwise as `generate`.
         """
         self._check_usable()
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        many: Sequence[Any] = [messages] if single else messages
-        jobs = [
-            self._chat_job(conversation, sampling)
-            for conversation, sampling in zip(many, _one_per_prompt(params, len(many)), strict=True)
-        ]
-        return self._run_all(jobs, service_class, progress, "messages")
+        inputs = _conversations(messages)
+        return self._run_all(inputs, params, self._chat_job, service_class, progress)
 
     def context(
         self,
@@ -166,16 +161,7 @@ class LLM:
         if len(many) != len(contexts):
             message = f"{len(many)} prompts for {len(contexts)} contexts; pass a text for all or"
             raise InvalidRequestError(f"{message} one prompt each.", param="prompts")
-        each = _one_per_prompt(params, len(contexts))
-        if params is None or isinstance(params, SamplingParams):
-            each = [p.with_changes(seed=shifted_seed(p.seed, i)) for i, p in enumerate(each)]
-        if any(context._llm is not self for context in contexts):
-            raise InvalidRequestError("The context belongs to another LLM.", param="contexts")
-        jobs = [
-            GenerationJob(context._core, context._encode(prompt), sampling)
-            for context, prompt, sampling in zip(contexts, many, each, strict=True)
-        ]
-        return self._run(self._contexts.generate(jobs))
+        return self._generate_in(contexts, _Inputs(many, "prompts", several=True), params)
 
     def embed(
         self,
@@ -187,17 +173,21 @@ class LLM:
         """The embedding of each text, or token ids, as in /v1/embeddings.
 
         dimensions: cut embeddings to so many numbers; only for models that are trained for it.
-        Raises InvalidRequestError, PromptTooLongError, or BrosError if a request fails.
+        Raises InvalidRequestError or PromptTooLongError, whose message begins with the text, such
+        as texts[3], before any text is computed; or BrosError if a request fails.
         """
         self._check_usable()
-        many = _several(texts)
         client, tokenizer = self._engine.client, self._engine.tokenizer
         info = client.info.embedding
         if info is None or info.pooling not in client.info.poolings:
             raise InvalidRequestError("This model computes no embeddings.", param="model")
         check_dimensions(dimensions, info)
-        inputs = [PoolingInput(_token_ids(tokenizer, text, "texts")) for text in many]
         pooler = TextPooler(client, SystemClock(), self._engine.ids)
+        texts_of, inputs = _prompts(texts, "texts"), []
+        for param, text in texts_of:
+            with texts_of.errors_at(param):
+                inputs.append(PoolingInput(_token_ids(tokenizer, text, param)))
+                pooler.check(inputs[-1], param)
         results = self._run(
             pooler.run(
                 inputs, info.pooling, service_class=_service_class(service_class), param="texts"
@@ -233,9 +223,29 @@ class LLM:
             raise
         return self._loop.run(work)
 
-    def _chat_job(self, messages: Sequence[Message], sampling: SamplingParams) -> _Job:
+    def _generate_in(
+        self,
+        contexts: Sequence[Context],
+        inputs: _Inputs,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[ChoiceResult]:
+        """inputs: one for each context."""
+        each = _one_per_prompt(params, len(contexts))
+        if params is None or isinstance(params, SamplingParams):
+            each = [p.with_changes(seed=shifted_seed(p.seed, i)) for i, p in enumerate(each)]
+        if any(context._llm is not self for context in contexts):
+            raise InvalidRequestError("The context belongs to another LLM.", param="contexts")
+        jobs = []
+        for context, (param, prompt), sampling in zip(contexts, inputs, each, strict=True):
+            with inputs.errors_at(param):
+                token_ids = context._encode(prompt, param)
+                self._check(token_ids, sampling, param, after=len(context))
+            jobs.append(GenerationJob(context._core, token_ids, sampling))
+        return self._run(self._contexts.generate(jobs))
+
+    def _chat_job(self, messages: Any, sampling: SamplingParams, param: str) -> _Job:
         tokenizer, chat = self._engine.tokenizer, self._chat
-        adapted, _ = chat.conversation(_checked_messages(messages), ())
+        adapted, _ = chat.conversation(_checked_messages(messages, param), ())
         text = tokenizer.render_chat(adapted)
         start = chat.reasoning_start(text)
         ids = tokenizer.encode(text, add_special_tokens=False, escaped=True)
@@ -246,24 +256,50 @@ class LLM:
         if isinstance(beginning, str):
             return tokenizer.encode(beginning)
         if beginning and isinstance(beginning[0], Mapping):
-            return tokenizer.apply_chat_template(_checked_messages(beginning))
+            return tokenizer.apply_chat_template(_checked_messages(beginning, "beginning"))
         return _token_ids(tokenizer, cast(Prompt, beginning), "beginning")
+
+    def _check(
+        self, prompt: Sequence[int], sampling: SamplingParams, param: str, *, after: int = 0
+    ) -> None:
+        """Raises InvalidRequestError or PromptTooLongError for what the engine would refuse.
+
+        after: number of tokens before the prompt.
+        """
+        if not (prompt or after):
+            raise InvalidRequestError("The prompt is empty.", param=param)
+        vocab_size = self._engine.client.info.vocab_size
+        self._engine.generator.check(after + len(prompt), sampling, param)
+        if prompt:
+            check_token_ids(param, prompt, vocab_size)
+        sampling.check_vocabulary(vocab_size)
 
     def _run_all(
         self,
-        jobs: Sequence[_Job],
+        inputs: _Inputs,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        job_of: Callable[[Any, SamplingParams, str], _Job],
         service_class: ServiceClass,
         progress: bool | None,
-        param: str,
     ) -> list[tuple[ChoiceResult, ...]]:
+        """The choices of each input. job_of: makes a job of an input, its params and its name."""
+        jobs: list[_Job] = []
+        for (param, item), sampling in zip(
+            inputs, _one_per_prompt(params, len(inputs.items)), strict=True
+        ):
+            with inputs.errors_at(param):
+                jobs.append(job_of(item, sampling, param))
+                self._check(jobs[-1].prompt, sampling, param)
         done = done_tokens = 0
         service_class = _service_class(service_class)
         with progress_bar("generating", shown=progress) as advance:
             advance(0, len(jobs), "0 tokens")
 
-            async def one(job: _Job) -> tuple[ChoiceResult, ...]:
+            async def one(index: int, job: _Job) -> tuple[ChoiceResult, ...]:
                 nonlocal done, done_tokens
-                generation = await self._start(job, service_class, param)
+                param = inputs.name(index)
+                with inputs.errors_at(param):
+                    generation = await self._start(job, service_class, param)
                 result = tuple(await collect(generation))
                 done_tokens += sum(len(choice.token_ids) for choice in result)
                 done += 1
@@ -276,7 +312,7 @@ class LLM:
 
                 async def work() -> None:
                     for index, job in waiting:
-                        results[index] = await one(job)
+                        results[index] = await one(index, job)
 
                 async with asyncio.TaskGroup() as group:
                     for _ in range(self._num_open(jobs)):
@@ -307,6 +343,37 @@ class LLM:
                 parsing=job.parsing,
                 streamed=False,
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """The inputs of a call. Iterating gives (name, input).
+
+    param: the parameter that has them.
+    several: whether it is a list of them, so that an error has to say which one it is about.
+    """
+
+    items: Sequence[Any]
+    param: str
+    several: bool
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return ((self.name(index), item) for index, item in enumerate(self.items))
+
+    def name(self, index: int) -> str:
+        """What the caller would write for it, such as prompts[3]."""
+        return f"{self.param}[{index}]" if self.several else self.param
+
+    @contextlib.contextmanager
+    def errors_at(self, name: str) -> Iterator[None]:
+        """Errors of the block about one of several inputs begin with its name."""
+        try:
+            yield
+        except InvalidRequestError as error:
+            if self.several and not error.message.lstrip("'").startswith(name):
+                error.message = f"{name}: {error.message}"
+                error.args = (error.message,)
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +444,7 @@ class Context:
 
         Raises InvalidRequestError or PromptTooLongError, and leaves the context unchanged then.
         """
-        token_ids = self._encode(prompt)
+        token_ids = self._encode(prompt, "prompt")
         self._llm._run(self._llm._contexts.fill(self._core, token_ids))
         return len(token_ids)
 
@@ -390,7 +457,9 @@ class Context:
         Raises InvalidRequestError (for n > 1 too: fork the context), PromptTooLongError,
         OverloadedError, or BrosError if the request fails, and leaves the context unchanged then.
         """
-        return self._llm.generate_in([self], [prompt], params)[0]
+        self._llm._check_usable()
+        inputs = _Inputs([prompt], "prompt", several=False)
+        return self._llm._generate_in([self], inputs, params)[0]
 
     def fork(self) -> Context:
         """A new context with the same tokens."""
@@ -406,10 +475,10 @@ class Context:
             return 0
         return self._llm._run(self._llm._contexts.free(self._core))
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: Prompt, param: str) -> list[int]:
         """Token ids; special tokens such as BOS are added at the beginning of the context only."""
         tokenizer = self._llm._engine.tokenizer
-        return _token_ids(tokenizer, prompt, add_special_tokens=not len(self))
+        return _token_ids(tokenizer, prompt, param, add_special_tokens=not len(self))
 
 
 def _service_class(value: ServiceClass | str) -> ServiceClass:
@@ -423,17 +492,20 @@ def _service_class(value: ServiceClass | str) -> ServiceClass:
         ) from None
 
 
-def _checked_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages of a conversation, with texts as contents. Raises InvalidRequestError."""
+def _checked_messages(messages: Any, name: str) -> list[dict[str, Any]]:
+    """The messages of a conversation, with texts as contents. Raises InvalidRequestError.
+
+    name: what the caller would write for the conversation.
+    """
     if isinstance(messages, str) or not all(isinstance(each, Mapping) for each in messages):
         raise InvalidRequestError(
-            'messages must be a list of {"role": ..., "content": ...}, got '
+            f'{name} must be a list of {{"role": ..., "content": ...}}, got '
             f"{reprlib.repr(messages)}.",
-            param="messages",
+            param=name,
         )
     checked = []
     for number, message in enumerate(messages):
-        param, content = f"messages[{number}]", message.get("content")
+        param, content = f"{name}[{number}]", message.get("content")
         if not isinstance(message.get("role"), str):
             raise InvalidRequestError(f"{param} needs a role.", param=f"{param}.role")
         calls = message.get("tool_calls")
@@ -452,7 +524,7 @@ def _checked_messages(messages: Any) -> list[dict[str, Any]]:
             )
         checked.append({**message, "content": content})
     if not checked:
-        raise InvalidRequestError("messages must not be empty.", param="messages")
+        raise InvalidRequestError(f"{name} must not be empty.", param=name)
     return checked
 
 
@@ -474,7 +546,7 @@ def _is_call(call: Any) -> bool:
 
 
 def _token_ids(
-    tokenizer: Tokenizer, prompt: Prompt, param: str = "prompt", *, add_special_tokens: bool = True
+    tokenizer: Tokenizer, prompt: Prompt, param: str, *, add_special_tokens: bool = True
 ) -> list[int]:
     """Raises InvalidRequestError, naming `param`, for what is neither a text nor token ids."""
     try:
@@ -485,16 +557,23 @@ def _token_ids(
         return [operator.index(token_id) for token_id in prompt]
     except (TypeError, UnicodeEncodeError):  # half of a surrogate pair is no text
         raise InvalidRequestError(
-            f"{param}: a text or a list of token ids is needed, got {reprlib.repr(prompt)}.",
+            f"{param} must be a text or a list of token ids, got {reprlib.repr(prompt)}.",
             param=param,
         ) from None
 
 
-def _several(texts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One text, or its token ids, as a list of one."""
-    if isinstance(texts, str) or (texts and isinstance(texts[0], int)):
-        return [cast(Prompt, texts)]
-    return cast(Sequence[Prompt], texts)
+def _prompts(prompts: Prompt | Sequence[Prompt], param: str) -> _Inputs:
+    """One text, its token ids, or several of them."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return _Inputs([prompts], param, several=False)
+    return _Inputs(prompts, param, several=True)
+
+
+def _conversations(messages: Sequence[Any]) -> _Inputs:
+    """One conversation or several."""
+    if messages and isinstance(messages[0], Mapping):
+        return _Inputs([messages], "messages", several=False)
+    return _Inputs(messages, "messages", several=True)
 
 
 def _one_per_prompt(

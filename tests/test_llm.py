@@ -97,13 +97,13 @@ def test_params_are_for_all_or_for_each(llm: LLM) -> None:
     "prompt", [[["a"]], [[1.5]], [5.5], [None], ["\ud800"], [b"bytes", "text"]]
 )
 def test_what_is_no_prompt_is_refused_and_the_engine_goes_on(llm: LLM, prompt: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="^prompt: a text or a list of token ids"):
+    with pytest.raises(InvalidRequestError, match=r"^prompts\S* must be a text or a list of token"):
         llm.generate(prompt, GREEDY, progress=False)
     with pytest.raises(InvalidRequestError, match=r"token id 1099511627776.* outside"):
         llm.generate([[2**40]], progress=False)
-    with pytest.raises(InvalidRequestError, match="^messages must be a list"):
+    with pytest.raises(InvalidRequestError, match=r"^messages\[0\] must be a list"):
         llm.chat(["hello"], GREEDY, progress=False)
-    with pytest.raises(InvalidRequestError, match="^messages must be a list"):
+    with pytest.raises(InvalidRequestError, match=r"^messages\S* must be a list"):
         llm.chat("hello", GREEDY, progress=False)
     assert len(llm.generate("one", GREEDY, progress=False)) == 1
 
@@ -180,7 +180,7 @@ def test_a_grammar_of_a_chat_applies_after_the_reasoning(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
-        ([[]], "messages"),
+        ([[]], "messages[0]"),
         ([{"content": "x"}], "messages[0].role"),
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
@@ -329,6 +329,65 @@ def test_forks_of_the_embedded_model() -> None:
         plain = llm.generate(prompts, greedy, progress=False)
     assert [choice.text for (choice,) in plain] == [answer.text for answer in answers]
     assert [answer.cached_tokens for answer in answers] == [len(context) // 16 * 16] * 2
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([], "prompts[2]: The prompt is empty"),
+        ([1] * 5000, "prompts[2]: This model's maximum context length"),
+        ([999_999], "'prompts[2]' has token id 999999, which is outside the vocabulary"),
+        ([1.5], "prompts[2] must be a text or a list of token ids"),
+    ],
+)
+def test_an_error_names_the_prompt_and_nothing_has_run_before_it(
+    llm: LLM, bad: list[int], message: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as raised:
+        llm.generate([[5, 6], [5, 7], bad, [5, 8]], GREEDY, progress=False)
+    assert str(raised.value).startswith(message) and raised.value.param == "prompts[2]"
+    assert llm._run(llm._engine.client.stats()).steps == 0
+
+
+def test_an_error_names_the_text_or_the_prompt_of_a_context(llm: LLM) -> None:
+    with pytest.raises(PromptTooLongError, match=r"^texts\[1\]: This model takes at most"):
+        llm.embed([[5], [1] * 5000])
+    with pytest.raises(InvalidRequestError, match=r"^'texts\[1\]' has token id 999999"):
+        llm.embed([[5], [999_999]])
+    contexts = [llm.context("one"), llm.context("two")]
+    with pytest.raises(PromptTooLongError, match=r"^prompts\[1\]: This model's maximum"):
+        llm.generate_in(contexts, ["a", [1] * 5000])
+    with pytest.raises(InvalidRequestError, match=r"^'prompts\[1\]' has token id 999999"):
+        llm.generate_in(contexts, ["a", [999_999]])
+    with pytest.raises(InvalidRequestError, match="^'prompt' has token id 999999"):
+        contexts[0].generate([999_999])
+
+
+def test_an_error_names_the_conversation_and_its_message(llm: LLM) -> None:
+    good = [{"role": "user", "content": "hello"}]
+    for bad, name in (
+        ([*good, {"role": "user"}], "messages[1][1]: the content must be"),
+        ([], "messages[1] must not be empty"),
+        ([{"role": "user", "content": "x " * 5000}], "messages[1]: This model's maximum"),
+    ):
+        with pytest.raises(InvalidRequestError) as raised:
+            llm.chat([good, bad, good], GREEDY, progress=False)
+        assert str(raised.value).startswith(name)
+        assert str(raised.value.param).startswith("messages[1]")
+    with pytest.raises(InvalidRequestError, match=r"^beginning\[1\]: the content must be"):
+        llm.context([*good, {"role": "user"}])
+
+
+def test_an_error_names_the_prompt_of_params_and_of_a_grammar(llm: LLM) -> None:
+    wrong = SamplingParams(stop_token_ids=(999_999,))
+    with pytest.raises(InvalidRequestError, match=r"^prompts\[1\]: 'stop_token_ids' has") as raised:
+        llm.generate(["a", "b"], [GREEDY, wrong], progress=False)
+    assert raised.value.param == "stop_token_ids"
+    wrong = SamplingParams(grammar=grammars.lark("start: x"))
+    with pytest.raises(InvalidRequestError, match=r"^prompts\[1\]: The grammar cannot"):
+        llm.generate(["a", "b"], [GREEDY, wrong], progress=False)
+    with pytest.raises(InvalidRequestError, match=r"^The grammar cannot"):
+        llm.generate("b", wrong, progress=False)
 
 
 def test_nothing_to_do_and_what_cannot_be_done(llm: LLM) -> None:

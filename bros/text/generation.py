@@ -257,7 +257,7 @@ class TextGenerator:
         of the requests.
         """
         for prompt in prompts:
-            self._check(prompt, sampling, param)
+            self.check(len(prompt), sampling, param)
         base_id = request_id or self._ids.new("req")
         each = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
         max_traces = self._accounts.limits(tenant).traces
@@ -328,11 +328,13 @@ class TextGenerator:
     def _count_open(self, by: int) -> None:
         self.open.change(by, self._clock.now())
 
-    def _check(self, prompt: Sequence[int], sampling: SamplingParams, param: str) -> None:
+    def check(self, num_tokens: int, sampling: SamplingParams, param: str) -> None:
+        """Raises PromptTooLongError or InvalidRequestError for a prompt of so many tokens that
+        cannot be served. param: as for `start`."""
         info = self._engine.info
-        if len(prompt) + (sampling.max_tokens != 0) > info.max_model_len:
+        if num_tokens + (sampling.max_tokens != 0) > info.max_model_len:
             # Checked here, so that n copies of a huge prompt never go to the engine.
-            raise PromptTooLongError(len(prompt), info.max_model_len, param)
+            raise PromptTooLongError(num_tokens, info.max_model_len, param)
         if sampling.n > info.max_queue:
             message = f"n must be at most {info.max_queue} on this server, got {sampling.n}."
             raise InvalidRequestError(message, "n")

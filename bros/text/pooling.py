@@ -125,7 +125,7 @@ class TextPooler:
         Raises TenantLimitError, what EngineClient.submit raises, OverloadedError if a request was
         dropped for lack of capacity, and PoolingFailedError if one failed.
         """
-        self._check(inputs, pooling, param)
+        self._check_all(inputs, pooling, param)
         names = numbered(request_id or self._ids.new("embd"), len(inputs))
         requests = [
             EngineRequest(
@@ -209,7 +209,18 @@ class TextPooler:
             raise OverloadedError(message, output.retry_after_s)
         raise PoolingFailedError(message)
 
-    def _check(self, inputs: Sequence[PoolingInput], pooling: Pooling, param: str) -> None:
+    def check(self, text: PoolingInput, param: str) -> None:
+        """Raises InvalidRequestError or PromptTooLongError, naming `param`, for an input that the
+        model does not take."""
+        info = self._engine.info
+        if len(text.token_ids) > info.max_model_len:
+            raise PromptTooLongError(
+                len(text.token_ids), info.max_model_len, param, generates=False
+            )
+        if text.token_ids:
+            check_token_ids(param, text.token_ids, info.vocab_size)
+
+    def _check_all(self, inputs: Sequence[PoolingInput], pooling: Pooling, param: str) -> None:
         info = self._engine.info
         if pooling not in info.poolings:
             raise InvalidRequestError(
@@ -219,12 +230,7 @@ class TextPooler:
                 code="model_not_supported",
             )  # fmt: skip
         for each in inputs:
-            if len(each.token_ids) > info.max_model_len:
-                raise PromptTooLongError(
-                    len(each.token_ids), info.max_model_len, param, generates=False
-                )
-            if each.token_ids:
-                check_token_ids(param, each.token_ids, info.vocab_size)
+            self.check(each, param)
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
