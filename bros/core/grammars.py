@@ -265,9 +265,10 @@ def json_rule(schema: Schema, *, param: str = "grammar", whitespace: str | None 
     """The right side of a Lark rule for JSON that is valid by a schema: `%json {...}`. Raises what
     json_schema raises."""
     if not isinstance(schema, Mapping | bool):
-        raise InvalidRequestError(
-            f"'{param}' must be a JSON schema: an object, or true.", param, "invalid_type"
-        )
+        message = f"'{param}' must be a JSON schema: an object, or true."
+        if hasattr(schema, "model_json_schema"):
+            message += " That of a pydantic model is its model_json_schema()."
+        raise InvalidRequestError(message, param, "invalid_type")
     _check_size(schema, param)
     checked: Any = {} if schema is True else _Schema(schema, param).checked()
     style: dict[str, Any] = {"item_separator": ", ", "key_separator": ": "}

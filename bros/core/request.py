@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import numbers
 import random
 import string
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import overload
+from typing import Any, overload
 
 from bros.core.errors import InvalidRequestError
 
@@ -168,6 +169,9 @@ def check_token_ids(param: str, ids: Collection[int], size: int) -> None:
 class SamplingParams:
     """How to sample tokens and when to stop. Raises InvalidRequestError naming the wrong field.
 
+    Numbers of other libraries, such as numpy, become those of Python. None for `stop`,
+    `stop_token_ids` and `logit_bias` means none of them, as in other APIs.
+
     temperature: in [0, 100]; 0 is greedy.
     top_p: in (0, 1].
     top_k: 0 is off.
@@ -213,9 +217,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids", "logit_bias"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, {} if name == "logit_bias" else ())
         self._check_types()
-        for name in ("stop", "stop_token_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        self._convert_numbers()
         _check_range("temperature", self.temperature, 0.0, 100.0)
         _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _check_whole("top_k", self.top_k, 0, 2**31 - 1)
@@ -240,6 +247,17 @@ class SamplingParams:
         if self.prompt_logprobs is not None:
             _check_whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         self._check_stops_and_bias()
+
+    def _convert_numbers(self) -> None:
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if type(value) not in _PLAIN:
+                object.__setattr__(self, name, _plain(value))
+        object.__setattr__(self, "stop_token_ids", tuple(map(_plain, self.stop_token_ids)))
+        entries = self.logit_bias.items()
+        if any(type(each) not in _PLAIN for entry in entries for each in entry):
+            bias = {_plain(token_id): _plain(value) for token_id, value in entries}
+            object.__setattr__(self, "logit_bias", bias)
 
     def _check_types(self) -> None:
         """Types of the fields that are no numbers: Python checks none of them."""
@@ -315,6 +333,19 @@ class SamplingParams:
     def with_changes(self, **changes: object) -> SamplingParams:
         """A copy with some fields replaced, validated again."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+_NUMBERS: tuple[str, ...] = ("temperature", "top_p", "top_k", "min_p", "seed", "n", "logprobs")
+_NUMBERS += ("prompt_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_NUMBERS += ("min_tokens", "max_tokens")
+_PLAIN = frozenset({int, float, bool, str, type(None)})
+
+
+def _plain(value: Any) -> Any:
+    """A number of another library as one of Python; anything else as it is."""
+    if type(value) in _PLAIN or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def _check_whole(name: str, value: int, low: int, high: int) -> None:

@@ -51,6 +51,10 @@ def nested(depth: int) -> Any:
         (False, "no value is valid"),
         (nested(100), "nested more than 60 levels"),
         ("text", "must be a JSON schema"),
+        (
+            type("Point", (), {"model_json_schema": None}),
+            "pydantic model is its model_json_schema",
+        ),
     ],
 )
 def test_what_a_schema_asks_for_in_vain_is_named_with_its_path(schema: Any, says: str) -> None:

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -93,6 +95,37 @@ def test_what_is_no_number_has_its_type_checked(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         make(name, value)
     assert caught.value.param == name and "must " in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(RANGES))
+def test_numbers_of_numpy_become_those_of_python(name: str) -> None:
+    values: list[Any] = [np.int64(1), np.uint8(1)]
+    if name in FLOATS:
+        values += [np.float32(0.5), np.float64(0.5)]
+    for value in values:
+        found = getattr(make(name, value), name)
+        assert found == value and type(found) in (int, float)
+    with pytest.raises(InvalidRequestError, match=f"^{name} must be a .*number, got "):
+        make(name, np.bool_(True))
+    if name not in FLOATS:
+        with pytest.raises(InvalidRequestError, match=f"^{name} must be a whole number, got "):
+            make(name, np.float32(1))
+
+
+def test_numbers_of_numpy_in_lists_and_maps_become_those_of_python() -> None:
+    params = SamplingParams(
+        stop_token_ids=np.array([1, 2]),  # type: ignore[arg-type]
+        logit_bias={np.int64(3): np.float32(0.5)},  # type: ignore[dict-item]
+    )
+    assert params == SamplingParams(stop_token_ids=(1, 2), logit_bias={3: 0.5})
+    found = [*params.stop_token_ids, *params.logit_bias, *params.logit_bias.values()]
+    assert [type(each) for each in found] == [int, int, int, float]
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids", "logit_bias"])
+def test_none_is_nothing(name: str) -> None:
+    assert make(name, None) == SamplingParams()
+    assert pickle.loads(pickle.dumps(make(name, None))) == SamplingParams()
 
 
 def test_min_tokens_must_not_exceed_max_tokens() -> None:
