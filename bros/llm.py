@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import difflib
 import operator
+import os
+import re
 import reprlib
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
-from bros.core.errors import BrosError, EngineDeadError, InvalidRequestError
+from bros.core.errors import BrosError, ConfigError, EngineDeadError, InvalidRequestError
 from bros.core.loop_thread import LoopThread
 from bros.core.request import SamplingParams, ServiceClass, check_token_ids
 from bros.executor.model_store import cache_dir_of
@@ -27,7 +31,7 @@ from bros.text.tokenizer import Tokenizer
 from bros.text.tools import NO_TOOLS
 from bros.transport.local import LocalEngine, open_local
 
-Prompt = str | Sequence[int]
+Prompt = str | Iterable[int]
 Message = Mapping[str, Any]
 T = TypeVar("T")
 
@@ -52,17 +56,20 @@ class LLM:
 
     model: as in EngineConfig.
     data_dir: folder for converted models and profiles; default: as for `bros serve`.
-    options: other fields of EngineConfig (the flags of `bros serve` with underscores).
+    options: other fields of EngineConfig (the flags of `bros serve` with underscores). Sizes may be
+        numbers of bytes.
     Raises ModelError or ConfigError if the model cannot be served with these options; with several
     ranks (tp), EngineDeadError if one of them says so while it loads.
     """
 
     def __init__(
-        self, model: str | None = None, *, data_dir: str | Path | None = None, **options: Any
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        data_dir: str | Path | None = None,
+        **options: Any,
     ) -> None:
-        # No user waits for a first token, so prompts run in their order.
-        defaults = {"max_queue": 1_000_000, "policy": "fcfs"}
-        config = EngineConfig(model=model, **{**defaults, **options})
+        config = _config(model, options)
         cache_dir = cache_dir_of(data_dir)
         self._loop = LoopThread("bros-llm")
         self._exit = contextlib.AsyncExitStack()
@@ -80,15 +87,18 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         service_class: ServiceClass = ServiceClass.BE,
         progress: bool | None = None,
     ) -> list[tuple[ChoiceResult, ...]]:
         """Complete texts (or lists of token ids); returns params.n choices per prompt, in order.
 
-        params: one for all prompts or one per prompt.
+        prompts: any iterable; token ids may be arrays. It is one prompt if its first item is a
+            number.
+        params: one for all prompts or one per prompt; None: SamplingParams(), which generates up to
+            the model's context length.
         progress: show a progress bar on stderr; None: only if that is a terminal or a notebook.
         Raises InvalidRequestError or PromptTooLongError if a prompt cannot be served; the message
         begins with the prompt, such as prompts[3]. All prompts are checked before the first one
@@ -105,8 +115,8 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Iterable[Message] | Iterable[Iterable[Message]],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         service_class: ServiceClass = ServiceClass.BE,
         progress: bool | None = None,
@@ -124,7 +134,7 @@ class LLM:
 
     def context(
         self,
-        beginning: Prompt | Sequence[Message] = "",
+        beginning: Prompt | Iterable[Message] = "",
         *,
         service_class: ServiceClass = ServiceClass.BE,
     ) -> Context:
@@ -142,9 +152,9 @@ class LLM:
 
     def generate_in(
         self,
-        contexts: Sequence[Context],
-        prompts: str | Sequence[Prompt] = "",
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        contexts: Iterable[Context],
+        prompts: str | Iterable[Prompt] = "",
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
     ) -> list[ChoiceResult]:
         """Continue several contexts as one batch; returns their answers in order.
 
@@ -157,15 +167,20 @@ class LLM:
         InvalidRequestError if a context occurs twice or belongs to another LLM.
         """
         self._check_usable()
-        many: Sequence[Prompt] = [prompts] * len(contexts) if isinstance(prompts, str) else prompts
-        if len(many) != len(contexts):
-            message = f"{len(many)} prompts for {len(contexts)} contexts; pass a text for all or"
+        each = _items(contexts, "contexts", "a list of contexts")
+        many = (
+            [prompts] * len(each)
+            if isinstance(prompts, str)
+            else _items(prompts, "prompts", "a text or a list with a prompt for each context")
+        )
+        if len(many) != len(each):
+            message = f"{len(many)} prompts for {len(each)} contexts; pass a text for all or"
             raise InvalidRequestError(f"{message} one prompt each.", param="prompts")
-        return self._generate_in(contexts, _Inputs(many, "prompts", several=True), params)
+        return self._generate_in(each, _Inputs(many, "prompts", several=True), params)
 
     def embed(
         self,
-        texts: Prompt | Sequence[Prompt],
+        texts: Prompt | Iterable[Prompt],
         *,
         dimensions: int | None = None,
         service_class: ServiceClass = ServiceClass.RT,
@@ -227,14 +242,18 @@ class LLM:
         self,
         contexts: Sequence[Context],
         inputs: _Inputs,
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        params: SamplingParams | Iterable[SamplingParams] | None,
     ) -> list[ChoiceResult]:
         """inputs: one for each context."""
         each = _one_per_prompt(params, len(contexts))
         if params is None or isinstance(params, SamplingParams):
             each = [p.with_changes(seed=shifted_seed(p.seed, i)) for i, p in enumerate(each)]
-        if any(context._llm is not self for context in contexts):
-            raise InvalidRequestError("The context belongs to another LLM.", param="contexts")
+        for index, context in enumerate(contexts):
+            if not isinstance(context, Context):
+                message = f"contexts[{index}] must be a context, got {reprlib.repr(context)}."
+                raise InvalidRequestError(message, param="contexts")
+            if context._llm is not self:
+                raise InvalidRequestError("The context belongs to another LLM.", param="contexts")
         jobs = []
         for context, (param, prompt), sampling in zip(contexts, inputs, each, strict=True):
             with inputs.errors_at(param):
@@ -251,13 +270,13 @@ class LLM:
         ids = tokenizer.encode(text, add_special_tokens=False, escaped=True)
         return _Job(ids, chat.with_reasoning(sampling, start), chat.parsing(NO_TOOLS, start))
 
-    def _encode_beginning(self, beginning: Prompt | Sequence[Message]) -> list[int]:
-        tokenizer = self._engine.tokenizer
-        if isinstance(beginning, str):
-            return tokenizer.encode(beginning)
-        if beginning and isinstance(beginning[0], Mapping):
-            return tokenizer.apply_chat_template(_checked_messages(beginning, "beginning"))
-        return _token_ids(tokenizer, cast(Prompt, beginning), "beginning")
+    def _encode_beginning(self, beginning: Prompt | Iterable[Message]) -> list[int]:
+        tokenizer, items = self._engine.tokenizer, beginning
+        if not isinstance(items, str):
+            items = _items(items, "beginning", "a text, a list of token ids, or messages")
+            if items and isinstance(items[0], Mapping):
+                return tokenizer.apply_chat_template(_checked_messages(items, "beginning"))
+        return _token_ids(tokenizer, items, "beginning")
 
     def _check(
         self, prompt: Sequence[int], sampling: SamplingParams, param: str, *, after: int = 0
@@ -277,7 +296,7 @@ class LLM:
     def _run_all(
         self,
         inputs: _Inputs,
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        params: SamplingParams | Iterable[SamplingParams] | None,
         job_of: Callable[[Any, SamplingParams, str], _Job],
         service_class: ServiceClass,
         progress: bool | None,
@@ -497,14 +516,11 @@ def _checked_messages(messages: Any, name: str) -> list[dict[str, Any]]:
 
     name: what the caller would write for the conversation.
     """
-    if isinstance(messages, str) or not all(isinstance(each, Mapping) for each in messages):
-        raise InvalidRequestError(
-            f'{name} must be a list of {{"role": ..., "content": ...}}, got '
-            f"{reprlib.repr(messages)}.",
-            param=name,
-        )
+    items = _items(messages, name, _MESSAGES)
+    if not all(isinstance(each, Mapping) for each in items):
+        raise _is_no(messages, name, _MESSAGES)
     checked = []
-    for number, message in enumerate(messages):
+    for number, message in enumerate(items):
         param, content = f"{name}[{number}]", message.get("content")
         if not isinstance(message.get("role"), str):
             raise InvalidRequestError(f"{param} needs a role.", param=f"{param}.role")
@@ -520,6 +536,11 @@ def _checked_messages(messages: Any, name: str) -> list[dict[str, Any]]:
             raise InvalidRequestError(
                 f"{param}: the content must be a text or a list of text parts, got "
                 f"{reprlib.repr(content)}.",
+                param=f"{param}.content",
+            )
+        if isinstance(content, str) and _SURROGATE.search(content):
+            raise InvalidRequestError(
+                f"{param}: the content has half of a surrogate pair, which is no character.",
                 param=f"{param}.content",
             )
         checked.append({**message, "content": content})
@@ -549,41 +570,94 @@ def _token_ids(
     tokenizer: Tokenizer, prompt: Prompt, param: str, *, add_special_tokens: bool = True
 ) -> list[int]:
     """Raises InvalidRequestError, naming `param`, for what is neither a text nor token ids."""
+    what = "a text or a list of token ids"
     try:
         if isinstance(prompt, str):
             return tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        if isinstance(prompt, bytes | bytearray):  # which are numbers for Python
-            raise TypeError
-        return [operator.index(token_id) for token_id in prompt]
+        return [operator.index(token_id) for token_id in _items(prompt, param, what)]
     except (TypeError, UnicodeEncodeError):  # half of a surrogate pair is no text
-        raise InvalidRequestError(
-            f"{param} must be a text or a list of token ids, got {reprlib.repr(prompt)}.",
-            param=param,
-        ) from None
+        raise _is_no(prompt, param, what) from None
 
 
-def _prompts(prompts: Prompt | Sequence[Prompt], param: str) -> _Inputs:
+_MESSAGES = 'a list of {"role": ..., "content": ...}'
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _is_no(value: object, param: str, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{param} must be {what}, got {reprlib.repr(value)}.", param=param)
+
+
+def _items(value: Any, param: str, what: str) -> list[Any]:
+    """The items of a list, an array, an iterator, ... Raises InvalidRequestError for anything else.
+
+    what: what is needed, for the message.
+    """
+    plain = _plain(value)
+    if isinstance(plain, str | bytes | bytearray | Mapping):
+        raise _is_no(value, param, what)
+    try:
+        items = iter(plain)
+    except TypeError:
+        raise _is_no(value, param, what) from None
+    return [_plain(item) for item in items]
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and numbers of numpy, torch, pandas, ... as lists and numbers of Python."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _prompts(prompts: Prompt | Iterable[Prompt], param: str) -> _Inputs:
     """One text, its token ids, or several of them."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str):
         return _Inputs([prompts], param, several=False)
-    return _Inputs(prompts, param, several=True)
+    items = _items(prompts, param, "a text, a list of token ids, or a list of these")
+    if items and isinstance(items[0], int):
+        return _Inputs([items], param, several=False)
+    return _Inputs(items, param, several=True)
 
 
-def _conversations(messages: Sequence[Any]) -> _Inputs:
+def _conversations(messages: Iterable[Any]) -> _Inputs:
     """One conversation or several."""
-    if messages and isinstance(messages[0], Mapping):
-        return _Inputs([messages], "messages", several=False)
-    return _Inputs(messages, "messages", several=True)
+    items = _items(messages, "messages", f"{_MESSAGES}, or a list of such lists")
+    if items and isinstance(items[0], Mapping):
+        return _Inputs([items], "messages", several=False)
+    return _Inputs(items, "messages", several=True)
 
 
 def _one_per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    params: SamplingParams | Iterable[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    if len(params) != count:
+    each = _items(params, "params", "SamplingParams or a list with one for each prompt")
+    for index, one in enumerate(each):
+        if not isinstance(one, SamplingParams):
+            raise _is_no(one, f"params[{index}]", "SamplingParams")
+    if len(each) != count:
         raise InvalidRequestError(
-            f"{len(params)} sampling params for {count} prompts; pass one for all or one each.",
+            f"{len(each)} sampling params for {count} prompts; pass one for all or one each.",
             param="params",
         )
-    return list(params)
+    return each
+
+
+def _config(model: Any, options: Mapping[str, Any]) -> EngineConfig:
+    """The configuration of an LLM. Raises ConfigError, or TypeError for an unknown option."""
+    if not isinstance(model, str | os.PathLike | None):
+        raise ConfigError(f"model: a name or a path is needed, got {reprlib.repr(model)}")
+    fields = {field.name: field for field in dataclasses.fields(EngineConfig)}
+    for name in options:
+        if name not in fields:
+            close = difflib.get_close_matches(name, fields, 1, 0.8)
+            hint = f"; did you mean {close[0]}?" if close else "; `bros serve --help` lists them"
+            raise TypeError(f"LLM has no option {name!r}{hint}")
+    # No user waits for a first token, so prompts run in their order.
+    given: dict[str, Any] = {"max_queue": 1_000_000, "policy": "fcfs", "model": model, **options}
+    for name, value in given.items():
+        is_size = isinstance(value, int) and fields[name].metadata.get("size")
+        if isinstance(value, os.PathLike):
+            given[name] = os.fspath(value)
+        elif is_size and not isinstance(value, bool):  # so many bytes
+            given[name] = str(value)
+    return EngineConfig(**given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import os
 import pty
@@ -17,8 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
+import torch
 from tokenizers import AddedToken
 
 from bros import LLM, SamplingParams
@@ -27,6 +30,7 @@ from bros.core.errors import (
     ConfigError,
     EngineDeadError,
     InvalidRequestError,
+    ModelError,
     PromptTooLongError,
 )
 from bros.core.interfaces import EngineStats
@@ -106,6 +110,84 @@ def test_what_is_no_prompt_is_refused_and_the_engine_goes_on(llm: LLM, prompt: A
     with pytest.raises(InvalidRequestError, match=r"^messages\S* must be a list"):
         llm.chat("hello", GREEDY, progress=False)
     assert len(llm.generate("one", GREEDY, progress=False)) == 1
+
+
+def test_prompts_may_be_any_iterable_of_texts_or_token_ids(llm: LLM) -> None:
+    ids = [5, 6, 7]
+    (expected,) = llm.generate(ids, GREEDY, progress=False)
+    one: list[Callable[[], Any]] = [
+        *(lambda: np.array(ids), lambda: torch.tensor(ids), lambda: tuple(ids), lambda: iter(ids)),
+        *(lambda: [np.int64(each) for each in ids], lambda: list(torch.tensor(ids))),
+        *(lambda: array.array("i", ids), lambda: range(5, 8)),
+    ]
+    for prompt in one:
+        assert llm.generate(prompt(), GREEDY, progress=False)[0][0].token_ids == (
+            expected[0].token_ids
+        )
+        assert llm.context(prompt()).token_ids == tuple(ids)
+        assert llm.embed(prompt()) == llm.embed(ids)
+    several: list[Callable[[], Any]] = [
+        *(lambda: np.array([ids, ids]), lambda: torch.tensor([ids, ids])),
+        *(lambda: (each() for each in one[:2]), lambda: dict.fromkeys([tuple(ids), "b"]).keys()),
+        *(lambda: [np.array(ids), "b"], lambda: iter([iter(ids), "b"])),
+    ]
+    for prompts in several:
+        answers = llm.generate(prompts(), iter([GREEDY, GREEDY]), progress=False)
+        assert answers[0][0].token_ids == expected[0].token_ids and len(answers) == 2
+        assert len(llm.embed(prompts())) == 2
+    (text,) = llm.generate("b", GREEDY, progress=False)
+    (found,) = llm.generate(np.array(["b"]), GREEDY, progress=False)
+    assert found[0].token_ids == text[0].token_ids
+
+
+def test_conversations_and_contexts_may_be_any_iterable(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "hello"}]
+    (expected,) = llm.chat(conversation, GREEDY, progress=False)
+    for messages in (iter(conversation), iter([iter(conversation)]), [tuple(conversation)]):
+        (found,) = llm.chat(messages, GREEDY, progress=False)
+        assert found[0].token_ids == expected[0].token_ids
+    context = llm.context(iter(conversation))
+    (found_in,) = llm.generate_in(iter([context]), iter([[]]), iter([GREEDY]))
+    assert found_in.token_ids == expected[0].token_ids
+
+
+OF_ANOTHER_KIND: list[tuple[Callable[[Any], object], str]] = [
+    (lambda llm: llm.generate(None), "prompts must be a text, a list of token ids, or a list"),
+    (lambda llm: llm.generate(5), "prompts must be a text"),
+    (lambda llm: llm.generate({"prompt": "a"}), "prompts must be a text"),
+    (lambda llm: llm.generate([{"prompt": "a"}]), r"prompts\[0\] must be a text or a list of"),
+    (lambda llm: llm.generate(["a", None]), r"prompts\[1\] must be a text or a list of token"),
+    (
+        lambda llm: llm.generate(np.array([0.5])),
+        r"prompts\[0\] must be a text or a list",
+    ),
+    (lambda llm: llm.embed(None), "texts must be a text, a list of token ids, or a list of"),
+    (lambda llm: llm.context(None), "beginning must be a text, a list of token ids, or mess"),
+    (lambda llm: llm.context({"role": "user"}), "beginning must be a text"),
+    (lambda llm: llm.context("\ud800"), "beginning must be a text or a list of token ids"),
+    (lambda llm: llm.context().fill(5), "prompt must be a text or a list of token ids, got 5"),
+    (lambda llm: llm.chat(None), r"messages must be a list of {.*}, or a list of such lists"),
+    (lambda llm: llm.chat("hello"), "messages must be .*, got 'hello'"),
+    (lambda llm: llm.chat({"role": "user", "content": "a"}), "messages must be a list"),
+    (
+        lambda llm: llm.chat([{"role": "user", "content": "\ud800"}]),
+        r"messages\[0\]: the content has half of a surrogate pair",
+    ),
+    (lambda llm: llm.generate("a", {"max_tokens": 3}), "params must be SamplingParams or a li"),
+    (lambda llm: llm.generate("a", 5), "params must be SamplingParams or a list"),
+    (lambda llm: llm.generate(["a"], [None]), r"params\[0\] must be SamplingParams, got None"),
+    (lambda llm: llm.generate(["a"], [{"n": 3}]), r"params\[0\] must be SamplingParams, got"),
+    (lambda llm: llm.generate_in(["a"], "b"), r"contexts\[0\] must be a context, got 'a'"),
+    (lambda llm: llm.generate_in(llm.context("a"), "b"), "contexts must be a list of contexts"),
+    (lambda llm: llm.generate_in([llm.context("a")], 5), "prompts must be a text or a list"),
+    (lambda llm: llm.context("a").generate("b", {}), "params must be SamplingParams or a list"),
+]
+
+
+def test_what_is_of_another_kind_is_refused_in_the_terms_of_the_caller(llm: LLM) -> None:
+    for ask, message in OF_ANOTHER_KIND:
+        with pytest.raises(InvalidRequestError, match=f"^{message}"):
+            ask(llm)
 
 
 def test_outputs_match_a_grammar(folder: Path) -> None:
@@ -400,6 +482,35 @@ def test_nothing_to_do_and_what_cannot_be_done(llm: LLM) -> None:
 def test_a_wrong_option_names_itself(folder: Path) -> None:
     with pytest.raises(ConfigError, match="--max-num-seqs"):
         LLM(str(folder), max_num_seqs=0)
+
+
+def test_options_may_be_paths_and_numbers_of_bytes(folder: Path) -> None:
+    with LLM(folder, kernels="reference", kv_memory=2**20, host_kv_memory=2**20, threads=1) as llm:
+        in_number = llm._engine.client.info
+    with LLM(
+        str(folder), kernels="reference", kv_memory="1MiB", host_kv_memory="1MiB", threads=1
+    ) as llm:
+        assert llm._engine.client.info == in_number
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"kv_mem": "1GiB"}, TypeError, "LLM has no option 'kv_mem'; did you mean kv_memory?"),
+        ({"dtype": "bf16"}, TypeError, "LLM has no option 'dtype'; `bros serve --help` lists them"),
+        ({"port": 9000}, TypeError, "LLM has no option 'port'"),
+        ({"model": 5}, ConfigError, "model: a name or a path is needed, got 5"),
+        ({"model": Path("/no/such")}, ModelError, "there is no file or folder /no/such"),
+        ({"kv_memory": -1}, ConfigError, "--kv-memory: '-1' is not a size"),
+        ({"kv_memory": True}, ConfigError, "--kv-memory: 'True' is not a size"),
+        ({"cuda_graphs": False}, ConfigError, "--cuda-graphs: False is not one of on, off"),
+    ],
+)
+def test_what_is_no_option_or_no_model_is_named(
+    options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=f"^{re.escape(message)}"):
+        LLM(**options)
 
 
 def test_threads_that_generate_at_once_each_get_their_own_answers(llm: LLM) -> None:
