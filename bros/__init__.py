@@ -4,18 +4,43 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bros.core.request import SamplingParams
+from bros.core import grammars
+from bros.core.errors import (
+    BrosError,
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelError,
+    OverloadedError,
+    PromptTooLongError,
+)
+from bros.core.request import SamplingParams, ServiceClass
 
 if TYPE_CHECKING:
-    from bros.llm import LLM
+    from bros.llm import LLM, Context
+    from bros.text.generation import ChoiceResult
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "BrosError",
+    "ChoiceResult",
+    "ConfigError",
+    "Context",
+    "EngineDeadError",
+    "InvalidRequestError",
+    "ModelError",
+    "OverloadedError",
+    "PromptTooLongError",
+    "SamplingParams",
+    "ServiceClass",
+    "grammars",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":  # late, because it imports torch, which takes seconds
-        from bros.llm import LLM
+    if name in ("LLM", "ChoiceResult", "Context"):
+        import bros.llm as llm  # late, because it imports torch, which takes seconds
 
-        return LLM
+        return getattr(llm, name)
     raise AttributeError(f"module 'bros' has no attribute {name!r}")

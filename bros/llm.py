@@ -210,6 +210,34 @@ class LLM:
         )
         return [embedding_of(each.values, info, dimensions).tolist() for each in results]
 
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its answer together, or of a text to embed."""
+        return self._engine.client.info.max_model_len
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text, as `generate` uses them: the text of a special token becomes
+        this token. Raises InvalidRequestError.
+
+        add_special_tokens: add BOS or EOS where the model expects them.
+        """
+        if not isinstance(text, str):
+            raise _is_no(text, "text", "a text")
+        return _token_ids(
+            self._engine.tokenizer, text, "text", add_special_tokens=add_special_tokens
+        )
+
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids, with U+FFFD for incomplete characters. Raises
+        InvalidRequestError."""
+        ids = _items(token_ids, "token_ids", "a list of token ids")
+        for token_id in ids:
+            if not isinstance(token_id, int):
+                raise _is_no(token_ids, "token_ids", "a list of token ids")
+        if ids:
+            check_token_ids("token_ids", ids, self._engine.client.info.vocab_size)
+        return self._engine.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
     def close(self) -> None:
         """Stop the engine and free its memory. May be called twice. In a forked child it does
         nothing but end the use there."""

@@ -140,6 +140,51 @@ def test_prompts_may_be_any_iterable_of_texts_or_token_ids(llm: LLM) -> None:
     assert found[0].token_ids == text[0].token_ids
 
 
+def test_what_callers_need_comes_from_the_package_itself(folder: Path) -> None:
+    code = """
+        import sys
+        import bros
+
+        assert "torch" not in sys.modules and "bros.llm" not in sys.modules
+        from bros import *
+
+        sampling = SamplingParams(grammar=grammars.choice(["yes", "no"]))
+        with LLM(sys.argv[1], kernels="reference", kv_blocks=64, threads=1) as llm:
+            ((answer,),) = llm.generate("a", sampling, service_class=ServiceClass.RT)
+            assert isinstance(answer, ChoiceResult) and isinstance(llm.context(), Context)
+            for wrong in ([1] * 5000, None):
+                try:
+                    llm.generate(wrong)
+                except InvalidRequestError as error:
+                    assert isinstance(error, BrosError)
+                    print(isinstance(error, PromptTooLongError))
+        """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "True\nFalse\n"), done.stderr
+
+
+def test_texts_and_token_ids_can_be_told_from_each_other(llm: LLM) -> None:
+    ids = llm.encode("hello there")
+    assert llm.context("hello there").token_ids == tuple(ids)
+    plain = llm.encode("hello there", add_special_tokens=False)
+    assert plain and ids[-len(plain) :] == plain
+    assert llm.decode(ids) == llm.decode(np.array(ids)) == "hello there"
+    assert llm.decode(ids, skip_special_tokens=False) == llm.context("hello there").text
+    assert llm.decode([]) == ""
+    (answer,) = llm.generate(ids, GREEDY, progress=False)[0]
+    assert llm.decode(answer.token_ids) == answer.text
+    with pytest.raises(PromptTooLongError):
+        llm.generate([5] * (llm.max_model_len + 1), progress=False)
+    assert llm.generate([5] * (llm.max_model_len - 1), progress=False)
+    for wrong in (None, 5, "a", [1.5], ["a"], [[5]], [-1], [2**40]):
+        with pytest.raises(InvalidRequestError, match=r"^'?token_ids"):
+            llm.decode(wrong)  # type: ignore[arg-type]
+    for wrong in (None, 5, b"a", "\ud800"):
+        with pytest.raises(InvalidRequestError, match="^text must be a text"):
+            llm.encode(wrong)  # type: ignore[arg-type]
+
+
 def test_conversations_and_contexts_may_be_any_iterable(llm: LLM) -> None:
     conversation = [{"role": "user", "content": "hello"}]
     (expected,) = llm.chat(conversation, GREEDY, progress=False)
