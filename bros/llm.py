@@ -19,14 +19,21 @@ from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
 from bros.core.errors import BrosError, ConfigError, EngineDeadError, InvalidRequestError
 from bros.core.loop_thread import LoopThread
-from bros.core.request import SamplingParams, ServiceClass, check_token_ids
+from bros.core.request import Pooling, SamplingParams, ServiceClass, check_token_ids
 from bros.executor.model_store import cache_dir_of
 from bros.terminal import progress_bar
 from bros.text.answers import AnswerParsing
 from bros.text.chat_format import ChatFormat
 from bros.text.contexts import Contexts, GenerationJob, TokenContext
 from bros.text.generation import ChoiceResult, Generation, collect, shifted_seed
-from bros.text.pooling import PoolingInput, TextPooler, check_dimensions, embedding_of
+from bros.text.pooling import (
+    PoolingInput,
+    TextPooler,
+    check_dimensions,
+    distinct_texts,
+    embedding_of,
+    pair_scores,
+)
 from bros.text.tokenizer import Tokenizer
 from bros.text.tools import NO_TOOLS
 from bros.transport.local import LocalEngine, open_local
@@ -209,6 +216,47 @@ class LLM:
             )
         )
         return [embedding_of(each.values, info, dimensions).tolist() for each in results]
+
+    def score(
+        self,
+        query: str | Iterable[str],
+        documents: str | Iterable[str],
+        *,
+        service_class: ServiceClass = ServiceClass.RT,
+    ) -> list[float]:
+        """How relevant each document is to the query, as in /v1/score: by the model's score head,
+        or as the cosine of their embeddings.
+
+        query: one text for all documents, or a list with one for each.
+        Parts of texts that read like special tokens stay text. Raises what `embed` raises.
+        """
+        self._check_usable()
+        client, tokenizer = self._engine.client, self._engine.tokenizer
+        info = client.info.embedding
+        if info is None:
+            raise InvalidRequestError("This model computes no embeddings.", param="model")
+        named = _texts(documents, "documents")
+        queries = list(_texts(query, "query").items)
+        if isinstance(query, str):
+            queries *= len(named.items)
+        if len(queries) != len(named.items):
+            message = f"{len(queries)} queries for {len(named.items)} documents; pass one for all"
+            raise InvalidRequestError(f"{message} or one each.", param="query")
+        pairs = list(zip(queries, named.items, strict=True))
+        needed = pairs if info.scores else [(text,) for text in distinct_texts(pairs)]
+        pooler = TextPooler(client, SystemClock(), self._engine.ids)
+        names, inputs = {document: name for name, document in named}, []
+        for each in needed:
+            name = names.get(each[-1], "query")
+            token_ids = tokenizer.encode_texts(*map(tokenizer.escape, each), escaped=True)
+            inputs.append(PoolingInput(*token_ids))
+            with named.errors_at(name):
+                pooler.check(inputs[-1], name)
+        pooling = Pooling.SCORE if info.scores else info.pooling
+        work = pooler.run(
+            inputs, pooling, service_class=_service_class(service_class), param="documents"
+        )
+        return pair_scores(pairs, self._run(work), info)
 
     @property
     def max_model_len(self) -> int:
@@ -643,6 +691,16 @@ def _prompts(prompts: Prompt | Iterable[Prompt], param: str) -> _Inputs:
     if items and isinstance(items[0], int):
         return _Inputs([items], param, several=False)
     return _Inputs(items, param, several=True)
+
+
+def _texts(texts: str | Iterable[str], param: str) -> _Inputs:
+    """One text or several, none of them empty."""
+    items = [texts] if isinstance(texts, str) else _items(texts, param, "a text or a list of texts")
+    found = _Inputs(items, param, several=not isinstance(texts, str))
+    for name, text in found:
+        if not isinstance(text, str) or not text or _SURROGATE.search(text):
+            raise _is_no(text, name, "a text that is not empty")
+    return found
 
 
 def _conversations(messages: Iterable[Any]) -> _Inputs:

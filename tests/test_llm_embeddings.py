@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,6 +49,44 @@ def test_offline(bert: Path, tmp_path: Path, policy: str) -> None:
     assert len(two) == 48
 
 
+def test_scores_are_cosines_of_embeddings(bert: Path, tmp_path: Path) -> None:
+    query, document = TEXTS
+    with LLM(str(bert), data_dir=tmp_path, threads=1, weights="fp32") as llm:
+        one, other = np.array(llm.embed(TEXTS))
+        expected = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+        found = llm.score(query, [document, query, document])
+        pairs = llm.score([query, document], iter([document, query]))
+        (alone,) = llm.score(query, document)
+        assert llm.score(query, []) == []
+        refused: list[tuple[Any, Any, str]] = [
+            ([query] * 2, [document], "2 queries for 1 documents; pass one for all or one each"),
+            (query, [document, ""], r"documents\[1\] must be a text that is not empty"),
+            (query, [document, [5]], r"documents\[1\] must be a text that is not empty"),
+            (None, document, "query must be a text or a list of texts, got None"),
+            (query, ["a", "a " * 200], r"documents\[1\]: This model takes at most 64 tokens"),
+            ("a " * 200, ["a"], "query: This model takes at most 64 tokens"),
+        ]
+        for asked, documents, message in refused:
+            with pytest.raises(InvalidRequestError, match=f"^{message}"):
+                llm.score(asked, documents)
+    np.testing.assert_allclose(found, [expected, 1, expected], atol=TOLERANCE)
+    np.testing.assert_allclose([*pairs, alone], [expected] * 3, atol=TOLERANCE)
+
+
+def test_scores_of_a_score_head_are_those_of_transformers(tmp_path: Path) -> None:
+    model = save_encoder(tmp_path, scores=True)
+    with LLM(str(tmp_path), threads=1, weights="fp32") as llm:
+        (found,) = llm.score(*TEXTS)
+        ids, second = llm._engine.tokenizer.encode_texts(*TEXTS)
+        assert second is not None
+        with pytest.raises(InvalidRequestError, match="computes no embeddings"):
+            llm.embed("a")
+    types = torch.tensor([[int(index >= second) for index in range(len(ids))]])
+    with torch.inference_mode():
+        logit = model(torch.tensor([ids]), token_type_ids=types).logits[0, 0]
+    assert found == pytest.approx(torch.sigmoid(logit).item(), abs=TOLERANCE)
+
+
 def test_all_minilm_l6_v2_has_the_numbers_of_sentence_transformers(tmp_path: Path) -> None:
     """The reference: transformers' BertModel, the mean over the text, and length 1."""
     folder = minilm()
@@ -66,7 +105,7 @@ def test_all_minilm_l6_v2_has_the_numbers_of_sentence_transformers(tmp_path: Pat
     means = (states * mask).sum(1) / mask.sum(1)
     expected = torch.nn.functional.normalize(means).numpy()
     with LLM(str(folder), data_dir=tmp_path, threads=1) as llm:
-        assert llm._engine.client.info.max_model_len == 256
+        assert llm.max_model_len == 256
         found = np.array(llm.embed(texts))
     np.testing.assert_allclose(found, expected, atol=TOLERANCE)
 

@@ -294,6 +294,27 @@ def cosine(one: Vector, other: Vector) -> float:
     return min(1.0, max(-1.0, found))  # rounding may take it a little beyond
 
 
+Pairs = Sequence[tuple[str, str]]
+
+
+def distinct_texts(pairs: Pairs) -> list[str]:
+    """Every text once: a query that is compared with many documents is embedded once."""
+    return list(dict.fromkeys(text for pair in pairs for text in pair))
+
+
+def pair_scores(pairs: Pairs, results: Sequence[PooledResult], info: EmbeddingInfo) -> list[float]:
+    """How relevant the second text of each pair is to the first, by the model's score head, or as
+    the cosine of their embeddings.
+
+    results: with a score head, of the pairs; else of `distinct_texts`.
+    """
+    if info.scores:
+        return [probability(float(result.values[0])) for result in results]
+    texts = distinct_texts(pairs)
+    vectors = {text: each.values for text, each in zip(texts, results, strict=True)}
+    return [cosine(vectors[first], vectors[second]) for first, second in pairs]
+
+
 def probability(score: float) -> float:
     """The sigmoid of the number of a score head: how relevant the second text is to the first."""
     return float(1.0 / (1.0 + np.exp(-np.float64(score))))

@@ -48,9 +48,9 @@ from bros.text.pooling import (
     TextPooler,
     Vector,
     check_dimensions,
-    cosine,
+    distinct_texts,
     embedding_of,
-    probability,
+    pair_scores,
 )
 
 R = TypeVar("R", bound=PoolingRequest)
@@ -263,24 +263,16 @@ class PairCall(PoolingCall[R]):
     def texts(self) -> Sequence[str]:
         if self._info.scores:
             return [text for pair in self.pairs() for text in pair]
-        return self._distinct()
-
-    def _distinct(self) -> list[str]:
-        """Every text once: a query that is compared with many documents is embedded once."""
-        return list(dict.fromkeys(text for pair in self.pairs() for text in pair))
+        return distinct_texts(self.pairs())
 
     def _tokenize(self) -> list[PoolingInput]:
         if self._info.scores:
             return [self._input(*pair) for pair in self.pairs()]
-        return [self._input(text) for text in self._distinct()]
+        return [self._input(text) for text in distinct_texts(self.pairs())]
 
     def scores(self, results: Sequence[PooledResult]) -> list[float]:
         """One per pair."""
-        if self._info.scores:
-            return [probability(float(result.values[0])) for result in results]
-        place = {text: index for index, text in enumerate(self._distinct())}
-        vectors = [result.values for result in results]
-        return [cosine(vectors[place[a]], vectors[place[b]]) for a, b in self.pairs()]
+        return pair_scores(self.pairs(), results, self._info)
 
 
 class ScoreCall(PairCall[ScoreRequest]):
