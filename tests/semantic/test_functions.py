@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -25,6 +25,15 @@ from support.fake_sessions import FakeBackend, fake_connection, refuse, shout
 class Pair(NamedTuple):
     first: int
     second: list[int]
+
+
+class Interrupt(BaseException):
+    """What some libraries raise to pass all handlers of errors."""
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
 
 
 class Desk(NamedTuple):
@@ -62,6 +71,11 @@ def judge(text: P.SemanticVariable):
 @P.native_function
 def clip(text: P.SemanticVariable, length: int = 3) -> P.SemanticVariable:
     return str(text)[:length]  # type: ignore[return-value]
+
+
+@P.native_function
+def divide(text: P.SemanticVariable) -> P.SemanticVariable:
+    return 1 / 0  # type: ignore[return-value]
 
 
 def code_of(task: str) -> str:
@@ -747,6 +761,10 @@ class TestNative:
             (asyncio.CancelledError(), "the function raised CancelledError"),
             ("a\ud800", "its result has half a character .* at position 1"),
             ({"a": float("nan")}, "ValueError: .*JSON"),
+            (Interrupt("now"), "the function raised Interrupt: now"),
+            (P.SessionGoneError("of my own"), "SessionGoneError: of my own"),
+            (ValueError("bad name \udcff"), r"ValueError: bad name \\udcff"),
+            (Wordless(), "Wordless"),
         ],
         ids=repr,
     )
@@ -803,17 +821,56 @@ class TestNative:
         desk.session.flush()
         assert answer.get(timeout=30) == code_of("pyt")
 
-    def test_a_result_that_the_server_refuses_is_what_failed(self, desk: Desk) -> None:
+    @pytest.mark.parametrize("error", [InvalidRequestError, P.SessionLimitError])
+    def test_a_result_that_the_server_refuses_is_what_failed(
+        self, desk: Desk, error: Callable[[str], Exception]
+    ) -> None:
         @P.native_function
         def much(text):
             return "x" * 100
 
         async def refuse(session_id: str, variable_id: str, value: str) -> None:
-            raise InvalidRequestError("the value is too long")
+            raise error("the value is too long")
 
         desk.backend.set = refuse  # type: ignore[method-assign]
         with pytest.raises(P.UpstreamError, match="the value is too long"):
-            much("a").get(timeout=30)
+            much("a").get(timeout=10)
+
+    @pytest.mark.parametrize("where", ["the same session", "one of its own"])
+    def test_a_failed_call_that_it_makes_itself_is_what_failed(
+        self, desk: Desk, where: str
+    ) -> None:
+        def model(name: str, output: str, prompt: str) -> str:
+            raise ValueError("no more ink")
+
+        @P.native_function
+        def refine(text):
+            if where == "the same session":
+                return write("better").get()
+            other = FakeBackend(model)
+            with fake_connection(other) as connection, P.Session(connection=connection):
+                return write("better").get()
+
+        desk.backend.model = model
+        refined = refine("a")
+        with pytest.raises(P.UpstreamError, match="no more ink") as raised:
+            refined.get(timeout=30)
+        assert raised.value.cause.stage is P.FailedStage.NATIVE
+        assert raised.value.cause.request_id == refined.producer.request_id
+
+    def test_a_failure_that_cannot_be_reported_is_logged(
+        self, desk: Desk, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async def refuse(session_id: str, request_id: str, message: str) -> None:
+            raise InvalidRequestError("no failures today")
+
+        desk.backend.fail = refuse  # type: ignore[method-assign]
+        with pytest.raises(P.GetTimeoutError):
+            divide("a").get(timeout=0.2)
+        assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+            "divide() failed (ZeroDivisionError: division by zero), which cannot be reported: "
+            "no failures today"
+        ]
 
     def test_too_few_values_are_a_failure(self, desk: Desk) -> None:
         @P.native_function(outputs=("a", "b"))

@@ -40,7 +40,6 @@ from typing import Any, TypeVar
 from bros.core.errors import (
     BrosError,
     EngineDeadError,
-    InvalidRequestError,
     OverloadedError,
     QueueFullError,
 )
@@ -599,54 +598,45 @@ class AsyncSession:
     async def _run_native(self, call: ProgramCall) -> None:
         """Wait for the inputs, run the function, and set its outputs or report its failure. It
         raises no error."""
-        session_id, backend = await self._opened()
-        assert call.request_id is not None
         try:
-            try:
-                values = await self._native_outputs(call)
-            except (UpstreamError, SessionGoneError):
-                return  # the server knows, and has failed the call
-            except Exception as error:
-                message = _describe(error)
-                await _repeatedly(backend.fail, session_id, call.request_id, message)
-                return
-            try:
-                for name, value in values.items():
-                    variable_id = call.outputs[name].id
-                    await _repeatedly(_set_once, backend, session_id, variable_id, value)
-            except InvalidRequestError as error:  # such as a value that is too long
-                message = _describe(error)
-                await _repeatedly(backend.fail, session_id, call.request_id, message)
-        except BrosError as error:
-            # The call was cancelled meanwhile, or the session or the server is gone.
-            logger.info("the result of %s() is discarded: %s", call.function.name, error)
+            texts = await self._native_inputs(call)
+        except (UpstreamError, SessionGoneError):
+            return  # the server knows, and has failed the call
+        except Exception as error:
+            await self._report_failure(call, error)
+            return
+        try:
+            await self._set_outputs(call, await _native_outputs(call, texts))
+        except Exception as error:  # also those above, which here are errors of the function
+            await self._report_failure(call, error)
 
-    async def _native_outputs(self, call: ProgramCall) -> Mapping[str, str]:
-        """Run the function, on a thread unless it is a coroutine function. Returns output name ->
-        text."""
+    async def _native_inputs(self, call: ProgramCall) -> dict[SemanticVariable, str]:
+        """Wait for the variables that a native call reads."""
         variables = list(call.inputs())
         # A client requested the outputs with the real criteria; THROUGHPUT raises no level.
         criteria = Criteria(perf=Perf.THROUGHPUT)
         waiting = (_repeatedly(self._wait, variable, criteria, None) for variable in variables)
         values = await asyncio.gather(*waiting)
-        texts = dict(zip(variables, values, strict=True))
-        arguments = {name: _substitute(value, texts) for name, value in call.arguments.items()}
-        function = call.function.native
-        assert function is not None
+        return dict(zip(variables, values, strict=True))
+
+    async def _set_outputs(self, call: ProgramCall, values: Mapping[str, str]) -> None:
+        session_id, backend = await self._opened()
+        for name, value in values.items():
+            arguments = backend, session_id, call.outputs[name].id, value
+            # A session that has no room for the value has none after a pause either.
+            await _repeatedly(_set_once, *arguments, final=SessionLimitError)
+
+    async def _report_failure(self, call: ProgramCall, error: Exception) -> None:
+        """Report that a native call has failed of this error. It raises no error."""
+        name, message = call.function.name, _describe(error)
+        assert call.request_id is not None
         try:
-            if inspect.iscoroutinefunction(function):
-                returned = await function(**arguments)
-            else:
-                returned = await asyncio.to_thread(function, **arguments)
-        except (SystemExit, KeyboardInterrupt) as error:
-            # As it is, it would end the event loop, on which all calls wait.
-            raise RuntimeError(f"the function raised {_describe(error)}") from error
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise RuntimeError("the function raised CancelledError") from error
-        return _outputs(call, returned)
+            session_id, backend = await self._opened()
+            await _repeatedly(backend.fail, session_id, call.request_id, message)
+        except (SessionGoneError, ConflictError) as ended:  # the call was cancelled meanwhile
+            logger.info("%s() failed (%s) after its call had ended: %s", name, message, ended)
+        except Exception as lost:
+            logger.warning("%s() failed (%s), which cannot be reported: %s", name, message, lost)
 
     async def _wait(
         self, variable: SemanticVariable, criteria: Criteria, timeout_s: float | None
@@ -728,11 +718,20 @@ def _recording_errors(calls: Sequence[ProgramCall]) -> Iterator[None]:
         raise
 
 
-async def _repeatedly(request: Callable[..., Awaitable[T]], *arguments: Any) -> T:
-    """Send a request, and send it again after each pause as long as a retry may succeed."""
+async def _repeatedly(
+    request: Callable[..., Awaitable[T]],
+    *arguments: Any,
+    final: type[BrosError] | tuple[()] = (),
+) -> T:
+    """Send a request, and send it again after each pause as long as a retry may succeed.
+
+    final: an error after which no retry of this request succeeds.
+    """
     for pause_s in _RETRY_AFTER_S:
         try:
             return await request(*arguments)
+        except final:
+            raise
         except _TRY_AGAIN as error:
             logger.info("repeated in %g s: %s", pause_s, error)
         await asyncio.sleep(pause_s)
@@ -773,6 +772,34 @@ def _is_unsent(variable: SemanticVariable) -> bool:
     return call is not None and call.request_id is None and call.error is None
 
 
+async def _native_outputs(
+    call: ProgramCall, texts: Mapping[SemanticVariable, str]
+) -> Mapping[str, str]:
+    """Run a native function, on a thread unless it is a coroutine function.
+
+    texts: the values of its variables. Returns output name -> text. Raises an Exception for
+    whatever the function raises, and CancelledError only if this task is cancelled.
+    """
+    arguments = {name: _substitute(value, texts) for name, value in call.arguments.items()}
+    function = call.function.native
+    assert function is not None
+    try:
+        if inspect.iscoroutinefunction(function):
+            returned = await function(**arguments)
+        else:
+            returned = await asyncio.to_thread(function, **arguments)
+    except Exception:
+        raise
+    except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        # SystemExit and KeyboardInterrupt would end the event loop, on which all calls wait; no
+        # handler of errors catches the others.
+        raise RuntimeError(f"the function raised {_describe(error)}") from error
+    return _outputs(call, returned)
+
+
 def _substitute(argument: Any, texts: Mapping[SemanticVariable, str]) -> Any:
     """The argument with the texts in place of its variables; the same object if it has none."""
     if isinstance(argument, SemanticVariable):
@@ -810,6 +837,11 @@ def _text(value: Any) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    text = str(error)
-    message = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return message[:_MESSAGE_CHARS]
+    """The error in words that can be sent, whatever its own text is."""
+    kind = type(error).__name__
+    try:
+        text = str(error)
+    except Exception:
+        return kind
+    message = f"{kind}: {text}" if text else kind
+    return message.encode("utf-8", "backslashreplace").decode()[:_MESSAGE_CHARS]
