@@ -307,6 +307,17 @@ class TestErrors:
             question.set("two")
         assert other.value is None
 
+    def test_the_value_of_another_client_counts(self, place: Place, session: P.Session) -> None:
+        question = P.SemanticVariable(name="question")
+        answer = ask(question)
+        session.flush()
+        backend = place.connection.run(place.connection.backend(), "")
+        place.connection.run(backend.set(session.id, question.id, "one"), "")
+        with pytest.raises(P.ConflictError):
+            question.set("two")
+        assert question.get(timeout=30) == "one"
+        assert answer.get(timeout=30) == answer_to("one")
+
     def test_a_session_that_is_gone_says_so(self, place: Place) -> None:
         with P.Session(connection=place.connection) as session:
             waiting = ask(P.SemanticVariable())
@@ -419,6 +430,22 @@ class TestLostConnections:
             answer.want()
         question.set("one")
         assert answer.get() == answer_to("one")
+
+    @pytest.mark.parametrize("again", [False, True])
+    def test_a_value_is_set(self, lossy: LossyBackend, half: str, again: bool) -> None:
+        question = P.SemanticVariable()
+        answer = ask(question)
+        answer.want()
+        lossy.lost = ("set", half)
+        with pytest.raises(P.ServerUnreachableError):
+            question.set("one")
+        with pytest.raises(P.ConflictError):
+            question.set("two")  # the server may have the other one
+        if again:
+            question.set("one")
+            with pytest.raises(P.ConflictError):
+                question.set("one")
+        assert answer.get(timeout=60) == answer_to("one")
 
     @pytest.mark.parametrize("late", [False, True])
     def test_a_variable_is_declared(self, lossy: LossyBackend, half: str, late: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -498,6 +499,77 @@ class TestVariables:
         assert ids[1] in variables
         # What has an id is referred to by it.
         assert desk.backend.programs[0][1].parameters[0].variable == ids[0]
+
+    def test_a_refused_value_is_taken_back(self, desk: Desk) -> None:
+        set_value = desk.backend.set
+
+        async def refuse(session_id: str, variable_id: str, value: str) -> None:
+            desk.backend.set = set_value  # type: ignore[method-assign]
+            raise InvalidRequestError("the value is too long")
+
+        task = P.SemanticVariable(name="task")
+        code = write(task)
+        code.want()
+        desk.backend.set = refuse  # type: ignore[method-assign]
+        with pytest.raises(InvalidRequestError):
+            task.set("long")
+        assert task.value is None
+        task.set("a")
+        assert code.get(timeout=30) == code_of("a")
+
+    def test_a_refused_declaration_fails_what_reads_the_variable(self, desk: Desk) -> None:
+        declare = desk.backend.declare
+
+        async def refuse(*arguments: Any) -> None:
+            desk.backend.declare = declare  # type: ignore[method-assign]
+            raise InvalidRequestError("the value is too long")
+
+        task = P.SemanticVariable("long", name="task")
+        assert task.id
+        code, other = write(task), write("b")
+        desk.backend.declare = refuse  # type: ignore[method-assign]
+        for variable in (code, code, task):
+            with pytest.raises(InvalidRequestError, match="too long"):
+                variable.get(timeout=10)
+        assert other.get() == code_of("b")
+        task.set("a")
+        assert write(task).get(timeout=30) == code_of("a")
+
+    def test_a_value_can_be_set_before_the_server_accepts_what_reads_it(self, desk: Desk) -> None:
+        task = P.SemanticVariable(name="task")
+        code = write(task)
+        desk.backend.refusal = OverloadedError("Later.", 1.0)
+        with pytest.raises(OverloadedError):
+            code.want()
+        task.set("a")
+        assert code.get(timeout=30) == code_of("a")
+
+    def test_a_value_that_is_set_during_its_declaration_is_sent_once(self) -> None:
+        entered, go_on = threading.Event(), threading.Event()
+
+        class SlowBackend(FakeBackend):
+            async def declare(self, *arguments: Any) -> None:
+                entered.set()
+                await asyncio.to_thread(go_on.wait)
+                await super().declare(*arguments)
+
+        with (
+            fake_connection(SlowBackend()) as connection,
+            P.Session(connection=connection) as session,
+            ThreadPoolExecutor(2) as pool,
+        ):
+            first, second = P.SemanticVariable(), P.SemanticVariable()
+            assert first.id != second.id
+            code = write(second)
+            flushed = pool.submit(session.flush)
+            entered.wait()
+            setting = pool.submit(second.set, "a")
+            while second.value is None:
+                time.sleep(0.001)
+            go_on.set()
+            flushed.result()
+            setting.result()
+            assert code.get(timeout=30) == code_of("a")
 
     def test_asking_an_input_for_its_value_waits_for_it(self, desk: Desk) -> None:
         task = P.SemanticVariable(name="task")

@@ -50,7 +50,7 @@ class AsyncSessionInterface(Protocol):
 
     def stream(self, variable: SemanticVariable, criteria: Criteria) -> PieceStream: ...
 
-    async def send_value(self, variable: SemanticVariable, text: str) -> None: ...
+    async def send_value(self, variable: SemanticVariable) -> None: ...
 
     async def cancel(self, call: ProgramCall) -> None: ...
 
@@ -169,7 +169,17 @@ class SemanticVariable:
         after 50 s, the log names them once.
     """
 
-    __slots__ = ("__weakref__", "_id", "_lock", "_name", "_producer", "_program", "_value")
+    __slots__ = (
+        "__weakref__",
+        "_id",
+        "_lock",
+        "_name",
+        "_producer",
+        "_program",
+        "_refusal",
+        "_unsent",
+        "_value",
+    )
 
     def __init__(
         self,
@@ -186,6 +196,8 @@ class SemanticVariable:
         self._producer: ProgramCall | None = None
         self._program: Program | None = None if session is None else session.program
         self._id: str | None = None
+        self._unsent = False
+        self._refusal: Exception | None = None
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -218,16 +230,21 @@ class SemanticVariable:
         return None if self._program is None else self._program.session
 
     def set(self, text: str) -> None:
-        """Set its value. Raises ConflictError if it has a value or a producer."""
+        """Set its value. Raises ConflictError if it has a value or a producer.
+
+        If the server refuses the value, the variable has none after that, and may be set again. If
+        the server does not answer, the variable keeps the value, and the session sends it with its
+        next request; setting it to the same value again is such a request.
+        """
         if self._set_locally(text):
             session = self._resolve_session()
-            session.run(session.async_session.send_value(self, text), "aset")
+            session.run(session.async_session.send_value(self), "aset")
 
     async def aset(self, text: str) -> None:
         """`set` for coroutines."""
         if self._set_locally(text):
             session = self._resolve_session()
-            await session.arun(session.async_session.send_value(self, text))
+            await session.arun(session.async_session.send_value(self))
 
     def get(
         self,
@@ -351,6 +368,26 @@ class SemanticVariable:
         """Store the value that the session has received."""
         self._value = value
 
+    @property
+    def unsent(self) -> bool:
+        """Whether `set` has given it a value that the server may not have yet."""
+        return self._unsent
+
+    @property
+    def refusal(self) -> Exception | None:
+        """Why the server has refused to create it."""
+        return self._refusal
+
+    def value_sent(self) -> None:
+        """The server has the value that `set` has given it."""
+        self._unsent = False
+
+    def take_back_value(self, refusal: Exception | None = None) -> None:
+        """The server has refused the value: it has none until it is set again. refusal: the error,
+        if the server does not know the variable."""
+        with self._lock:
+            self._value, self._unsent, self._refusal = None, False, refusal
+
     def id_in(self, session: SessionInterface) -> tuple[str, bool]:
         """Its id in its session, and whether this call has assigned it."""
         with self._lock:
@@ -373,10 +410,11 @@ class SemanticVariable:
             if self._producer is not None:
                 message = f"The variable {self._name!r} gets its value from a call."
                 raise ConflictError(message, "already_produced")
-            if self._value is not None:
+            if self._value is not None and not (self._unsent and self._value == text):
                 raise ConflictError(f"The variable {self._name!r} has a value.", "already_set")
-            self._value = text
-            return self._id is not None
+            self._value, self._refusal = text, None
+            self._unsent = self._id is not None
+            return self._unsent
 
     def _resolve_session(self) -> SessionInterface:
         """Its session; without one it joins the current session. Raises RuntimeError."""

@@ -40,6 +40,7 @@ from typing import Any, TypeVar
 from bros.core.errors import (
     BrosError,
     EngineDeadError,
+    NotFoundError,
     OverloadedError,
     QueueFullError,
 )
@@ -76,6 +77,9 @@ _NAME_CHARS = 80
 _MESSAGE_CHARS = 2000
 _POLL_S = 50.0
 """Longest single request. Proxies between client and server may cut longer ones."""
+
+_KNOWN_WITHIN_S = 1.0
+"""Timeout for a value that the server has."""
 
 _REFUSED = (QueueFullError, OverloadedError, SessionLimitError)
 _UNANSWERED = (ServerUnreachableError, EngineDeadError)
@@ -385,6 +389,7 @@ class AsyncSession:
         self._sending = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._undeclared: deque[SemanticVariable] = deque()
+        self._unset: deque[SemanticVariable] = deque()  # with values for the server
         self._unanswered: _ProgramRequest | None = None
         self._warned: set[str] = set()
         # Requested ones, see _start_natives.
@@ -460,15 +465,16 @@ class AsyncSession:
         """Stream a value."""
         return PieceStream(self._pieces(variable, criteria))
 
-    async def send_value(self, variable: SemanticVariable, text: str) -> None:
-        """Send the server a value that the client has set."""
+    async def send_value(self, variable: SemanticVariable) -> None:
+        """Send the server a value that the client has set.
+
+        If the server does not answer, it is sent with the next request. After any other error the
+        variable has no value.
+        """
         self._without_call.discard(variable)
-        async with self._sending:
-            if variable in self._undeclared:
-                return  # the declaration will include the value
-            await self._send_again()
-            session_id, backend = await self._opened()
-            await backend.set(session_id, variable.id_in(self._session)[0], text)
+        self._unset.append(variable)
+        # A separate task, as in `send`.
+        await asyncio.shield(self._start(self._send_value(variable)))
 
     async def cancel(self, call: ProgramCall) -> None:
         """Cancel a call; an unsent one will not be sent."""
@@ -497,6 +503,7 @@ class AsyncSession:
         async with self._sending:
             await self._declare()
             await self._send_again()
+            await self._set_values()
             calls, specs, failed = self._session.program.take(), {}, None
             for call in _sendable(calls):
                 try:
@@ -509,6 +516,55 @@ class AsyncSession:
                 await self._submit(_ProgramRequest(key, calls, [specs[call] for call in calls]))
             if failed is not None:
                 raise failed
+
+    async def _send_value(self, variable: SemanticVariable) -> None:
+        async with self._sending:
+            if variable in self._undeclared:
+                return  # the declaration will include the value
+            try:
+                await self._send_again()
+                await self._set_values()
+            except _UNANSWERED:
+                raise
+            except Exception:
+                if variable.unsent:
+                    variable.take_back_value()
+                raise
+
+    async def _set_values(self) -> None:
+        """Send the values that the client has set since the last request."""
+        while self._unset:
+            variable = self._unset[0]
+            # A declaration may include it, or `set` may have taken it back.
+            if variable.unsent and variable not in self._undeclared:
+                try:
+                    await self._set_value(variable)
+                except _TRY_AGAIN:
+                    raise
+                except Exception:
+                    self._unset.popleft()
+                    variable.take_back_value()
+                    raise
+                variable.value_sent()
+            self._unset.popleft()
+
+    async def _set_value(self, variable: SemanticVariable) -> None:
+        """Send the value of a variable. Raises ConflictError if it has another one."""
+        session_id, backend = await self._opened()
+        variable_id, value = variable.id_in(self._session)[0], variable.value
+        assert value is not None
+        try:
+            await backend.set(session_id, variable_id, value)
+        except NotFoundError as error:
+            if error.code == "session_not_found":
+                raise
+            # The calls that read it, which would have created it, have not been accepted.
+            await backend.declare(session_id, variable_id, variable.name, value)
+        except ConflictError:
+            # An earlier request may have set it, whose response was lost.
+            criteria = Criteria(perf=Perf.THROUGHPUT)
+            if await backend.get(session_id, variable_id, criteria, _KNOWN_WITHIN_S) != value:
+                raise
 
     async def _send_again(self) -> None:
         """Send calls again whose response was lost; the key makes that idempotent."""
@@ -557,9 +613,12 @@ class AsyncSession:
                         await _set_once(backend, session_id, variable_id, value)
             except _TRY_AGAIN:
                 raise
-            except Exception:
+            except Exception as error:
                 self._undeclared.popleft()
+                variable.take_back_value(error)
                 raise
+            if value is not None:
+                variable.value_sent()
             self._undeclared.popleft()
 
     async def _prepare(self, variables: Sequence[SemanticVariable], criteria: Criteria) -> None:
@@ -571,8 +630,8 @@ class AsyncSession:
             if any(_is_unsent(variable) for variable in variables):
                 raise
         for variable in variables:
-            if variable.producer is not None and variable.producer.error is not None:
-                raise variable.producer.error
+            if (known := _error_of(variable)) is not None:
+                raise known
         for variable in variables:
             self._start_natives(variable)
 
@@ -763,7 +822,7 @@ def _sendable(calls: Sequence[ProgramCall]) -> list[ProgramCall]:
 def _error_of(variable: SemanticVariable) -> Exception | None:
     """Why it will have no value, if that is known."""
     if variable.value is not None or variable.producer is None:
-        return None
+        return variable.refusal
     return variable.producer.error
 
 
