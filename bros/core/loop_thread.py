@@ -1,11 +1,12 @@
 """Between event loops and threads: a loop on a thread of its own, for synchronous callers, and
-blocking work that a loop hears of when it is done."""
+blocking work that a loop hears of, or waits for, when it is done."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import contextlib
+import contextvars
 import os
 import threading
 from collections.abc import Callable, Coroutine
@@ -130,3 +131,27 @@ def call_after(work: Callable[[], object], then: Callable[[], object], name: str
             loop.call_soon_threadsafe(then)
 
     threading.Thread(target=run, name=name, daemon=True).start()
+
+
+async def run_on_thread(work: Callable[[], T], name: str) -> T:
+    """Do blocking `work` on a thread of its own, in a copy of the current context, and wait for it.
+
+    Unlike asyncio.to_thread, it neither shares a few threads with look-ups of host names, nor does
+    the end of the program wait for it. Cancelling it leaves the thread running.
+    name: of the thread. Raises what `work` raises, and RuntimeError if no thread can be started.
+    """
+    context, done = contextvars.copy_context(), asyncio.Event()
+    returned: list[T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            returned.append(context.run(work))
+        except BaseException as error:
+            raised.append(error)
+
+    call_after(run, done.set, name)
+    await done.wait()
+    if raised:
+        raise raised.pop()
+    return returned.pop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import contextvars
 import os
 import signal
 import threading
@@ -15,7 +16,7 @@ import pytest
 
 from bros.core import loop_thread
 from bros.core.errors import EngineDeadError
-from bros.core.loop_thread import LoopThread
+from bros.core.loop_thread import LoopThread, run_on_thread
 
 
 def in_thread(work: Callable[[], object]) -> concurrent.futures.Future[object]:
@@ -176,3 +177,26 @@ def _status_of(child: int) -> int | None:
 
 async def _count_tasks() -> int:
     return len(asyncio.all_tasks())
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, StopIteration])
+async def test_what_work_on_a_thread_raises_reaches_its_caller(error: type[BaseException]) -> None:
+    def fail() -> None:
+        raise error
+
+    # A coroutine cannot raise StopIteration.
+    with pytest.raises(RuntimeError if error is StopIteration else error):
+        await run_on_thread(fail, "test")
+
+
+async def test_work_on_a_thread_sees_the_context_and_no_other_work_waits_for_it() -> None:
+    place: contextvars.ContextVar[str] = contextvars.ContextVar("place")
+    place.set("here")
+    all_run = threading.Barrier(40)
+
+    def work() -> str:
+        all_run.wait(timeout=20)
+        return place.get()
+
+    found = await asyncio.gather(*(run_on_thread(work, "test") for _ in range(40)))
+    assert found == 40 * ["here"]

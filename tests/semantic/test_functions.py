@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -18,6 +21,7 @@ from hypothesis import strategies as st
 import bros.semantic as P
 from bros.core import grammars
 from bros.core.errors import InvalidRequestError, OverloadedError
+from bros.semantic.client.session import MAX_NATIVE_THREADS
 from bros.semantic.schema import Role, SubmitProgram, to_json
 from bros.server.sessions.wire import read
 from support.fake_sessions import FakeBackend, fake_connection, refuse, shout
@@ -837,6 +841,7 @@ class TestNative:
             (P.SessionGoneError("of my own"), "SessionGoneError: of my own"),
             (ValueError("bad name \udcff"), r"ValueError: bad name \\udcff"),
             (Wordless(), "Wordless"),
+            (StopIteration(), "StopIteration"),
         ],
         ids=repr,
     )
@@ -968,6 +973,71 @@ class TestNative:
             return write(f"better {text}").get()
 
         assert refine("a").get() == code_of("better a")
+
+    def test_each_has_a_thread(self, desk: Desk) -> None:
+        """More of them than asyncio.to_thread has threads, which look-ups of names need, too."""
+        all_run = threading.Barrier(40)
+
+        @P.native_function
+        def meet(text):
+            all_run.wait(timeout=20)
+            return text
+
+        met = [meet(str(number)) for number in range(40)]
+        assert P.gather(*met, timeout=30) == [str(number) for number in range(40)]
+
+    def test_one_may_call_the_next_on_and_on(self, desk: Desk) -> None:
+        @P.native_function
+        def count_down(number):
+            if number == "0":
+                return "end"
+            return "." + count_down(P.SemanticVariable(str(int(number) - 1))).get(timeout=20)
+
+        assert count_down("40").get(timeout=30) == 40 * "." + "end"
+
+    def test_so_many_run_at_the_same_time(self, desk: Desk) -> None:
+        running, most, lock = Counter[str](), 0, threading.Lock()
+
+        @P.native_function
+        def work(text):
+            nonlocal most
+            with lock:
+                running["now"] += 1
+                most = max(most, running["now"])
+            time.sleep(0.05)
+            with lock:
+                running["now"] -= 1
+            return text
+
+        P.gather(*(work(str(number)) for number in range(MAX_NATIVE_THREADS + 40)), timeout=60)
+        assert most <= MAX_NATIVE_THREADS
+
+    def test_the_end_of_the_program_does_not_wait_for_them(self) -> None:
+        program = """
+import time
+import bros.semantic as P
+from support.fake_sessions import FakeBackend, fake_connection
+
+@P.native_function
+def sleep(text):
+    print("sleeps", flush=True)
+    time.sleep(600)
+
+with fake_connection(FakeBackend()) as connection, P.Session(connection=connection):
+    try:
+        sleep("a").get(timeout=2)
+    except P.GetTimeoutError:
+        print("ends")
+"""
+        ended = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert ended.stdout.split() == ["sleeps", "ends"]
 
     def test_closing_the_session_gives_them_up(self) -> None:
         backend = FakeBackend()

@@ -141,10 +141,10 @@ def native_function(
 
     A call with variables, also in lists, returns a variable, or a named tuple if there are several
     `outputs`. The function runs once its inputs are set and one of its outputs is requested: on a
-    thread, or on the connection's event loop if it is a coroutine function. It gets the values in
-    place of the variables, and other arguments unchanged. It returns the value of its output, or a
-    tuple of values. Lists and dicts are converted to JSON, other objects with str(). An exception
-    fails its outputs at stage native.
+    thread of its own, or on the connection's event loop if it is a coroutine function. It gets the
+    values in place of the variables, and other arguments unchanged. It returns the value of its
+    output, or a tuple of values. Lists and dicts are converted to JSON, other objects with str().
+    An exception fails its outputs at stage native.
     """
     if function is None:
         return lambda decorated: native_function(decorated, outputs=outputs, name=name)

@@ -15,6 +15,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -44,6 +45,7 @@ from bros.core.errors import (
     OverloadedError,
     QueueFullError,
 )
+from bros.core.loop_thread import run_on_thread
 from bros.semantic.client.connection import Backend, Connection, refuse_running_loop
 from bros.semantic.client.program import (
     CURRENT,
@@ -80,6 +82,9 @@ _POLL_S = 50.0
 
 _KNOWN_WITHIN_S = 1.0
 """Timeout for a value that the server has."""
+
+MAX_NATIVE_THREADS = 256
+"""Native functions of a session that run at the same time, without coroutine functions."""
 
 _REFUSED = (QueueFullError, OverloadedError, SessionLimitError)
 _UNANSWERED = (ServerUnreachableError, EngineDeadError)
@@ -390,6 +395,7 @@ class AsyncSession:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._undeclared: deque[SemanticVariable] = deque()
         self._unset: deque[SemanticVariable] = deque()  # with values for the server
+        self._threads = asyncio.Semaphore(MAX_NATIVE_THREADS)
         self._unanswered: _ProgramRequest | None = None
         self._warned: set[str] = set()
         # Requested ones, see _start_natives.
@@ -665,7 +671,7 @@ class AsyncSession:
             await self._report_failure(call, error)
             return
         try:
-            await self._set_outputs(call, await _native_outputs(call, texts))
+            await self._set_outputs(call, await _native_outputs(call, texts, self._threads))
         except Exception as error:  # also those above, which here are errors of the function
             await self._report_failure(call, error)
 
@@ -832,12 +838,13 @@ def _is_unsent(variable: SemanticVariable) -> bool:
 
 
 async def _native_outputs(
-    call: ProgramCall, texts: Mapping[SemanticVariable, str]
+    call: ProgramCall, texts: Mapping[SemanticVariable, str], threads: asyncio.Semaphore
 ) -> Mapping[str, str]:
-    """Run a native function, on a thread unless it is a coroutine function.
+    """Run a native function, on a thread of its own unless it is a coroutine function.
 
-    texts: the values of its variables. Returns output name -> text. Raises an Exception for
-    whatever the function raises, and CancelledError only if this task is cancelled.
+    texts: the values of its variables. threads: how many more may be started. Returns output name
+    -> text. Raises an Exception for whatever the function raises, and CancelledError only if this
+    task is cancelled.
     """
     arguments = {name: _substitute(value, texts) for name, value in call.arguments.items()}
     function = call.function.native
@@ -846,7 +853,9 @@ async def _native_outputs(
         if inspect.iscoroutinefunction(function):
             returned = await function(**arguments)
         else:
-            returned = await asyncio.to_thread(function, **arguments)
+            work = functools.partial(function, **arguments)
+            async with threads:
+                returned = await run_on_thread(work, f"native {call.function.name}")
     except Exception:
         raise
     except BaseException as error:
