@@ -461,6 +461,28 @@ class TestVariables:
             assert write("a").get() == code_of("a")
         assert backend.gave_up == 3
 
+    @pytest.mark.parametrize("operation", ["submit", "get"])
+    @pytest.mark.parametrize("several", [False, True])
+    def test_a_timeout_holds_if_the_server_hangs(
+        self, desk: Desk, operation: str, several: bool
+    ) -> None:
+        go_on, answer = threading.Event(), getattr(desk.backend, operation)
+
+        async def hang(*arguments: Any) -> Any:
+            await asyncio.to_thread(go_on.wait, 12)
+            return await answer(*arguments)
+
+        setattr(desk.backend, operation, hang)
+        known, code = P.SemanticVariable("a"), write("a")
+        with pytest.raises(P.GetTimeoutError, match=r"'code' was not there within 0.1 s\.$"):
+            if several:
+                P.gather(known, code, timeout=0.1)
+            else:
+                code.get(timeout=0.1)
+        go_on.set()
+        assert code.get(timeout=30) == code_of("a")
+        assert len(desk.backend.programs) == 1
+
     def test_a_get_without_timeout_warns_once_of_inputs_that_nobody_has_set(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:

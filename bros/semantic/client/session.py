@@ -86,6 +86,9 @@ _KNOWN_WITHIN_S = 1.0
 MAX_NATIVE_THREADS = 256
 """Native functions of a session that run at the same time, without coroutine functions."""
 
+_ANSWER_WITHIN_S = 2.0
+"""How long a client that has a timeout waits after it for the answer that the time is over."""
+
 _REFUSED = (QueueFullError, OverloadedError, SessionLimitError)
 _UNANSWERED = (ServerUnreachableError, EngineDeadError)
 """The server, or a proxy before it, cannot answer now (503); it may have received the request."""
@@ -370,6 +373,49 @@ class _ProgramRequest:
     specs: Sequence[CallSpec]
 
 
+class _Deadline:
+    """The time until which a client waits for values, as a block: whatever it does in the block
+    ends then with GetTimeoutError.
+
+    The server is asked to answer in time, because it names the inputs that are not set; the block
+    ends a little later, in case it does not answer. Raises ValueError if `timeout_s` is no time.
+    """
+
+    def __init__(self, timeout_s: float | None, variables: Sequence[SemanticVariable]) -> None:
+        self._timeout_s = checked_seconds("timeout", timeout_s, zero=True)
+        self._variables = variables
+        self._now = asyncio.get_running_loop().time
+        self._end_s = None if timeout_s is None else self._now() + timeout_s
+        answer_by_s = None if self._end_s is None else self._end_s + _ANSWER_WITHIN_S
+        self._block = asyncio.timeout_at(answer_by_s)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until then; None: it waits for ever."""
+        return None if self._end_s is None else self._end_s - self._now()
+
+    @property
+    def has_passed(self) -> bool:
+        left_s = self.left_s
+        return left_s is not None and left_s <= 0
+
+    def error(self, variables: Sequence[SemanticVariable], unset: str = "") -> GetTimeoutError:
+        """What is raised after it. unset: the sentence of the server about unset inputs."""
+        missing = next((each for each in variables if each.value is None), variables[0])
+        message = f"{missing.name!r} was not there within {self._timeout_s:g} s. {unset}"
+        return GetTimeoutError(message.rstrip())
+
+    async def __aenter__(self) -> _Deadline:
+        await self._block.__aenter__()
+        return self
+
+    async def __aexit__(self, *raised: Any) -> None:
+        try:
+            await self._block.__aexit__(*raised)
+        except TimeoutError as error:
+            raise self.error(self._variables) from error
+
+
 class AsyncSession:
     """Sends calls, waits for values, runs native functions.
 
@@ -441,25 +487,25 @@ class AsyncSession:
         self, variable: SemanticVariable, criteria: Criteria, timeout_s: float | None
     ) -> str:
         """Send the collected calls and wait for a value."""
-        checked_seconds("timeout", timeout_s, zero=True)
-        await self._prepare([variable], criteria)
-        return await self._wait(variable, criteria, timeout_s)
+        async with _Deadline(timeout_s, [variable]) as deadline:
+            await self._prepare([variable], criteria)
+            return await self._wait(variable, criteria, deadline)
 
     async def fetch_all(
         self, variables: Sequence[SemanticVariable], criteria: Criteria, timeout_s: float | None
     ) -> list[str]:
         """`fetch` for several values: all are requested before the first wait."""
-        checked_seconds("timeout", timeout_s, zero=True)
-        await self._prepare(variables, criteria)
-        try:
-            async with asyncio.TaskGroup() as group:
-                waits = [
-                    group.create_task(self._wait(variable, criteria, timeout_s))
-                    for variable in variables
-                ]
-        except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        return [wait.result() for wait in waits]
+        async with _Deadline(timeout_s, variables) as deadline:
+            await self._prepare(variables, criteria)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    waits = [
+                        group.create_task(self._wait(variable, criteria, deadline))
+                        for variable in variables
+                    ]
+            except BaseExceptionGroup as failed:
+                raise failed.exceptions[0] from None
+            return [wait.result() for wait in waits]
 
     async def want(self, variable: SemanticVariable, criteria: Criteria) -> None:
         """Send the collected calls and request a value without waiting."""
@@ -704,23 +750,21 @@ class AsyncSession:
             logger.warning("%s() failed (%s), which cannot be reported: %s", name, message, lost)
 
     async def _wait(
-        self, variable: SemanticVariable, criteria: Criteria, timeout_s: float | None
+        self, variable: SemanticVariable, criteria: Criteria, deadline: _Deadline | None
     ) -> str:
         if variable.value is not None:
             return variable.value
         session_id, backend = await self._opened()
         variable_id = await self._declared(variable)
-        now = asyncio.get_running_loop().time
-        end_s = None if timeout_s is None else now() + timeout_s
         while True:
-            wait_s = _POLL_S if end_s is None else min(_POLL_S, max(end_s - now(), 0.001))
+            left_s = None if deadline is None else deadline.left_s
+            wait_s = _POLL_S if left_s is None else min(_POLL_S, max(left_s, 0.001))
             try:
                 value = await backend.get(session_id, variable_id, criteria, wait_s)
             except GetTimeoutError as error:
-                if end_s is not None and now() >= end_s:
-                    message = f"{variable.name!r} was not there within {timeout_s:g} s."
-                    raise GetTimeoutError(f"{message} {error.unset}".rstrip()) from error
-                if end_s is None and error.unset:
+                if deadline is not None and deadline.has_passed:
+                    raise deadline.error([variable], error.unset) from error
+                if left_s is None and error.unset:
                     self._warn(f"{variable.name!r} is waited for without a timeout. {error.unset}")
             else:
                 variable.receive_value(value)
