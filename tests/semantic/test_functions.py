@@ -12,6 +12,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -34,6 +35,11 @@ class Pair(NamedTuple):
 
 class Interrupt(BaseException):
     """What some libraries raise to pass all handlers of errors."""
+
+
+@dataclass(frozen=True)
+class Report:
+    text: P.SemanticVariable
 
 
 class Wordless(Exception):
@@ -174,6 +180,51 @@ class TestCalls:
             judge("a", verdict=variable, reason=variable)
         with pytest.raises(TypeError, match="text has variables among other things"):
             judge([write("a"), 3])
+
+    @pytest.mark.parametrize(
+        ("argument", "message"),
+        [
+            ((part for part in "ab"), r"is an iterator \(generator\); pass a list"),
+            (map(str, "ab"), r"is an iterator \(map\); pass a list"),
+            (b"a", "is bytes; decode it"),
+            (clip, "is a SemanticCallable, which can be called"),
+            (len, "is a builtin_function_or_method, which can be called"),
+            (str, "is a type, which can be called"),
+            (asyncio.sleep, "is a function, which can be called"),
+            ([[P.SemanticVariable()]], "is a list with variables in it"),
+            (({"a": P.SemanticVariable("b")}, "c"), "is a tuple with variables in it"),
+            ({"a": P.SemanticVariable()}, "is a dict with variables in it"),
+            ({P.SemanticVariable()}, "is a set with variables in it"),
+            (Report(P.SemanticVariable()), "is a Report with variables in it"),
+        ],
+    )
+    def test_what_has_no_text_is_refused(self, argument: object, message: str) -> None:
+        with pytest.raises(TypeError, match=rf"write\(\): task {message}"):
+            write(argument)
+
+    def test_a_coroutine_is_refused(self) -> None:
+        waiting = asyncio.sleep(0)
+        with pytest.raises(TypeError, match=r"write\(\): task is a coroutine; pass what it"):
+            write(waiting)
+        waiting.close()
+
+    def test_what_can_be_called_may_have_a_text(self, desk: Desk) -> None:
+        class Symbol:
+            def __call__(self) -> None: ...
+
+            def __str__(self) -> str:
+                return "x"
+
+        assert write(Symbol()).get() == code_of("x")
+
+    def test_only_the_value_of_a_variable_is_its_text(self, desk: Desk) -> None:
+        code = write("a")
+        for build in (str, "Judge {}".format, lambda variable: f"Judge {variable:>9}"):
+            with pytest.raises(TypeError, match="'code' has no value yet: pass the variable"):
+                build(code)
+        code.get()
+        assert f"{code}" == str(code) == code_of("a")
+        assert repr(code).startswith("<SemanticVariable code: ")
 
     def test_what_the_text_of_an_argument_raises_is_told_with_its_name(self) -> None:
         class Broken:

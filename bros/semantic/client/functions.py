@@ -7,13 +7,19 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, overload
 
 from bros.core import grammars
 from bros.core.request import SamplingParams
-from bros.semantic.client.program import FunctionSpec, SemanticVariable, checked_text, make_call
+from bros.semantic.client.program import (
+    FunctionSpec,
+    SemanticVariable,
+    checked_text,
+    hides_variables,
+    make_call,
+)
 from bros.semantic.core.template import Piece, Placeholder, parse_template, with_roles
 from bros.semantic.schema import Role
 
@@ -106,7 +112,8 @@ def semantic_function(
 
     The parameters of the function are the inputs; only the template declares the outputs. An
     argument is a variable, a string, a list of these (joined with `separator`), or any other
-    object, which is converted with str().
+    object, which is converted with str(). None, bytes, iterators, functions, and containers with
+    variables deeper within raise TypeError.
 
     chat: format the template with the model's chat template: text before an output is a user
         message, the output is the assistant message.
@@ -308,7 +315,7 @@ def naming_argument(name: str) -> Iterator[None]:
 def as_argument(value: Any) -> Any:
     """An argument as an input: a variable, a text, or a tuple of these.
 
-    Raises TypeError or ValueError.
+    Raises TypeError for what has no text, ValueError for a text that cannot be sent.
     """
     if isinstance(value, SemanticVariable):
         return value
@@ -321,7 +328,25 @@ def as_argument(value: Any) -> Any:
             return tuple(map(as_argument, value)) if value else ""
         if any(isinstance(part, SemanticVariable) for part in value):
             raise TypeError("has variables among other things than strings; call str() on those")
+    _check_has_text(value)
     return checked_text(str(value))
+
+
+def _check_has_text(value: Any) -> None:
+    """Raises TypeError if str() gives a description of the object instead of its text."""
+    kind = type(value).__name__
+    if isinstance(value, Iterator | AsyncIterator):
+        raise TypeError(f"is an iterator ({kind}); pass a list")
+    if isinstance(value, Awaitable):
+        raise TypeError(f"is a {kind}; pass what it returns")
+    if isinstance(value, bytes | bytearray | memoryview):
+        raise TypeError(f"is {kind}; decode it")
+    # Some objects that can be called, such as symbols of SymPy, have a text of their own.
+    text_of: object = type(value).__str__
+    if callable(value) and text_of is object.__str__:
+        raise TypeError(f"is a {kind}, which can be called; pass what it returns")
+    if hides_variables(value):
+        raise TypeError(f"is a {kind} with variables in it; pass these as a flat list")
 
 
 def _tuple_type(spec: FunctionSpec) -> Callable[..., tuple[SemanticVariable, ...]]:

@@ -12,12 +12,16 @@ Variables and calls refer to each other, so they are in one module. They use a s
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import threading
+from collections import deque
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Callable,
     Coroutine,
+    Iterable,
     Iterator,
     Mapping,
     Sequence,
@@ -206,6 +210,19 @@ class SemanticVariable:
         shown = self._value[:_SHOWN_CHARS]
         more = "..." if len(self._value) > _SHOWN_CHARS else ""
         return f"<SemanticVariable {self._name}: {shown!r}{more}>"
+
+    def __str__(self) -> str:
+        """Its value. Raises TypeError if it has none yet: a text that is built with it would
+        contain a description of the variable, and no call would wait for the value."""
+        if self._value is None:
+            raise TypeError(
+                f"the variable {self._name!r} has no value yet: pass the variable itself to a "
+                "function, or wait for its value with get()"
+            )
+        return self._value
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
 
     @property
     def name(self) -> str:
@@ -719,6 +736,20 @@ def variables_in(argument: Any) -> Iterator[SemanticVariable]:
     elif isinstance(argument, dict | list | tuple):
         for part in argument.values() if isinstance(argument, dict) else argument:
             yield from variables_in(part)
+
+
+def hides_variables(argument: Any) -> bool:
+    """Whether an object of any other kind contains variables, at any depth."""
+    if isinstance(argument, SemanticVariable):
+        return True
+    parts: Iterable[Any] = ()
+    if isinstance(argument, Mapping):
+        parts = itertools.chain(argument, argument.values())
+    elif isinstance(argument, list | tuple | set | frozenset | deque):
+        parts = argument
+    elif dataclasses.is_dataclass(argument) and not isinstance(argument, type):
+        parts = [getattr(argument, spec.name, None) for spec in dataclasses.fields(argument)]
+    return any(map(hides_variables, parts))
 
 
 def _input(
