@@ -755,6 +755,15 @@ class TestCoroutines:
                     session.flush()
                 assert await asyncio.to_thread(code.get) == code_of("a")
 
+    async def test_a_session_can_be_left_in_another_task(self) -> None:
+        """Which has a context of its own, as in fixtures and dependencies of web frameworks."""
+        backend = FakeBackend()
+        async with fake_connection(backend) as connection:
+            session = P.Session(connection=connection)
+            await asyncio.create_task(session.__aenter__())
+            await session.__aexit__(None, None, None)
+            assert session.closed and backend.deleted == ["sess-1"]
+
     async def test_an_interrupted_get_leaves_the_program_whole(self) -> None:
         backend = FakeBackend()
         async with fake_connection(backend) as connection, P.Session(connection=connection):
@@ -816,6 +825,15 @@ class TestThreads:
                 waiting.result()
         connection.close()
         connection.close()
+
+    def test_a_session_can_be_left_in_another_thread(self) -> None:
+        backend = FakeBackend()
+        with fake_connection(backend) as connection:
+            session = P.Session(connection=connection)
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(session.__enter__).result()
+                session.__exit__(None, None, None)
+                assert session.closed and backend.deleted == ["sess-1"]
 
     def test_threads_do_not_take_over_the_current_session(self, desk: Desk) -> None:
         made: list[P.SemanticVariable] = []

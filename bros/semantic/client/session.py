@@ -223,7 +223,7 @@ class Session:
         try:
             yield self
         finally:
-            CURRENT.reset(token)
+            _reset_current(token)
 
     def close(self) -> None:
         """End the session and cancel its native functions. Idempotent."""
@@ -250,7 +250,7 @@ class Session:
         return self
 
     def __exit__(self, *error: object) -> None:
-        CURRENT.reset(self._tokens.pop())
+        _reset_current(self._tokens.pop())
         self.close()
 
     async def __aenter__(self) -> Session:
@@ -263,7 +263,7 @@ class Session:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        CURRENT.reset(self._tokens.pop())
+        _reset_current(self._tokens.pop())
         await self.aclose()
 
     def run(self, coroutine: Coroutine[Any, Any, T], instead: str) -> T:
@@ -336,6 +336,14 @@ class Session:
     def _raise_if_closed(self) -> None:
         if self._closed:
             raise SessionGoneError("The session has been closed.")
+
+
+def _reset_current(token: Token[SessionInterface | None]) -> None:
+    """Make the session current that was so before the block."""
+    # A block may be left in another context than it was entered in, for example by the fixtures and
+    # dependencies of web frameworks. The session is not current there.
+    with contextlib.suppress(ValueError):
+        CURRENT.reset(token)
 
 
 def _perf(value: Perf | str) -> Perf:
