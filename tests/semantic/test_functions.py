@@ -686,6 +686,33 @@ class TestVariables:
         asked = P.Criteria(perf=P.TTFT, deadline_s=9, ttft_s=0.5)
         assert variables["code-2"].wanted == [asked]
 
+    def test_criteria_of_the_session_may_be_names(self) -> None:
+        backend = FakeBackend()
+        mine = P.Criteria(perf="Throughput", deadline_s=9)  # type: ignore[arg-type]
+        with (
+            fake_connection(backend) as connection,
+            P.Session(connection=connection, criteria=mine),
+        ):
+            write("a").get()
+        [wanted, *_] = backend.variables["sess-1"]["code-1"].wanted
+        assert wanted == P.Criteria(perf=P.THROUGHPUT, deadline_s=9)
+        assert wanted.perf is P.THROUGHPUT
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"perf": "speed"}, "perf must be one of LATENCY"),
+            ({"deadline_s": -5}, "deadline_s must be seconds, above 0: -5"),
+            ({"ttft_s": "soon"}, "ttft_s must be seconds"),
+        ],
+        ids=str,
+    )
+    def test_criteria_of_the_session_are_checked(
+        self, fields: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(ValueError, match=message):
+            P.Session(connection=fake_connection(FakeBackend()), criteria=P.Criteria(**fields))
+
     def test_unknown_criteria_are_named(self, desk: Desk) -> None:
         with pytest.raises(ValueError, match="perf must be one of LATENCY, TTFT"):
             write("a").get(perf="speed")

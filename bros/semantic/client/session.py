@@ -356,9 +356,14 @@ def _perf(value: Perf | str) -> Perf:
 
 
 def _criteria(value: Criteria | Perf | str | None) -> Criteria | None:
-    if value is None or isinstance(value, Criteria):
-        return value
-    return Criteria(perf=_perf(value))
+    """Criteria with the criterion of that name, or with checked fields. Raises ValueError."""
+    if value is None:
+        return None
+    if not isinstance(value, Criteria):
+        return Criteria(perf=_perf(value))
+    names = "ttft_s", "tpot_s", "deadline_s"
+    times = {name: checked_seconds(name, getattr(value, name)) for name in names}
+    return dataclasses.replace(value, perf=_perf(value.perf), **times)
 
 
 def _sharing(value: SharingMode | str) -> SharingMode:
