@@ -57,7 +57,7 @@ class ConflictError(BrosError):
 
 
 class SessionGoneError(BrosError):
-    """The session existed, but was deleted or has expired."""
+    """The session existed, but was deleted or has expired, or its server process has ended."""
 
 
 class UpstreamError(BrosError):

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import bros.semantic as P
 from bros.core import grammars
-from bros.core.errors import InvalidRequestError, OverloadedError
+from bros.core.errors import InvalidRequestError, NotFoundError, OverloadedError
 from bros.semantic.client.session import MAX_NATIVE_THREADS
 from bros.semantic.schema import Role, SubmitProgram, to_json
 from bros.server.sessions.wire import read
@@ -410,6 +410,23 @@ class TestPrograms:
             with pytest.raises(P.SessionGoneError, match="has been closed"):
                 unknown.get()
             session.close()
+
+    async def test_a_session_ends_with_the_server_process(self) -> None:
+        class RestartedBackend(FakeBackend):
+            def _session(self, session_id: str) -> Any:
+                message = f"There is no session {session_id!r}."
+                raise NotFoundError(message, "session_id", "session_not_found")
+
+        async with fake_connection(RestartedBackend()) as connection:
+            async with P.Session(connection=connection) as session:
+                code = write("a")
+                with pytest.raises(P.SessionGoneError, match="The server has forgotten"):
+                    await code.aget()
+                with pytest.raises(P.SessionGoneError):
+                    await asyncio.to_thread(code.get)
+                write("b")
+                with pytest.raises(P.SessionGoneError):
+                    await asyncio.to_thread(session.flush)
 
     def test_a_refused_program_says_why_each_time(self, desk: Desk) -> None:
         earlier = write("a")

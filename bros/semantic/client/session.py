@@ -269,11 +269,13 @@ class Session:
     def run(self, coroutine: Coroutine[Any, Any, T], instead: str) -> T:
         """Run a coroutine on the connection's loop and wait; see `Connection.run`.
 
-        Raises SessionGoneError if the session is closed, also while it waits.
+        Raises SessionGoneError if the session is closed, also while it waits, and if the server has
+        forgotten it.
         """
         self._check_open(coroutine)
         try:
-            return self._connection.run(coroutine, instead)
+            with _noticing_restarts():
+                return self._connection.run(coroutine, instead)
         except concurrent.futures.CancelledError:
             self._raise_if_closed()
             raise
@@ -282,7 +284,8 @@ class Session:
         """`run` for coroutines."""
         self._check_open(coroutine)
         try:
-            return await self._connection.arun(coroutine)
+            with _noticing_restarts():
+                return await self._connection.arun(coroutine)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or not task.cancelling():
@@ -336,6 +339,18 @@ class Session:
     def _raise_if_closed(self) -> None:
         if self._closed:
             raise SessionGoneError("The session has been closed.")
+
+
+@contextlib.contextmanager
+def _noticing_restarts() -> Iterator[None]:
+    """Raises SessionGoneError for a session, which was open, if the server does not know it."""
+    try:
+        yield
+    except NotFoundError as error:
+        if error.code != "session_not_found":
+            raise
+        message = "The server has forgotten the session, for example because it was restarted."
+        raise SessionGoneError(message) from error
 
 
 def _reset_current(token: Token[SessionInterface | None]) -> None:
@@ -757,7 +772,7 @@ class AsyncSession:
         try:
             session_id, backend = await self._opened()
             await _repeatedly(backend.fail, session_id, call.request_id, message)
-        except (SessionGoneError, ConflictError) as ended:  # the call was cancelled meanwhile
+        except (SessionGoneError, NotFoundError, ConflictError) as ended:  # it was cancelled
             logger.info("%s() failed (%s) after its call had ended: %s", name, message, ended)
         except Exception as lost:
             logger.warning("%s() failed (%s), which cannot be reported: %s", name, message, lost)
