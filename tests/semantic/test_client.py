@@ -506,6 +506,12 @@ class TestHttp:
         with pytest.raises(ConfigError):
             P.Session(url)
 
+    @pytest.mark.parametrize("key", ["secret\n", "sécret", "sec\x00ret"])
+    def test_a_key_that_fits_no_header_is_not_shown(self, key: str) -> None:
+        with pytest.raises(ConfigError, match="^api_key: .* printable ASCII") as raised:
+            P.connect("http://localhost:1", api_key=key)
+        assert key.strip() not in str(raised.value)
+
     def test_options_of_an_engine_need_one(self) -> None:
         with pytest.raises(TypeError, match="model, kv_blocks: options of an engine"):
             P.Session("http://localhost:1", model="x", kv_blocks=3)

@@ -193,12 +193,17 @@ def open_http(
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"url: {url!r} must start with http:// or https://")
     base = url.rstrip("/").removesuffix("/v1") + "/v1/"
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        # The message does not show the key, because messages get into logs.
+        raise ConfigError(
+            "api_key: a header carries it, so it must be printable ASCII characters; a key that is "
+            "read from a file may end with a line break"
+        )
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         httpx.URL(base)
-        httpx.Headers(headers)
     except (httpx.InvalidURL, UnicodeEncodeError) as error:
-        raise ConfigError(f"url or api_key: {error}") from None
+        raise ConfigError(f"url: {error}") from None
 
     @contextlib.asynccontextmanager
     async def opening() -> AsyncIterator[Backend]:
