@@ -1109,6 +1109,44 @@ class TestNative:
 
         assert refine("a").get() == code_of("better a")
 
+    def test_a_cancelled_one_does_not_run(self, desk: Desk) -> None:
+        ran: list[str] = []
+
+        @P.native_function
+        def note(text):
+            ran.append(text)
+            return text
+
+        task = P.SemanticVariable()
+        cancelled, other = note(task), note(task)
+        cancelled.want()
+        other.want()
+        cancelled.cancel()
+        task.set("a")
+        assert other.get(timeout=30) == "a"
+        time.sleep(0.3)
+        assert ran == ["a"]
+        with pytest.raises(P.UpstreamError, match="was cancelled"):
+            cancelled.get(timeout=30)
+
+    def test_a_running_coroutine_function_is_cancelled(self, desk: Desk) -> None:
+        entered, left = threading.Event(), threading.Event()
+
+        @P.native_function
+        async def slow(text):
+            entered.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                left.set()
+
+        running = slow("a")
+        running.want()
+        assert entered.wait(20)
+        running.cancel()
+        assert left.wait(20)
+        assert not [operation for operation in desk.backend.operations if operation[0] == "fail"]
+
     def test_each_has_a_thread(self, desk: Desk) -> None:
         """More of them than asyncio.to_thread has threads, which look-ups of names need, too."""
         all_run = threading.Barrier(40)

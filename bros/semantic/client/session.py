@@ -467,6 +467,7 @@ class AsyncSession:
         self._created: asyncio.Task[str] | None = None
         self._sending = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._natives: dict[ProgramCall, asyncio.Task[None]] = {}
         self._undeclared: deque[SemanticVariable] = deque()
         self._unset: deque[SemanticVariable] = deque()  # with values for the server
         self._threads = asyncio.Semaphore(MAX_NATIVE_THREADS)
@@ -557,7 +558,8 @@ class AsyncSession:
         await asyncio.shield(self._start(self._send_value(variable)))
 
     async def cancel(self, call: ProgramCall) -> None:
-        """Cancel a call; an unsent one will not be sent."""
+        """Cancel a call; an unsent one will not be sent. A native function that has not begun will
+        not run, and a coroutine function is cancelled; a thread cannot be."""
         async with self._sending:
             await self._send_again()
             if call.request_id is None:
@@ -566,6 +568,8 @@ class AsyncSession:
                 return
             session_id, backend = await self._opened()
             await backend.cancel(session_id, call.request_id)
+            if (task := self._natives.get(call)) is not None:
+                task.cancel()
 
     async def inspect(self) -> Mapping[str, Any]:
         await self.send({})
@@ -732,7 +736,11 @@ class AsyncSession:
             call.running = True
             waiting.extend(call.inputs())
             if call.function.native is not None:
-                self._start(self._run_native(call))
+                task = self._natives[call] = self._start(self._run_native(call))
+                task.add_done_callback(functools.partial(self._native_ended, call))
+
+    def _native_ended(self, call: ProgramCall, task: asyncio.Task[None]) -> None:
+        del self._natives[call]
 
     async def _run_native(self, call: ProgramCall) -> None:
         """Wait for the inputs, run the function, and set its outputs or report its failure. It
@@ -835,7 +843,7 @@ class AsyncSession:
                     self._warn(f"{variable.name!r} is waited for without a timeout. {error.unset}")
         variable.receive_value(whole)
 
-    def _start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def _start(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
