@@ -143,6 +143,15 @@ def test_a_get_that_makes_no_sense_harms_nothing_else(
     assert [first.get(), second.get()] == [answer_to("one"), answer_to("two")]
 
 
+def test_calls_share_a_long_text(session: P.Session) -> None:
+    document = "x" * 1200
+    answers = [join([document, str(number)]) for number in range(20)]
+    expected = [echo(f"Join {document}\n\n{number}: ").upper() for number in range(20)]
+    assert P.gather(*answers) == expected
+    long = [len(v["consumers"]) for v in session.inspect()["variables"] if v["value"] == document]
+    assert long == [20]
+
+
 def test_only_what_is_wanted_runs(place: Place, session: P.Session) -> None:
     wanted, unwanted = ask("one"), ask("two")
     wanted.get()

@@ -665,6 +665,52 @@ class TestVariables:
             setting.result()
             assert code.get(timeout=30) == code_of("a")
 
+    @pytest.mark.parametrize("kind", ["text", "variable", "variables"])
+    def test_a_long_text_of_several_calls_is_sent_once(self, desk: Desk, kind: str) -> None:
+        document = "The harbour of Marrow Bay was built in a single summer. " * 400
+
+        def argument() -> Any:
+            return document if kind == "text" else P.SemanticVariable(document)
+
+        one = argument()
+        for _ in range(2):  # the server may have dropped the first one meanwhile
+            tests = [
+                test_of(f"Question {number}", argument() if kind == "variables" else one)
+                for number in range(100)
+            ]
+            assert P.gather(*tests) == [
+                shout("test_of", "test", f"Task: Question {number}\nCode: {document}\nTest: ")
+                for number in range(100)
+            ]
+        for program in desk.backend.programs:
+            assert len(json.dumps(to_json(SubmitProgram(requests=program)))) < 100_000
+        declared = [name for what, _, name in desk.backend.operations if what == "declare"]
+        assert declared == ["code", "code"]
+        # A request more costs more than to send short texts twice.
+        other = [write("b" * 2000), write("b" * 2000), write("a"), write("a")]
+        P.gather(*other)
+        assert len(desk.backend.operations) == len(declared)
+
+    @pytest.mark.parametrize("lost", [True, False])
+    def test_a_long_text_whose_declaration_fails_loses_no_call(
+        self, desk: Desk, lost: bool
+    ) -> None:
+        declare, document = desk.backend.declare, "x" * 20_000
+        error = P.ServerUnreachableError("lost") if lost else InvalidRequestError("too long")
+
+        async def fail(*arguments: Any) -> None:
+            desk.backend.declare = declare  # type: ignore[method-assign]
+            raise error
+
+        desk.backend.declare = fail  # type: ignore[method-assign]
+        codes = [write(document), write(document)]
+        if lost:
+            with pytest.raises(P.ServerUnreachableError):
+                P.gather(*codes)
+        assert P.gather(*codes, timeout=30) == 2 * [code_of(document)]
+        inline = [p.value for call in desk.backend.programs[0] for p in call.parameters]
+        assert inline.count(document) == (0 if lost else 2)
+
     def test_asking_an_input_for_its_value_waits_for_it(self, desk: Desk) -> None:
         task = P.SemanticVariable(name="task")
         with pytest.raises(P.GetTimeoutError):

@@ -28,6 +28,7 @@ from collections.abc import (
 )
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from bros.semantic.core.template import Piece, Placeholder, Text, join_texts, render_template
@@ -413,12 +414,11 @@ class SemanticVariable:
                 self._id = session.new_id(self._name)
             return self._id, is_new
 
-    def id_or_value(self, session: SessionInterface) -> tuple[str | None, str | None]:
-        """(id, None), or (None, value) for a constant that has no id yet."""
+    @property
+    def constant(self) -> str | None:
+        """The value of a constant that has no id yet, else None."""
         with self._lock:
-            if self._id is None and self._producer is None and self._value is not None:
-                return None, self._value
-        return self.id_in(session)[0], None
+            return self._value if self._id is None and self._producer is None else None
 
     def _set_locally(self, text: str) -> bool:
         """Store the value. Returns whether the server knows the variable and needs the value."""
@@ -618,24 +618,37 @@ class ProgramCall:
         for argument in self.arguments.values():
             yield from variables_in(argument)
 
-    def to_spec(self, session: SessionInterface, wanted: Wanted) -> CallSpec:
-        """The call as sent to the server. wanted: criteria of variables requested with it."""
+    def constants(self, session: SessionInterface) -> dict[str, str]:
+        """The texts that `to_spec` writes into the call -> the input of each."""
+        return {
+            text: name
+            for name, argument in self.arguments.items()
+            for part in self._parts_of(argument)
+            if (text := _constant(part, session)) is not None
+        }
+
+    def to_spec(
+        self,
+        session: SessionInterface,
+        wanted: Wanted,
+        shared: Mapping[str, str] = MappingProxyType({}),
+    ) -> CallSpec:
+        """The call as sent to the server.
+
+        wanted: criteria of variables requested with it.
+        shared: ids of variables for texts that are not written into the call.
+        """
         function = self.function
         parameters: list[Parameter] = []
         expanded: dict[str, tuple[str, ...]] = {}
         for name, argument in self.arguments.items():
-            if isinstance(argument, SemanticVariable):
-                parts: Sequence[Any] = [argument]
-            elif function.native is not None:  # which gets all others as they are
-                parts = list(variables_in(argument))
-            else:
-                parts = argument if isinstance(argument, list | tuple) else [argument]
+            parts = self._parts_of(argument)
             names: Sequence[str] = [name]
             if parts is argument or len(parts) != 1:
                 names = expanded[name] = self._names_within(name, len(parts))
             transforms = function.transforms.get(name)
             parameters += [
-                _input(part_name, part, transforms, session)
+                _input(part_name, part, transforms, session, shared)
                 for part_name, part in zip(names, parts, strict=True)
             ]
         for name, variable in self.outputs.items():
@@ -660,6 +673,14 @@ class ProgramCall:
             return replace(spec, template=contents[0][1], chat=function.chat)
         messages = [Message(role=role or "user", content=content) for role, content in contents]
         return replace(spec, messages=messages)
+
+    def _parts_of(self, argument: Any) -> Sequence[Any]:
+        """The inputs that an argument consists of."""
+        if isinstance(argument, SemanticVariable):
+            return [argument]
+        if self.function.native is not None:  # which gets all others as they are
+            return list(variables_in(argument))
+        return argument if isinstance(argument, list | tuple) else [argument]
 
     def _names_within(self, name: str, count: int) -> tuple[str, ...]:
         """Unused placeholder names for the parts of a sequence argument."""
@@ -752,18 +773,33 @@ def hides_variables(argument: Any) -> bool:
     return any(map(hides_variables, parts))
 
 
-def _input(
-    name: str, part: str | SemanticVariable, transforms: str | None, session: SessionInterface
-) -> Parameter:
-    parameter = Parameter(name=name, role=Role.INPUT, transforms=transforms)
+def _constant(part: Any, session: SessionInterface) -> str | None:
+    """The text of an input that is sent without a variable, else None."""
     if isinstance(part, str):
-        return replace(parameter, value=part)
+        return part
+    if not isinstance(part, SemanticVariable):
+        return None
     if part.session is not session or part.program is None:
         # A constant, or a variable of another session whose value is known.
-        assert part.value is not None
-        return replace(parameter, value=part.value)
-    variable_id, value = part.id_or_value(session)
-    return replace(parameter, variable=variable_id, value=value)
+        return part.value
+    return part.constant
+
+
+def _input(
+    name: str,
+    part: Any,
+    transforms: str | None,
+    session: SessionInterface,
+    shared: Mapping[str, str],
+) -> Parameter:
+    parameter = Parameter(name=name, role=Role.INPUT, transforms=transforms)
+    text = _constant(part, session)
+    if text is None:
+        assert part.session is session
+        return replace(parameter, variable=part.id_in(session)[0])
+    if text in shared:
+        return replace(parameter, variable=shared[text])
+    return replace(parameter, value=text)
 
 
 def _expand(

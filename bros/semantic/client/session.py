@@ -23,7 +23,7 @@ import logging
 import re
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import (
     AsyncGenerator,
     Awaitable,
@@ -88,6 +88,11 @@ MAX_NATIVE_THREADS = 256
 
 _ANSWER_WITHIN_S = 2.0
 """How long a client that has a timeout waits after it for the answer that the time is over."""
+
+_SHARED_CHARS = 1_000
+_SAVED_CHARS = 16_384
+"""A text of at least so many characters is sent once for all calls of a program, if its repetitions
+have at least so many: fewer cost less than the additional request."""
 
 _REFUSED = (QueueFullError, OverloadedError, SessionLimitError)
 _UNANSWERED = (ServerUnreachableError, EngineDeadError)
@@ -470,6 +475,7 @@ class AsyncSession:
         self._natives: dict[ProgramCall, asyncio.Task[None]] = {}
         self._undeclared: deque[SemanticVariable] = deque()
         self._unset: deque[SemanticVariable] = deque()  # with values for the server
+        self._shared: dict[str, SemanticVariable] = {}  # by their values
         self._threads = asyncio.Semaphore(MAX_NATIVE_THREADS)
         self._unanswered: _ProgramRequest | None = None
         self._warned: set[str] = set()
@@ -589,9 +595,10 @@ class AsyncSession:
             await self._send_again()
             await self._set_values()
             calls, specs, failed = self._session.program.take(), {}, None
+            shared = await self._share_constants(calls)
             for call in _sendable(calls):
                 try:
-                    specs[call] = call.to_spec(self._session, wanted)
+                    specs[call] = call.to_spec(self._session, wanted, shared)
                 except Exception as error:  # of this call, whatever the others are
                     call.error, failed = error, error
             calls = _sendable(calls)
@@ -650,6 +657,40 @@ class AsyncSession:
             if await backend.get(session_id, variable_id, criteria, _KNOWN_WITHIN_S) != value:
                 raise
 
+    async def _share_constants(self, calls: Sequence[ProgramCall]) -> dict[str, str]:
+        """Declare the long texts that several of these calls have in common. Returns text -> id.
+
+        They would be in the body of the program once for each call, and the server would keep them
+        as often. Only this program uses the variables: the server may drop them when it forgets
+        its calls.
+        """
+        uses = Counter[str]()
+        names: dict[str, str] = {}
+        for call in _sendable(calls):
+            constants = call.constants(self._session)
+            uses.update(constants.keys())
+            names.update(constants)
+        for text, count in uses.items():
+            if len(text) < _SHARED_CHARS or len(text) * (count - 1) < _SAVED_CHARS:
+                continue
+            if text not in self._shared:
+                variable = SemanticVariable(text, names[text], self._session)
+                self._session.announce(variable)
+                self._shared[text] = variable
+        while self._undeclared:
+            try:
+                await self._declare()
+            except _TRY_AGAIN:
+                self._session.program.put_back(calls)
+                raise
+            except Exception as error:  # the server will refuse the text within the calls, too
+                logger.info("a variable is not declared: %s", error)
+        return {
+            text: variable.id_in(self._session)[0]
+            for text, variable in self._shared.items()
+            if variable.refusal is None
+        }
+
     async def _send_again(self) -> None:
         """Send calls again whose response was lost; the key makes that idempotent."""
         if self._unanswered is not None:
@@ -671,6 +712,7 @@ class AsyncSession:
             self._unanswered = None
             raise
         self._unanswered = None
+        self._shared.clear()
         for call, answer in zip(request.calls, answers, strict=True):
             call.request_id = answer.request_id
         for call in request.calls:
