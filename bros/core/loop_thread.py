@@ -74,12 +74,10 @@ class LoopThread:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine and wait for its result. KeyboardInterrupt cancels it, and is raised when
         its task has ended, or after `_INTERRUPT_S`."""
-        future = self.start(coroutine)
         try:
-            return future.result()
-        except KeyboardInterrupt:
-            future.cancel()  # done at once, while the task still has to clean up
-            ended = self.start(_end_of(coroutine))
+            return self.start(coroutine).result()
+        except KeyboardInterrupt:  # which may come before `start` has returned
+            ended = self.start(_cancel(coroutine))
             with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
                 ended.result(_INTERRUPT_S)
             ended.cancel()
@@ -109,9 +107,11 @@ class LoopThread:
             await asyncio.gather(*others, return_exceptions=True)
 
 
-async def _end_of(coroutine: Coroutine[Any, Any, Any]) -> None:
-    """Wait until the task of a coroutine has ended, without cancelling it."""
+async def _cancel(coroutine: Coroutine[Any, Any, Any]) -> None:
+    """Cancel the task of a coroutine, if it has one, and wait until that has ended."""
     tasks = [task for task in asyncio.all_tasks() if task.get_coro() is coroutine]
+    for task in tasks:
+        task.cancel()
     if tasks:
         await asyncio.wait(tasks)
 

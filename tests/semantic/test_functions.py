@@ -219,9 +219,10 @@ class TestCalls:
 
     def test_only_the_value_of_a_variable_is_its_text(self, desk: Desk) -> None:
         code = write("a")
-        for build in (str, "Judge {}".format, lambda variable: f"Judge {variable:>9}"):
+        for build in ("Judge {}".format, lambda variable: f"Judge {variable:>9}"):
             with pytest.raises(TypeError, match="'code' has no value yet: pass the variable"):
                 build(code)
+        assert str(code) == repr(code), "to print it"
         code.get()
         assert f"{code}" == str(code) == code_of("a")
         assert repr(code).startswith("<SemanticVariable code: ")

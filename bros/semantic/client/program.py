@@ -213,6 +213,10 @@ class SemanticVariable:
         return f"<SemanticVariable {self._name}: {shown!r}{more}>"
 
     def __str__(self) -> str:
+        """Its value; without one a description, for logs."""
+        return repr(self) if self._value is None else self._value
+
+    def __format__(self, spec: str) -> str:
         """Its value. Raises TypeError if it has none yet: a text that is built with it would
         contain a description of the variable, and no call would wait for the value."""
         if self._value is None:
@@ -220,10 +224,7 @@ class SemanticVariable:
                 f"the variable {self._name!r} has no value yet: pass the variable itself to a "
                 "function, or wait for its value with get()"
             )
-        return self._value
-
-    def __format__(self, spec: str) -> str:
-        return format(str(self), spec)
+        return format(self._value, spec)
 
     @property
     def name(self) -> str:
