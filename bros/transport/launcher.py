@@ -25,7 +25,7 @@ def main() -> int:
         # These reach the whole process group; the server decides when to end. A handler rather than
         # SIG_IGN, because the ranks would inherit SIG_IGN.
         signal.signal(number, lambda number, frame: None)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # this one the ranks do not handle
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which the ranks inherit
     end_with_server(folder)
     config = LaunchSpec.read(folder).config
     # Late, because these imports take seconds: first watch the server.
@@ -36,8 +36,7 @@ def main() -> int:
     if sys.flags.safe_path:  # see core/machine.py
         os.environ["PYTHONSAFEPATH"] = "1"
     try:
-        # torch's launcher requires at least one signal to handle. This one reaches
-        # no whole process group.
+        # torch's launcher requires at least one signal to handle; nothing sends this one.
         launch_ranks(config.tp, "bros.transport.process", [str(folder)], signals=("SIGUSR2",))
         return 0
     except RanksLostError as error:
