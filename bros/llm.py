@@ -209,6 +209,8 @@ class LLM:
         for param, text in texts_of:
             with texts_of.errors_at(param):
                 inputs.append(PoolingInput(_token_ids(tokenizer, text, param)))
+                if not inputs[-1].token_ids:
+                    raise InvalidRequestError("The text is empty.", param=param)
                 pooler.check(inputs[-1], param)
         results = self._run(
             pooler.run(
@@ -736,7 +738,11 @@ def _config(model: Any, options: Mapping[str, Any]) -> EngineConfig:
     for name in options:
         if name not in fields:
             close = difflib.get_close_matches(name, fields, 1, 0.8)
-            hint = f"; did you mean {close[0]}?" if close else "; `bros serve --help` lists them"
+            hint = (
+                f"; did you mean {close[0]}?"
+                if close
+                else "; it has those of the engine in `bros serve --help`"
+            )
             raise TypeError(f"LLM has no option {name!r}{hint}")
     # No user waits for a first token, so prompts run in their order.
     given: dict[str, Any] = {"max_queue": 1_000_000, "policy": "fcfs", "model": model, **options}

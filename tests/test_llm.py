@@ -479,6 +479,8 @@ def test_an_error_names_the_prompt_and_nothing_has_run_before_it(
 def test_an_error_names_the_text_or_the_prompt_of_a_context(llm: LLM) -> None:
     with pytest.raises(PromptTooLongError, match=r"^texts\[1\]: This model takes at most"):
         llm.embed([[5], [1] * 5000])
+    with pytest.raises(InvalidRequestError, match=r"^texts\[1\]: The text is empty"):
+        llm.embed([[5], []])
     with pytest.raises(InvalidRequestError, match=r"^'texts\[1\]' has token id 999999"):
         llm.embed([[5], [999_999]])
     contexts = [llm.context("one"), llm.context("two")]
@@ -542,7 +544,7 @@ def test_options_may_be_paths_and_numbers_of_bytes(folder: Path) -> None:
     ("options", "kind", "message"),
     [
         ({"kv_mem": "1GiB"}, TypeError, "LLM has no option 'kv_mem'; did you mean kv_memory?"),
-        ({"dtype": "bf16"}, TypeError, "LLM has no option 'dtype'; `bros serve --help` lists them"),
+        ({"dtype": "bf16"}, TypeError, "LLM has no option 'dtype'; it has those of the engine"),
         ({"port": 9000}, TypeError, "LLM has no option 'port'"),
         ({"model": 5}, ConfigError, "model: a name or a path is needed, got 5"),
         ({"model": Path("/no/such")}, ModelError, "there is no file or folder /no/such"),
