@@ -135,6 +135,11 @@ class _DoomedDatabase:
     def unlocked(self, connection: sa.Connection, ids: sa.Select[Any]) -> Sequence[str]:
         return self._database.unlocked(connection, ids)
 
+    def is_free(
+        self, lease_until: sa.Column[float], now: float, lease_s: float
+    ) -> sa.ColumnElement[bool]:
+        return self._database.is_free(lease_until, now, lease_s)
+
     @contextlib.contextmanager
     def write(self, **options: bool) -> Iterator[sa.Connection]:
         with self._database.write(**options) as connection:
