@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 _BUSY_S = 30
 """How long a SQLite transaction waits for the lock of another one."""
 
-_LATE_S = 2 * _BUSY_S
-"""A lease may end later than it could if it were taken now: another server may have renewed it
-while this one waited for the lock."""
+_LATE_S = 600.0
+"""A lease may end so much later than it could if it were taken now: another server may have renewed
+it while this one waited for the lock, and may have a longer --batch-lease."""
 
 _POSTGRES_SETTINGS: Mapping[str, Any] = {
     "connect_timeout": 10,

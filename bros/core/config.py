@@ -400,7 +400,7 @@ class ServerConfig(_Checked):
         high=30,
     )
     drain_timeout: float = option(
-        30.0, "seconds in which open requests may end after Ctrl-C or SIGTERM", low=0
+        30.0, "seconds in which open requests may end after Ctrl-C, SIGTERM or SIGHUP", low=0
     )
     tls_cert: str | None = option(
         None, "file with the TLS certificate, and those of its issuers, for https"
