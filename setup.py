@@ -114,7 +114,9 @@ class BuildPackage(build_py):
 
     def run(self) -> None:
         # What an earlier build has left may be gone from the sources by now, and would be packed.
-        if not self.editable_mode and not self.distribution.have_run.get("build_ext"):
+        elsewhere = Path(self.build_lib).resolve() != Path.cwd()  # not the sources themselves
+        has_run = self.distribution.have_run.get("build_ext")
+        if not self.editable_mode and not has_run and elsewhere:
             shutil.rmtree(Path(self.build_lib, "bros"), ignore_errors=True)
         super().run()
         if self.editable_mode:

@@ -16,6 +16,7 @@ time, is checked by text/grammar_check.py in a process of its own.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import re
@@ -316,7 +317,8 @@ def _check_size(schema: Schema, param: str) -> None:
 
 
 def loosened(schema: Mapping[str, Any], *, param: str = "grammar") -> dict[str, Any]:
-    """A schema by which at least the same values are valid, without what cannot be enforced.
+    """A schema by which at least the same values are valid, without what cannot be enforced. (Only
+    the property that a `discriminator` names becomes required.)
 
     Raises InvalidRequestError for a schema that is too deep or too large.
     """
@@ -339,6 +341,7 @@ class _Schema:
         self._targets: dict[str, object] = {}
         self._kinds: dict[int, frozenset[str]] = {}
         self._tags: dict[int, dict[str, frozenset[str]]] = {}
+        self._of_tag: dict[tuple[int, str, int], frozenset[str]] = {}
         self._num_looks = 0
 
     def checked(self) -> dict[str, Any]:
@@ -363,10 +366,10 @@ class _Schema:
                 checked[name] = self._check_keyword(name, value, inner)
         if schema.get("type") != "integer":
             _close_bounds(checked)
-        self._check_count(checked, path)
-        _add_pattern(checked)
         if self._lenient:
             _loosen_names(schema, checked)
+        self._check_count(checked, path)
+        _add_pattern(checked)
         if "oneOf" in checked:
             self._check_one_of(schema, checked)
         return checked
@@ -482,6 +485,13 @@ class _Schema:
         self._num_looks += 1
         if schema is None or depth == 0 or self._num_looks > _MOST_LOOKS:
             return frozenset()
+        known = id(schema), tag, depth
+        if known not in self._of_tag:
+            self._of_tag[known] = self._found_values(schema, tag, depth)
+            self._num_looks += len(self._of_tag[known])
+        return self._of_tag[known]
+
+    def _found_values(self, schema: Mapping[str, Any], tag: str, depth: int) -> frozenset[str]:
         properties = schema.get("properties")
         if isinstance(properties, Mapping) and self._types(schema) == {"object"}:
             return _named_values(properties.get(tag))
@@ -517,7 +527,8 @@ class _Schema:
             properties, required = schema.get("properties"), schema.get("required")
             if self._types(schema) != {"object"} or not isinstance(properties, Mapping):
                 return found
-            for name in required[:_MOST_VALUES] if _is_list_of_names(required) else ():
+            names = dict.fromkeys(required) if _is_list_of_names(required) else ()
+            for name in itertools.islice(names, _MOST_VALUES):
                 if values := _named_values(properties.get(name)):
                     found[name] = values
         return found
@@ -539,8 +550,9 @@ class _Schema:
             found: object = self._root
             for step in filter(None, unquote(ref.removeprefix("#")).split("/")):
                 step = step.replace("~1", "/").replace("~0", "~")
-                if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-                    found = found[int(step)]
+                if isinstance(found, list):
+                    is_index = step.isdecimal() and len(step) <= _MOST_DIGITS
+                    found = found[int(step)] if is_index and int(step) < len(found) else None
                 else:
                     found = found.get(step) if isinstance(found, Mapping) else None
             self._targets[ref] = found
@@ -604,6 +616,9 @@ _MOST_VALUES, _MOST_CHARS = 100, 200
 """Most required properties of an option that are looked at to tell options apart, most values of
 each, and the longest of these."""
 
+_MOST_DIGITS = 6
+"""Of a place in a list of a schema, which has at most MAX_SCHEMA_PARTS."""
+
 _MOST_LOOKS = 4 * MAX_SCHEMA_PARTS
 """Most values that are compared in all: the same options may occur many times."""
 
@@ -625,7 +640,7 @@ def _shown_value(value: object) -> str:
         return json.dumps(value) if len(value) <= _MOST_CHARS else ""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    return str(_double(value)) if isinstance(value, int | float) else ""
+    return str(_double(value) + 0.0) if isinstance(value, int | float) else ""  # -0.0 is 0.0
 
 
 def _discriminator(schema: Mapping[str, Any]) -> str:
@@ -711,10 +726,11 @@ def _add_pattern(checked: dict[str, Any]) -> None:
     """Let a date or time match its own pattern, too."""
     form = checked.get("format")
     pattern = _PATTERNS.get(form) if isinstance(form, str) else None
-    if pattern is not None and "pattern" in checked:
-        checked["allOf"] = [*checked.get("allOf", ()), {"pattern": pattern}]
-    elif pattern is not None:
-        checked["pattern"] = pattern
+    if pattern is None or pattern == checked.setdefault("pattern", pattern):
+        return
+    more, before = {"pattern": pattern}, checked.get("allOf", ())
+    if more not in before:  # else the schema was checked already
+        checked["allOf"] = [*before, more]
 
 
 _REGEX_TOKEN = re.compile(r"\\.|\(\?<?[=!]|\(\?P=|[^\\(\[\]]+|.", re.DOTALL)

@@ -99,7 +99,7 @@ class WorkerProcess:
     def start(self) -> None:
         """Start the process if it does not run, so that the next `ask` need not. Does not wait for
         it to be ready."""
-        with contextlib.suppress(WorkerClosedError):
+        with contextlib.suppress(WorkerClosedError, OSError):  # `ask` will say so
             self._connect()
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import zlib
 from pathlib import Path
@@ -72,11 +71,13 @@ def compiled_kernels() -> CpuKernels | None:
 
 
 def compiled_digest() -> str:
-    """Digest of the compiled kernels' file, which tells builds apart; empty if there are none."""
-    spec = importlib.util.find_spec("bros.kernels._C")
-    if spec is None or spec.origin is None:
+    """Digest of the sources of the compiled kernels, which tells versions apart; empty if there are
+    none."""
+    try:
+        from bros.kernels import _C
+    except ImportError:
         return ""
-    return f"{zlib.crc32(Path(spec.origin).read_bytes()):08x}"
+    return getattr(_C, "SOURCES", "")
 
 
 def _load_cpu_kernels() -> CpuKernels:

@@ -132,6 +132,11 @@ class AnswerParser:
     def in_reasoning(self) -> bool:
         return self._reasoning is not None and self._reasoning.inside
 
+    @property
+    def held_space(self) -> str:
+        """The white space that is text, unless a call follows it."""
+        return "" if self._calls is None else self._calls.held_space
+
     def push(self, text: str) -> list[AnswerPart]:
         """The parts that this text completes or continues."""
         parts: list[AnswerPart] = []
@@ -768,6 +773,12 @@ class CallReader(ABC):
         self._at_start = True
         self._after_end = False
 
+    @property
+    def held_space(self) -> str:
+        """The white space that is text, unless a call follows it; not that between calls."""
+        may_be_text = self._state == self._outside and not (self._after_end or self._only_calls)
+        return self._held if may_be_text and self._held.isspace() else ""
+
     def push(self, text: str, parts: list[AnswerPart]) -> None:
         while text:
             text = self._state(text, parts)
@@ -789,6 +800,7 @@ class CallReader(ABC):
             self._note_end(parts)
         elif self._state == self._outside and not is_next:
             _add_text(parts, self._held.lstrip() if self._after_end else self._held)
+        self._held = ""
 
     @abstractmethod
     def _enter(self, text: str, parts: list[AnswerPart]) -> str:

@@ -695,7 +695,15 @@ class _Choice:
     """
 
     __slots__ = (
-        *("_detokenizer", "_forwarder", "_generation", "_is_plain", "_logprobs", "_matcher"),
+        *(
+            "_detokenizer",
+            "_exempt",
+            "_forwarder",
+            "_generation",
+            "_is_plain",
+            "_logprobs",
+            "_matcher",
+        ),
         *("_parser", "_parts", "_prompt_logprobs"),
         *("_sampling", "_texts", "_token_ids", "cached_tokens", "error", "finish_reason"),
         *("finished", "index", "num_output_tokens", "reasoning_tokens", "request_id"),
@@ -724,6 +732,7 @@ class _Choice:
         self._forwarder = forwarder
         self._sampling = sampling
         self._detokenizer = parsing.detokenizer()
+        self._exempt = 0  # characters of text to come in which stop strings do not count
         self._matcher = StopMatcher(sampling.stop) if sampling.stop else None
         self._parser = parsing.parser() if parsing.parser is not None else None
         self._parts: list[AnswerPart] = []
@@ -884,7 +893,7 @@ class _Choice:
             parts = parser.push(self._detokenizer.push_token(token_id))
             if in_reasoning or parser.in_reasoning:  # each token counts as what it is
                 self.reasoning_tokens += 1
-            stop = self._add_parts(parts, may_stop=self._may_stop(count))
+            stop = self._add_parts(parts, parser, may_stop=self._may_stop(count))
             if stop is not None:
                 return _Read(self._text_from(before), count, stop)
         if reason is not None:
@@ -892,29 +901,46 @@ class _Choice:
             if reason is FinishReason.STOP and parser.in_reasoning:
                 self.reasoning_tokens += 1  # the stop token
             parts += parser.finish(cut=reason is FinishReason.LENGTH)
-            stop = self._add_parts(parts)
+            stop = self._add_parts(parts, parser)
             if stop is None and self._matcher is not None:
                 self._add_text(self._matcher.finish())
         return _Read(self._text_from(before), None, stop)
 
-    def _add_parts(self, parts: Sequence[AnswerPart], *, may_stop: bool = True) -> str | None:
+    def _add_parts(
+        self, parts: Sequence[AnswerPart], parser: AnswerParser, *, may_stop: bool = True
+    ) -> str | None:
         """Add parts to the slot, up to a stop string in their text; returns it, or None.
 
         may_stop: stop strings count.
+
+        The parser holds white space until it knows that no call follows: stop strings are looked
+        for there, too, since a small model may write nothing else any more.
         """
         matcher = self._matcher
         if matcher is None:
             self._parts += parts
             return None
         for part in parts:
-            if not isinstance(part, TextPart):
-                self._add_text(matcher.finish())  # no stop string reaches across a call
-                self._parts.append(part)
-                continue
-            text, stop = matcher.push(part.text) if may_stop else (part.text, None)
+            if isinstance(part, TextPart):
+                exempt = len(part.text) if not may_stop else self._exempt
+                self._add_text(part.text[:exempt])
+                text, stop = matcher.push(part.text[exempt:])
+            else:
+                text, stop = matcher.finish(), None  # no stop string reaches across a call
+            self._exempt = 0
             self._add_text(text)
             if stop is not None:
                 return stop
+            if not isinstance(part, TextPart):
+                self._parts.append(part)
+        space = parser.held_space
+        if not may_stop:
+            self._exempt = len(space)  # it does not count when it becomes text, either
+        elif matcher.would_stop(space[self._exempt :]):
+            self._add_text(space[: self._exempt])
+            text, stop = matcher.push(space[self._exempt :])
+            self._add_text(text)
+            return stop
         return None
 
     def _add_text(self, text: str) -> None:

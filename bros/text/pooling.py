@@ -291,7 +291,7 @@ def cosine(one: Vector, other: Vector) -> float:
     """The cosine of the angle between two embeddings, from -1 to 1; 0 if one of them is 0."""
     a, b = one.astype(np.float64), other.astype(np.float64)
     found = float(np.dot(a, b)) / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-12)
-    return min(1.0, max(-1.0, found))  # rounding may take it a little beyond
+    return float(np.clip(found, -1.0, 1.0))  # rounding may take it a little beyond
 
 
 Pairs = Sequence[tuple[str, str]]

@@ -42,6 +42,11 @@ class StopMatcher:
         self._held = whole[keep:]
         return whole[:keep], None
 
+    def would_stop(self, text: str) -> bool:
+        """Whether there would be a match if this text was pushed."""
+        found = self._held + text
+        return bool(text) and any(pattern.text in found for pattern in self._patterns)
+
     def finish(self) -> str:
         """The held text, at the end of a text; what is pushed then begins another one."""
         held, self._held = self._held, ""

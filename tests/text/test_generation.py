@@ -648,7 +648,7 @@ def joined_parts(parts: Collection[AnswerPart]) -> list[AnswerPart]:
     answer=st.lists(
         st.sampled_from(["<think>", "</think>", CALL, "a", " b", "x", "\n"]), max_size=9
     ),
-    stop=st.sampled_from(["xa", "\n", "<", "}", "a\n"]),
+    stop=st.sampled_from(["xa", " b", "<", "}", "\na"]),
     reason=st.sampled_from([FinishReason.LENGTH, FinishReason.STOP]),
 )
 def test_stop_strings_end_only_the_text_of_an_answer(
@@ -682,6 +682,35 @@ def test_stop_strings_end_only_the_text_of_an_answer(
         part.text for part in expected if isinstance(part, TextPart)
     )
     assert (found[-1].finish_reason, found[-1].stop_reason) == ended
+
+
+@pytest.mark.parametrize(
+    ("text", "min_tokens", "shown", "stop", "num_tokens"),
+    [
+        ("a\n\nb", 0, "a", "\n\n", 3),
+        ("a" + "\n" * 9, 0, "a", "\n\n", 3),
+        ("b\n\n" + CALL, 0, "b", "\n\n", 3),
+        (CALL + "\n\n" + CALL, 0, "", None, 2 * len(CALL) + 2),
+        (CALL + "b\n\n" + CALL, 0, "b", "\n\n", len(CALL) + 3),
+        ("a\n\nbcd", 3, "a\n\nbcd", None, 6),
+        ("a\n\n", 3, "a\n\n", None, 3),
+        ("a\n\n\n\nb", 3, "a\n\n", "\n\n", 5),
+        ("<think>\n\n</think>\n\nb", 0, "b", None, 20),
+    ],
+)
+async def test_white_space_that_may_come_before_a_call_is_searched_at_once(
+    text: str, min_tokens: int, shown: str, stop: str | None, num_tokens: int
+) -> None:
+    """Else a small model that writes nothing else any more would not stop."""
+    engine = ScriptedEngine()
+    sampling = SamplingParams(stop=("\n\n",), min_tokens=min_tokens)
+    generation = await generator(engine).start([PROMPT], sampling, request_id="r", parsing=CALLING)
+    for token_id in one_by_one(text):
+        engine.say((token_id,))
+    engine.say((), FinishReason.LENGTH)
+    found = [delta async for delta in generation]
+    assert ("".join(d.text for d in found), found[-1].stop_reason) == (shown, stop)
+    assert found[-1].num_output_tokens == num_tokens
 
 
 async def test_one_choice_may_stop_while_others_go_on() -> None:
