@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import subprocess
@@ -216,6 +217,35 @@ class TestCalls:
                 return "x"
 
         assert write(Symbol()).get() == code_of("x")
+
+    def test_a_record_that_can_be_called_has_the_text_of_its_fields(self, desk: Desk) -> None:
+        @dataclasses.dataclass
+        class Tool:
+            name: str
+
+            def __call__(self) -> None: ...
+
+        assert write(Tool("saw")).get() == code_of(str(Tool("saw")))
+
+    def test_what_contains_itself_or_one_thing_many_times_is_looked_at_once(
+        self, desk: Desk
+    ) -> None:
+        @dataclasses.dataclass
+        class Pair:
+            left: object
+            right: object
+
+            def __str__(self) -> str:
+                return "pair"
+
+        pair = Pair(1, 2)
+        for _ in range(60):
+            pair = Pair(pair, pair)
+        pair.left = pair
+        assert write(pair).get() == code_of("pair")
+        pair.right = {"deep": [write("a")]}
+        with pytest.raises(TypeError, match="variables in it"):
+            write(pair)
 
     def test_only_the_value_of_a_variable_is_its_text(self, desk: Desk) -> None:
         code = write("a")

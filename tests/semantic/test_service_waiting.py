@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from unittest import mock
 
 import pytest
 
 from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.core.request import ServiceClass
+from bros.semantic.core.session import SessionStateMachine
 from bros.semantic.errors import (
     GetTimeoutError,
     SessionGoneError,
@@ -151,6 +153,24 @@ async def test_a_timeout_and_a_deadline_leave_the_class_as_it_is() -> None:
     await asyncio.sleep(0.1)
     await leave(waiting)
     assert {desk.view(request).level for request in (timed, dated)} == {"rt"}
+    await desk.close()
+
+
+@virtually
+async def test_clients_that_leave_together_are_looked_at_together() -> None:
+    """One by one, the work would grow with the square of the calls behind a common one."""
+    desk = Desk(ProgramEngine(lambda prompt: "x" * 500))
+    readers = [call(f"{n} {{{{a}}}}{{{{output:b{n}}}}}") for n in range(20)]
+    requests = desk.submit(call("A {{output:a}}"), *readers)
+    waiting = [asyncio.create_task(desk.value(f"b{n}")) for n in range(20)]
+    await asyncio.sleep(2 * STEP_S)
+    with mock.patch.object(
+        SessionStateMachine, "abandon", autospec=True, side_effect=SessionStateMachine.abandon
+    ) as abandon:
+        await leave(*waiting)
+        await asyncio.sleep(0)
+    assert abandon.call_count == 1
+    assert {desk.view(request).level for request in requests} == {"throughput"}
     await desk.close()
 
 

@@ -332,6 +332,9 @@ def as_argument(value: Any) -> Any:
     return checked_text(str(value))
 
 
+_CALLABLES = (type, functools.partial, SemanticCallable)
+
+
 def _check_has_text(value: Any) -> None:
     """Raises TypeError if str() gives a description of the object instead of its text."""
     kind = type(value).__name__
@@ -341,9 +344,8 @@ def _check_has_text(value: Any) -> None:
         raise TypeError(f"is a {kind}; pass what it returns")
     if isinstance(value, bytes | bytearray | memoryview):
         raise TypeError(f"is {kind}; decode it")
-    # Some objects that can be called, such as symbols of SymPy, have a text of their own.
-    text_of: object = type(value).__str__
-    if callable(value) and text_of is object.__str__:
+    # Other objects that can be called, such as symbols of SymPy, have a text of their own.
+    if inspect.isroutine(value) or isinstance(value, _CALLABLES):
         raise TypeError(f"is a {kind}, which can be called; pass what it returns")
     if hides_variables(value):
         raise TypeError(f"is a {kind} with variables in it; pass these as a flat list")

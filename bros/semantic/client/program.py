@@ -21,7 +21,6 @@ from collections.abc import (
     AsyncIterator,
     Callable,
     Coroutine,
-    Iterable,
     Iterator,
     Mapping,
     Sequence,
@@ -762,16 +761,22 @@ def variables_in(argument: Any) -> Iterator[SemanticVariable]:
 
 def hides_variables(argument: Any) -> bool:
     """Whether an object of any other kind contains variables, at any depth."""
-    if isinstance(argument, SemanticVariable):
-        return True
-    parts: Iterable[Any] = ()
-    if isinstance(argument, Mapping):
-        parts = itertools.chain(argument, argument.values())
-    elif isinstance(argument, list | tuple | set | frozenset | deque):
-        parts = argument
-    elif dataclasses.is_dataclass(argument) and not isinstance(argument, type):
-        parts = [getattr(argument, spec.name, None) for spec in dataclasses.fields(argument)]
-    return any(map(hides_variables, parts))
+    seen: dict[int, Any] = {}  # objects, which stay alive so that their ids stay unique
+    stack = [argument]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, SemanticVariable):
+            return True
+        if isinstance(part, str | int | float) or id(part) in seen:
+            continue
+        seen[id(part)] = part
+        if isinstance(part, Mapping):
+            stack += itertools.chain(part, part.values())
+        elif isinstance(part, list | tuple | set | frozenset | deque):
+            stack += part
+        elif dataclasses.is_dataclass(part) and not isinstance(part, type):
+            stack += [getattr(part, spec.name, None) for spec in dataclasses.fields(part)]
+    return False
 
 
 def _constant(part: Any, session: SessionInterface) -> str | None:

@@ -614,7 +614,7 @@ class AsyncSession:
                 return  # the declaration will include the value
             try:
                 await self._send_again()
-                await self._set_values()
+                await self._set_values(variable)
             except _UNANSWERED:
                 raise
             except Exception:
@@ -622,8 +622,12 @@ class AsyncSession:
                     variable.take_back_value()
                 raise
 
-    async def _set_values(self) -> None:
-        """Send the values that the client has set since the last request."""
+    async def _set_values(self, asked: SemanticVariable | None = None) -> None:
+        """Send the values that the client has set since the last request.
+
+        asked: what the caller sets now, whose refusal it gets. That of another one, which had no
+            answer before, is what a get of it raises.
+        """
         while self._unset:
             variable = self._unset[0]
             # A declaration may include it, or `set` may have taken it back.
@@ -632,10 +636,14 @@ class AsyncSession:
                     await self._set_value(variable)
                 except _TRY_AGAIN:
                     raise
-                except Exception:
+                except Exception as error:
                     self._unset.popleft()
-                    variable.take_back_value()
-                    raise
+                    if variable is asked:
+                        variable.take_back_value()
+                        raise
+                    variable.take_back_value(error)
+                    logger.warning("The value of %s is refused: %s", variable.name, error)
+                    continue
                 variable.value_sent()
             self._unset.popleft()
 

@@ -551,7 +551,8 @@ class SessionStateMachine:
             llm_call.call.cause = llm_call.call.cause or cause
             for variable in llm_call.outputs:
                 if variable.pending:
-                    requested = requested or variable.want is not None
+                    want = variable.want
+                    requested = requested or (want is not None and not want.plain)
                     self._fail_variable(variable, cause)
                     if with_dependents:
                         stack.extend(variable.consumers)

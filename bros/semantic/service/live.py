@@ -351,6 +351,7 @@ class ServedSession:
     records: call id -> record.
     pending: actions that are still to be performed, each with the group starts of its batch.
     informing: whether LLM calls are told of set values in the next turn of the event loop.
+    abandoned: variables whose waiting clients have gone since the last turn of the event loop.
     tasks: tasks of running LLM calls.
     settled: subscribers that wait for values.
     streamed: subscribers that stream values.
@@ -392,6 +393,7 @@ class ServedSession:
     records: dict[str, CallRecord] = field(default_factory=dict)
     pending: deque[tuple[Action, Mapping[LlmCall, GroupStart]]] = field(default_factory=deque)
     informing: bool = False
+    abandoned: dict[Variable, None] = field(default_factory=dict)
     tasks: dict[LlmCall, asyncio.Task[None]] = field(default_factory=dict)
     settled: Subscribers = field(default_factory=Subscribers)
     streamed: Subscribers = field(default_factory=Subscribers)
