@@ -88,7 +88,7 @@ def test_a_batch_is_free_again_once_its_lease_has_run_out(store: Store) -> None:
 
 
 def test_a_lease_of_before_the_clock_went_back_is_not_believed(store: Store) -> None:
-    """In PostgreSQL it is: its servers may have leases of different lengths."""
+    """In PostgreSQL it is: it has one clock, which is not that of a server."""
     store.put_batch()
     first = claim(store, "dead", NOW + 3600)
     assert claimed(store, "new", NOW + 3600 - 30) == []  # the other server may be that much ahead
