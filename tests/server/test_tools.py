@@ -240,7 +240,7 @@ async def test_stop_strings_do_not_cut_calls(name: str, stop: str) -> None:
 
 
 async def test_stop_strings_end_the_text_around_calls() -> None:
-    async with serving(f"One.\n{PARIS}\n{NOW} Two.\nThree.") as server:
+    async with serving(f"One.{PARIS}\n{NOW} Two.\nThree.") as server:
         for choice in (
             await choice_of(server, stop=["\n"]),
             await streamed_choice(server, stop=["\n"]),
