@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import itertools
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,6 +94,14 @@ def ray_address(pytestconfig: pytest.Config) -> Iterator[str]:
     with contextlib.ExitStack() as stack:
         pytestconfig.stash[_RAY] = stack
         yield stack.enter_context(local_ray())
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """With the usual handler: a shell lets what it starts in the background ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -615,14 +615,6 @@ def failing_after(steps: int, execute: Callable[..., Any]) -> Callable[..., Any]
     return failing
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """With the usual handler: a shell lets what it starts in the background ignore SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_aborts_what_the_caller_waits_for(llm: LLM) -> None:
     def interrupt() -> None:

@@ -262,16 +262,25 @@ def short_int(text: str) -> int:
     return int(text)
 
 
-def json_rule(schema: Schema, *, param: str = "grammar", whitespace: str | None = None) -> str:
-    """The right side of a Lark rule for JSON that is valid by a schema: `%json {...}`. Raises what
-    json_schema raises."""
+def json_rule(
+    schema: Schema,
+    *,
+    param: str = "grammar",
+    whitespace: str | None = None,
+    lenient: bool = False,
+) -> str:
+    """The right side of a Lark rule for JSON that is valid by a schema: `%json {...}`.
+
+    lenient: what cannot be enforced is left out, see `loosened`.
+    Raises what json_schema raises.
+    """
     if not isinstance(schema, Mapping | bool):
         message = f"'{param}' must be a JSON schema: an object, or true."
         if hasattr(schema, "model_json_schema"):
             message += " That of a pydantic model is its model_json_schema()."
         raise InvalidRequestError(message, param, "invalid_type")
     _check_size(schema, param)
-    checked: Any = {} if schema is True else _Schema(schema, param).checked()
+    checked: Any = {} if schema is True else _Schema(schema, param, lenient=lenient).checked()
     style: dict[str, Any] = {"item_separator": ", ", "key_separator": ": "}
     if whitespace is None:
         style["whitespace_flexible"] = False

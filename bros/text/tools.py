@@ -209,9 +209,11 @@ def _arguments(tool: Tool, rule: str, python: bool) -> list[str]:
     """
     try:
         schema = _closed(tool)
+        if not python:
+            return [f"{rule}: {json_rule(schema, param=tool.param, lenient=not tool.strict)}"]
         if not tool.strict:
             schema = loosened(schema, param=tool.param)
-        return _keywords(tool, schema, rule) if python else [f"{rule}: {_value(tool, schema)}"]
+        return _keywords(tool, schema, rule)
     except InvalidRequestError as error:
         if tool.strict or error.code == TOO_LONG:
             raise

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -91,14 +91,6 @@ def test_what_a_task_starts_as_it_is_cancelled_ends_as_well() -> None:
         pass
     loop.close()
     assert future.cancelled() and started[0].cancelled()
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """With the usual handler: a shell lets what it starts in the background ignore SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")

@@ -90,6 +90,22 @@ def divide(text: P.SemanticVariable) -> P.SemanticVariable:
     return 1 / 0  # type: ignore[return-value]
 
 
+def endless() -> tuple[Any, threading.Event, threading.Event]:
+    """A native coroutine function that never returns, and what is set when it begins and when it is
+    left."""
+    entered, left = threading.Event(), threading.Event()
+
+    @P.native_function
+    async def slow(text):
+        entered.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.set()
+
+    return slow, entered, left
+
+
 def code_of(task: str) -> str:
     return shout("write", "code", f"Write {task}. Code: ")
 
@@ -1207,16 +1223,7 @@ class TestNative:
             cancelled.get(timeout=30)
 
     def test_a_running_coroutine_function_is_cancelled(self, desk: Desk) -> None:
-        entered, left = threading.Event(), threading.Event()
-
-        @P.native_function
-        async def slow(text):
-            entered.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                left.set()
-
+        slow, entered, left = endless()
         running = slow("a")
         running.want()
         assert entered.wait(20)
@@ -1291,16 +1298,7 @@ with fake_connection(FakeBackend()) as connection, P.Session(connection=connecti
 
     def test_closing_the_session_gives_them_up(self) -> None:
         backend = FakeBackend()
-        entered, left = threading.Event(), threading.Event()
-
-        @P.native_function
-        async def slow(text):
-            entered.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                left.set()
-
+        slow, entered, left = endless()
         with fake_connection(backend) as connection:
             with P.Session(connection=connection):
                 slow("a").want()

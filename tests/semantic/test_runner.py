@@ -459,8 +459,8 @@ async def test_an_earlier_deadline_is_no_reason_to_promote_what_an_overloaded_en
     await desk.close()
 
 
-@virtually
-async def test_an_upgrade_while_the_engine_is_being_asked_is_not_lost() -> None:
+def behind_a_door() -> tuple[Desk, asyncio.Event]:
+    """A desk whose engine accepts requests once the event is set."""
     engine = ProgramEngine()
     door, submit = asyncio.Event(), engine.submit
 
@@ -469,18 +469,23 @@ async def test_an_upgrade_while_the_engine_is_being_asked_is_not_lost() -> None:
         return await submit(request)
 
     engine.submit = slow_submit  # type: ignore[method-assign,assignment]
-    desk = Desk(engine)
+    return Desk(engine), door
+
+
+@virtually
+async def test_an_upgrade_while_the_engine_is_being_asked_is_not_lost() -> None:
+    desk, door = behind_a_door()
     (request,) = desk.submit(call("A {{output:a}}"))
     desk.want("a", THROUGHPUT)
     await asyncio.sleep(0.1)
     desk.want("a", LATENCY)
     await asyncio.sleep(0.1)
-    assert not engine.promoted
+    assert not desk.engine.promoted
     door.set()
     await desk.value("a")
-    (llm_call,) = engine.llm_calls()
+    (llm_call,) = desk.engine.llm_calls()
     assert llm_call.service_class is ServiceClass.BE
-    assert set(engine.promoted) == {request}
+    assert set(desk.engine.promoted) == {request}
     assert desk.view(request).service_class is ServiceClass.RT
 
 
@@ -773,24 +778,16 @@ async def test_what_is_submitted_again_as_best_effort_is_promoted_when_it_is_req
 
 @virtually
 async def test_a_value_given_up_while_the_engine_is_being_asked_is_best_effort() -> None:
-    engine = ProgramEngine()
-    door, submit = asyncio.Event(), engine.submit
-
-    async def slow_submit(request: EngineRequest) -> object:
-        await door.wait()
-        return await submit(request)
-
-    engine.submit = slow_submit  # type: ignore[method-assign,assignment]
-    desk = Desk(engine)
+    desk, door = behind_a_door()
     first, second = desk.submit(call("A {{output:a}}"), call("B {{a}}{{output:b}}"))
     desk.want("b")
     await asyncio.sleep(0.1)
     desk.service.cancel(TENANT, desk.session, second)
     door.set()
     await desk.value("a", THROUGHPUT)
-    served = [(r.request_id, r.service_class) for r in engine.llm_calls()]
+    served = [(r.request_id, r.service_class) for r in desk.engine.llm_calls()]
     assert served == [(first, ServiceClass.RT), (f"{first}~2", ServiceClass.BE)]
-    assert engine.aborted == [first]
+    assert desk.engine.aborted == [first]
 
 
 @virtually

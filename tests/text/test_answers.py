@@ -30,6 +30,7 @@ from bros.text.answers import (
     ToolCall,
 )
 from bros.text.tokenizer import CONTROL
+from support.answer_parts import joined_parts
 from support.machine_speed import slowdown
 from support.tier import examples
 
@@ -61,19 +62,8 @@ def parser_of(
 
 def parts_of(parser: AnswerParser, deltas: Sequence[str]) -> list[AnswerPart]:
     """The parts, neighbors of one kind joined."""
-    parts = [part for delta in deltas for part in parser.push(delta)] + parser.finish()
-    joined: list[AnswerPart] = []
-    for part in parts:
-        match part, joined[-1] if joined else None:
-            case TextPart(text), TextPart(before):
-                joined[-1] = TextPart(before + text)
-            case ReasoningPart(text), ReasoningPart(before):
-                joined[-1] = ReasoningPart(before + text)
-            case CallArguments(number, text), CallArguments(_, before):
-                joined[-1] = CallArguments(number, before + text)
-            case _:
-                joined.append(part)
-    return joined
+    parts = [part for delta in deltas for part in parser.push(delta)]
+    return joined_parts(parts + parser.finish())
 
 
 def parsed(reader: type[CallReader], text: str, **options: Any) -> ParsedAnswer:

@@ -42,10 +42,7 @@ from bros.engine.client import OutputStream
 from bros.text.answers import (
     AnswerParser,
     AnswerParsing,
-    AnswerPart,
-    CallArguments,
     HermesCalls,
-    ReasoningPart,
     ReasoningReader,
     TextPart,
 )
@@ -58,6 +55,7 @@ from bros.text.generation import (
     collect,
     numbered,
 )
+from support.answer_parts import joined_parts
 from support.tiny_tokenizer import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -626,22 +624,6 @@ async def test_stop_strings_do_not_count_within_min_tokens() -> None:
 
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "xa"}}</tool_call>'
-
-
-def joined_parts(parts: Collection[AnswerPart]) -> list[AnswerPart]:
-    """Neighbors of one kind joined."""
-    found: list[AnswerPart] = []
-    for part in parts:
-        match part, found[-1] if found else None:
-            case TextPart(text), TextPart(before):
-                found[-1] = TextPart(before + text)
-            case ReasoningPart(text), ReasoningPart(before):
-                found[-1] = ReasoningPart(before + text)
-            case CallArguments(number, text), CallArguments(_, before):
-                found[-1] = CallArguments(number, before + text)
-            case _:
-                found.append(part)
-    return found
 
 
 @given(

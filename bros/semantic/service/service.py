@@ -835,10 +835,10 @@ class SessionService:
     def _abandon(self, session: ServedSession, variables: Sequence[Variable]) -> None:
         # Together with others: the work grows with all calls that read the same values.
         if not session.abandoned:
-            asyncio.get_running_loop().call_soon(self._give_up, session)
+            asyncio.get_running_loop().call_soon(self._abandon_all, session)
         session.abandoned.update(dict.fromkeys(variables))
 
-    def _give_up(self, session: ServedSession) -> None:
+    def _abandon_all(self, session: ServedSession) -> None:
         gone = [variable for variable in session.abandoned if not session.awaits(variable)]
         session.abandoned.clear()
         session.machine.abandon(gone, self._clock.now())
