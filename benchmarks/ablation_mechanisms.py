@@ -118,6 +118,10 @@ def _with_the_usual_margin(yields: Callable[..., bool], policy: BrosPolicy, *arg
         return yields(policy, *args)
 
 
+def _for_as_long_as_it_may(let_wait: Callable[..., None], packing: Any, gaps: float) -> None:
+    let_wait(packing, bros._GAPS_IF_YIELDING)
+
+
 _OTHER_SEEDS = "with nine other seeds it costs something: "
 
 PACKING = (
@@ -389,17 +393,23 @@ TIME = (
         name="yielding may delay streams",
         part="policy",
         without="a step yields only if no stream misses its deadline by that",
-        patches=[(bros, "_latest_s", lambda state: state.deadline_s)],
+        patches=[(bros, "_latest_s", lambda state, gaps=1.0: state.deadline_s)],
     ),
     Mechanism(
         name="bounded delay by yielding",
         part="policy",
         without="yielding may delay a stream for any time",
-        patches=[(bros, "_latest_s", lambda state: math.inf)],
+        patches=[(bros, "_latest_s", lambda state, gaps=1.0: math.inf)],
         kept=(
             "no stream stalls for longer than 2.5 intervals by yielding "
             "(tests/scheduler/test_abort_step.py)"
         ),
+    ),
+    Mechanism(
+        name="gaps kept by yielding",
+        part="policy",
+        without="streams whose step yields wait for as long as they may, also if there is time",
+        patches=[_wrapped(bros, "_let_wait", _for_as_long_as_it_may)],
     ),
 )
 

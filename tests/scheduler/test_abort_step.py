@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -186,6 +187,26 @@ def test_a_first_token_that_would_be_late_may_delay_a_stream() -> None:
     assert run.scheduler.yields([arrival(LONG, at, Slo(0.4))], at)
 
 
+@pytest.mark.parametrize(("ttft_s", "keeps_gap"), [(0.4, True), (0.35, False)])
+def test_a_stream_keeps_its_gap_objective_if_the_newcomer_has_time_for_it(
+    ttft_s: float, keeps_gap: bool
+) -> None:
+    """The stream's gap objective is 0.3 s. The prompt takes 0.32 s, its row in a step of its own
+    0.02 s."""
+    run, at = run_with_stream()
+    assert run.scheduler.yields([arrival(LONG, at, Slo(ttft_s))], at)
+    run.now = at
+    run.scheduler.abort_step(run.plans[-1], at)
+    run.submit("new", LONG, slo=Slo(ttft_s))
+    while not run.token_times["new"]:
+        run.step()
+    assert run.token_times["new"][0] - at <= ttft_s
+    run.step()
+    times = run.token_times["watched"]
+    longest_s = max(after - before for before, after in pairwise(times))
+    assert (longest_s <= 0.3) is keeps_gap and longest_s <= 0.5
+
+
 def test_no_stream_stalls_because_its_step_took_longer_than_predicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -204,6 +225,7 @@ def run_with_stream() -> tuple[VirtualRun, float]:
     run.steps(5)
     plan = run.scheduler.schedule(run.now)
     assert plan is not None and 0.13 < plan_seconds(plan) < 0.14
+    run.plans.append(plan)
     return run, run.now + 0.01
 
 

@@ -497,7 +497,14 @@ _PRESSING, _OTHERS, _EARLY = 0.0, 1.0, 2.0
 
 _GAPS_IF_YIELDING = 5 / 3
 """For another request's first token, a step yields if no stream in it then waits longer than so
-many times its gap objective. Ablation: slow machine, attainment -6 points with 1."""
+many times its gap objective. Ablation: slow machine, attainment -6 points with 1.
+
+Where the newcomer has time for it, the streams get their tokens within their gap objectives, beside
+a first part of its prompt:
+
+    yields  |== first part, rows ==|== rest, rows ==|      first token due
+    else    |== whole prompt, some of the rows ==|         first token due
+"""
 
 _LOST_SHARE, _MAX_LOST_S = 0.03, 1.0
 """This share of all time may be lost: with aborted steps, and with what is dropped of suspended
@@ -578,6 +585,7 @@ class BrosPolicy(Policy):
         self._tbar_s = 0.0
         self._credit_s = 0.0
         self._allowance_s = _MAX_LOST_S
+        self._gaps_if_yielding = _GAPS_IF_YIELDING  # of the step that yields, see _let_wait
         self._steps = 0
         self._allowed_rows = self._batch.rows
         # Tight TTFT objectives of recent requests: (until, objective), both rising.
@@ -718,19 +726,31 @@ class BrosPolicy(Policy):
                 load.add(tokens, 0, True, sign=-1)  # it is late anyway, and waits behind the others
                 continue
             after_s = ends_s + predictor.safe_seconds(load)
-            if after_s > due_s and done_s <= latest_s:
-                return True
-            if after_s - now > (due_s - now) * share and done_s <= on_time_s:
+            is_late = after_s > due_s and done_s <= latest_s
+            may_be_late = after_s - now > (due_s - now) * share and done_s <= on_time_s
+            if is_late or may_be_late:
+                divided_s = predictor.safe_seconds(load) + self._rows_s(urgent)
+                has_time = now + divided_s <= due_s
+                self._gaps_if_yielding = 1.0 if has_time else _GAPS_IF_YIELDING
                 return True
         return False
 
+    def _rows_s(self, selected: Iterable[tuple[RequestState, int]]) -> float:
+        """Predicted time of a step with the decode rows among these chunks of a committed step."""
+        contexts = [
+            state.num_computed_tokens - 1 for state, num_tokens in selected if num_tokens == 1
+        ]
+        rows = StepLoad()
+        rows.add_rows(len(contexts), sum(contexts))
+        return self.predictor.safe_seconds(rows)
+
     def on_step_aborted(self, packing: Packing, seconds: float) -> None:
-        _let_wait(packing)
+        _let_wait(packing, self._gaps_if_yielding)
         self._used.take_back()
         self.on_work_lost(seconds)
 
     def on_step_suspended(self, packing: Packing, seconds: float) -> None:
-        _let_wait(packing)
+        _let_wait(packing, self._gaps_if_yielding)
         # By time and not by layers, as some rows may have continued at a later one.
         expected_s = packing.seconds / self.predictor.safety_factor
         self._used.take_back(max(0.0, 1.0 - seconds / expected_s))
@@ -959,18 +979,19 @@ def _short_of_s(running: Iterable[RequestState]) -> float:
     return found
 
 
-def _let_wait(packing: Packing) -> None:
-    """The step has yielded, so that the tokens of its urgent rows come later."""
+def _let_wait(packing: Packing, gaps: float) -> None:
+    """The step has yielded, so that the tokens of its urgent rows come later, at most so many times
+    their gap objectives after the last ones."""
     for state, _ in packing.selected[: packing.num_urgent]:
-        state.deadline_s = _latest_s(state)
+        state.deadline_s = _latest_s(state, gaps)
 
 
-def _latest_s(state: RequestState) -> float:
+def _latest_s(state: RequestState, gaps: float = _GAPS_IF_YIELDING) -> float:
     """When a row's token is due at the latest if its step yields."""
     last_s, gap_s = state.record.last_token_s, state.slo.gap_s
     if last_s is None or gap_s is None:
         return state.deadline_s
-    return max(state.deadline_s, last_s + _GAPS_IF_YIELDING * gap_s)
+    return max(state.deadline_s, last_s + gaps * gap_s)
 
 
 def _first_from(since_s: float, times_s: Iterable[float]) -> float:
