@@ -328,6 +328,13 @@ def test_time_that_runs_out_leaves_out_what_was_not_run() -> None:
     assert list(never) == [decode_rows(1, 0)] == executor.shapes
 
 
+def test_memory_that_takes_long_to_map_leaves_time_for_the_steps() -> None:
+    limit_s = 2.0
+    mapping = limit_s / MODEL.seconds(load_of(prompt(4, 0)))  # the first step, alone, takes as long
+    times, _, _ = measured(SHAPES, repeats=2, noise=[2 * mapping], limit_s=limit_s)
+    assert list(times) == SHAPES
+
+
 @pytest.mark.parametrize("factor", [0.1, 1.0, 10.0, 100.0])
 def test_quick_measuring_ends_in_time_and_fits(factor: float) -> None:
     clock = ManualClock()
