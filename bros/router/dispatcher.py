@@ -61,7 +61,8 @@ class _WithdrawnError(Exception):
 
 
 class _SuspectGate:
-    """Starts requests that are one loss short of _MAX_LOSSES one at a time.
+    """Starts requests that are one loss short of _MAX_LOSSES one at a time, real-time ones first:
+    a best-effort one may wait in its engine for as long as that has real-time work.
 
     waits ── begin ──▶ starting ── end ──▶ the next one begins
 
@@ -74,20 +75,33 @@ class _SuspectGate:
 
     def __init__(self) -> None:
         self.starting: RoutedRequest | None = None
-        self._ended = asyncio.Event()
+        self._turns: dict[RoutedRequest, asyncio.Future[None]] = {}  # of those that wait
 
     async def begin(self, item: RoutedRequest) -> None:
         """Wait until no other request starts; then this one does."""
-        while self.starting is not None:
-            await self._ended.wait()
-        self.starting, item.suspect = item, True
-        self._ended.clear()
+        turn = self._turns[item] = asyncio.get_running_loop().create_future()
+        self._start_next_soon()
+        try:
+            await turn
+        finally:
+            self._turns.pop(item, None)
 
     def end(self, item: RoutedRequest) -> None:
         """The request has started or is detached. No effect if it is not the one that starts."""
         if self.starting is item:
             self.starting, item.suspect = None, False
-            self._ended.set()
+            self._start_next_soon()
+
+    def _start_next_soon(self) -> None:
+        """Not at once: all that were lost with an engine come in one turn of the event loop."""
+        asyncio.get_running_loop().call_soon(self._start_next)
+
+    def _start_next(self) -> None:
+        waiting = [item for item, turn in self._turns.items() if not turn.done()]
+        if self.starting is None and waiting:
+            item = min(waiting, key=lambda item: not item.is_real_time)  # of equals the first one
+            self.starting, item.suspect = item, True
+            self._turns[item].set_result(None)
 
 
 class Dispatcher:

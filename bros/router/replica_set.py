@@ -374,6 +374,11 @@ class RoutedRequest:
         return self.original.request_id
 
     @property
+    def is_real_time(self) -> bool:
+        """Whether it is served as real-time work: from the start, or since it was promoted."""
+        return self.promoted is not None or self.stream.service_class is ServiceClass.RT
+
+    @property
     def on_live_engine(self) -> bool:
         """Whether the engine that it was routed to is still up."""
         return self.replica is not None and self.fleet_id == self.replica.fleet_id is not None

@@ -193,6 +193,40 @@ async def test_those_that_were_lost_twice_before_they_were_accepted_begin_one_at
 
 
 @in_group
+async def test_real_time_requests_begin_first_of_those_that_were_lost_twice(group: Group) -> None:
+    """Best-effort ones may have to wait for them, and would have them wait meanwhile."""
+    engine, other = group.engines
+    other.die()
+    slow = [ask(f"be{n}", service_class=ServiceClass.BE) for n in range(2)]
+    readings = [asyncio.create_task(collect(group.client, each)) for each in (*slow, ask("rt"))]
+    await asyncio.sleep(5 * STEP_S)
+    for _ in range(2):
+        engine.die()
+        engine.start()
+        await asyncio.sleep(0.9 * STEP_S)
+    assert engine.open_ids == {"rt"}
+    for outputs in await asyncio.gather(*readings):
+        assert tokens_of(outputs) == foretold(ask())
+
+
+@in_group
+async def test_one_that_waits_to_begin_can_be_aborted(group: Group) -> None:
+    engine, other = group.engines
+    other.die()
+    readings = [asyncio.create_task(collect(group.client, ask(name))) for name in "abc"]
+    await asyncio.sleep(5 * STEP_S)
+    for _ in range(2):
+        engine.die()
+        engine.start()
+        await asyncio.sleep(0.9 * STEP_S)
+    assert engine.open_ids == {"a"}
+    await group.client.abort("b")
+    first, aborted, last = await asyncio.gather(*readings)
+    assert aborted[-1].finish_reason is FinishReason.ABORT
+    assert tokens_of(first) == tokens_of(last) == foretold(ask())
+
+
+@in_group
 async def test_an_aborted_request_is_not_begun_again(group: Group) -> None:
     there = asyncio.create_task(collect(group.client, ask("there")))
     between = asyncio.create_task(collect(group.client, ask("between")))
