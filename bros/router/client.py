@@ -173,7 +173,8 @@ class RouterClient:
         await asyncio.gather(*(r.client.release(request_id) for r in self._replicas_of(request_id)))
 
     async def stats(self) -> EngineStats:
-        """Sums over replicas. Raises EngineDeadError if no engine runs."""
+        """Sums over replicas; of refusals only those that clients were told, as another replica may
+        take what one has refused. Raises EngineDeadError if no engine runs."""
         running = [
             replica for replica in self._replicas if replica.client.alive and not replica.gone
         ]
@@ -183,7 +184,13 @@ class RouterClient:
             reasons = [str(death) for death in deaths if death is not None]
             raise EngineDeadError(reasons[0] if reasons else "No replica answers.")
         before = [replica.stats_before for replica in self._replicas]
-        return total_stats(parts, [*before, self._replica_set.removed_stats])
+        total = total_stats(parts, [*before, self._replica_set.removed_stats])
+        refused = self._dispatcher.refused
+        by_class = {
+            service_class: dataclasses.replace(values, rejected=refused[service_class])
+            for service_class, values in total.by_class.items()
+        }
+        return dataclasses.replace(total, by_class=by_class)
 
     async def trace(self, request_id: str) -> RequestTrace | None:
         """The trace of an open or ended request from its replica; None if it is unknown.

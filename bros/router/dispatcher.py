@@ -15,7 +15,7 @@ import asyncio
 import functools
 import logging
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from bros.core.errors import (
     QueueFullError,
 )
 from bros.core.interfaces import Placement, RequestStream
-from bros.core.request import FinishReason, Output, RequestOutput, expanded
+from bros.core.request import FinishReason, Output, RequestOutput, ServiceClass, expanded
 from bros.router.replica_set import ReplicaHandle, ReplicaSet, RoutedRequest
 
 logger = logging.getLogger(__name__)
@@ -111,6 +111,7 @@ class Dispatcher:
     ended: request id -> what is remembered of the latest requests that ended.
     continued: how often a request continued on another replica because its engine was lost.
     moved: how often one did because of draining or rebalancing.
+    refused: requests by class that ended with the refusals of all replicas that were asked.
     closing: the reason, once the router shuts down.
     """
 
@@ -119,6 +120,7 @@ class Dispatcher:
         self.ended: OrderedDict[str, EndedRequest] = OrderedDict()
         self.continued = 0
         self.moved = 0
+        self.refused = Counter[ServiceClass]()
         self.closing: str | None = None
         self._replica_set = replica_set
         self._suspect_gate = _SuspectGate()
@@ -131,7 +133,9 @@ class Dispatcher:
         self.open[item.id] = item
         try:
             inner = await self._place(item, can_wait=False)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, QueueFullError | OverloadedError):
+                self._count_refused(item)
             self._suspect_gate.end(item)
             del self.open[item.id]
             raise
@@ -332,7 +336,8 @@ class Dispatcher:
 
     def _fail(self, item: RoutedRequest, error: Exception) -> None:
         """End a request that cannot continue."""
-        if isinstance(error, OverloadedError):
+        if isinstance(error, QueueFullError | OverloadedError):
+            self._count_refused(item)
             self._end(item, FinishReason.ERROR, str(error), error.retry_after_s)
         elif isinstance(error, _LostTooOftenError):
             self._end(item, FinishReason.ERROR, str(error))
@@ -406,12 +411,17 @@ class Dispatcher:
         if reason is None:
             item.forward(output)
             return
+        if reason is FinishReason.ERROR and output.retry_after_s is not None:
+            self._count_refused(item)
         if item.replica is not None:
             self._remember(item.id, EndedRequest(item.replica, item.placed))
         self._disconnect(item)
         item.forward(output)
         self._detach(item, cached=reason.complete)
         self._remove(item)
+
+    def _count_refused(self, item: RoutedRequest) -> None:
+        self.refused[item.stream.service_class] += 1
 
     def _on_engine_lost(self, item: RoutedRequest, error: EngineDeadError) -> None:
         """Detach a request whose engine is lost. Raises _LostTooOftenError."""

@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from bros.core.errors import EngineDeadError, QueueFullError
+from bros.core.errors import EngineDeadError, OverloadedError, QueueFullError
 from bros.core.interfaces import EngineStats
 from bros.core.request import FinishReason, ServiceClass, Slo
 from bros.router.fleet import make_fleet
@@ -245,6 +245,38 @@ async def test_what_is_shed_and_refused_elsewhere_ends_with_the_refusal(group: G
     group.engines[1 - group.where("r")].refusals = [QueueFullError(3, 7.0)]
     (last,) = await task
     assert (last.finish_reason, last.retry_after_s) == (FinishReason.ERROR, 2.0)
+
+
+@in_group
+async def test_the_shortest_wait_counts_after_a_shed_request_is_refused_elsewhere(
+    group: Group,
+) -> None:
+    for engine in group.engines:
+        engine.shed = {"r"}
+    task = asyncio.create_task(collect(group.client, ask()))
+    await asyncio.sleep(0.7 * STEP_S)
+    group.engines[1 - group.where("r")].refusals = [QueueFullError(3, 1.0)]
+    (last,) = await task
+    assert (last.finish_reason, last.retry_after_s) == (FinishReason.ERROR, 1.0)
+
+
+@in_group
+async def test_a_refusal_counts_only_if_no_other_replica_takes_the_request(group: Group) -> None:
+    async def num_refused() -> tuple[int, int]:
+        by_class = (await group.client.stats()).by_class
+        return by_class[RT].rejected, by_class[BE].rejected
+
+    group.engines[0].refusals = [QueueFullError(3, 7.0)]
+    for name in ("a", "b"):  # by turns, so that one of them is refused there
+        assert tokens_of(await collect(group.client, ask(name))) == foretold(ask())
+    assert not group.engines[0].refusals and await num_refused() == (0, 0)
+    for engine in group.engines:
+        engine.refusals, engine.shed = [OverloadedError("Too busy.", 2.0)], {"shed"}
+    with pytest.raises(OverloadedError):
+        await group.client.submit(ask("refused", service_class=BE))
+    assert await num_refused() == (0, 1)
+    await collect(group.client, ask("shed"))
+    assert await num_refused() == (1, 1)
 
 
 @in_group
