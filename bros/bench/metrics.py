@@ -54,10 +54,11 @@ def judge(record: Record, slo: Slo | None, until_s: float) -> Judged:
 
 
 def timeline(record: Record) -> Timeline:
+    is_open = record.outcome is Outcome.OPEN
     return Timeline(
         start_s=start_s(record),
         times_s=record.chunk_times_s,
-        tokens=output_tokens(record),
+        tokens=record.planned.output_tokens if is_open else output_tokens(record),
         outcome=_TIMELINE_OUTCOMES.get(record.outcome, TimelineOutcome.LOST),
         end_s=record.end_s,
     )

@@ -183,6 +183,10 @@ def timeline_of(record: SimulatedRequest) -> Timeline:
     return Timeline(
         start_s=record.arrival_s,
         times_s=record.token_times_s,
-        tokens=len(record.token_times_s),
+        tokens=(
+            record.size.output_tokens
+            if outcome is TimelineOutcome.OPEN
+            else len(record.token_times_s)
+        ),
         outcome=outcome,
     )

@@ -6,7 +6,9 @@ benchmarks.
 
 Whether a request met an objective is *decided* once its tokens are there, or once they are certain
 to be late. A request that is open at the end counts as missed if it is overdue by then, and
-otherwise not at all. A request that was refused or lost counts as missed.
+otherwise not at all. A slow start is not overdue yet, because the rest may come faster: its TPOT is
+missed once even all of its tokens could not make up for the time. A request that was refused or
+lost counts as missed.
 
     ttft    start to first token
     tpot    (last token - first token) / (tokens - 1), of requests with two tokens or more
@@ -103,7 +105,7 @@ class Timeline:
 
     start_s: when it arrived or was sent.
     times_s: when its tokens came, or chunks of tokens.
-    tokens: output tokens.
+    tokens: output tokens; of an open one, the most that it can get.
     end_s: when it ended, for a completed one without times.
     """
 
@@ -214,7 +216,9 @@ def _tpot(
     if request.outcome is TimelineOutcome.COMPLETED:
         seconds = tpot_of(times[0], times[-1], request.tokens)
         return seconds, None if seconds is None else _met(seconds, limit_s)
-    at_best = (until_s - times[0]) / len(times)  # if the next token came right now
+    # If the rest came right now. A chunk may have several tokens, so chunks say nothing about it.
+    most = max(request.tokens, len(times) + 1)
+    at_best = (until_s - times[0]) / (most - 1)
     return (at_best, False) if _met(at_best, limit_s) is False else (None, None)
 
 

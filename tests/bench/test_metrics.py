@@ -40,6 +40,7 @@ def records_of_a_run(draw: st.DrawFn) -> list[Record]:
                 gaps_s=gaps,
                 outcome=outcome,
                 output_tokens=draw(st.none() | st.integers(len(gaps), 2 * len(gaps) + 1)),
+                planned_tokens=draw(st.integers(1, 20)),
                 prompt_tokens=draw(st.integers(1, 50)),
                 never_sent=never_sent,
                 own=draw(st.sampled_from((Slo(), Slo(ttft_s=1.0), Slo(ttft_s=0.9, tpot_s=1.1)))),
@@ -81,7 +82,8 @@ class Oracle:
             return None if self.tokens < 2 or not self.times else self._spread(self.tokens - 1)
         if self.lost or not self.times or self.tpot_limit is None:
             return None
-        at_best = (WINDOW.until_s - self.times[0]) / len(self.times)
+        most = max(self.record.planned.output_tokens, len(self.times) + 1)
+        at_best = (WINDOW.until_s - self.times[0]) / (most - 1)
         return at_best if at_best > self.tpot_limit + 1e-9 else None
 
     def _spread(self, steps: int) -> float:
@@ -252,6 +254,18 @@ def test_open_request_is_decided_once_it_is_overdue() -> None:
     early, late = judge(begun, SLO, 10.6), judge(begun, SLO, 10.8)
     assert (early.ttft_met, early.tpot_met, early.both_met) == (True, None, None)
     assert (late.ttft_met, late.tpot_met, late.both_met, late.overdue) == (True, False, False, True)
+
+
+def test_open_request_with_several_tokens_in_each_chunk_is_not_late_for_that() -> None:
+    """Four tokens every 0.24 s are one every 0.06 s, but the client sees only chunks."""
+    chunks = make_record(
+        due_s=10.0, gaps_s=[0.1, *[0.24] * 30], planned_tokens=200, outcome=Outcome.OPEN
+    )
+    seen = judge(chunks, SLO, 17.4)
+    assert (seen.ttft_met, seen.tpot_met, seen.both_met) == (True, None, None)
+    assert (seen.tpot_s, seen.overdue) == (None, False)
+    late = judge(chunks, SLO, 10.1 + 199 * 0.2 + 0.01)  # even if all tokens came then
+    assert (late.tpot_met, late.overdue) == (False, True)
 
 
 @pytest.mark.parametrize("outcome", LOST)

@@ -27,10 +27,12 @@ def record(
     finish: FinishReason | None = DONE,
     *,
     prompt: int = 10,
+    output: int = 100,
     refused: bool = False,
     service_class: ServiceClass = ServiceClass.RT,
 ) -> SimulatedRequest:
-    size = Size(prompt, len(times) if finish is DONE else 100)
+    """output: of a request that has not finished."""
+    size = Size(prompt, len(times) if finish is DONE else output)
     return SimulatedRequest(
         "x", service_class, arrival_s, size, array("d", times), finish, refused=refused
     )
@@ -100,10 +102,17 @@ def test_open_requests_that_may_still_make_it_are_left_out() -> None:
 
 def test_an_open_request_can_have_missed_its_tpot_already() -> None:
     # Three tokens by 6.0 and none since: the fourth makes it (10 - 5) / 3 at best.
-    report = real_time(record(4.5, [5.0, 5.5, 6.0], None))
+    report = real_time(record(4.5, [5.0, 5.5, 6.0], None, output=4))
     assert report.ttft_met == Attainment(1, 1)
     assert report.tpot_met == report.both_met == Attainment(0, 1)
     assert report.tpot_s.mean == pytest.approx(5 / 3)
+    assert report.tokens_on_time == Attainment(3, 4)
+
+
+def test_an_open_request_whose_other_tokens_can_make_up_for_it_is_not_late_yet() -> None:
+    report = real_time(record(4.5, [5.0, 5.5, 6.0], None, output=12))  # 5 / 11 at best
+    assert report.tpot_met == report.both_met == Attainment(0, 0)
+    assert report.tpot_s.count == 0
     assert report.tokens_on_time == Attainment(3, 4)
 
 

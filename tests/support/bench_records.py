@@ -47,6 +47,7 @@ def make_record(
     gaps_s: Sequence[float] = (),
     outcome: Outcome = Outcome.COMPLETED,
     output_tokens: int | None = None,
+    planned_tokens: int | None = None,
     prompt_tokens: int = 8,
     own: Slo | None = None,
     never_sent: bool = False,
@@ -56,6 +57,7 @@ def make_record(
     """gaps_s: sent to the first piece of text, then from each piece to the next.
 
     sent_s: when it came due unless given. end_s: at the last piece unless given or open.
+    planned_tokens: one for each piece unless given.
     """
     start = due_s if sent_s is None else sent_s
     times = array("d")
@@ -65,7 +67,7 @@ def make_record(
         times.append(at)
     planned = Planned(
         name=name, service_class=service_class, prompt=(Piece("p", prompt_tokens),),
-        output_tokens=max(1, len(gaps_s)), slo=own or Slo(),
+        output_tokens=planned_tokens or max(1, len(gaps_s)), slo=own or Slo(),
     )  # fmt: skip
     record = Record(
         planned, due_s, sent_s=None if never_sent else start, chunk_times_s=times, outcome=outcome,
