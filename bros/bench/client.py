@@ -109,7 +109,9 @@ class ResponseReader:
         elif event.data and not self.done:
             try:
                 chunk = json.loads(event.data)
-                if event.kind == "error" or "error" in chunk or chunk.get("object") == "error":
+                # Some servers name an error in every chunk, and it is null where there is none.
+                failed = chunk.get("error") is not None or chunk.get("object") == "error"
+                if event.kind == "error" or failed:
                     raise Failure(Outcome.FAILED, f"error event: {_error_message(chunk)}")
                 self._take_chunk(chunk, at_s)
             except (ValueError, TypeError, AttributeError, RecursionError):

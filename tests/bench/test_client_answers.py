@@ -118,6 +118,15 @@ def test_tokens_without_text_count() -> None:
     assert list(record.chunk_times_s) == [2.0]
 
 
+def test_an_error_that_is_null_is_none() -> None:
+    parts = (text("a"), text("", "stop"), usage(4, 1))
+    record, _ = ask(
+        stream(*(event(part | {"error": None}) for part in parts), DONE),
+        request=planned(forced=False),
+    )
+    assert (record.outcome, record.detail, record.output_tokens) == (Outcome.COMPLETED, None, 1)
+
+
 def test_end_is_done_and_not_when_the_connection_closes() -> None:
     record, _ = ask(stream(event(text("a", "stop")), DONE, end_s=100.0))
     assert (record.outcome, record.end_s) == (Outcome.COMPLETED, 3.0)
