@@ -113,7 +113,10 @@ class Command:
 
 
 class ServerSample(NamedTuple):
-    """The server's own metrics at a time: short name (running.SAMPLED) -> value."""
+    """The server's own metrics at a time: short name (running.SAMPLED) -> value.
+
+    at_s: seconds after the start of the run.
+    """
 
     at_s: float
     values: dict[str, float]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 
 import aiohttp
 
-from bros.bench.client import AiohttpTransport, Client, Outcome, Record, Render, described
+from bros.bench.client import AiohttpTransport, Client, Now, Outcome, Record, Render, described
 from bros.bench.dialects import Endpoint, RequestFormat, dialect_of
 from bros.bench.load import PREPARE_AHEAD_S, LoadResult, OfferedLoad, OnProgress, drive
 from bros.bench.metrics import ClassMetrics, RunMetrics, Window, measure, measure_tenants
@@ -565,12 +565,12 @@ class BenchRunner:
             in_flight=0 if job is not None else plan.in_flight,
         )
         samples: list[ServerSample] = []
-        sampling = asyncio.create_task(self._sample(probe, samples))
         start_s = self._clock.now() + PREPARE_AHEAD_S
 
         def since_start() -> float:
             return self._clock.now() - start_s
 
+        sampling = asyncio.create_task(_sample(probe, samples, since_start))
         watching = asyncio.create_task(job.watch(since_start)) if job is not None else None
         try:
             with self._view(_run_title(self._target, case)) as on_progress:
@@ -591,17 +591,6 @@ class BenchRunner:
             await _cancel_tasks(sampling, watching)
         return driven, tuple(samples)
 
-    async def _sample(self, probe: Probe, samples: list[ServerSample]) -> None:
-        """Sample the server's metrics once a second, if it has any."""
-        start_s = self._clock.now()
-        before = await probe.metrics()
-        while before:
-            await asyncio.sleep(_SAMPLE_S)
-            after = await probe.metrics()
-            if after:
-                samples.append(ServerSample(self._clock.now() - start_s, difference(before, after)))
-                before = after
-
     def _result(self, case: Case, plan: Plan, driven: LoadResult, window: Window) -> ScenarioResult:
         slo, tenants = self._options.command.slo, self._target.tenants
         return ScenarioResult(
@@ -621,6 +610,17 @@ class BenchRunner:
             if tenants is None
             else measure_tenants(driven.records, slo, window, tenants),
         )
+
+
+async def _sample(probe: Probe, samples: list[ServerSample], now: Now) -> None:
+    """Sample the server's metrics once a second, if it has any."""
+    before = await probe.metrics()
+    while before:
+        await asyncio.sleep(_SAMPLE_S)
+        after = await probe.metrics()
+        if after:
+            samples.append(ServerSample(now(), difference(before, after)))
+            before = after
 
 
 def _rows(

@@ -37,6 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 GAP_S = 0.004
+STATES = ("running", "waiting")
 
 
 class FakeServer:
@@ -53,6 +54,10 @@ class FakeServer:
 
     async def version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": self._version})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        state = [f'bros_requests_{s}{{class="{c}"}} 0' for s in STATES for c in ("rt", "be")]
+        return web.Response(text="\n".join([*state, ""]))
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -82,6 +87,7 @@ class FakeServer:
         app = web.Application(client_max_size=1 << 24)
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/version", self.version)
+        app.router.add_get("/metrics", self.metrics)
         app.router.add_post("/v1/completions", self.complete)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
@@ -283,6 +289,21 @@ async def test_the_capacity_of_a_target(model: Path, tmp_path: Path) -> None:
     assert await bench(FakeServer(), model, out, *arguments, *loose) == 0
     (capacity,) = result(out).capacities
     assert capacity.rate == 12.0 and [t.rate for t in capacity.tried] == [4.0, 12.0]
+
+
+@pytest.mark.slow
+async def test_the_servers_metrics_have_the_time_of_the_requests(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampling begins while the first requests are still prepared, before the run."""
+    for module in ("load", "running"):
+        monkeypatch.setattr(f"bros.bench.{module}.PREPARE_AHEAD_S", 0.5)
+    monkeypatch.setattr("bros.bench.running._SAMPLE_S", 0.05)
+    arguments = ("--rates", "8", "--scenarios", "S0", "--scale", "0.03")
+    assert await bench(FakeServer(), model, tmp_path / "out", *arguments) == 0
+    [run] = result(tmp_path / "out").results
+    times = [sample.at_s for sample in run.timeline]
+    assert -0.5 < times[0] < 0.0 < times[-1] and times == sorted(times)
 
 
 @pytest.mark.slow
