@@ -54,6 +54,11 @@ def _print_load(console: Console, label: str, rows: Sequence[Row]) -> None:
         if first.skipped:
             console.print(f"{first.skipped} more were left out as too long")
         console.print(_real_time(rows))
+    elif first.skipped:
+        console.print(
+            f"[bold]Real-time, {label}[/bold]: all {first.skipped} requests were left out as too "
+            "long\n"
+        )
     if scenario.be.in_flight:
         how = "batches of" if scenario.be.batches else "always"
         console.print(

@@ -128,6 +128,12 @@ def test_a_trace_takes_the_place_of_the_rate(
     out = capsys.readouterr().out
     assert "Real-time, chat.csv x4: 2 requests" in out
     assert "1 more were left out as too long" in out
+    trace.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46,90000,10\n2023-11-16 18:15:48,90000,10\n"
+    )
+    assert simulate(*arguments, "--profile", str(profile), *QUICK) == 0
+    assert "chat.csv x4: all 2 requests were left out as too long" in capsys.readouterr().out
 
 
 def test_options_of_bros_alone_are_not_asked_of_the_others(profile: Path, tmp_path: Path) -> None:
