@@ -109,6 +109,17 @@ class BenchSettings:
     out: Path
     append: bool
 
+    def cases(self, policy: str | None) -> list[Case]:
+        """The runs on the target, or on a bros server with `policy`, one of `policies`."""
+        if self.target is not None:
+            classes = dialect_of(self.target.dialect).has_classes
+            cases = cases_of_target(self.rates, self.scenarios, has_classes=classes)
+        else:
+            assert policy is not None, "a server that is started here has a policy"
+            cases = cases_of_policy(policy, self.policies, self.rates, self.scenarios)
+        in_flight = self.wanted.in_flight
+        return [case for case in cases if case.scenario is not Scenario.S2 or in_flight]
+
 
 def read_settings(
     args: argparse.Namespace,
@@ -137,7 +148,7 @@ def read_settings(
         seed=wanted.seed,
         slo=slo,
     )
-    return BenchSettings(
+    settings = BenchSettings(
         config=config,
         policies=names("--policies", own.policies, POLICIES),
         target=target,
@@ -157,6 +168,12 @@ def read_settings(
         out=expand_user(own.out),
         append=own.append,
     )
+    if capacity is None and not any(map(settings.cases, settings.policies)):
+        raise ConfigError(
+            f"--scenarios: there is nothing to measure in {own.scenarios}: S1 needs a --target or "
+            "the policy fcfs, S2 --in-flight, and S3 another policy or a dialect with classes"
+        )
+    return settings
 
 
 _SHARE = TenantNumber("a share", 0.001, 1000.0)
@@ -363,7 +380,8 @@ async def local_server(arguments: Sequence[str]) -> AsyncIterator[str]:
 
 @contextlib.contextmanager
 def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """SIGTERM would end this process at once, and the server would run on."""
+    """SIGTERM would end this process at once, without a report, and a server that it has started
+    would run on."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -438,7 +456,8 @@ def _measure(settings: BenchSettings, clock: Clock, console: Console) -> BenchRe
     cache_dir = cache_dir_of(settings.config.server.data_dir)
     files = resolve_model(settings.config.engine.model, cache_dir, console.print)
     bench = _Bench(settings, Tokenizer.load(files.folder), clock, console)
-    asyncio.run(bench.run())
+    with _sigterm_as_ctrl_c():
+        asyncio.run(bench.run())
     return bench.result
 
 
@@ -485,7 +504,11 @@ class _Bench:
             await self._measure()
         finally:
             if self.result is not before:
-                write_report(self._settings.out, self.result)
+                out = self._settings.out
+                write_report(out, self.result)
+                if sys.exception() is not None:
+                    message = f"The report of the finished runs is in {out}/report.html"
+                    self._console.print(message, highlight=False)
 
     async def _measure(self) -> None:
         async for target, cases in self._targets():
@@ -498,8 +521,7 @@ class _Bench:
                 self._view,
             )
             for case in cases:
-                if case.scenario is not Scenario.S2 or self._settings.wanted.in_flight:
-                    self._record(await runner.run(case))
+                self._record(await runner.run(case))
             if self._settings.capacity is not None:
                 await self._search_capacity(runner, target, *self._settings.capacity)
 
@@ -507,14 +529,10 @@ class _Bench:
         """Every server with its cases. A local server runs until the next iteration."""
         settings = self._settings
         if settings.target is not None:
-            classes = dialect_of(settings.target.dialect).has_classes
-            yield (
-                settings.target,
-                cases_of_target(settings.rates, settings.scenarios, has_classes=classes),
-            )
+            yield settings.target, settings.cases(None)
             return
         for policy in settings.policies:
-            cases = cases_of_policy(policy, settings.policies, settings.rates, settings.scenarios)
+            cases = settings.cases(policy)
             if not cases and settings.capacity is None:
                 continue
             self._console.print(f"Starting bros with --policy {policy} ...", highlight=False)

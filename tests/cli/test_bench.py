@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import shutil
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -261,7 +262,10 @@ def test_only_a_result_can_be_written_anew(
 
 @pytest.mark.slow
 def test_an_interrupted_comparison_has_a_report_of_its_runs(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run, saved = BenchRunner.run, list[BenchResult]()
 
@@ -279,6 +283,27 @@ def test_an_interrupted_comparison_has_a_report_of_its_runs(
     assert result(tmp_path).results == before.results
     assert "S0" in (tmp_path / "report.html").read_text()
     assert (tmp_path / "attainment.png").exists()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"The report of the finished runs is in {tmp_path}/report.html" in shown
+
+
+@pytest.mark.slow
+def test_sigterm_is_an_interruption(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def terminated(runner: BenchRunner, case: Case) -> MeasuredRun:
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.sleep(60)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(BenchRunner, "run", terminated)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:  # workers of pytest-xdist ignore SIGINT
+        arguments = ["bench", str(model), "--target", "http://127.0.0.1:9", "--scenarios", "S0"]
+        assert main([*arguments, "--out", str(tmp_path / "out")], {}) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.slow

@@ -55,6 +55,13 @@ def test_no_keys_and_no_folders_are_kept(tmp_path: Path) -> None:
         (("--dialect", "vllm"), "--dialect: it is of a --target"),
         (("--target-name", "other"), "--target-name: it is of a --target"),
         (("--target", "host:8000"), "--target: 'host:8000' must start with http"),
+        (("--policies", "fcfs", "--scenarios", "S3"), "--scenarios: there is nothing to measure"),
+        (("--policies", "bros", "--scenarios", "S1"), "--scenarios: there is nothing to measure"),
+        (("--scenarios", "S2", "--in-flight", "0"), "--scenarios: there is nothing to measure"),
+        (
+            ("--target", "http://x", "--dialect", "plain", "--scenarios", "S3"),
+            "--scenarios: there is nothing to measure",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_a_server_starts(
