@@ -542,7 +542,8 @@ class BenchRunner:
         usable = (context or _DEFAULT_CONTEXT) - self._added_tokens
         plan = make_plan(self._wanted, case, usable, self._tokenizer)
         if not plan.sessions and not plan.in_flight:
-            raise ConfigError("there is nothing to send: neither a rate nor requests in flight")
+            why = "; ".join(plan.notes) or "neither a rate nor requests in flight"
+            raise ConfigError(f"there is nothing to send: {why}")
         return plan
 
     def _render(self, plan: Plan, seed: int) -> Render:

@@ -317,6 +317,18 @@ async def test_the_capacity_of_a_target(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+async def test_a_trace_without_a_request_that_fits_is_named(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,90000,10\n")
+    arguments = ("--rt", f"azure:{trace}", "--scenarios", "S0", "--skip-overlong")
+    assert await bench(FakeServer(), model, tmp_path / "out", *arguments) == 2
+    shown = capsys.readouterr().err
+    assert "there is nothing to send: 1 of 1 real-time requests were left out" in shown
+
+
+@pytest.mark.slow
 async def test_the_servers_metrics_have_the_time_of_the_requests(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
