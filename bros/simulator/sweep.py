@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import signal
 import traceback
@@ -124,14 +125,13 @@ class _Pool:
 
 
 def _work(pipe: Connection, run: _Run[Any, Any]) -> None:
-    """The loop of a worker process. It ignores Ctrl-C, because the parent ends it."""
+    """The loop of a worker process. It ignores Ctrl-C, because the parent ends it, and it ends by
+    itself if the parent was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    while True:
-        try:
+    with contextlib.suppress(EOFError, OSError):
+        while True:
             scenario = pipe.recv()
-        except EOFError:
-            return
-        pipe.send(_answer(run, scenario, lambda share: pipe.send(("progress", share))))
+            pipe.send(_answer(run, scenario, lambda share: pipe.send(("progress", share))))
 
 
 def _answer(run: _Run[Any, Any], scenario: object, progress: Callable[[float], None]) -> _Message:

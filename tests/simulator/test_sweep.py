@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 
 import pytest
 
 from bros.core.errors import ConfigError
-from bros.simulator.sweep import WorkerError, run_all, run_scenario
+from bros.simulator.sweep import WorkerError, _work, run_all, run_scenario
 from bros.workload.arrivals import BeLoad, PoissonLoad
 from support.scenarios import DeadlyLoad, scenario
 
@@ -63,3 +64,16 @@ def test_a_worker_that_dies_is_noticed() -> None:
     deadly = dataclasses.replace(SCENARIOS[0], rt=DeadlyLoad())
     with pytest.raises(WorkerError, match="the process that ran simulation 2 died"):
         run_all(run_scenario, [SCENARIOS[0], deadly], 2)
+
+
+@pytest.mark.multiprocess
+def test_a_worker_without_its_parent_ends_silently(capfd: pytest.CaptureFixture[str]) -> None:
+    context = multiprocessing.get_context("spawn")
+    parent_end, worker_end = context.Pipe()
+    worker = context.Process(target=_work, args=(worker_end, run_scenario))
+    worker.start()
+    worker_end.close()
+    parent_end.send(SCENARIOS[0])
+    parent_end.close()
+    worker.join()
+    assert worker.exitcode == 0 and capfd.readouterr().err == ""
