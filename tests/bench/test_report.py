@@ -364,6 +364,14 @@ def test_terminal_shows_the_share_of_best_effort_work_alone() -> None:
     assert line.split()[-2:] == [f"{100 * share:.0f}", "0"]
 
 
+def test_verdict_names_no_best_effort_work_that_was_not_sent() -> None:
+    bench = only(Scenario.S3, [make_record(due_s=20.0, gaps_s=[0.1] * 4)], 1.0)
+    assert "beside best-effort work" in verdict(bench)
+    [run] = bench.results
+    alone = dataclasses.replace(bench, results=(dataclasses.replace(run, be_digest=""),))
+    assert verdict(alone).startswith("Real-time requests alone: at 1/s bros met")
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -108,7 +108,8 @@ def counts(part: ClassMetrics) -> str:
 def verdict(bench: BenchResult) -> str:
     """The comparison in one sentence."""
     judged = [result for result in bench.results if result.rt.both_met.value is not None]
-    mixed = [result for result in judged if result.scenario.mixed]
+    # With --in-flight 0 a mixed run has real-time requests alone.
+    mixed = [result for result in judged if result.scenario.mixed and result.be_digest]
     if mixed:
         return _mixed_finding(bench, mixed)
     if judged:
