@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import (
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bros.core.errors import ModelError
@@ -92,9 +101,19 @@ def test_older_spelling_of_rope_parameters_means_the_same() -> None:
             "config.json is not usable",
         ),
         (LLAMA | {"num_hidden_layers": 0}, "num_layers is 0"),
+        (LLAMA | {"head_dim": 15}, "15 numbers of a head of 15"),
+        (LLAMA | {"partial_rotary_factor": 1.5}, "24 numbers of a head of 16"),
         (LLAMA | {"vocab_size": -1}, "vocab_size is -1"),
         (LLAMA | {"hidden_size": None}, "config.json is not usable"),
         ({k: v for k, v in LLAMA.items() if k != "num_hidden_layers"}, "num_hidden_layers"),
+        (
+            LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_parameters and a rope_scaling that differs",
+        ),
+        (
+            LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "for types of layers",
+        ),
         (OPT | {"word_embed_proj_dim": 32}, "word_embed_proj_dim"),
         (OPT | {"activation_function": "tanh"}, "activation 'tanh'"),
     ],
@@ -104,6 +123,38 @@ def test_unsupported_configs_are_refused_in_clear_words(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         ModelSpec.from_config(config)
+
+
+def test_both_spellings_may_say_the_same() -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 5e5} | LLAMA3
+    both = {"rope_parameters": rope, "rope_scaling": {"type": "llama3"} | LLAMA3}
+    assert RopeSpec.from_config(both, 64, 131072) == RopeSpec.from_config(
+        {"rope_parameters": rope}, 64, 131072
+    )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config_class"),
+    [
+        ("LlamaForCausalLM", LlamaConfig),
+        ("MistralForCausalLM", MistralConfig),
+        ("Qwen2ForCausalLM", Qwen2Config),
+        ("Qwen3ForCausalLM", Qwen3Config),
+        ("Phi3ForCausalLM", Phi3Config),
+        ("SmolLM3ForCausalLM", SmolLM3Config),
+        ("GraniteForCausalLM", GraniteConfig),
+    ],
+)
+def test_entries_that_are_left_out_mean_what_they_mean_in_transformers(
+    architecture: str, config_class: type[PreTrainedConfig]
+) -> None:
+    required = (
+        *("architectures", "vocab_size", "hidden_size", "intermediate_size"),
+        *("num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
+    )
+    complete = config_class().to_dict() | {"architectures": [architecture]}
+    short = {name: complete[name] for name in required}
+    assert ModelSpec.from_config(short) == ModelSpec.from_config(complete)
 
 
 @pytest.mark.parametrize(("stated", "longest"), [(32768, 131072), (200_000, 200_000)])

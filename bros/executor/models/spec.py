@@ -51,10 +51,11 @@ class RopeSpec:
     def from_config(cls, config: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeSpec:
         """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
-        Raises ModelError for a type that is not one of ROPE_TYPES or lacks a parameter.
+        Raises ModelError for a type that is not one of ROPE_TYPES or lacks a parameter, and if
+        both forms are there and `rope_scaling` says something else.
         """
-        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        rope = _rope_entries(config)
+        rope_type = rope.get("rope_type", "default")
         if rope_type == "su":  # its name in the first checkpoints of Phi-3
             rope_type = "longrope"
         if rope_type not in ROPE_TYPES:
@@ -76,6 +77,10 @@ class RopeSpec:
         partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
         attention_factor = rope.get("attention_factor")
         rotary_dim = int(head_dim * partial)
+        if rotary_dim % 2 or rotary_dim > head_dim:
+            raise ModelError(
+                f"rotary embedding of {rotary_dim} numbers of a head of {head_dim} is not supported"
+            )
         if any(len(each) != rotary_dim // 2 for each in factors.values()):
             raise ModelError(f"longrope needs {rotary_dim // 2} factors, one for each frequency")
         return cls(
@@ -144,6 +149,27 @@ class RopeSpec:
         return math.sqrt(1.0 + math.log(self.factor) / math.log(self.original_max_positions))
 
 
+def _rope_entries(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of `rope_parameters`, or else of `rope_scaling`, with the newer name of the type.
+
+    Raises ModelError if both are there and differ. Model cards say to add `rope_scaling` for long
+    contexts; transformers would then ignore the other one and the theta in it.
+    """
+    rope, scaling = (dict(config.get(name) or {}) for name in ("rope_parameters", "rope_scaling"))
+    for entries in (rope, scaling):
+        if "type" in entries:
+            entries.setdefault("rope_type", entries.pop("type"))
+    if rope and not scaling.items() <= rope.items():
+        raise ModelError(
+            "the model's config.json has rope_parameters and a rope_scaling that differs; write "
+            "all of it into rope_parameters"
+        )
+    rope = rope or scaling
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise ModelError("rope_parameters of their own for types of layers are not supported")
+    return rope
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The shape of a decoder-only model, with everything that build.py branches on.
@@ -197,6 +223,7 @@ class ModelSpec:
             raise ModelError(f"architecture {architecture!r} is not supported; supported: {known}")
         if config.get("quantization_config"):
             raise ModelError("checkpoints with a quantization_config are not supported")
+        config = {**_DEFAULTS.get(architecture, {}), **config}
         try:
             spec = ARCHITECTURES[architecture](architecture, config)
         except (LookupError, TypeError, ValueError, ArithmeticError) as error:
@@ -336,6 +363,20 @@ def _opt(architecture: str, config: Mapping[str, Any]) -> ModelSpec:
         norm_affine=bool(config.get("layer_norm_elementwise_affine", True)),
     )
 
+
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32},
+    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
+    "Phi3ForCausalLM": {"rms_norm_eps": 1e-5},
+    "SmolLM3ForCausalLM": {
+        "num_key_value_heads": 4,
+        "rope_theta": 2_000_000.0,
+        "tie_word_embeddings": True,
+    },
+}
+"""Architecture -> what entries mean that config.json leaves out, where it is not what they mean for
+most architectures: the defaults of its class in transformers."""
 
 ARCHITECTURES: Mapping[str, Callable[[str, Mapping[str, Any]], ModelSpec]] = {
     "LlamaForCausalLM": _llama_like,
