@@ -54,6 +54,15 @@ _BLOCK_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_LLAMA3_SPLITS = (
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+    *("jina-v5-nano", "tekken"),
+)
+"""Ways to split texts, as tokenizer.ggml.pre names them, where llama.cpp begins a text with BOS
+unless the file says otherwise, and takes a word that is a token as it is, without merges."""
+_DIGIT_SPLITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b")
+"""Those that split digits off first."""
+_GPT2_SPLITS = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling")
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _ROPE_FACTORS = "rope_freqs.weight"
 
@@ -77,7 +86,8 @@ def convert_gguf(path: Path, folder: Path, shard_bytes: int = 2**31) -> None:
         _write_weights(folder, _weights(reader, config), shard_bytes)
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ModelError(f"{path} is damaged: {error}") from error
-    _write_tokenizer(path, folder, _field(reader, "tokenizer.ggml.pre"))
+    has_bos = _field(reader, "tokenizer.ggml.bos_token_id") is not None
+    _write_tokenizer(path, folder, _field(reader, "tokenizer.ggml.pre"), has_bos=has_bos)
     for written in folder.iterdir():
         with open(written, "rb") as file:
             os.fsync(file.fileno())
@@ -249,25 +259,36 @@ def _without_triton() -> Iterator[None]:
             del sys.modules["triton"]
 
 
-def _write_tokenizer(path: Path, folder: Path, pre_tokenizer: str | None) -> None:
+def _write_tokenizer(path: Path, folder: Path, split: str | None, *, has_bos: bool) -> None:
+    """split: how texts are split before they are tokenized, as the file names it."""
     with _without_triton():
         # Imported late: transformers takes seconds, and only valid GGUF files reach this point.
-        from tokenizers import pre_tokenizers
+        from tokenizers import models, pre_tokenizers
         from transformers import AutoTokenizer
 
+        # What the file says takes precedence.
+        options = {"add_bos_token": True} if split in _LLAMA3_SPLITS and has_bos else {}
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **options)
         except Exception as error:  # tokenizers raises nothing more specific
             raise ModelError(f"{path} has no usable tokenizer: {error!r}") from error
-    if pre_tokenizer == "smollm":
-        # The model was trained with digits split off first. transformers leaves this out and
-        # would split the line breaks in "\n\n1." in two.
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    backend = tokenizer.backend_tokenizer
+    if split in _DIGIT_SPLITS:
+        # transformers leaves this out and would split the line breaks in "\n\n1." in two.
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(individual_digits=True),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
             ]
         )
+    elif isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel) and split not in _GPT2_SPLITS:
+        # transformers does not know the split, and falls back to that of GPT-2.
+        raise ModelError(
+            f"{path} has a tokenizer that splits texts in a way that is not supported "
+            f"(tokenizer.ggml.pre is {split!r})"
+        )
+    if split in _LLAMA3_SPLITS and isinstance(backend.model, models.BPE):
+        backend.model.ignore_merges = True
     tokenizer.save_pretrained(folder)
 
 

@@ -21,6 +21,7 @@ from bros.executor.gguf import convert_gguf
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles
 from bros.executor.runner import ModelRunner
+from bros.text.tokenizer import Tokenizer
 from support.checkpoints import ScatteredRequest, all_logits, save_checkpoint
 from support.gguf_files import NEWLINE, SPACE, TOKENS, write_gguf
 
@@ -171,6 +172,42 @@ def test_tokenizer_template_and_eos_survive(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == text
     assert tokenizer.chat_template == "{{ messages[0]['content'] }}"
     assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [0, 5]}
+
+
+@pytest.mark.parametrize(
+    ("split", "extra", "tokens"),
+    [
+        ("llama-bpe", {}, ["<|start|>", "ab"]),
+        ("llama-bpe", {"tokenizer.ggml.add_bos_token": False}, ["ab"]),
+        ("tekken", {}, ["<|start|>", "ab"]),
+        ("gpt-2", {}, ["a", "b"]),
+        ("gpt-2", {"tokenizer.ggml.add_bos_token": True}, ["<|start|>", "a", "b"]),
+    ],
+)
+def test_bos_and_words_that_no_merge_makes_are_those_of_llama_cpp(
+    tmp_path: Path, split: str, extra: dict[str, bool], tokens: list[str]
+) -> None:
+    vocabulary = ["ab" if place == 9 else token for place, token in enumerate(TOKENS)]
+    options = {"split": split, "extra": extra, "tokens": vocabulary}
+    path = written(tmp_path, LlamaConfig(**SHAPE), "llama", **options)
+    ids = Tokenizer.load(converted(path)).encode("ab")
+    assert [vocabulary[index] for index in ids] == tokens
+
+
+@pytest.mark.parametrize("split", ["smollm", "refact"])
+def test_digits_are_split_off_first(tmp_path: Path, split: str) -> None:
+    folder = converted(written(tmp_path, LlamaConfig(**SHAPE), "llama", split=split))
+    ids = Tokenizer.load(folder).encode("a\n\n1")
+    assert [TOKENS[index] for index in ids] == ["a", 2 * NEWLINE, "1"]
+
+
+@pytest.mark.parametrize("split", ["deepseek-llm", "default", None])
+def test_ways_to_split_texts_that_are_not_known_are_refused(
+    tmp_path: Path, split: str | None
+) -> None:
+    path = written(tmp_path, LlamaConfig(**SHAPE), "llama", split=split)
+    with pytest.raises(ModelError, match=f"splits texts in a way .*pre is {split!r}"):
+        converted(path)
 
 
 def test_the_end_of_a_tool_call_of_llama_is_an_end_token(tmp_path: Path) -> None:

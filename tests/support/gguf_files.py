@@ -58,10 +58,12 @@ def write_gguf(
     extra: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray] | None = None,
     tokens: Sequence[str] = TOKENS,
+    split: str | None = "smollm",
 ) -> None:
     """Write `model`; matrices are stored as `quantized`, and its own are rounded alike.
 
-    extra: more string or integer fields, tensors: more fp32 tensors.
+    extra: more fields, texts, flags or integers, tensors: more fp32 tensors.
+    split: tokenizer.ggml.pre; None: the file has none.
     """
     writer = gguf.GGUFWriter(path, kind)
     writer.add_context_length(config.max_position_embeddings)
@@ -74,7 +76,8 @@ def write_gguf(
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_key_length(config.head_dim)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    if split is not None:
+        writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens)
     writer.add_token_types([3, 3] + [1] * (len(tokens) - 2))
     writer.add_token_merges([f"{SPACE} {SPACE}", f"{NEWLINE} {NEWLINE}"])
@@ -82,7 +85,8 @@ def write_gguf(
     writer.add_bos_token_id(1)
     writer.add_chat_template("{{ messages[0]['content'] }}")
     for key, value in (extra or {}).items():
-        (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
+        add = {str: writer.add_string, bool: writer.add_bool}.get(type(value), writer.add_uint32)
+        add(key, value)
     for name, parameter in model.named_parameters():
         array = parameter.detach().numpy()
         if kind == "llama" and ".q_proj." in name:
