@@ -65,6 +65,13 @@ _DIGIT_SPLITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "min
 _GPT2_SPLITS = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling")
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _ROPE_FACTORS = "rope_freqs.weight"
+_ROPE_SCALING = {
+    **{"type": None, "factor": None, "finetuned": None},
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+"""What a file may say of rope scaling, and its name in config.json; None: it is read otherwise."""
 
 
 def convert_gguf(path: Path, folder: Path, shard_bytes: int = 2**31) -> None:
@@ -149,17 +156,24 @@ def _rope(reader: GGUFReader, kind: str, head_dim: int) -> dict[str, Any]:
     factors = next((t.data for t in reader.tensors if t.name == _ROPE_FACTORS), None)
     if factors is not None:
         return base | _llama3_parameters(theta, head_dim, factors)
-    scaling = _field(reader, f"{kind}.rope.scaling.type", "none")
-    if scaling == "none":
+    factor = float(_field(reader, f"{kind}.rope.scaling.factor", 0.0))
+    factor = factor or float(_field(reader, f"{kind}.rope.scale_linear", 0.0))  # in old files
+    # llama.cpp takes a factor without a type as a linear one, and leaves out a factor of 0.
+    scaling = _field(reader, f"{kind}.rope.scaling.type", "linear")
+    if scaling == "none" or (scaling == "linear" and not factor):
         return base
     if scaling not in ("linear", "yarn"):
         raise ModelError(f"GGUF rope scaling {scaling!r} is not supported")
-    scaled = base | {
-        "rope_type": scaling,
-        "factor": float(_field(reader, f"{kind}.rope.scaling.factor", 1.0)),
+    prefix = f"{kind}.rope.scaling."
+    for key in reader.fields:
+        if key.startswith(prefix) and (name := key.removeprefix(prefix)) not in _ROPE_SCALING:
+            raise ModelError(f"GGUF rope scaling with {name} is not supported")
+    entries = {
+        entry: value
+        for name, entry in _ROPE_SCALING.items()
+        if entry and (value := _field(reader, prefix + name)) is not None
     }
-    original = _field(reader, f"{kind}.rope.scaling.original_context_length")
-    return scaled | ({} if original is None else {"original_max_position_embeddings": original})
+    return base | entries | {"rope_type": scaling, "factor": factor}
 
 
 def _llama3_parameters(theta: float, head_dim: int, factors: Array) -> dict[str, Any]:

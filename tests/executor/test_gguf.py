@@ -144,20 +144,36 @@ def test_unknown_rope_divisors_are_refused(tmp_path: Path) -> None:
         converted(path)
 
 
-@pytest.mark.parametrize("scaling", ["linear", "yarn"])
-def test_rope_scaling_is_kept(tmp_path: Path, scaling: str) -> None:
-    extra = {
-        "llama.rope.scaling.type": scaling,
-        "llama.rope.scaling.factor": 4,
-        "llama.rope.scaling.original_context_length": 32,
-    }
-    folder = converted(written(tmp_path, LlamaConfig(**SHAPE), "llama", extra=extra))
-    assert json.loads((folder / "config.json").read_text())["rope_parameters"] == {
-        "rope_type": scaling,
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        (
+            {"scaling.type": "linear", "scaling.factor": 4, "scaling.original_context_length": 32},
+            {"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 32},
+        ),
+        (
+            {
+                **{"scaling.type": "yarn", "scaling.factor": 4, "scaling.yarn_beta_fast": 16},
+                **{"scaling.original_context_length": 32, "scaling.finetuned": True},
+            },
+            {
+                **{"rope_type": "yarn", "factor": 4.0, "beta_fast": 16},
+                "original_max_position_embeddings": 32,
+            },
+        ),
+        ({"scaling.factor": 4}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scale_linear": 2}, {"rope_type": "linear", "factor": 2.0}),
+        ({"scaling.type": "none", "scaling.factor": 4}, {"rope_type": "default"}),
+        ({"scaling.type": "linear"}, {"rope_type": "default"}),
+    ],
+)
+def test_rope_scaling_is_that_of_llama_cpp(
+    tmp_path: Path, extra: dict[str, str | int], expected: dict[str, str | float]
+) -> None:
+    fields = {f"llama.rope.{name}": value for name, value in extra.items()}
+    folder = converted(written(tmp_path, LlamaConfig(**SHAPE), "llama", extra=fields))
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    assert rope == {"rope_theta": 10000.0} | expected
 
 
 def test_tokenizer_template_and_eos_survive(tmp_path: Path) -> None:
@@ -232,6 +248,11 @@ def test_large_models_are_split_into_shards(tmp_path: Path) -> None:
         ("llama", {"llama.expert_count": 8}, "mixture-of-experts"),
         ("llama", {"llama.rope.dimension_count": 8}, "partial rotary embedding"),
         ("llama", {"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
+        (
+            "llama",
+            {"llama.rope.scaling.factor": 2, "llama.rope.scaling.attn_factor": 2},
+            "rope scaling with attn_factor",
+        ),
         ("llama", {"tokenizer.ggml.model": "rwkv"}, "no usable tokenizer"),
         ("llama", {"split.count": 2}, "this is one of 2 parts"),
     ],
