@@ -477,7 +477,7 @@ class _Inputs:
 class _Job:
     """A prompt to complete.
 
-    parsing: tells reasoning from answers; None: answers are nothing but text.
+    parsing: as for TextGenerator.start.
     """
 
     prompt: list[int]

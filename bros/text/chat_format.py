@@ -295,11 +295,10 @@ class ChatFormat:
 
     # ---- Answers.
 
-    def parsing(self, use: ToolUse, start: ReasoningStart) -> AnswerParsing | None:
-        """How to read answers; None if they are nothing but text. Without tools that may be called,
-        calls stay text."""
+    def parsing(self, use: ToolUse, start: ReasoningStart) -> AnswerParsing:
+        """How to read answers. Without tools that may be called, calls stay text."""
         if not use.allowed and self.reasoning is None:
-            return None
+            return AnswerParsing(None, self._tokenizer.detokenizer)
         tools = self.tools if use.allowed else None
         max_calls = None if use.parallel else 1
 

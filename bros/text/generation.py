@@ -247,8 +247,9 @@ class TextGenerator:
         param: the request field that a PromptTooLongError names.
         arrival_s: time from which the objectives count, on this generator's clock; None: now.
         checked_s: for how long the check of its grammar was waited for since then.
-        parsing: reads the parts of each answer; None: answers are nothing but text. Stop strings
-            are searched in the text of an answer only, not in its reasoning and its calls.
+        parsing: reads the parts of each answer; None: answers are nothing but text that goes on
+            where their prompt ends. Stop strings are searched in the text of an answer only, not in
+            its reasoning and its calls.
         streamed: the caller wants tokens as they come; else best-effort ones come many at once, and
             those that have not come when it closes do not count for the tenant.
 
@@ -298,7 +299,8 @@ class TextGenerator:
         except BaseException:
             held.release()
             raise
-        parsing = parsing or AnswerParsing(None, self._tokenizer.detokenizer)
+        if parsing is None:
+            parsing = AnswerParsing(None, partial(self._tokenizer.detokenizer, continued=True))
         opened = self._count_open if service_class is ServiceClass.RT else None
         return Generation(
             self._engine,

@@ -313,13 +313,16 @@ class IncrementalDetokenizer:
 
     __slots__ = ("_first", "_mid_text", "_skip_special", "_strip", "_table", "_utf8")
 
-    def __init__(self, table: TokenTable, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, table: TokenTable, *, skip_special_tokens: bool = True, continued: bool = False
+    ) -> None:
+        """continued: other text comes before the first token, so no leading space is dropped."""
         self._table = table
         self._skip_special = skip_special_tokens
         self._mid_text = False
         """The text has begun and no incomplete character is held: text_of(id) is a token's text."""
-        self._first = True
-        self._strip = table.strip_count
+        self._first = not continued
+        self._strip = 0 if continued else table.strip_count
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push_token(self, token_id: int) -> str:
@@ -599,9 +602,13 @@ class Tokenizer:
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return detokenizer.push(token_ids) + detokenizer.finish()
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-        """A new detokenizer for one sequence of output tokens."""
-        return IncrementalDetokenizer(self._table, skip_special_tokens=skip_special_tokens)
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, continued: bool = False
+    ) -> IncrementalDetokenizer:
+        """A new detokenizer for one sequence of output tokens, see IncrementalDetokenizer."""
+        return IncrementalDetokenizer(
+            self._table, skip_special_tokens=skip_special_tokens, continued=continued
+        )
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any

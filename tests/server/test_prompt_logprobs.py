@@ -23,7 +23,7 @@ from support.model_server import ModelServer, model_server
 from support.scripted_server import EOS_TEXT, assert_envelope, make_tokenizer
 from support.tier import examples
 from support.tiny_models import save_tiny_llama
-from support.tiny_tokenizer import save_tokenizer
+from support.tiny_tokenizer import save_tokenizer, sentencepiece_backend
 
 TOLERANCE = 1e-4
 TEXT = "The dog stops here, naïve 😀."
@@ -41,6 +41,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def server(folder: Path, tmp_path: Path) -> AsyncIterator[ModelServer]:
     async with model_server(folder, tmp_path, max_batch_tokens=7) as made:
         yield made
+
+
+async def test_an_echo_with_sentencepiece_goes_on_with_its_space(tmp_path: Path) -> None:
+    backend = sentencepiece_backend()
+    save_tiny_llama(tmp_path, vocab_size=backend.get_vocab_size())
+    the = backend.token_to_id("▁the")
+    save_tokenizer(tmp_path, backend, bos_token="<s>", eos_token="</s>")
+    async with model_server(tmp_path, tmp_path / "data") as server:
+        reply = await server.post(
+            "/v1/completions",
+            **{"prompt": "the the", "echo": True, "logprobs": 0, "max_tokens": 2},
+            logit_bias={str(the): 100},
+        )
+    (choice,) = reply.json()["choices"]
+    assert choice["text"] == "the the the the"
+    assert choice["logprobs"]["text_offset"] == [0, 3, 7, 11]
 
 
 @pytest.fixture(scope="module")

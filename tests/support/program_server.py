@@ -19,6 +19,7 @@ from bros.server.app import create_app
 from bros.server.serve import HttpServer, bind
 from bros.server.tenants import load_tenants
 from bros.simulator.virtual_loop import LoopClock
+from bros.text.chat_format import ChatFormat
 from bros.text.generation import TextGenerator
 from support.program_engine import TOKENIZER, ProgramEngine, make_service
 from support.scripted_server import Server
@@ -55,6 +56,7 @@ class ProgramServer:
             Server(**{"drain_timeout": 0.1, **config}).state,
             engine=self.engine,
             tokenizer=TOKENIZER,
+            chat_format=ChatFormat(TOKENIZER),
             generator=TextGenerator(self.engine, TOKENIZER, clock, ids),
             clock=clock,
             sessions=service,

@@ -46,6 +46,7 @@ from bros.text.answers import (
     ReasoningReader,
     TextPart,
 )
+from bros.text.chat_format import ChatFormat, ReasoningStart
 from bros.text.generation import (
     MAX_SUBMITTED_TOKENS,
     ChoiceResult,
@@ -55,8 +56,10 @@ from bros.text.generation import (
     collect,
     numbered,
 )
+from bros.text.tokenizer import ChatTemplates, Tokenizer
+from bros.text.tools import NO_TOOLS
 from support.answer_parts import joined_parts
-from support.tiny_tokenizer import tiny_tokenizer
+from support.tiny_tokenizer import sentencepiece_backend, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 EOS = 1
@@ -440,6 +443,23 @@ async def test_half_a_character_waits_for_the_rest() -> None:
     assert (await anext(generation)).text == "\U0001f680"
     engine.say(smile[:2], FinishReason.LENGTH)
     assert (await anext(generation)).text == "\ufffd"
+
+
+@pytest.mark.parametrize(("chat", "text"), [(False, " the the"), (True, "the the")])
+async def test_only_an_answer_of_its_own_drops_the_space_at_its_beginning(
+    chat: bool, text: str
+) -> None:
+    """A decoder of SentencePiece drops it at the beginning of a text, which a completion is not."""
+    backend = sentencepiece_backend()
+    tokenizer = Tokenizer(backend, {}, ChatTemplates({}, {}, ManualClock()))
+    engine, ids = ScriptedEngine(), IdGenerator(random.Random(0))
+    parsing = ChatFormat(tokenizer).parsing(NO_TOOLS, ReasoningStart.NONE) if chat else None
+    generation = await TextGenerator(engine, tokenizer, ManualClock(), ids).start(
+        [tokenizer.encode("the")], SamplingParams(), request_id="r", parsing=parsing
+    )
+    engine.say([backend.token_to_id("▁the")] * 2, FinishReason.LENGTH)
+    [result] = await collect(generation)
+    assert result.text == text
 
 
 @pytest.mark.parametrize(

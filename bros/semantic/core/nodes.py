@@ -161,7 +161,7 @@ class OutputPiece:
 
     sampling: its grammar allows the reasoning before the answer too.
     grammar: what the answer must match.
-    parsing: tells the reasoning from the answer; None: the whole text is the answer.
+    parsing: as for TextGenerator.start.
     """
 
     name: str

@@ -615,7 +615,7 @@ class Call(Protocol):
         ...
 
     def parsing(self) -> AnswerParsing | None:
-        """How to read the answers; None if they are nothing but text. After `prompts`."""
+        """How to read the answers, as for TextGenerator.start. After `prompts`."""
         ...
 
     def reply(
@@ -702,7 +702,7 @@ class ChatCall:
         if grammar is not self.sampling.grammar:
             self.sampling = self.sampling.with_changes(grammar=grammar)
 
-    def parsing(self) -> AnswerParsing | None:
+    def parsing(self) -> AnswerParsing:
         return self._state.chat_format.parsing(self.tool_use, self._reasoning)
 
     def let_go(self) -> int:
