@@ -12,6 +12,7 @@ import re
 import reprlib
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from bros.text.answers import AnswerParsing
 from bros.text.chat_format import ChatFormat
 from bros.text.contexts import Contexts, GenerationJob, TokenContext
 from bros.text.generation import ChoiceResult, Generation, collect, shifted_seed
+from bros.text.inner_text import InnerTexts
 from bros.text.pooling import (
     PoolingInput,
     TextPooler,
@@ -34,7 +36,6 @@ from bros.text.pooling import (
     embedding_of,
     pair_scores,
 )
-from bros.text.tokenizer import Tokenizer
 from bros.text.tools import NO_TOOLS
 from bros.transport.local import LocalEngine, open_local
 
@@ -88,6 +89,7 @@ class LLM:
             raise
         engine = self._engine
         self._chat = ChatFormat(engine.tokenizer)
+        self._inner = InnerTexts(engine.tokenizer)
         self._contexts = Contexts(engine.client, engine.generator, engine.ids)
         self._window = _STEPS_AHEAD * config.step_bounds(engine.client.info.device).rows
         self._preparing = asyncio.Semaphore(_PREPARING)
@@ -116,7 +118,7 @@ class LLM:
         tokenizer = self._engine.tokenizer
 
         def job(prompt: Any, sampling: SamplingParams, param: str) -> _Job:
-            return _Job(_token_ids(tokenizer, prompt, param), sampling)
+            return _Job(_token_ids(tokenizer.encode, prompt, param), sampling)
 
         return self._run_all(_prompts(prompts, "prompts"), params, job, service_class, progress)
 
@@ -208,7 +210,7 @@ class LLM:
         texts_of, inputs = _prompts(texts, "texts"), []
         for param, text in texts_of:
             with texts_of.errors_at(param):
-                inputs.append(PoolingInput(_token_ids(tokenizer, text, param)))
+                inputs.append(PoolingInput(_token_ids(tokenizer.encode, text, param)))
                 if not inputs[-1].token_ids:
                     raise InvalidRequestError("The text is empty.", param=param)
                 pooler.check(inputs[-1], param)
@@ -273,9 +275,8 @@ class LLM:
         """
         if not isinstance(text, str):
             raise _is_no(text, "text", "a text")
-        return _token_ids(
-            self._engine.tokenizer, text, "text", add_special_tokens=add_special_tokens
-        )
+        encode = partial(self._engine.tokenizer.encode, add_special_tokens=add_special_tokens)
+        return _token_ids(encode, text, "text")
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, with U+FFFD for incomplete characters. Raises
@@ -354,7 +355,7 @@ class LLM:
             items = _items(items, "beginning", "a text, a list of token ids, or messages")
             if items and isinstance(items[0], Mapping):
                 return tokenizer.apply_chat_template(_checked_messages(items, "beginning"))
-        return _token_ids(tokenizer, items, "beginning")
+        return _token_ids(tokenizer.encode, items, "beginning")
 
     def _check(
         self, prompt: Sequence[int], sampling: SamplingParams, param: str, *, after: int = 0
@@ -574,8 +575,8 @@ class Context:
 
     def _encode(self, prompt: Prompt, param: str) -> list[int]:
         """Token ids; special tokens such as BOS are added at the beginning of the context only."""
-        tokenizer = self._llm._engine.tokenizer
-        return _token_ids(tokenizer, prompt, param, add_special_tokens=not len(self))
+        encode = self._llm._inner.encode if len(self) else self._llm._engine.tokenizer.encode
+        return _token_ids(encode, prompt, param)
 
 
 def _service_class(value: ServiceClass | str) -> ServiceClass:
@@ -644,14 +645,13 @@ def _is_call(call: Any) -> bool:
     )
 
 
-def _token_ids(
-    tokenizer: Tokenizer, prompt: Prompt, param: str, *, add_special_tokens: bool = True
-) -> list[int]:
-    """Raises InvalidRequestError, naming `param`, for what is neither a text nor token ids."""
+def _token_ids(encode: Callable[[str], list[int]], prompt: Prompt, param: str) -> list[int]:
+    """encode: of texts. Raises InvalidRequestError, naming `param`, for what is neither a text nor
+    token ids."""
     what = "a text or a list of token ids"
     try:
         if isinstance(prompt, str):
-            return tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            return encode(prompt)
         return [operator.index(token_id) for token_id in _items(prompt, param, what)]
     except (TypeError, UnicodeEncodeError):  # half of a surrogate pair is no text
         raise _is_no(prompt, param, what) from None

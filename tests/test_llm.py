@@ -41,7 +41,13 @@ from bros.engine.grammars import Grammars
 from bros.engine.messages import Outputs, Reply
 from bros.executor.runner import ModelRunner
 from support.tiny_models import save_tiny_llama
-from support.tiny_tokenizer import TEMPLATE, save_chat_llama, save_tokenizer, tiny_tokenizer
+from support.tiny_tokenizer import (
+    TEMPLATE,
+    save_chat_llama,
+    save_tokenizer,
+    sentencepiece_backend,
+    tiny_tokenizer,
+)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 LONG = SamplingParams(max_tokens=500, ignore_eos=True)
@@ -413,6 +419,19 @@ def test_forks_with_one_seed_have_different_answers_that_can_be_repeated(llm: LL
     first = answers(params)
     assert len(set(first)) == 3 and first == answers(params)
     assert answers([params] * 3) == first[:1] * 3
+
+
+def test_a_text_goes_on_within_a_word_of_its_context(tmp_path: Path) -> None:
+    """SentencePiece writes a space before any text that it encodes."""
+    backend = sentencepiece_backend()
+    save_tiny_llama(tmp_path, vocab_size=backend.get_vocab_size())
+    save_tokenizer(tmp_path, backend, bos_token="<s>", eos_token="</s>")
+    with LLM(str(tmp_path), kernels="reference", kv_blocks=64, threads=1) as llm:
+        context = llm.context("the")
+        the = SamplingParams(max_tokens=2, logit_bias={backend.token_to_id("▁the"): 100})
+        assert context.generate("m", the).text == " the the"
+        context.fill(" sun")
+        assert context.text == "them the the sun"
 
 
 def test_what_a_context_cannot_do_names_itself(llm: LLM, folder: Path) -> None:

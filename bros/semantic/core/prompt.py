@@ -19,32 +19,15 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from bros.semantic.core.nodes import Piece, Variable
 from bros.semantic.core.template import Text
 from bros.semantic.schema import PrefixView
+from bros.text.inner_text import InnerTexts, TextEncoder
 
 _CACHED_CHARS = 4_000_000
-_ANCHOR = "\n"
 _HASH_BYTES = 16
 _PRIVATE = b"private"
-
-
-class TextEncoder(Protocol):
-    """The part of bros.text.tokenizer.Tokenizer that PieceEncoder needs."""
-
-    @property
-    def bos_token_id(self) -> int | None: ...
-
-    def encode(
-        self,
-        text: str,
-        *,
-        add_special_tokens: bool = True,
-        limit: int | None = None,
-        escaped: bool = False,
-    ) -> list[int]: ...
 
 
 class PieceEncoder:
@@ -61,9 +44,7 @@ class PieceEncoder:
         self._num_chars = 0
         bos, empty = encoder.bos_token_id, encoder.encode("")
         self._beginning = (bos,) if bos is not None and empty[:1] == [bos] else ()
-        self._anchor = encoder.encode(_ANCHOR, add_special_tokens=False)
-        # Some tokenizers write a space before any text. Inside a prompt there is none.
-        self._adds_space = self._after_anchor("x") != encoder.encode("x", add_special_tokens=False)
+        self._inner = InnerTexts(encoder)
 
     @property
     def beginning(self) -> tuple[int, ...]:
@@ -80,10 +61,8 @@ class PieceEncoder:
         """
         if value:
             text = self._escape(text)
-        if self._adds_space and not first:
-            inside = self._after_anchor(text, limit)
-            if inside is not None:
-                return tuple(inside)
+        if not first:
+            return tuple(self._inner.encode(text, limit=limit, escaped=True))
         return tuple(
             self._encoder.encode(text, add_special_tokens=False, limit=limit, escaped=True)
         )
@@ -106,14 +85,6 @@ class PieceEncoder:
         while self._num_chars > _CACHED_CHARS:
             (_, oldest, _), _ = self._cached.popitem(last=False)
             self._num_chars -= len(oldest)
-
-    def _after_anchor(self, text: str, limit: int | None = None) -> list[int] | None:
-        """The tokens of `text` inside a prompt; None if the anchor merges with it."""
-        both = self._encoder.encode(
-            _ANCHOR + text, add_special_tokens=False, limit=limit, escaped=True
-        )
-        size = len(self._anchor)
-        return both[size:] if both[:size] == self._anchor else None
 
 
 @dataclass(frozen=True, slots=True)
