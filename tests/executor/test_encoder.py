@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import shutil
@@ -187,6 +188,25 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ModelError):
             EncoderSpec.from_config({**config, **wrong})
+
+
+def test_layers_that_the_configuration_leaves_out_are_refused(tmp_path: Path) -> None:
+    save_encoder(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 2}))
+    with pytest.raises(ModelError, match=r"does not use, such as encoder\.layer\.2\.attention"):
+        load(tmp_path)
+
+
+def test_a_list_of_positions_in_the_checkpoint_is_no_layer(
+    tmp_path: Path, saved: tuple[torch.nn.Module, Path]
+) -> None:
+    """Older versions of transformers save it."""
+    shutil.copytree(saved[1], tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["embeddings.position_ids"] = torch.arange(64)[None]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    load(tmp_path)
 
 
 def test_norms_named_as_in_tensorflow_load(

@@ -9,6 +9,7 @@ Every token attends to all tokens of its text, so a text is computed at once and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,9 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "relu": F.relu,
     }
 )
+
+_COMPUTED = re.compile(r"(bert\.)?(encoder|embeddings)\.(?!position_ids$)")
+"""Tensors of what is computed. Others are of heads that are not, and a list of positions."""
 
 _QKV = ("attention.self.query", "attention.self.key", "attention.self.value")
 
@@ -224,8 +228,17 @@ class Encoder:
 
 
 def build_encoder(spec: EncoderSpec, source: Weights, target: Target) -> Encoder:
-    """Raises ModelError if a tensor is missing or has the wrong shape."""
-    return _Builder(spec, source, target).build()
+    """Raises ModelError if a tensor is missing or has the wrong shape, or if the checkpoint has
+    layers or embeddings that this model does not use."""
+    encoder = _Builder(spec, source, target).build()
+    unused = sorted(name for name in source.unread if _COMPUTED.match(name))
+    if unused:
+        shown = ", ".join(unused[:3])
+        raise ModelError(
+            f"the checkpoint has {len(unused)} tensors that {spec.architecture} as described by "
+            f"its config.json does not use, such as {shown}"
+        )
+    return encoder
 
 
 class _Builder:
