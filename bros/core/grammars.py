@@ -401,6 +401,8 @@ class _Schema:
             return False
         if name == "uniqueItems":
             return bool(value)
+        if name == "propertyNames":
+            return not _allows_all_names(value)
         if name == "format" and isinstance(value, str):
             return value in _FORMATS or value in _STANDARD_FORMATS
         return True
@@ -578,6 +580,14 @@ class _Schema:
             self._param,
             "invalid_json_schema",
         )
+
+
+def _allows_all_names(schema: object) -> bool:
+    """Whether a schema of names says only that they are strings, as zod's does for any record."""
+    if not isinstance(schema, Mapping):
+        return schema is True
+    rest = {key: value for key, value in schema.items() if key not in ("title", "description")}
+    return rest in ({}, {"type": "string"})
 
 
 _CLOSED_BELOW = 1e15

@@ -44,6 +44,9 @@ def nested(depth: int) -> Any:
         ({"$defs": {"x": {"uniqueItems": True}}}, r"\$defs\.x\.uniqueItems: the keyword"),
         ({"anyOf": [{}, {"if": {}}]}, r"anyOf\.1\.if: the keyword 'if'"),
         ({"items": [{"contains": {}}]}, r"items\.0\.contains"),
+        ({"propertyNames": {"type": "string", "maxLength": 3}}, "propertyNames: the keyword"),
+        ({"propertyNames": {"type": "integer"}}, "propertyNames: the keyword"),
+        ({"propertyNames": False}, "propertyNames: the keyword"),
         ({"additionalProperties": {"format": "regex"}}, r"additionalProperties\.format: the form"),
         ({"$ref": "http://elsewhere/schema"}, r"\$ref: '\$ref' must name a part of the same"),
         ({"properties": []}, "properties: must be an object of schemas"),
@@ -94,6 +97,13 @@ def test_keywords_are_not_looked_for_where_names_and_values_are() -> None:
     expected = {key: value for key, value in schema.items() if key != "uniqueItems"}
     assert compiled(schema) == expected
     assert compiled(True) == {}
+
+
+def test_names_that_may_be_any_string_are_no_limit() -> None:
+    """zod writes that for each record, and Vercel's AI SDK sends it."""
+    record = {"type": "object", "additionalProperties": {"type": "number"}}
+    for names in ({"type": "string"}, {"type": "string", "description": "d"}, {}, True):
+        assert compiled({**record, "propertyNames": names}) == record
 
 
 def test_formats_that_say_nothing_to_the_standard_are_remarks() -> None:
