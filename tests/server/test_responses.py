@@ -511,6 +511,7 @@ async def test_a_function_is_called_and_its_output_answered(roomy: BatchServer) 
         "output_text.done", "content_part.done", "output_item.done", "output_item.added",
     ] or kinds[begin] == "output_item.added"  # fmt: skip
     assert kinds[-3:] == ["function_call_arguments.done", "output_item.done", "completed"]
+    assert events[-3]["name"] == "weather"  # openai 2 requires it
     deltas = [e["delta"] for e in events if e["type"].endswith("arguments.delta")]
     message, call = Response.model_validate(events[-1]["response"]).output
     assert message.type == "message" and call.type == "function_call"

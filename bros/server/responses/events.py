@@ -376,6 +376,8 @@ class OutputEvents:
         done: dict[str, object] = {**self._where, kind.field: "".join(self._texts)}
         if item["type"] == "message":
             done["logprobs"] = self._logprobs
+        if item["type"] == "function_call":
+            done["name"] = item["name"]
         log.add(f"response.{kind.text}.done", **done)
         if kind.part:
             part = item["content"][0]
