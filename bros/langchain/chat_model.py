@@ -127,9 +127,9 @@ class BrosChat(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
+        body = _encoded(self._body(messages, stop, kwargs))
         with httpx.Client(**self._client_options(messages)) as http, _readable_errors(self.url):
-            answer = http.post("chat/completions", json=self._body(messages, stop, kwargs))
-            return _result(answer)
+            return _result(http.post("chat/completions", content=body))
 
     async def _agenerate(
         self,
@@ -138,10 +138,10 @@ class BrosChat(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
+        body = _encoded(self._body(messages, stop, kwargs))
         with _readable_errors(self.url):
             async with httpx.AsyncClient(**self._client_options(messages)) as http:
-                body = self._body(messages, stop, kwargs)
-                return _result(await http.post("chat/completions", json=body))
+                return _result(await http.post("chat/completions", content=body))
 
     def _stream(
         self,
@@ -150,11 +150,11 @@ class BrosChat(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        body = self._stream_body(messages, stop, kwargs)
+        body = _encoded(self._stream_body(messages, stop, kwargs))
         with (
             _readable_errors(self.url),
             httpx.Client(**self._client_options(messages)) as http,
-            http.stream("POST", "chat/completions", json=body) as answer,
+            http.stream("POST", "chat/completions", content=body) as answer,
         ):
             if not answer.is_success:
                 answer.read()
@@ -174,11 +174,11 @@ class BrosChat(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        body = self._stream_body(messages, stop, kwargs)
+        body = _encoded(self._stream_body(messages, stop, kwargs))
         with _readable_errors(self.url):
             async with (
                 httpx.AsyncClient(**self._client_options(messages)) as http,
-                http.stream("POST", "chat/completions", json=body) as answer,
+                http.stream("POST", "chat/completions", content=body) as answer,
             ):
                 if not answer.is_success:
                     await answer.aread()
@@ -196,7 +196,7 @@ class BrosChat(BaseChatModel):
         return ssl.create_default_context()
 
     def _client_options(self, messages: Sequence[BaseMessage]) -> dict[str, Any]:
-        headers = {}
+        headers = {"content-type": "application/json"}
         if self.api_key is not None:
             headers["authorization"] = f"Bearer {self.api_key.get_secret_value()}"
         if self.session is not None:
@@ -236,6 +236,12 @@ class BrosChat(BaseChatModel):
         }
         given = {name: value for name, value in own.items() if value is not None}
         return {"messages": convert_to_openai_messages(messages), **given}
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    """A request body as JSON. Raises TypeError or ValueError for what JSON cannot hold, which is a
+    mistake of the caller and not of the server."""
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _result(answer: httpx.Response) -> ChatResult:

@@ -320,6 +320,16 @@ class TestChatModel:
         with pytest.raises(P.ServerUnreachableError):
             BrosChat(url="http://127.0.0.1:9").invoke("Hi")
 
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_a_body_that_is_no_json_is_not_the_fault_of_the_server(
+        self, server: ProgramServer, stream: bool
+    ) -> None:
+        bound = BrosChat(url=server.url, api_key="key").bind(response_format=dict)
+        with pytest.raises(TypeError, match="not JSON serializable"):
+            list(bound.stream("Hi")) if stream else bound.invoke("Hi")
+        with pytest.raises(TypeError, match="not JSON serializable"):
+            [_ async for _ in bound.astream("Hi")] if stream else await bound.ainvoke("Hi")
+
     @pytest.mark.parametrize(
         ("options", "message"),
         [
