@@ -21,7 +21,7 @@ from langchain_core.messages import (
     InvalidToolCall,
     convert_to_openai_messages,
 )
-from langchain_core.messages.ai import UsageMetadata
+from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import (
     ToolCall,
     invalid_tool_call,
@@ -302,12 +302,19 @@ def _call_ids(messages: Sequence[BaseMessage]) -> list[str]:
     return call_ids[-_MAX_CALL_IDS:]
 
 
-def _usage(usage: Mapping[str, int]) -> UsageMetadata:
-    return UsageMetadata(
+def _usage(usage: Mapping[str, Any]) -> UsageMetadata:
+    found = UsageMetadata(
         input_tokens=usage["prompt_tokens"],
         output_tokens=usage["completion_tokens"],
         total_tokens=usage["total_tokens"],
     )
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    if cached is not None:
+        found["input_token_details"] = InputTokenDetails(cache_read=cached)
+    reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
+    if reasoning is not None:
+        found["output_token_details"] = OutputTokenDetails(reasoning=reasoning)
+    return found
 
 
 class _ChunkReader:

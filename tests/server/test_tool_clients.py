@@ -154,6 +154,8 @@ async def test_bros_chat_binds_tools(live: LiveServer) -> None:
     (call,) = reply.tool_calls
     assert (call["name"], call["args"]) == ("get_weather", {"city": "Paris"})
     assert reply.additional_kwargs["reasoning_content"] == "I have to look."
+    assert reply.usage_metadata["input_token_details"] == {"cache_read": 0}
+    assert reply.usage_metadata["output_token_details"] == {"reasoning": 19}
     result = messages.ToolMessage(get_weather(**call["args"]), tool_call_id=call["id"])
     asked = messages.HumanMessage("Weather in Paris?")
     assert (await bound.ainvoke([asked, reply, result])).content == ANSWER
@@ -166,6 +168,7 @@ async def test_bros_chat_binds_tools(live: LiveServer) -> None:
         ("get_weather", {"city": "Paris"})
     ]
     assert joined.additional_kwargs["reasoning_content"] == "I have to look."
+    assert joined.usage_metadata["output_token_details"] == {"reasoning": 19}
 
 
 async def test_bros_chat_gives_structured_output(live: LiveServer) -> None:
