@@ -61,6 +61,7 @@ async def test_models(client: anthropic.AsyncAnthropic) -> None:
     assert (model.type, model.id, model.display_name) == ("model", "scripted", "scripted")
     assert int(model.created_at.timestamp()) == 1_700_000_000
     assert (await client.models.retrieve("scripted")).id == "scripted"
+    assert type(model).model_validate(model.to_dict(mode="json")) == model  # nothing is missing
 
 
 async def create(client: anthropic.AsyncAnthropic, **fields: Any) -> Message:

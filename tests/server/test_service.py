@@ -23,6 +23,7 @@ async def test_models(server: Server) -> None:
         "type": "model",
         "display_name": "scripted",
         "created_at": "2023-11-14T22:13:20Z",
+        "lifecycle": "active",
     }
     assert (await server.http.get("/v1/models")).json() == {
         "object": "list",

@@ -705,6 +705,7 @@ class ModelCard(BaseModel):
     type: Literal["model"] = "model"
     display_name: str
     created_at: str
+    lifecycle: Literal["active"] = "active"
 
 
 class ModelList(BaseModel):
