@@ -77,6 +77,14 @@ async def test_wrong_field_is_named(server: Server, fields: dict[str, Any], para
     assert server.engine.submitted == []
 
 
+@pytest.mark.parametrize("kind", ["image_url", "input_text"])
+async def test_the_type_of_parts_that_are_taken_is_named(server: Server, kind: str) -> None:
+    """`input_text` is text, but of /v1/responses."""
+    content = [{"type": "text", "text": "Hi"}, {"type": kind, kind: "x", "text": "x"}]
+    error = assert_envelope(await server.chat(messages=[{"role": "user", "content": content}]), 400)
+    assert f"part 1 is '{kind}'; use parts of the type 'text'" in error["message"]
+
+
 async def test_missing_field_is_named(server: Server) -> None:
     for path, param in (("/v1/chat/completions", "messages"), ("/v1/completions", "prompt")):
         error = assert_envelope(await server.http.post(path, json={}), 400)

@@ -105,7 +105,7 @@ def _part_text(index: int, part: object) -> str:
     kind = part["type"]
     if kind not in ("text", "refusal"):
         raise _wrong(
-            "content_value", f"part {index} is {kind[:50]!r}; this model accepts text only"
+            "content_value", f"part {index} is {kind[:50]!r}; use parts of the type 'text'"
         )
     if not isinstance(part.get(kind), str):
         raise _wrong("content_type", f"part {index} must have a {kind!r} that is a string")
