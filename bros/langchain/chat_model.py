@@ -262,6 +262,7 @@ def _result(answer: httpx.Response) -> ChatResult:
             "id": body["id"],
             "finish_reason": choice["finish_reason"],
             "model_name": body["model"],
+            **_logprobs(choice),
         },
     )
     return ChatResult(generations=[ChatGeneration(message=message)])
@@ -288,6 +289,12 @@ def _calls(entries: Sequence[Mapping[str, Any]]) -> list[ToolCall | InvalidToolC
                 )
             )
     return calls
+
+
+def _logprobs(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """Where ChatOpenAI has them; LangChain joins the lists of all chunks."""
+    logprobs = choice.get("logprobs")
+    return {"logprobs": logprobs} if logprobs else {}
 
 
 def _reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -344,6 +351,7 @@ class _ChunkReader:
         ]
         # Each only once, because LangChain joins the strings of all chunks.
         metadata = {} if self._started else {"id": event["id"]}
+        metadata |= _logprobs(choice)
         if choice.get("finish_reason"):
             metadata |= {"finish_reason": choice["finish_reason"], "model_name": event["model"]}
         text, reasoning = delta.get("content") or "", _reasoning(delta)

@@ -171,6 +171,15 @@ async def test_bros_chat_binds_tools(live: LiveServer) -> None:
     assert joined.usage_metadata["output_token_details"] == {"reasoning": 19}
 
 
+async def test_bros_chat_has_log_probabilities(live: LiveServer) -> None:
+    live.server.engine.texts = [ANSWER]
+    model = imported("bros.langchain").BrosChat(url=live.url).bind(logprobs=True)
+    whole = (await model.ainvoke("Hi")).response_metadata["logprobs"]["content"]
+    assert "".join(token["token"] for token in whole) == ANSWER
+    first, *others = [chunk async for chunk in model.astream("Hi")]
+    assert sum(others, start=first).response_metadata["logprobs"]["content"] == whole
+
+
 async def test_bros_chat_gives_structured_output(live: LiveServer) -> None:
     model = imported("bros.langchain").BrosChat(url=live.url)
     live.server.engine.texts = [PARIS.replace("get_weather", "Weather"), PARIS[:-20]]
