@@ -431,6 +431,8 @@ class _Schema:
             return "must be a list of schemas"
         if name == "required" and not _is_list_of_names(value):
             return "must be a list of names"
+        if name == "type" and not _are_types(value):
+            return f"must be one of {', '.join(_TYPES)}, or a list of these"
         if name in ("const", "enum", "multipleOf") and (number := _inexact_number(value)):
             return f"the number {number} is not one that a double can be; use a string"
         patterns = list(value) if name == "patternProperties" and isinstance(value, Mapping) else []
@@ -580,6 +582,14 @@ class _Schema:
             self._param,
             "invalid_json_schema",
         )
+
+
+_TYPES = ("null", "boolean", "object", "array", "number", "string", "integer")
+
+
+def _are_types(value: object) -> bool:
+    names = value if isinstance(value, list) else [value]
+    return all(isinstance(name, str) and name in _TYPES for name in names)
 
 
 def _allows_all_names(schema: object) -> bool:

@@ -52,6 +52,8 @@ def nested(depth: int) -> Any:
         ({"properties": []}, "properties: must be an object of schemas"),
         ({"anyOf": {}}, "anyOf: must be a list of schemas"),
         ({"items": 3}, "items: must be an object, or true or false"),
+        ({"properties": {"a": {"type": "any"}}}, r"properties\.a\.type: must be one of null, bool"),
+        ({"items": {"type": ["null", []]}}, r"items\.type: must be one of"),
         (False, "no value is valid"),
         (nested(100), "nested more than 60 levels"),
         ("text", "must be a JSON schema"),
@@ -316,6 +318,7 @@ LOOSE = [
     ({"pattern": r"^[(?=]\\1"}, {"pattern": r"^[(?=]\\1"}),
     ({"patternProperties": {"(?<=a)b": {}}, "additionalProperties": False}, {}),
     ({"required": None}, {}),
+    ({"type": "any", "properties": {"a": {"type": ["STRING"]}}}, {"properties": {"a": {}}}),
     (
         {"properties": {"a": {}}, "required": ["a", "b"], "additionalProperties": False},
         {"properties": {"a": {}}, "required": ["a"], "additionalProperties": False},
