@@ -73,7 +73,7 @@ CHAT = Reference(
     {
         "audio": Field(REFUSED, {"voice": "alloy", "format": "mp3"}),
         "frequency_penalty": Field(EFFECT, 0.5),
-        "function_call": Field(REFUSED, "auto"),
+        "function_call": Field(REFUSED, {"name": "f"}),
         "functions": Field(REFUSED, [FUNCTION]),
         "logit_bias": Field(EFFECT, {"5": 1}),
         "logprobs": Field(EFFECT, True),

@@ -134,6 +134,16 @@ async def test_arguments_are_streamed_as_they_arrive() -> None:
     assert len(deltas) > 10  # a token is a character here
 
 
+async def test_a_stream_begins_with_text_only_if_the_answer_does() -> None:
+    """Clients take content that is not null as the beginning of a text."""
+    for text, content in ((PARIS, None), (f"Hm. {PARIS}", ""), ("", "")):
+        async with serving(text) as server:
+            response = await server.chat(tools=TOOLS, stream=True)
+        first, *others = (chunk["choices"][0]["delta"] for chunk in chunks(response.text))
+        assert first == {"role": "assistant", "content": content, "refusal": None}
+        assert any("content" in delta for delta in others) is text.startswith("Hm.")
+
+
 async def test_ids_are_unique_over_choices_and_requests() -> None:
     async with serving(PARIS) as server:
         replies = [(await server.chat(tools=TOOLS, n=3)).json() for _ in range(2)]

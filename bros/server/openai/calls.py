@@ -101,7 +101,7 @@ _CHAT_UNSUPPORTED = {
     "continue_final_message": _NO_EFFECT,
     "documents": _NO_EFFECT,
     "echo": _NO_EFFECT,
-    "function_call": (*_NO_EFFECT, "none"),
+    "function_call": (*_NO_EFFECT, "none", "auto"),  # without `functions`, which are not taken
     "functions": _NO_EFFECT,
     "modalities": (None, [], ["text"]),
     "moderation": _NO_EFFECT,

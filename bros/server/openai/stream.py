@@ -436,6 +436,9 @@ class ChatChunkWriter(ChunkWriter):
     """chat.completion.chunk: first the role, then what the answer has, then the finish reason by
     itself. A call begins with its id and name; the arguments follow in pieces.
 
+    With the role the content is "", or null if the answer does not begin with text: the AI SDK
+    takes any content that is not null as the beginning of a text, also of an answer that is a call.
+
     new_id: makes the id of a call.
     """
 
@@ -463,9 +466,11 @@ class ChatChunkWriter(ChunkWriter):
     def _events(self, delta: TextDelta, begins: bool) -> str:
         index, events = delta.index, ""
         if begins:
+            is_empty = delta.finish_reason is not None and not delta.parts
+            content = '""' if delta.text or is_empty else "null"
             events = self._frame.chunk(
-                f'{{"index":{index},"delta":{{"role":"assistant","content":"","refusal":null}},'
-                '"logprobs":null,"finish_reason":null}'
+                f'{{"index":{index},"delta":{{"role":"assistant","content":{content},'
+                '"refusal":null},"logprobs":null,"finish_reason":null}'
             )
         events += self._prompt_events(delta, begins)
         logprobs = self._logprobs(delta)
