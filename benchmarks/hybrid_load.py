@@ -46,7 +46,7 @@ from bros.engine.grammars import Grammars
 from bros.executor.loader import load_executor
 from bros.executor.model_store import ModelFiles, default_cache_dir, resolve_model
 from bros.executor.runner import ModelRunner
-from bros.profiling.measuring import step_time_model
+from bros.profiling.measuring import step_time_profile
 from bros.profiling.profiles import profile_folders
 from bros.scheduler.build import build_scheduler
 from bros.scheduler.cost_model import CostModel
@@ -195,8 +195,8 @@ def load(
     """The executor, its description, and its cost model on this machine."""
     executor, info = load_executor(config, files)
     folders = profile_folders(default_cache_dir())
-    model = step_time_model(config, executor, info, SystemClock(), folders, report)
-    return executor, dataclasses.replace(info, default_slo=config.default_slo), model
+    profile = step_time_profile(config, executor, info, SystemClock(), folders, report)
+    return executor, dataclasses.replace(info, default_slo=config.default_slo), profile.model
 
 
 def arrivals(

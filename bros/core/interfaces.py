@@ -122,6 +122,7 @@ class EngineInfo:
     grouping: which shared prefixes kernels read once; None if each row reads its own.
     tp: number of ranks.
     prices: None if the engine has no cost model.
+    profile: the profile that the cost model is from, as JSON; empty without one.
     generates: whether the model generates text.
     embedding: None if the engine computes none, as in simulations.
     whole_prompts: a prompt is computed in one step, and its KV is not kept (encoders).
@@ -145,6 +146,7 @@ class EngineInfo:
     grouping: Grouping | None = None
     tp: int = 1
     prices: Prices | None = None
+    profile: str = ""
     generates: bool = True
     embedding: EmbeddingInfo | None = None
     whole_prompts: bool = False

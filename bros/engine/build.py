@@ -13,7 +13,7 @@ from bros.engine.engine import Engine
 from bros.engine.grammars import Grammars
 from bros.engine.group import Group
 from bros.executor.model_store import ModelFiles
-from bros.profiling.measuring import step_time_model
+from bros.profiling.measuring import step_time_profile
 from bros.scheduler.build import (
     best_effort_yields,
     build_scheduler,
@@ -30,6 +30,7 @@ def build_engine(
     clock: Clock,
     *,
     profiles: Sequence[Path] = (),
+    profile_before: str = "",
     report: Callable[[str], None] = lambda line: None,
     group: Group | None = None,
 ) -> Engine:
@@ -37,6 +38,7 @@ def build_engine(
 
     profiles: folders of profiles, the user's own first; without a matching profile, some steps
         are measured now.
+    profile_before: EngineInfo.profile of the engine that this one replaces; empty without one.
     report: called with one line for each operation that takes long.
     group: the ranks that run the model, of which this is rank 0; None: this process is alone.
 
@@ -51,11 +53,14 @@ def build_engine(
         report(without_effect(unused, config.policy))
     model = None
     if needs_cost_model(config):
-        model = step_time_model(config, executor, info, clock, profiles, report)
+        profile = step_time_profile(config, executor, info, clock, profiles, report, profile_before)
+        model = profile.model
         if warning := objectives_too_tight(config, model):
             report(warning)
         info = dataclasses.replace(
-            info, prices=model.prices(config.step_bounds(info.device).tokens)
+            info,
+            prices=model.prices(config.step_bounds(info.device).tokens),
+            profile=profile.to_json(),
         )
     ahead = config.async_scheduling
     depth = 1 if find_launcher(executor, ahead) is None else 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -34,7 +35,6 @@ from bros.profiling.profiles import (
     versions,
 )
 from bros.scheduler.build import step_bounds
-from bros.scheduler.cost_model import CostModel
 
 # ---- Which steps to measure, within the limits of an engine.
 #
@@ -558,29 +558,35 @@ def profile_key(config: EngineConfig, info: EngineInfo) -> ProfileKey:
     )
 
 
-def step_time_model(
+def step_time_profile(
     config: EngineConfig,
     executor: Executor,
     info: EngineInfo,
     clock: Clock,
     folders: Sequence[Path],
     report: Callable[[str], None],
-) -> CostModel:
-    """The cost model of config.profile, else of a stored profile, else of a quick measurement.
+    before: str = "",
+) -> Profile:
+    """The profile at config.profile, else a stored one, else `before`, else a quick measurement.
 
     folders: where profiles are stored, see profiles.profile_folders. A quick profile is stored in
         the first folder unless its error is above MAX_STORED_ERROR, and is used until the software
         changes: decisions by the prices of older kernels are wrong by factors.
     report: called with one line for each long operation and each warning.
+    before: the profile, as JSON, of the engine that this one replaces; empty if there was none. On
+        a busy machine it was not stored, and users wait while steps are measured again.
 
     Measuring overwrites the KV memory. Raises ConfigError if config.profile cannot be read.
     """
     key = profile_key(config, info)
     if config.profile is not None:
-        return _load_given(expand_user(config.profile), key, report).model
+        return _load_given(expand_user(config.profile), key, report)
     found = find_profile(folders, key, report, _quick_tokens(config, info), _versions())
     if found is not None:
-        return found.model
+        return found
+    inherited = _read_before(before, key)
+    if inherited is not None:
+        return inherited
     report("Measuring step times for some seconds; `bros profile` measures them thoroughly ...")
     profile = quick_profile(config, executor, info, clock)
     assert profile.fitted is not None
@@ -592,7 +598,7 @@ def step_time_model(
         )
     elif folders:
         _store(profile, folders[0], report)
-    return profile.model
+    return profile
 
 
 def quick_profile(
@@ -738,6 +744,15 @@ def _load_given(path: Path, key: ProfileKey, report: Callable[[str], None]) -> P
             name = field.name.replace("_", " ")
             report(f"{path} is for {name} {there}, but this engine has {here}")
     return profile
+
+
+def _read_before(text: str, key: ProfileKey) -> Profile | None:
+    """The profile of the engine before; None without one, or if it had other software."""
+    with contextlib.suppress(ConfigError):  # the software may have been updated in between
+        profile = Profile.from_json(text)
+        if profile.key == key and profile.versions == _versions():
+            return profile
+    return None
 
 
 def _store(profile: Profile, folder: Path, report: Callable[[str], None]) -> None:

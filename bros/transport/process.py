@@ -56,6 +56,7 @@ class LaunchSpec:
     """What an engine process needs to start; stored in the folder of the sockets.
 
     profiles: folders of profiles, see build_engine.
+    profile_before: see build_engine.
     starts_ranks: with config.tp > 1: bros starts the ranks. Otherwise torchrun has started them,
         and this process is rank 0.
     replica: index among several engines on this machine, each with its own devices; None if there
@@ -67,6 +68,7 @@ class LaunchSpec:
     log_level: str
     config: EngineConfig
     profiles: tuple[str, ...] = ()
+    profile_before: str = ""
     starts_ranks: bool = False
     replica: int | None = None
 
@@ -167,6 +169,7 @@ def _lead(launch: LaunchSpec, folder: Path, group: Group) -> None:
             launch.files,
             SystemClock(),
             profiles=profiles,
+            profile_before=launch.profile_before,
             report=logger.info,
             group=group,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -106,6 +107,7 @@ class SupervisedClient(MessageClient, ABC):
         self._is_final = False  # the engine is not started again
         self._num_lost = self._num_hung = 0
         self._hung = False
+        self._profile = ""  # of the latest engine that was ready
         self._began_s = self._start_s = 0.0  # when the last start began, and how long it took
         self._reset()
 
@@ -329,6 +331,7 @@ class SupervisedClient(MessageClient, ABC):
 
     def _on_ready(self, info: EngineInfo) -> None:
         super()._on_ready(info)
+        self._profile = info.profile
         self._start_s = asyncio.get_running_loop().time() - self._began_s
 
     def _disconnect(self) -> None:
@@ -482,7 +485,8 @@ class ProcessEngineClient(SupervisedClient):
             # Runs after the callbacks of _listen, so that an engine that is alive has a process.
             stack.callback(setattr, self, "_process", None)
             receiver = self._listen(stack, Endpoints.of(process.folder))
-            self._launch.write(process.folder)
+            launch = dataclasses.replace(self._launch, profile_before=self._profile)
+            launch.write(process.folder)
             process.launch()
             self._process = process
             if self._load_timeout_s:

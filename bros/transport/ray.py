@@ -53,6 +53,7 @@ class HostSpec:
     config: config.model may be a path on the host's node.
     data_dir: a path on the host's node.
     heartbeat_s: interval of the host's heartbeats.
+    profile_before: see build_engine.
     """
 
     config: EngineConfig
@@ -60,6 +61,7 @@ class HostSpec:
     log_level: str
     endpoints: Endpoints
     heartbeat_s: float
+    profile_before: str = ""
 
 
 class EngineHost:
@@ -95,6 +97,7 @@ def _launch_of(spec: HostSpec) -> LaunchSpec:
         log_level=spec.log_level,
         config=spec.config,
         profiles=tuple(str(folder) for folder in profile_folders(cache_dir)),
+        profile_before=spec.profile_before,
         starts_ranks=spec.config.tp > 1,
     )
 
@@ -344,6 +347,7 @@ class RayEngineClient(SupervisedClient):
             log_level=self._log_level,
             endpoints=endpoints,
             heartbeat_s=self._heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT,
+            profile_before=self._profile,
         )
         try:
             host = await self._placement.start_host()

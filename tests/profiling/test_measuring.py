@@ -35,7 +35,7 @@ from bros.profiling.measuring import (
     quick_profile,
     random_steps,
     step_padding,
-    step_time_model,
+    step_time_profile,
 )
 from bros.profiling.profiles import MEASURED, QUICK, Profile, find_profile, load_profile
 from bros.scheduler.cost_model import CostModel, StepLoad
@@ -498,9 +498,12 @@ class Case:
 
     def model(self, config: EngineConfig = DEFAULTS) -> CostModel:
         """The steps it took to get it are in executor.shapes, from zero."""
+        return self.profile(config).model
+
+    def profile(self, config: EngineConfig = DEFAULTS, before: str = "") -> Profile:
         self.executor.shapes.clear()
-        return step_time_model(
-            config, self.executor, INFO, self.clock, self.folders, self.told.append
+        return step_time_profile(
+            config, self.executor, INFO, self.clock, self.folders, self.told.append, before
         )
 
 
@@ -555,6 +558,20 @@ def test_noisy_measurements_are_used_but_not_kept(tmp_path: Path, noise: float) 
     assert case.model().constant_s > 0.0
     assert "perhaps because the machine is busy" in case.told[-1]
     assert not list(tmp_path.rglob("*"))
+
+
+def test_an_engine_that_replaces_another_one_takes_its_noisy_profile(tmp_path: Path) -> None:
+    case = Case(tmp_path, 0.2)
+    first = case.profile()
+    assert case.profile(before=first.to_json()) == first and not case.executor.shapes
+    older = dataclasses.replace(first, versions={**first.versions, "compiled": "older"})
+    for other in (older, dataclasses.replace(first, key=dataclasses.replace(first.key, tp=2))):
+        case.profile(before=other.to_json())
+        assert case.executor.shapes
+    case.profile(before="{}")
+    assert case.executor.shapes
+    quiet = Case(tmp_path).profile()
+    assert case.profile(before=first.to_json()) == quiet, "a stored one comes first"
 
 
 def test_a_folder_that_cannot_be_written_to_does_not_stop_an_engine(tmp_path: Path) -> None:

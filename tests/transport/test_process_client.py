@@ -171,6 +171,22 @@ async def test_an_engine_is_restarted_when_it_is_asked_to_and_not_when_it_dies(
     await client.close()
 
 
+async def test_an_engine_that_replaces_another_one_measures_no_steps(files: ModelFiles) -> None:
+    """There is no folder to store their times in."""
+    config = dataclasses.replace(TINY_ENGINE, policy="bros")
+    client = ProcessEngineClient(config, files, log_level="error")
+    await client.start()
+    measured = client.info.profile
+    assert measured and client.pid is not None
+    async with asyncio.timeout(60):
+        os.kill(client.pid, signal.SIGKILL)
+        while client.alive:
+            await asyncio.sleep(0.01)
+        await client.wait_ready()
+    assert client.info.profile == measured
+    await client.close()
+
+
 async def test_an_engine_that_is_closed_ends_by_itself_and_quietly(
     files: ModelFiles, capfd: pytest.CaptureFixture[str]
 ) -> None:
