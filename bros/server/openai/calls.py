@@ -673,6 +673,7 @@ class ChatCall:
         self.tool_use = tool_use(self.body.tools, self.body.tool_choice)
         if self.body.parallel_tool_calls is False:
             self.tool_use = replace(self.tool_use, parallel=False)
+        self._may_call = bool(self.tool_use.allowed)
         self._reasoning = ReasoningStart.NONE
         self._answer_grammar = self.sampling.grammar
         self._rules = state.chat_format.answer_rules(self.tool_use, self._answer_grammar)
@@ -721,7 +722,11 @@ class ChatCall:
 
     def writer(self, frame: ChunkFrame) -> ChatChunkWriter:
         return ChatChunkWriter(
-            frame, self._state.tokenizer, self.new_call_id, self.body.prompt_logprobs
+            frame,
+            self._state.tokenizer,
+            self.new_call_id,
+            self.body.prompt_logprobs,
+            may_call=self._may_call,
         )
 
     def echo_chars(self) -> int:

@@ -436,10 +436,11 @@ class ChatChunkWriter(ChunkWriter):
     """chat.completion.chunk: first the role, then what the answer has, then the finish reason by
     itself. A call begins with its id and name; the arguments follow in pieces.
 
-    With the role the content is "", or null if the answer does not begin with text: the AI SDK
-    takes any content that is not null as the beginning of a text, also of an answer that is a call.
+    With the role the content is "", or null if the answer may have calls and does not begin with
+    text: the AI SDK takes any content that is not null as the beginning of a text.
 
     new_id: makes the id of a call.
+    may_call: the answer may have calls.
     """
 
     def __init__(
@@ -448,9 +449,12 @@ class ChatChunkWriter(ChunkWriter):
         tokenizer: Tokenizer,
         new_id: Callable[[], str],
         prompt_top: int | None = None,
+        *,
+        may_call: bool = False,
     ) -> None:
         super().__init__(frame, tokenizer, prompt_top)
         self._new_id = new_id
+        self._may_call = may_call
         self._logprobs_writer = ChatLogprobsWriter(tokenizer)
         self._callers: set[int] = set()
         """Choices with calls."""
@@ -467,7 +471,7 @@ class ChatChunkWriter(ChunkWriter):
         index, events = delta.index, ""
         if begins:
             is_empty = delta.finish_reason is not None and not delta.parts
-            content = '""' if delta.text or is_empty else "null"
+            content = "null" if self._may_call and not (delta.text or is_empty) else '""'
             events = self._frame.chunk(
                 f'{{"index":{index},"delta":{{"role":"assistant","content":{content},'
                 '"refusal":null},"logprobs":null,"finish_reason":null}'
