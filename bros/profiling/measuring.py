@@ -596,6 +596,11 @@ def step_time_profile(
             f"the measured step times vary by {error:.0%}, perhaps because the "
             "machine is busy; bros uses them, but does not store them"
         )
+    elif profile.max_step_tokens < _quick_tokens(config, info):  # `find_profile` would not take it
+        report(
+            f"only {profile.steps} steps could be measured in {_QUICK_LIMIT_S:.0f} s; bros uses "
+            "their times, but does not store them"
+        )
     elif folders:
         _store(profile, folders[0], report)
     return profile

@@ -560,6 +560,14 @@ def test_noisy_measurements_are_used_but_not_kept(tmp_path: Path, noise: float) 
     assert not list(tmp_path.rglob("*"))
 
 
+def test_a_measurement_that_ran_out_of_time_is_used_but_not_kept(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    case.executor = PlantedExecutor(slower(300.0), INFO, case.clock, lambda: 1.0)
+    assert case.model().constant_s > 0.0
+    assert "steps could be measured in 10 s" in case.told[-1]
+    assert not list(tmp_path.rglob("*"))
+
+
 def test_an_engine_that_replaces_another_one_takes_its_noisy_profile(tmp_path: Path) -> None:
     case = Case(tmp_path, 0.2)
     first = case.profile()
