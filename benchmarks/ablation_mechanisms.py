@@ -388,6 +388,8 @@ TIME = (
         part="policy",
         without="a step yields only if a first token would miss its usual margin",
         patches=[_wrapped(BrosPolicy, "yields", _with_the_usual_margin)],
+        kept="where a few steps take up to 2.2 times as long, 6 instead of 23 of 9,445 chats that "
+        "come in pairs are late (decision 5)",
     ),
     Mechanism(
         name="yielding may delay streams",
@@ -410,6 +412,8 @@ TIME = (
         part="policy",
         without="streams whose step yields wait for as long as they may, also if there is time",
         patches=[_wrapped(bros, "_let_wait", _for_as_long_as_it_may)],
+        kept="85 instead of 66 % of the streams have no gap beyond their objective (decision 5), "
+        "of which no figure here is a measure",
     ),
 )
 
