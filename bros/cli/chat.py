@@ -248,7 +248,7 @@ def _readable_errors(client: httpx.AsyncClient) -> Iterator[None]:
 
 def _piece(event: dict[str, Any]) -> str:
     """The text of one event of a stream. Raises BrosError for an error event."""
-    if "error" in event:
+    if event.get("error") is not None:  # some servers name it in every event
         raise BrosError(message_of(event["error"]))
     choices = event.get("choices") or [{}]
     return (choices[0].get("delta") or {}).get("content") or ""

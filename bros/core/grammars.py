@@ -589,7 +589,7 @@ _TYPES = ("null", "boolean", "object", "array", "number", "string", "integer")
 
 def _are_types(value: object) -> bool:
     names = value if isinstance(value, list) else [value]
-    return all(isinstance(name, str) and name in _TYPES for name in names)
+    return bool(names) and all(isinstance(name, str) and name in _TYPES for name in names)
 
 
 def _allows_all_names(schema: object) -> bool:

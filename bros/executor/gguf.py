@@ -62,7 +62,10 @@ _LLAMA3_SPLITS = (
 unless the file says otherwise, and takes a word that is a token as it is, without merges."""
 _DIGIT_SPLITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b")
 """Those that split digits off first."""
-_GPT2_SPLITS = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling")
+_GPT2_SPLITS = (
+    *("gpt-2", "phi-2", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "gigachat", "a.x-4.0"),
+    *("mellum", "mpt", "olmo", "jais", "trillion", "granite-docling"),
+)
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _ROPE_FACTORS = "rope_freqs.weight"
 _ROPE_SCALING = {
@@ -173,7 +176,7 @@ def _rope(reader: GGUFReader, kind: str, head_dim: int) -> dict[str, Any]:
         for name, entry in _ROPE_SCALING.items()
         if entry and (value := _field(reader, prefix + name)) is not None
     }
-    return base | entries | {"rope_type": scaling, "factor": factor}
+    return base | entries | {"rope_type": scaling, "factor": factor or 1.0}
 
 
 def _llama3_parameters(theta: float, head_dim: int, factors: Array) -> dict[str, Any]:

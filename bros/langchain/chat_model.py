@@ -336,7 +336,7 @@ class _ChunkReader:
         if data == b"[DONE]":
             return None
         event = json.loads(data)
-        if "error" in event:
+        if event.get("error") is not None:  # some servers name it in every event
             raise read_error(None, event["error"], None)
         choice = event["choices"][0] if event["choices"] else {}
         delta, usage = choice.get("delta") or {}, event.get("usage")

@@ -262,7 +262,7 @@ async def test_remote_answer_is_streamed(url: str) -> None:
             "temperature": 0.2,
             "top_p": 0.9,
         }
-        usage = {"choices": [], "usage": {}}
+        usage = {"choices": [], "usage": {}, "error": None}
         return events(delta(None), delta("Hel"), delta("lo"), usage, "[DONE]", delta("no"))
 
     assert await answer(handler, url, api_key="secret") == "Hello"

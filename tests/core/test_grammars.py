@@ -54,6 +54,7 @@ def nested(depth: int) -> Any:
         ({"items": 3}, "items: must be an object, or true or false"),
         ({"properties": {"a": {"type": "any"}}}, r"properties\.a\.type: must be one of null, bool"),
         ({"items": {"type": ["null", []]}}, r"items\.type: must be one of"),
+        ({"type": []}, "type: must be one of"),
         (False, "no value is valid"),
         (nested(100), "nested more than 60 levels"),
         ("text", "must be a JSON schema"),

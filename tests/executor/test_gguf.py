@@ -197,6 +197,7 @@ def test_tokenizer_template_and_eos_survive(tmp_path: Path) -> None:
         ("llama-bpe", {"tokenizer.ggml.add_bos_token": False}, ["ab"]),
         ("tekken", {}, ["<|start|>", "ab"]),
         ("gpt-2", {}, ["a", "b"]),
+        ("mellum", {}, ["a", "b"]),  # one of the other names of the same split
         ("gpt-2", {"tokenizer.ggml.add_bos_token": True}, ["<|start|>", "a", "b"]),
     ],
 )

@@ -59,6 +59,26 @@ async def test_an_echo_with_sentencepiece_goes_on_with_its_space(tmp_path: Path)
     assert choice["logprobs"]["text_offset"] == [0, 3, 7, 11]
 
 
+async def test_a_value_with_sentencepiece_keeps_the_tokens_that_were_generated(
+    tmp_path: Path,
+) -> None:
+    """Two spaces at the beginning of an output, which are one token where they are encoded."""
+    backend = sentencepiece_backend()
+    save_tiny_llama(tmp_path, vocab_size=backend.get_vocab_size())
+    save_tokenizer(tmp_path, backend, bos_token="<s>", eos_token="</s>")
+    sampling = {"logit_bias": {str(backend.token_to_id("▁")): 100}, "max_tokens": 2}
+    value = {"name": "x", "variable": "x"}
+    calls = [
+        {"template": "the{{output:x}}", "parameters": [value], "sampling": sampling},
+        {"template": "a{{input:x}}b{{output:y}}", "parameters": [value, {"name": "y"}]},
+    ]
+    async with model_server(tmp_path, tmp_path / "data") as server:
+        await server.post("/v1/sessions", id="s")
+        await server.post("/v1/sessions/s/requests", requests=calls, wait=True)
+        requests = (await server.http.get("/v1/sessions/s")).json()["requests"]
+    assert [request["prompt_tokens"] for request in requests] == [1, len("▁a  b")]
+
+
 @pytest.fixture(scope="module")
 def model(folder: Path) -> torch.nn.Module:
     loaded: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder).eval()

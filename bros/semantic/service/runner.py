@@ -488,7 +488,7 @@ class ProgramRunner:
             text = await self._prompter.transform(
                 session.tenant, piece.transforms, text, FailedStage.TRANSFORM, llm_call.output.id
             )
-        elif no_stop and self._is_exact(generated):
+        elif no_stop and self._is_exact(generated, continued=piece.parsing is None):
             token_ids = generated.token_ids
         prompt.add(sequence, llm_call.output.id)
         session.count_prompt(record)
@@ -496,11 +496,14 @@ class ProgramRunner:
         self._learn(session, llm_call, generated, now)
         session.machine.finished(llm_call, text, token_ids, now)
 
-    def _is_exact(self, generated: LlmAnswer) -> bool:
+    def _is_exact(self, generated: LlmAnswer, *, continued: bool) -> bool:
         """Whether the tokens are those of the text as a value: they decode to exactly that, which
-        omits special tokens, and none of it reads like a marker, such as that of a tool call."""
+        omits special tokens, and none of it reads like a marker, such as that of a tool call.
+
+        continued: the text goes on where its prompt ends, see IncrementalDetokenizer."""
         text = generated.text
-        written = self._tokenizer.decode(generated.token_ids, skip_special_tokens=False)
+        detokenizer = self._tokenizer.detokenizer(skip_special_tokens=False, continued=continued)
+        written = detokenizer.push(generated.token_ids) + detokenizer.finish()
         return written == text and self._chat.escape(text) == text
 
     def _learn(
