@@ -97,8 +97,10 @@ class _SuspectGate:
         asyncio.get_running_loop().call_soon(self._start_next)
 
     def _start_next(self) -> None:
+        if self.starting is not None:  # before the others are looked at: it is called for each one
+            return
         waiting = [item for item, turn in self._turns.items() if not turn.done()]
-        if self.starting is None and waiting:
+        if waiting:
             item = min(waiting, key=lambda item: not item.is_real_time)  # of equals the first one
             self.starting, item.suspect = item, True
             self._turns[item].set_result(None)
@@ -421,7 +423,7 @@ class Dispatcher:
         self._remove(item)
 
     def _count_refused(self, item: RoutedRequest) -> None:
-        self.refused[item.stream.service_class] += 1
+        self.refused[ServiceClass.RT if item.is_real_time else ServiceClass.BE] += 1
 
     def _on_engine_lost(self, item: RoutedRequest, error: EngineDeadError) -> None:
         """Detach a request whose engine is lost. Raises _LostTooOftenError."""
