@@ -136,12 +136,19 @@ async def test_arguments_are_streamed_as_they_arrive() -> None:
 
 async def test_a_stream_begins_with_text_only_if_the_answer_does() -> None:
     """Clients take content that is not null as the beginning of a text."""
-    for text, content in ((PARIS, None), (f"Hm. {PARIS}", ""), ("", "")):
+    for text, fields, content, rest in (
+        (PARIS, {}, None, None),
+        (PARIS, {"logprobs": True}, None, None),
+        (f"Hm. {PARIS}", {}, "", "Hm."),
+        ("Hm.", {"stop": ["Hm"]}, None, ""),
+        ("", {}, None, ""),
+    ):
         async with serving(text) as server:
-            response = await server.chat(tools=TOOLS, stream=True)
+            response = await server.chat(tools=TOOLS, stream=True, **fields)
         first, *others = (chunk["choices"][0]["delta"] for chunk in chunks(response.text))
         assert first == {"role": "assistant", "content": content, "refusal": None}
-        assert any("content" in delta for delta in others) is text.startswith("Hm.")
+        pieces = [each for delta in others if (each := delta.get("content")) is not None]
+        assert (None if not pieces else "".join(pieces)) == rest
 
 
 async def test_ids_are_unique_over_choices_and_requests() -> None:

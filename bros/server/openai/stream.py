@@ -458,6 +458,8 @@ class ChatChunkWriter(ChunkWriter):
         self._logprobs_writer = ChatLogprobsWriter(tokenizer)
         self._callers: set[int] = set()
         """Choices with calls."""
+        self._textless: set[int] = set()
+        """Choices of which the content is null so far."""
 
     def _choice(self, index: int, text: str, logprobs: str) -> str:
         return self._delta(index, f'"content":{text}', logprobs)
@@ -469,9 +471,11 @@ class ChatChunkWriter(ChunkWriter):
 
     def _events(self, delta: TextDelta, begins: bool) -> str:
         index, events = delta.index, ""
+        no_text = self._may_call and not delta.text
         if begins:
-            is_empty = delta.finish_reason is not None and not delta.parts
-            content = "null" if self._may_call and not (delta.text or is_empty) else '""'
+            if no_text:
+                self._textless.add(index)
+            content = "null" if no_text else '""'
             events = self._frame.chunk(
                 f'{{"index":{index},"delta":{{"role":"assistant","content":{content},'
                 '"refusal":null},"logprobs":null,"finish_reason":null}'
@@ -480,14 +484,17 @@ class ChatChunkWriter(ChunkWriter):
         logprobs = self._logprobs(delta)
         shown = [fields for part in delta.parts if (fields := self._fields(index, part))]
         if not shown and (delta.text or logprobs != "null"):
-            shown = [f'"content":{_quoted(delta.text)}']
+            shown = ['"content":null' if no_text else f'"content":{_quoted(delta.text)}']
+        if index in self._textless and (delta.text or index in self._callers):
+            self._textless.remove(index)
         for fields in shown:
             events += self._frame.chunk(self._delta(index, fields, logprobs))
             logprobs = "null"
         if delta.finish_reason is not None:
             reason = finish_reason(delta.finish_reason.value, called=index in self._callers)
+            rest = '"content":""' if index in self._textless else ""  # an answer without anything
             events += self._frame.chunk(
-                f'{{"index":{index},"delta":{{}},"logprobs":null,'
+                f'{{"index":{index},"delta":{{{rest}}},"logprobs":null,'
                 f'"finish_reason":"{reason}",'
                 f'"stop_reason":{_to_json(delta.stop_reason)}}}'
             )
