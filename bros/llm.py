@@ -27,7 +27,6 @@ from bros.text.answers import AnswerParsing
 from bros.text.chat_format import ChatFormat
 from bros.text.contexts import Contexts, GenerationJob, TokenContext
 from bros.text.generation import ChoiceResult, Generation, collect, shifted_seed
-from bros.text.inner_text import InnerTexts
 from bros.text.pooling import (
     PoolingInput,
     TextPooler,
@@ -36,6 +35,7 @@ from bros.text.pooling import (
     embedding_of,
     pair_scores,
 )
+from bros.text.tokenizer import InnerTexts
 from bros.text.tools import NO_TOOLS
 from bros.transport.local import LocalEngine, open_local
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -147,6 +147,16 @@ class Weights(Protocol):
     ) -> None:
         """Fill `out`, of any device and dtype. Raises ModelError as `dense` does."""
         ...
+
+
+def refuse_unused(names: Collection[str], architecture: str) -> None:
+    """Raise ModelError if there are any: tensors of a checkpoint that its model does not use."""
+    if names:
+        shown = ", ".join(sorted(names)[:3])
+        raise ModelError(
+            f"the checkpoint has {len(names)} tensors that {architecture} as described by its "
+            f"config.json does not use, such as {shown}"
+        )
 
 
 class WeightSource:

@@ -597,9 +597,18 @@ class Tokenizer:
             if count > limit:
                 raise PromptTooLongError(count, limit, "prompt", exact=False)
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`; ill-formed UTF-8 becomes U+FFFD (see TokenTable)."""
-        detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        continued: bool = False,
+    ) -> str:
+        """The text of `token_ids`; ill-formed UTF-8 becomes U+FFFD (see TokenTable).
+
+        continued: see IncrementalDetokenizer.
+        """
+        detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens, continued=continued)
         return detokenizer.push(token_ids) + detokenizer.finish()
 
     def detokenizer(
@@ -648,6 +657,37 @@ class Tokenizer:
     def _special_id(self, name: str) -> int | None:
         token = self._special_tokens.get(name)
         return None if token is None else self._tokenizer.token_to_id(token)
+
+
+_ANCHOR = "\n"
+
+
+class InnerTexts:
+    """Encodes texts inside a prompt. Some tokenizers write a space before any text, which is there
+    only at the beginning. Several threads may encode."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._anchor = tokenizer.encode(_ANCHOR, add_special_tokens=False)
+        alone = tokenizer.encode("x", add_special_tokens=False)
+        self._adds_space = self._after_anchor("x") != alone
+
+    def encode(self, text: str, *, limit: int | None = None, escaped: bool = False) -> list[int]:
+        """limit, escaped: as for Tokenizer.encode, and it raises what that raises."""
+        found = self._after_anchor(text, limit, escaped=escaped) if self._adds_space else None
+        if found is not None:
+            return found
+        return self._tokenizer.encode(text, add_special_tokens=False, limit=limit, escaped=escaped)
+
+    def _after_anchor(
+        self, text: str, limit: int | None = None, *, escaped: bool = False
+    ) -> list[int] | None:
+        """The tokens of `text` after the anchor; None if the anchor merges with it."""
+        both = self._tokenizer.encode(
+            _ANCHOR + text, add_special_tokens=False, limit=limit, escaped=escaped
+        )
+        size = len(self._anchor)
+        return both[size:] if both[:size] == self._anchor else None
 
 
 def _cut_lengths(lengths: Sequence[int], room: int) -> list[int]:

@@ -175,6 +175,14 @@ async def test_of_those_that_were_lost_with_two_engines_one_at_a_time_begins(gro
         assert tokens_of(outputs) == foretold(ask())
 
 
+async def lose_twice(engine: KillableEngine, up_s: float) -> None:
+    """Let it die and start again, twice, with so long until the next one."""
+    for _ in range(2):
+        engine.die()
+        engine.start()
+        await asyncio.sleep(up_s)
+
+
 @in_group
 async def test_those_that_were_lost_twice_before_they_were_accepted_begin_one_at_a_time(
     group: Group,
@@ -183,10 +191,7 @@ async def test_those_that_were_lost_twice_before_they_were_accepted_begin_one_at
     other.die()
     readings = [asyncio.create_task(collect(group.client, ask(name))) for name in "ab"]
     await asyncio.sleep(0.2 * STEP_S)  # they are accepted after 0.5
-    for _ in range(2):
-        engine.die()
-        engine.start()
-        await asyncio.sleep(0.5 * STEP_S)
+    await lose_twice(engine, 0.5 * STEP_S)
     assert sum(status.open for status in group.client.replicas()) == 1
     for outputs in await asyncio.gather(*readings):
         assert tokens_of(outputs) == foretold(ask())
@@ -200,10 +205,7 @@ async def test_real_time_requests_begin_first_of_those_that_were_lost_twice(grou
     slow = [ask(f"be{n}", service_class=ServiceClass.BE) for n in range(2)]
     readings = [asyncio.create_task(collect(group.client, each)) for each in (*slow, ask("rt"))]
     await asyncio.sleep(5 * STEP_S)
-    for _ in range(2):
-        engine.die()
-        engine.start()
-        await asyncio.sleep(0.9 * STEP_S)
+    await lose_twice(engine, 0.9 * STEP_S)
     assert engine.open_ids == {"rt"}
     for outputs in await asyncio.gather(*readings):
         assert tokens_of(outputs) == foretold(ask())
@@ -215,10 +217,7 @@ async def test_one_that_waits_to_begin_can_be_aborted(group: Group) -> None:
     other.die()
     readings = [asyncio.create_task(collect(group.client, ask(name))) for name in "abc"]
     await asyncio.sleep(5 * STEP_S)
-    for _ in range(2):
-        engine.die()
-        engine.start()
-        await asyncio.sleep(0.9 * STEP_S)
+    await lose_twice(engine, 0.9 * STEP_S)
     assert engine.open_ids == {"a"}
     await group.client.abort("b")
     first, aborted, last = await asyncio.gather(*readings)

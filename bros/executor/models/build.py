@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bros.core.errors import ModelError
 from bros.executor.models.adapted import adapted
 from bros.executor.models.decoder import (
     Attention,
@@ -50,7 +49,7 @@ from bros.executor.parallel.sharding import (
     vocab_parallel_embedding,
 )
 from bros.executor.target import Target
-from bros.executor.weights import Weights
+from bros.executor.weights import Weights, refuse_unused
 from bros.kernels.interface import HeadLayout, Kernels
 from bros.kernels.panels import Panels
 
@@ -113,13 +112,8 @@ def build_decoder(
     tensors that this model does not use; ConfigError if there are too many ranks.
     """
     decoder = _Builder(spec, source, kernels, target, max_positions, ranks).build()
-    unused = sorted(name for name in source.unread if not _IGNORED.search(name))
-    if unused:
-        shown = ", ".join(unused[:3])
-        raise ModelError(
-            f"the checkpoint has {len(unused)} tensors that {spec.architecture} as described by "
-            f"its config.json does not use, such as {shown}"
-        )
+    unused = [name for name in source.unread if not _IGNORED.search(name)]
+    refuse_unused(unused, spec.architecture)
     return decoder
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from bros.core.errors import ModelError
 from bros.executor.models.layers import LayerNorm, Linear, Norm, make_linear
 from bros.executor.target import Target
-from bros.executor.weights import Weights
+from bros.executor.weights import Weights, refuse_unused
 
 ENCODERS = ("BertModel", "BertForMaskedLM", "BertForSequenceClassification")
 """Architectures that this module computes."""
@@ -231,13 +231,8 @@ def build_encoder(spec: EncoderSpec, source: Weights, target: Target) -> Encoder
     """Raises ModelError if a tensor is missing or has the wrong shape, or if the checkpoint has
     layers or embeddings that this model does not use."""
     encoder = _Builder(spec, source, target).build()
-    unused = sorted(name for name in source.unread if _COMPUTED.match(name))
-    if unused:
-        shown = ", ".join(unused[:3])
-        raise ModelError(
-            f"the checkpoint has {len(unused)} tensors that {spec.architecture} as described by "
-            f"its config.json does not use, such as {shown}"
-        )
+    unused = [name for name in source.unread if _COMPUTED.match(name)]
+    refuse_unused(unused, spec.architecture)
     return encoder
 
 

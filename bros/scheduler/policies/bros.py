@@ -725,12 +725,12 @@ class BrosPolicy(Policy):
             if done_s > due_s:
                 load.add(tokens, 0, True, sign=-1)  # it is late anyway, and waits behind the others
                 continue
-            after_s = ends_s + predictor.safe_seconds(load)
+            next_s = predictor.safe_seconds(load)
+            after_s = ends_s + next_s
             is_late = after_s > due_s and done_s <= latest_s
             may_be_late = after_s - now > (due_s - now) * share and done_s <= on_time_s
             if is_late or may_be_late:
-                divided_s = predictor.safe_seconds(load) + self._rows_s(urgent)
-                has_time = now + divided_s <= due_s
+                has_time = now + next_s + self._rows_s(urgent) <= due_s
                 self._gaps_if_yielding = 1.0 if has_time else _GAPS_IF_YIELDING
                 return True
         return False

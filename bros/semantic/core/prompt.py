@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from bros.semantic.core.nodes import Piece, Variable
 from bros.semantic.core.template import Text
 from bros.semantic.schema import PrefixView
-from bros.text.inner_text import InnerTexts, TextEncoder
+from bros.text.tokenizer import InnerTexts, Tokenizer
 
 _CACHED_CHARS = 4_000_000
 _HASH_BYTES = 16
@@ -36,15 +36,15 @@ class PieceEncoder:
     Only `encode` may be called from several threads.
     """
 
-    def __init__(self, encoder: TextEncoder, escape: Callable[[str], str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, escape: Callable[[str], str]) -> None:
         """escape: of values, as ChatFormat.escape."""
-        self._encoder = encoder
+        self._tokenizer = tokenizer
         self._escape = escape
         self._cached: OrderedDict[tuple[str, str, bool], tuple[int, ...]] = OrderedDict()
         self._num_chars = 0
-        bos, empty = encoder.bos_token_id, encoder.encode("")
+        bos, empty = tokenizer.bos_token_id, tokenizer.encode("")
         self._beginning = (bos,) if bos is not None and empty[:1] == [bos] else ()
-        self._inner = InnerTexts(encoder)
+        self._inner = InnerTexts(tokenizer)
 
     @property
     def beginning(self) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ class PieceEncoder:
         if not first:
             return tuple(self._inner.encode(text, limit=limit, escaped=True))
         return tuple(
-            self._encoder.encode(text, add_special_tokens=False, limit=limit, escaped=True)
+            self._tokenizer.encode(text, add_special_tokens=False, limit=limit, escaped=True)
         )
 
     def cached(self, tenant: str, text: str, *, first: bool) -> tuple[int, ...] | None:

@@ -500,10 +500,12 @@ class ProgramRunner:
         """Whether the tokens are those of the text as a value: they decode to exactly that, which
         omits special tokens, and none of it reads like a marker, such as that of a tool call.
 
-        continued: the text goes on where its prompt ends, see IncrementalDetokenizer."""
+        continued: the text goes on where its prompt ends, see IncrementalDetokenizer.
+        """
         text = generated.text
-        detokenizer = self._tokenizer.detokenizer(skip_special_tokens=False, continued=continued)
-        written = detokenizer.push(generated.token_ids) + detokenizer.finish()
+        written = self._tokenizer.decode(
+            generated.token_ids, skip_special_tokens=False, continued=continued
+        )
         return written == text and self._chat.escape(text) == text
 
     def _learn(

@@ -485,8 +485,8 @@ class ChatChunkWriter(ChunkWriter):
         shown = [fields for part in delta.parts if (fields := self._fields(index, part))]
         if not shown and (delta.text or logprobs != "null"):
             shown = ['"content":null' if no_text else f'"content":{_quoted(delta.text)}']
-        if index in self._textless and (delta.text or index in self._callers):
-            self._textless.remove(index)
+        if delta.text or index in self._callers:
+            self._textless.discard(index)
         for fields in shown:
             events += self._frame.chunk(self._delta(index, fields, logprobs))
             logprobs = "null"
