@@ -100,13 +100,10 @@ class Allocator:
                 return holding.grow(count), pushed
         if count > 1 or not stacks.num_free:
             return None
-        side, before = holding.side, holding.segments[:]
+        side = holding.side
         block = stacks.allocate(side, holding.number, 1)
         holding.num_exclusive += 1
-        holding.pushed_last.clear()
-        holding.push(stacks.range_of(block, side), holding.num_tokens, 1)
-        holding.num_tokens += 1
-        return before, stacks.slots(block, side, 0, 1)
+        return holding.begin(stacks.range_of(block, side)), stacks.slots(block, side, 0, 1)
 
     def extend_over(
         self, holding: Holding, victims: Victims

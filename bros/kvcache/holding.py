@@ -135,6 +135,20 @@ class Holding:
         self.num_tokens = last + count
         return before
 
+    def begin(self, where: tuple[int, int, int]) -> array[int]:
+        """Record the next token as the first one in a new tail; returns the segments before that.
+
+        where: its range.
+        """
+        segments, block, last = self.segments, where[0], self.num_tokens
+        before, index = segments[:], len(segments)
+        segments.extend(where)
+        self.tail, self.tail_run, self.tail_end = block, [last, 1], index + self._top
+        self.runs[block], self._segment_index[block] = [self.tail_run], index
+        self.pushed_last = [(block, 1)]
+        self.num_tokens = last + 1
+        return before
+
     def pop(self, where: tuple[int, int, int], count: int) -> list[Run]:
         """Record that `count` tokens of a stack were popped; returns their runs, top first.
 
