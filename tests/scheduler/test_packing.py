@@ -411,6 +411,26 @@ def test_rows_that_would_be_late_in_the_next_step_may_exceed_the_batch_size() ->
     assert names(run(prompt, bounds=bounds).selected) == ["a", "c"], "rows only"
 
 
+def test_a_request_that_cannot_start_is_asked_for_no_time() -> None:
+    class Taken(Blocks):
+        """Only requests that hold memory get more."""
+
+        def may_start(self, item: Item) -> bool:
+            return item.running
+
+    due_s = 0.03  # not enough for the smallest chunk of a prompt beside the row
+    waiting, rest = Item("waiting", 40), Item("rest of a prompt", 2, 8)
+    packing = run([row("a", due_s)], [waiting, rest], memory=Taken())
+    assert names(packing.selected) == ["a", "rest of a prompt"]
+    assert [(item.name, why) for item, why in packing.passed_over] == [("waiting", "memory")]
+    late, waits = Item("late", 40, 0, -1.0), Item("waits", 40, 0, 0.08)
+    packing = run([row("a", due_s), late, waits], memory=Taken())
+    assert {(item.name, why) for item, why in packing.passed_over} == {
+        ("late", "memory"),
+        ("waits", "memory"),
+    }
+
+
 def test_best_effort_takes_the_row_of_the_last_that_can_wait() -> None:
     bounds = Bounds(rows=3, tokens=99, tbar_s=0.03)
     urgent = [row("a", 0.2), row("b", 0.2), row("c", 0.2)]
