@@ -25,14 +25,7 @@ from bros.batch.objects import (
 )
 from bros.core.errors import NotFoundError
 from bros.core.files import sync_folder
-from bros.core.tenants import (
-    ALL_TENANTS,
-    NO_LIMITS,
-    Beside,
-    Resource,
-    TenantLimits,
-    check_limit,
-)
+from bros.core.tenants import NO_LIMITS, HeldElsewhere, Resource, TenantLimits, check_limit
 
 # ---- File bodies on disk: `<folder>/<first two digits>/<SHA-256>`, written once, never modified.
 #
@@ -188,17 +181,17 @@ class FileStore:
         writer: BodyWriter,
         file: StoredFile,
         limits: TenantLimits = NO_LIMITS,
-        together: TenantLimits = NO_LIMITS,
+        server_limits: TenantLimits = NO_LIMITS,
     ) -> StoredFile:
         """Store a finished body and its record, or neither.
 
-        limits: of the tenant. together: of all tenants.
-        Raises StoreFullError, and TenantLimitError or InvalidRequestError if these may not have so
-        much more.
+        limits: of the tenant.
+        server_limits: of all tenants together.
+        Raises StoreFullError, and TenantLimitError or InvalidRequestError if a limit is exceeded.
         """
         with self._database.write(exclusive=True, grows=True) as connection:
             size, now = file.num_bytes, file.created_at
-            self._check_room(connection, file.tenant, size, now, limits, together)
+            self._check_room(connection, file.tenant, size, now, limits, server_limits)
             self.insert(connection, writer, file)
         return file
 
@@ -208,14 +201,14 @@ class FileStore:
         connection.execute(sa.insert(FILES).values(asdict(file)))
 
     def check_room(
-        self, tenant: str, now: float, limits: TenantLimits, together: TenantLimits
-    ) -> Beside:
+        self, tenant: str, now: float, limits: TenantLimits, server_limits: TenantLimits
+    ) -> HeldElsewhere:
         """Bytes of the tenant's files and of all, each 0 if nothing limits them.
 
         Raises TenantLimitError if the tenant may not have another file of one byte.
         """
         with self._database.read() as connection:
-            return self._check_room(connection, tenant, 1, now, limits, together)
+            return self._check_room(connection, tenant, 1, now, limits, server_limits)
 
     def _check_room(
         self,
@@ -224,18 +217,18 @@ class FileStore:
         num_bytes: int,
         now: float,
         limits: TenantLimits,
-        together: TenantLimits,
-    ) -> Beside:
+        server_limits: TenantLimits,
+    ) -> HeldElsewhere:
         found = [0, 0]
-        held = ((None, limits, tenant), (ALL_TENANTS, together, None))
-        for place, (holder, most, whose) in enumerate(held):
-            if most.files is None and most.file_bytes is None:
+        for index, (each, owner) in enumerate(((limits, tenant), (server_limits, None))):
+            if each.files is None and each.file_bytes is None:
                 continue
-            files, used_bytes = _held(connection, whose, now)
-            check_limit(most, Resource.FILES, files, holder=holder)
-            check_limit(most, Resource.FILE_BYTES, used_bytes, num_bytes, holder=holder)
-            found[place] = used_bytes
-        return Beside(*found)
+            files, used_bytes = _held(connection, owner, now)
+            of_server = owner is None
+            check_limit(each, Resource.FILES, files, of_server=of_server)
+            check_limit(each, Resource.FILE_BYTES, used_bytes, num_bytes, of_server=of_server)
+            found[index] = used_bytes
+        return HeldElsewhere(*found)
 
     def check_results(
         self,
@@ -244,20 +237,19 @@ class FileStore:
         num_bytes: int,
         now: float,
         limits: TenantLimits,
-        together: TenantLimits,
+        server_limits: TenantLimits,
     ) -> None:
-        """Raises TenantLimitError or OverTenantLimitError if the results of a tenant's batches may
-        not have so many bytes more beside its files, and StoreLimitError if the files and results
-        of all tenants may not."""
+        """Raises TenantLimitError or OverTenantLimitError if `num_bytes` more of results of its
+        batches exceed the limit of a tenant, and StoreLimitError if they exceed the server's."""
         if limits.file_bytes is not None:
             _, used_bytes = _held(connection, tenant, now)
             check_limit(limits, Resource.FILE_BYTES, used_bytes, num_bytes)
-        if together.file_bytes is not None:
+        if server_limits.file_bytes is not None:
             _, used_bytes = _held(connection, None, now)
-            if used_bytes + num_bytes > together.file_bytes:
+            if used_bytes + num_bytes > server_limits.file_bytes:
                 raise StoreLimitError(
                     f"files and results of batches have {used_bytes} bytes, and the server's limit "
-                    f"is {together.file_bytes} (--max-file-bytes)"
+                    f"is {server_limits.file_bytes} (--max-file-bytes)"
                 )
 
     def get(self, tenant: str, file_id: str, now: float) -> StoredFile:

@@ -388,7 +388,7 @@ class RunnerContext:
     threads: for blocking work on the disk and the database.
     validating: whose input file is validated when.
     limits: of a tenant.
-    together: of all tenants.
+    server_limits: of all tenants together.
     note_refusal: called when a batch fails because of a limit of its tenant.
     unstored: bytes of the outcomes of all jobs that wait to be stored.
     expected_at: when a job is expected to end (Unix seconds), None if unknown.
@@ -407,7 +407,7 @@ class RunnerContext:
     isolation: SuspectIsolation
     validating: ValidationTurns
     limits: Callable[[str], TenantLimits]
-    together: TenantLimits
+    server_limits: TenantLimits
     note_refusal: Callable[[str, Resource], None]
     unstored: ByteBudget
     expected_at: Callable[[Job], int | None]
@@ -706,8 +706,8 @@ class Job:
             self._let_go(sum(outcome.num_bytes for outcome in outcomes))
 
     async def _store(self, outcomes: Sequence[RowOutcome]) -> None:
-        """If the tenant may not store so much more, the batch fails with what fits. If all tenants
-        together may not, it waits until files are deleted."""
+        """If the outcomes exceed the limit of the tenant, the batch fails with those that fit. If
+        they exceed the server's limit, it waits until files are deleted."""
         for pause_s in _pauses():
             try:
                 await self._commit(outcomes)
@@ -729,7 +729,7 @@ class Job:
 
     async def _commit(self, outcomes: Sequence[RowOutcome]) -> None:
         """Raises what BatchStore.commit raises. A batch that ends early stores what is answered
-        without regard to the limit of all tenants: it would not end before there is room, and these
+        without regard to the server's limit: it would not end before there is room, and these
         few answers would be lost."""
         context = self._context
         reason = self._stopped.result() if self._stopped.done() else None
@@ -741,7 +741,7 @@ class Job:
             context.expected_at(self),
             self._now(),
             context.limits(self.batch.tenant),
-            NO_LIMITS if ends_early else context.together,
+            NO_LIMITS if ends_early else context.server_limits,
         )
 
     async def _pause(self, seconds: float) -> None:
@@ -907,11 +907,12 @@ class BatchRunner:
         ids: IdGenerator,
         settings: RunnerSettings,
         limits: Callable[[str], TenantLimits] = lambda tenant: NO_LIMITS,
-        together: TenantLimits = NO_LIMITS,
+        server_limits: TenantLimits = NO_LIMITS,
         note_refusal: Callable[[str, Resource], None] = lambda tenant, resource: None,
     ) -> None:
-        """load: the engine's statistics; may raise EngineDeadError. limits: of a tenant.
-        together: of all tenants. note_refusal: see RunnerContext."""
+        """load: the engine's statistics; may raise EngineDeadError.
+        limits, server_limits, note_refusal: see RunnerContext.
+        """
         self._load = load
         self._settings = settings
         self._polling = PollLoop(settings)
@@ -932,7 +933,7 @@ class BatchRunner:
             isolation=SuspectIsolation(),
             validating=ValidationTurns(clock),
             limits=limits,
-            together=together,
+            server_limits=server_limits,
             note_refusal=note_refusal,
             unstored=ByteBudget(_MAX_UNSTORED_BYTES),
             expected_at=self._expected_at,

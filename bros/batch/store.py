@@ -403,12 +403,14 @@ class BatchStore:
         expected_at: int | None,
         now: float = 0.0,
         limits: TenantLimits = NO_LIMITS,
-        together: TenantLimits = NO_LIMITS,
+        server_limits: TenantLimits = NO_LIMITS,
     ) -> None:
         """Store outcomes of rows. A row keeps its first outcome; once finalizing has begun,
         nothing is stored.
 
-        limits: of the tenant. together: of all tenants. now: needed with limits.
+        limits: of the tenant.
+        server_limits: of all tenants together.
+        now: needed with limits.
         Raises what FileStore.check_results raises for the bytes of the results; then nothing is
         stored.
         """
@@ -417,7 +419,9 @@ class BatchStore:
             batch = self._locked_batch(connection, lease)
             if batch.outcome is not None:
                 return
-            self._files.check_results(connection, batch.tenant, num_bytes, now, limits, together)
+            self._files.check_results(
+                connection, batch.tenant, num_bytes, now, limits, server_limits
+            )
             usage, ok, failed, num_bytes = TokenUsage(), 0, 0, 0
             for outcome in outcomes:
                 stored = connection.execute(

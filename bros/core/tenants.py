@@ -197,17 +197,22 @@ _CPU_KEPT_S = 10 * CPU_WINDOW_S
 NO_LIMITS = TenantLimits()
 
 
-class Beside(NamedTuple):
-    """What is held of a resource beside what accounts count: of a tenant, and of all together."""
+class HeldElsewhere(NamedTuple):
+    """The amount of a resource that the accounts do not count themselves, such as files in the
+    store.
+
+    of_tenant: what one tenant has.
+    of_all: what all tenants have together.
+    """
 
     of_tenant: int = 0
     of_all: int = 0
 
 
-NOTHING_BESIDE = Beside()
+NOTHING_ELSEWHERE = HeldElsewhere()
 
 ALL_TENANTS = "*"
-"""Name of all tenants together in figures. No tenant has it."""
+"""Name of all tenants together, whose limits are those of the server. No tenant has it."""
 
 
 def check_limit(
@@ -216,26 +221,27 @@ def check_limit(
     used: int,
     more: int = 1,
     *,
-    holder: str | None = None,
+    of_server: bool = False,
 ) -> None:
-    """Raises TenantLimitError if a tenant that holds `used` may not hold so much more now, and
-    OverTenantLimitError if it never may.
+    """Raises TenantLimitError if a tenant that holds `used` may not hold `more` in addition now,
+    and OverTenantLimitError if it never may.
 
-    holder: ALL_TENANTS: the same for all tenants together, with ServerLimitError.
+    of_server: these are the server's limits, `used` is what all tenants hold, and the error is a
+        ServerLimitError instead of a TenantLimitError.
     """
     limit = limits.of(resource)
     if limit is None or used + more <= limit:
         return
-    option, shared = _option(holder, resource), holder == ALL_TENANTS
+    option = _option(resource, of_server=of_server)
     if more > limit:
-        whose = "this server" if shared else "your API key"
+        whose = "this server" if of_server else "your API key"
         raise OverTenantLimitError(
             f"The limit of {whose} is {_amount(limit, resource)} ({option}); this needs {more}.",
             resource.value,
         )
     soon = resource in _SOON
-    raise (ServerLimitError if shared else TenantLimitError)(
-        f"{'This server' if shared else 'Your API key'} has {_amount(used, resource)}, and its "
+    raise (ServerLimitError if of_server else TenantLimitError)(
+        f"{'This server' if of_server else 'Your API key'} has {_amount(used, resource)}, and its "
         f"limit is {limit} ({option}).",
         resource.value,
         _SOON_S if soon else _LATER_S,
@@ -243,10 +249,10 @@ def check_limit(
     )
 
 
-def _option(holder: str | None, resource: Resource) -> str:
-    """What sets a limit: a field of the file of --api-keys, or an option of the server."""
+def _option(resource: Resource, *, of_server: bool) -> str:
+    """What sets a limit: an option of the server, or a field of the file of --api-keys."""
     name = f"max_{_LIMITS[resource]}"
-    return f"--{name.replace('_', '-')}" if holder == ALL_TENANTS else name
+    return f"--{name.replace('_', '-')}" if of_server else name
 
 
 def _amount(amount: int, resource: Resource) -> str:
@@ -258,9 +264,9 @@ def _amount(amount: int, resource: Resource) -> str:
 class TenantFigure:
     """What a tenant holds of one resource.
 
-    tenant: ALL_TENANTS: all together.
+    tenant: its name, or ALL_TENANTS.
     limit: None if there is none.
-    refused: how often it was refused more, since the server started.
+    refused: number of requests that were refused because of the limit, since the server started.
     """
 
     tenant: str
@@ -272,7 +278,7 @@ class TenantFigure:
     @property
     def option(self) -> str:
         """What sets the limit: its name in the file of --api-keys, or the server's option."""
-        return _option(self.tenant, self.resource)
+        return _option(self.resource, of_server=self.tenant == ALL_TENANTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,13 +324,15 @@ class TenantAccounts:
         default: TenantLimits = NO_LIMITS,
         clock: Clock | None = None,
         *,
-        together: TenantLimits = NO_LIMITS,
+        server_limits: TenantLimits = NO_LIMITS,
     ) -> None:
-        """limits: by tenant. default: of all other tenants. clock: for CPU time; None: that of the
-        machine. together: of all tenants together, however many there are; not of CPU time.
+        """limits: by tenant.
+        default: limits of every other tenant.
+        clock: for CPU time; None: the clock of the machine.
+        server_limits: limits of what all tenants hold together; there is none of CPU time.
         """
         self.change_limits(limits, default)
-        self.together = together
+        self.server_limits = server_limits
         self._clock = clock or SystemClock()
         self._used: Counter[tuple[str, Resource]] = Counter()
         self._sums: Counter[Resource] = Counter()  # of all tenants
@@ -345,7 +353,7 @@ class TenantAccounts:
         return self._used[tenant, resource]
 
     def refused(self, tenant: str, resource: Resource) -> int:
-        """How often more was refused; ALL_TENANTS: because of what all hold together."""
+        """Number of requests that were refused. tenant: ALL_TENANTS: by a limit of the server."""
         return self._refused[tenant, resource]
 
     def figures(self, elsewhere: Mapping[tuple[str, Resource], int]) -> list[TenantFigure]:
@@ -374,8 +382,8 @@ class TenantAccounts:
             for resource in Resource
         ]
 
-    def figures_together(self, elsewhere: Mapping[tuple[str, Resource], int]) -> list[TenantFigure]:
-        """One of ALL_TENANTS for each limit of what they hold together. elsewhere: as above."""
+    def server_figures(self, elsewhere: Mapping[tuple[str, Resource], int]) -> list[TenantFigure]:
+        """One figure of ALL_TENANTS for each limit of the server. elsewhere: as for `figures`."""
         sums = self._sums.copy()
         for (_, resource), amount in elsewhere.items():
             sums[resource] += amount
@@ -388,7 +396,7 @@ class TenantAccounts:
                 refused=self._refused[ALL_TENANTS, resource],
             )
             for resource in Resource
-            if (limit := self.together.of(resource)) is not None
+            if (limit := self.server_limits.of(resource)) is not None
         ]
 
     @property
@@ -397,18 +405,18 @@ class TenantAccounts:
         return {key: amount for key, amount in self._used.items() if amount}
 
     def hold(self, tenant: str, resource: Resource, amount: int = 1) -> QuotaHold:
-        """Count so much more. Raises what `check` raises."""
+        """Count `amount` more. Raises what `check` raises."""
         self.check(tenant, resource, amount)
         return self.count(tenant, resource, amount)
 
     def hold_all(self, tenant: str, resources: Sequence[Resource], amount: int) -> QuotaHolds:
-        """Count so much more of each, or nothing. Raises what `check` raises."""
+        """Count `amount` more of each resource, or nothing. Raises what `check` raises."""
         for resource in resources:
             self.check(tenant, resource, amount)
         return QuotaHolds([self.count(tenant, resource, amount) for resource in resources])
 
     def count(self, tenant: str, resource: Resource, amount: int = 1) -> QuotaHold:
-        """Count so much more, whatever the limit: `check` came before."""
+        """Count `amount` more whatever the limit is; the caller has called `check`."""
         return QuotaHold(self, tenant, resource, amount)
 
     def check(
@@ -416,25 +424,30 @@ class TenantAccounts:
         tenant: str,
         resource: Resource,
         more: int = 1,
-        beside: Beside = NOTHING_BESIDE,
+        elsewhere: HeldElsewhere = NOTHING_ELSEWHERE,
     ) -> None:
-        """Raises what `check_limit` raises if the tenant, or all together, may not hold so much
-        more."""
-        used = self._used[tenant, resource] + beside.of_tenant
+        """Raises what `check_limit` raises if the tenant, or all tenants together, may not hold
+        `more` in addition.
+
+        elsewhere: what they hold that is not counted here.
+        """
+        used = self._used[tenant, resource] + elsewhere.of_tenant
         check_limit(self.limits(tenant), resource, used, more)
-        used = self._sums[resource] + beside.of_all
-        check_limit(self.together, resource, used, more, holder=ALL_TENANTS)
+        used = self._sums[resource] + elsewhere.of_all
+        check_limit(self.server_limits, resource, used, more, of_server=True)
 
     def most(self, tenant: str, resource: Resource) -> int | None:
-        """Most that a tenant may hold: its own limit, or that of all together; None: no limit."""
-        limits = self.limits(tenant).of(resource), self.together.of(resource)
+        """Most that a tenant may hold: its own limit or the server's; None: no limit."""
+        limits = self.limits(tenant).of(resource), self.server_limits.of(resource)
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def check_growth(self, hold: QuotaHold, amount: int, beside: Beside = NOTHING_BESIDE) -> None:
+    def check_growth(
+        self, hold: QuotaHold, amount: int, elsewhere: HeldElsewhere = NOTHING_ELSEWHERE
+    ) -> None:
         """Raises what `check` raises if a hold may not grow to this amount."""
         check_limit(self.limits(hold.tenant), hold.resource, 0, amount)
-        check_limit(self.together, hold.resource, 0, amount, holder=ALL_TENANTS)
-        self.check(hold.tenant, hold.resource, amount - hold.amount, beside)
+        check_limit(self.server_limits, hold.resource, 0, amount, of_server=True)
+        self.check(hold.tenant, hold.resource, amount - hold.amount, elsewhere)
 
     def grow(self, hold: QuotaHold, amount: int) -> None:
         """A hold has this amount from now on. If its tenant has no other one of the resource, it
@@ -445,7 +458,7 @@ class TenantAccounts:
         hold.resize(amount)
 
     def spend(self, tenant: str, cpu_s: float) -> None:
-        """Work of the tenant off the event loop has used so much CPU time."""
+        """Work of the tenant off the event loop has used `cpu_s` seconds of CPU time."""
         now = self._clock.now()
         level = self._cpu.pop(tenant, None)
         seconds = cpu_s if level is None else level.at(now) + cpu_s
@@ -505,8 +518,8 @@ class TenantAccounts:
             self._raise_level(tenant, resource, -amount)
 
     def count_tokens(self, tenant: str, tokens: int) -> None:
-        """An answer of so many tokens has ended; it may exceed the limit, so that the next request
-        has to wait for longer."""
+        """An answer of `tokens` tokens has ended. It may exceed the limit, so that the next request
+        has to wait longer."""
         self._raise_level(tenant, Resource.TOKENS_PER_MINUTE, tokens)
 
     def rates(self, tenant: str) -> Mapping[Resource, RateFigure]:
@@ -536,8 +549,8 @@ class TenantAccounts:
         """A client got a TenantLimitError or an OverTenantLimitError."""
         self._refused[tenant, resource] += 1
 
-    def note_shared_refusal(self, tenant: str, resource: Resource) -> None:
-        """The same with a ServerLimitError."""
+    def note_server_refusal(self, tenant: str, resource: Resource) -> None:
+        """A client of the tenant got a ServerLimitError."""
         self.note_refusal(tenant, resource)
         self.note_refusal(ALL_TENANTS, resource)
 

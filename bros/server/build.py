@@ -152,7 +152,7 @@ async def _serve(
             tenants,
             config.server,
             max_queue=engine.info.max_queue,
-            together=server_limits(config.server, memory_bytes(), disk),
+            server_limits=server_limits(config.server, memory_bytes(), disk),
         )
         accounts = live.accounts
         public = public_prefixes(config.server, tokenizer)
@@ -298,7 +298,7 @@ def with_jobs(state: ServerState, store: Store) -> ServerState:
             lease_s=state.config.batch_lease,
         ),
         state.accounts.limits,
-        state.accounts.together,
+        state.accounts.server_limits,
         state.accounts.note_refusal,
     )
     if isinstance(state.engine, ElasticReplicas):

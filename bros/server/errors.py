@@ -312,7 +312,7 @@ async def handle_expected(request: Request, error: Exception) -> Response:
     if isinstance(error, TenantLimitError | OverTenantLimitError):
         state = request.app.state.server
         shared = isinstance(error, ServerLimitError)
-        note = state.accounts.note_shared_refusal if shared else state.accounts.note_refusal
+        note = state.accounts.note_server_refusal if shared else state.accounts.note_refusal
         note(state.tenant(request), Resource(error.resource))
     return describe(error).to_response(request.url.path)
 

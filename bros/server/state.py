@@ -23,7 +23,7 @@ from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.core.fair import FairGate, FairMemory, FairThreads
 from bros.core.interfaces import EngineClient
 from bros.core.request import Grammar, IdGenerator, ServiceClass
-from bros.core.tenants import Beside, Resource, TenantAccounts
+from bros.core.tenants import HeldElsewhere, Resource, TenantAccounts
 from bros.router.client import RouterClient
 from bros.semantic.service.service import SessionService
 from bros.server.operations.metrics import ServerMetrics
@@ -111,8 +111,8 @@ class StoredBytes:
         self._of_tenants: dict[str, int] = {}
         self._of_all = 0
 
-    def read(self, tenant: str, found: Beside) -> None:
-        """The store had so many."""
+    def read(self, tenant: str, found: HeldElsewhere) -> None:
+        """The store had these bytes."""
         self._of_tenants[tenant], self._of_all = found
 
     def add(self, tenant: str, num_bytes: int) -> None:
@@ -120,9 +120,9 @@ class StoredBytes:
         self._of_tenants[tenant] += num_bytes
         self._of_all += num_bytes
 
-    def beside(self, tenant: str) -> Beside:
-        """Of a tenant for which the store was read."""
-        return Beside(self._of_tenants[tenant], self._of_all)
+    def elsewhere(self, tenant: str) -> HeldElsewhere:
+        """These bytes, for the accounts. tenant: one for which the store was read."""
+        return HeldElsewhere(self._of_tenants[tenant], self._of_all)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

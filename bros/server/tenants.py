@@ -109,15 +109,15 @@ class Tenants:
         *,
         max_queue: int,
         max_waits: int = SessionSettings().max_waiting,
-        together: TenantLimits = NO_LIMITS,
+        server_limits: TenantLimits = NO_LIMITS,
         clock: Clock | None = None,
     ) -> TenantAccounts:
         """Accounts with the limits of every tenant; the arguments are those of `all_limits`, and
         the clock of TenantAccounts."""
         limits, default = self.all_limits(
-            config, max_queue=max_queue, max_waits=max_waits, together=together
+            config, max_queue=max_queue, max_waits=max_waits, server_limits=server_limits
         )
-        return TenantAccounts(limits, default, clock, together=together)
+        return TenantAccounts(limits, default, clock, server_limits=server_limits)
 
     def all_limits(
         self,
@@ -125,7 +125,7 @@ class Tenants:
         *,
         max_queue: int,
         max_waits: int = SessionSettings().max_waiting,
-        together: TenantLimits = NO_LIMITS,
+        server_limits: TenantLimits = NO_LIMITS,
     ) -> TenantsLimits:
         """The limits of every tenant.
 
@@ -133,7 +133,7 @@ class Tenants:
         only tenant of a server has the limits that an option sets, and those of the server.
 
         max_queue: most waiting requests of a class. max_waits: most waiting gets of sessions.
-        together: limits of all tenants together, see server_limits.
+        server_limits: of all tenants together, see bros/server/limits.py.
         """
         several = len(self.keys) > 1
 
@@ -153,21 +153,23 @@ class Tenants:
             requests=half(config.tenant_max_requests, max_queue),
             sessions=half(config.tenant_max_sessions, config.max_sessions),
             session_chars=part(
-                config.tenant_max_session_chars, _SESSION_CHARS, together.session_chars
+                config.tenant_max_session_chars, _SESSION_CHARS, server_limits.session_chars
             ),
             waits=half(None, max_waits),
-            files=part(config.tenant_max_files, _FILES, together.files),
-            file_bytes=part(size(config.tenant_max_file_bytes), _FILE_BYTES, together.file_bytes),
+            files=part(config.tenant_max_files, _FILES, server_limits.files),
+            file_bytes=part(
+                size(config.tenant_max_file_bytes), _FILE_BYTES, server_limits.file_bytes
+            ),
             batches=config.batch_max_open,
             batch_tokens=config.batch_max_tokens,
             responses=config.tenant_max_responses,
             response_bytes=parse_bytes(config.tenant_max_response_bytes),
             background=config.tenant_max_background,
             input_bytes=part(
-                size(config.tenant_max_input_bytes), _INPUT_BYTES, together.input_bytes
+                size(config.tenant_max_input_bytes), _INPUT_BYTES, server_limits.input_bytes
             ),
             output_bytes=part(
-                size(config.tenant_max_output_bytes), _OUTPUT_BYTES, together.output_bytes
+                size(config.tenant_max_output_bytes), _OUTPUT_BYTES, server_limits.output_bytes
             ),
             cpu_seconds=default(config.tenant_max_cpu_seconds, _CPU_SECONDS),
             requests_per_minute=config.tenant_max_requests_per_minute,
@@ -198,15 +200,15 @@ class LiveTenants:
         config: ServerConfig,
         *,
         max_queue: int,
-        together: TenantLimits,
+        server_limits: TenantLimits,
         clock: Clock | None = None,
     ) -> None:
-        """max_queue, together, clock: as in Tenants.accounts."""
+        """max_queue, server_limits, clock: as in Tenants.accounts."""
         self._tenants = tenants
         self._config = config
         self._max_queue = max_queue
         self.accounts = tenants.accounts(
-            config, max_queue=max_queue, together=together, clock=clock
+            config, max_queue=max_queue, server_limits=server_limits, clock=clock
         )
 
     @property
@@ -247,7 +249,7 @@ class LiveTenants:
         if tenants == before:
             return
         limits = tenants.all_limits(
-            self._config, max_queue=self._max_queue, together=self.accounts.together
+            self._config, max_queue=self._max_queue, server_limits=self.accounts.server_limits
         )
         self.accounts.change_limits(*limits)
         self._tenants = tenants

@@ -85,15 +85,15 @@ def _runner(
     rows: _Rows,
     limits: TenantLimits = NO_LIMITS,
     note_refusal: Callable[[str, Resource], None] = lambda tenant, resource: None,
-    together: TenantLimits = NO_LIMITS,
+    server_limits: TenantLimits = NO_LIMITS,
 ) -> BatchRunner:
-    """limits: of each tenant. together: of all of them."""
+    """limits: of each tenant. server_limits: of all of them together."""
     settings = RunnerSettings(model="", lease_s=15.0, poll_s=0.02)
     ids = IdGenerator(random.Random(0))
     return BatchRunner(
         *(store.batches, store.files, rows, _idle, _Clock(), ids, settings, lambda tenant: limits),
         note_refusal=note_refusal,
-        together=together,
+        server_limits=server_limits,
     )
 
 
@@ -103,10 +103,10 @@ async def _running(
     rows: _Rows,
     limits: TenantLimits = NO_LIMITS,
     note_refusal: Callable[[str, Resource], None] = lambda tenant, resource: None,
-    together: TenantLimits = NO_LIMITS,
+    server_limits: TenantLimits = NO_LIMITS,
 ) -> AsyncIterator[BatchRunner]:
     """A runner that runs during the block."""
-    runner = _runner(store, rows, limits, note_refusal, together)
+    runner = _runner(store, rows, limits, note_refusal, server_limits)
     running = asyncio.create_task(runner.run())
     try:
         yield runner
@@ -250,8 +250,8 @@ async def test_a_batch_waits_for_room_beside_the_files_of_all_unless_it_ends(
     store.put_file(b"x" * 600_000, file_id="file-large", tenant="ann")
     batch_id = _submit(store, "bob", num_rows, window_s=8 if then == "expired" else 3600)
     used = sum(n for (_, what), n in store.batches.usage().items() if what is Resource.FILE_BYTES)
-    together = TenantLimits(file_bytes=used + 60_000)
-    async with _running(store, rows, together=together):
+    server_limits = TenantLimits(file_bytes=used + 60_000)
+    async with _running(store, rows, server_limits=server_limits):
         async with asyncio.timeout(20.0):
             while store.batches.get("bob", batch_id).completed < 11 or len(answered) < num_rows - 1:
                 await asyncio.sleep(0.01)

@@ -19,7 +19,7 @@ from bros.core.errors import (
 from bros.core.fair import FairMemory
 from bros.core.tenants import (
     CPU_WINDOW_S,
-    Beside,
+    HeldElsewhere,
     QuotaHold,
     Resource,
     TenantAccounts,
@@ -51,7 +51,7 @@ STEPS = st.lists(
 @settings(max_examples=examples(50, long=1000))
 @given(STEPS)
 def test_what_is_counted_is_what_is_held(steps: list[tuple[object, ...]]) -> None:
-    accounts = TenantAccounts({"ann": LIMITS}, TenantLimits(), together=TOGETHER)
+    accounts = TenantAccounts({"ann": LIMITS}, TenantLimits(), server_limits=TOGETHER)
     holds: list[QuotaHold] = []
     amounts: dict[QuotaHold, int] = {}
     for step in steps:
@@ -198,22 +198,22 @@ def test_figures_are_of_all_who_are_named_or_hold_something() -> None:
 def test_what_is_held_elsewhere_counts_beside_what_accounts_count() -> None:
     """Files in the store, and uploads that are received."""
     limits = TenantLimits(file_bytes=10)
-    accounts = TenantAccounts({"ann": limits}, together=TenantLimits(file_bytes=14))
+    accounts = TenantAccounts({"ann": limits}, server_limits=TenantLimits(file_bytes=14))
     stored = {("ann", Resource.FILE_BYTES): 3, ("old", Resource.FILE_BYTES): 6}
-    beside = Beside(of_tenant=3, of_all=9)
+    beside = HeldElsewhere(of_tenant=3, of_all=9)
     with accounts.count("ann", Resource.FILE_BYTES, 0) as upload:
         accounts.check_growth(upload, 5, beside)
         upload.resize(5)
         with pytest.raises(ServerLimitError):
             accounts.check_growth(upload, 6, beside)
         with pytest.raises(TenantLimitError):
-            accounts.check_growth(upload, 8, Beside(of_tenant=3, of_all=3))
+            accounts.check_growth(upload, 8, HeldElsewhere(of_tenant=3, of_all=3))
         with pytest.raises(OverTenantLimitError):
             accounts.check_growth(upload, 11, beside)
         figures = {each.tenant: each for each in accounts.figures(stored) if each.used}
         assert {name: each.used for name, each in figures.items()} == {"ann": 8, "old": 6}
-        (together,) = accounts.figures_together(stored)
-        assert together.used == 14
+        (figure,) = accounts.server_figures(stored)
+        assert figure.used == 14
 
 
 def test_a_tenant_that_has_used_up_its_cpu_time_gets_it_back() -> None:

@@ -71,9 +71,9 @@ def test_one_of_several_tenants_gets_half_at_most(
     keys: dict[str, str], expected: int | None
 ) -> None:
     config = ServerConfig(max_session_chars=8)
-    together = server_limits(config, GIB, GIB)
-    accounts = Tenants(keys).accounts(config, max_queue=10, together=together)
-    assert accounts.together == together
+    limits = server_limits(config, GIB, GIB)
+    accounts = Tenants(keys).accounts(config, max_queue=10, server_limits=limits)
+    assert accounts.server_limits == limits
     assert accounts.limits("bob").session_chars == expected
 
 

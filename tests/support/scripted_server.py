@@ -304,7 +304,7 @@ class Server:
             load_tenants(options),
             options,
             max_queue=self.engine.info.max_queue,
-            together=server_limits(options, memory_bytes=2**34, disk_bytes=2**40),
+            server_limits=server_limits(options, memory_bytes=2**34, disk_bytes=2**40),
             clock=self.clock,
         )
         self.accounts = self.tenants.accounts

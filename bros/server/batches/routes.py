@@ -338,19 +338,21 @@ async def create_file(request: Request) -> Response:
     jobs = Jobs.of(request)
     state = ServerState.of(request)
     tenant = state.tenant(request)
-    limits, together = state.accounts.limits(tenant), state.accounts.together
+    limits, server_limits = state.accounts.limits(tenant), state.accounts.server_limits
     now, stored = state.clock.unix_time(), jobs.stored_bytes
-    stored.read(tenant, await jobs.io(tenant, jobs.files.check_room, tenant, now, limits, together))
+    stored.read(
+        tenant, await jobs.io(tenant, jobs.files.check_room, tenant, now, limits, server_limits)
+    )
     with (
         state.accounts.count(tenant, Resource.FILE_BYTES, 0) as held,
         jobs.files.bodies.new() as body,
     ):
 
         def count(num_bytes: int) -> None:
-            state.accounts.check_growth(held, num_bytes, stored.beside(tenant))
+            state.accounts.check_growth(held, num_bytes, stored.elsewhere(tenant))
             held.resize(num_bytes)
 
-        state.accounts.check_growth(held, _least_bytes(request), stored.beside(tenant))
+        state.accounts.check_growth(held, _least_bytes(request), stored.elsewhere(tenant))
         spend = partial(state.accounts.spend, tenant)
         upload = await read_upload(request, body, count, spend)
         fields = validate(_UploadFields, _fields(upload))
@@ -380,7 +382,7 @@ async def create_file(request: Request) -> Response:
             created_at=created_at,
             expires_at=None if life_s is None else created_at + life_s,
         )
-        file = await jobs.io(tenant, jobs.files.add, body, file, limits, together)
+        file = await jobs.io(tenant, jobs.files.add, body, file, limits, server_limits)
         stored.add(tenant, file.num_bytes)
         return json_response(FileObject.of(file))
 

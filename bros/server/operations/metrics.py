@@ -557,7 +557,7 @@ class TenantCollector(Collector):
 
     def __init__(self) -> None:
         self.figures: Sequence[TenantFigure] = ()
-        self.together: Sequence[TenantFigure] = ()
+        self.server_figures: Sequence[TenantFigure] = ()
         self.stats: EngineStats | None = None
 
     def collect(self) -> Iterator[Metric]:
@@ -584,14 +584,14 @@ class TenantCollector(Collector):
 
     def _held(self) -> Iterator[Metric]:
         labels = (_TENANT, "resource")
-        if self.together:
+        if self.server_figures:
             yield _family(
                 GaugeMetricFamily,
                 "server_limit",
                 "Most that is held for all tenants together, by resource: at this sum of "
                 "bros_tenant_held, more gets status 429",
                 ("resource",),
-                [((each.resource,), each.limit) for each in self.together if each.limit],
+                [((each.resource,), each.limit) for each in self.server_figures if each.limit],
             )
             yield _family(
                 CounterMetricFamily,
@@ -599,7 +599,7 @@ class TenantCollector(Collector):
                 "Requests refused with 429 because all tenants together held as much as "
                 "bros_server_limit. They count in bros_tenant_refusals, too",
                 ("resource",),
-                [((each.resource,), each.refused) for each in self.together],
+                [((each.resource,), each.refused) for each in self.server_figures],
             )
         if not self.figures:
             return
@@ -767,7 +767,7 @@ class ServerMetrics:
         engines_lost: int = 0,
         engines_hung: int = 0,
         tenants: Sequence[TenantFigure] = (),
-        together: Sequence[TenantFigure] = (),
+        server_figures: Sequence[TenantFigure] = (),
     ) -> bytes:
         """All metrics in Prometheus' text format.
 
@@ -777,7 +777,8 @@ class ServerMetrics:
         loop_tasks: tasks of the event loop.
         engines_lost: how often an engine was lost.
         engines_hung: how often because it hung.
-        tenants: what is held for them. together: for all of them, where this has a limit.
+        tenants: what each tenant holds.
+        server_figures: what all of them hold together, where this has a limit.
         """
         self._loop_tasks.set(loop_tasks)
         self._engine.stats = stats
@@ -785,7 +786,7 @@ class ServerMetrics:
         self._batches.figures = batches
         self._sessions.figures = sessions
         self._replicas.router = router
-        self._tenants.figures, self._tenants.together = tenants, together
+        self._tenants.figures, self._tenants.server_figures = tenants, server_figures
         self._tenants.stats = stats
         return generate_latest(self._registry)
 

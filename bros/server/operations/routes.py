@@ -105,7 +105,7 @@ async def metrics(request: Request) -> Response:
             state.engine.num_lost,
             state.engine.num_hung,
             _shown_tenants(state, stats, stored),
-            state.accounts.figures_together(_held_elsewhere(state, stats, stored)),
+            state.accounts.server_figures(_held_elsewhere(state, stats, stored)),
         ),
         headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4},
     )
@@ -298,8 +298,8 @@ async def list_tenants(request: Request) -> Response:
     state = ServerState.of(request)
     uses: dict[str, list[TenantUse]] = {}
     stats, stored = await asyncio.gather(_stats(state), _stored(state))
-    together = state.accounts.figures_together(_held_elsewhere(state, stats, stored))
-    for figure in (*_tenants(state, stats, stored), *together):
+    of_server = state.accounts.server_figures(_held_elsewhere(state, stats, stored))
+    for figure in (*_tenants(state, stats, stored), *of_server):
         uses.setdefault(figure.tenant, []).append(
             TenantUse(
                 resource=figure.resource.value,
