@@ -15,10 +15,11 @@ may change between them, so the forecast holds for the calls that were open when
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from bros.semantic.core.nodes import Call, Level, LlmCall, Promotion, Variable, earliest
+from bros.semantic.core.slices import Slices
 from bros.semantic.schema import CallKind, Perf
 
 _BY_STRICTNESS = (Perf.TTFT, Perf.TPOT, Perf.LATENCY)
@@ -140,10 +141,6 @@ class Forecast(NamedTuple):
         return None if end_s is None or deadline_s is None else deadline_s - end_s
 
 
-Pausing = Generator[None, None, Forecast]
-"""A forecast in the making: it yields where other work may run, and returns the forecast."""
-
-
 Rest = Callable[[LlmCall, float | None], float]
 """Predicts the seconds that an LLM call takes from now if it has started, else from its start.
 
@@ -152,7 +149,7 @@ None if that is not known yet.
 """
 
 
-def forecast(calls: Iterable[Call], rest_s: Rest, now: float) -> Pausing:
+def forecast(calls: Iterable[Call], rest_s: Rest, now: float) -> Slices[Forecast]:
     """Predict when the open, wanted LLM calls of these calls end.
 
     Each runs when its predecessors have ended; client functions, and values that clients set, are
@@ -213,7 +210,7 @@ class _Span(NamedTuple):
 
 def _concurrency(
     spans: Mapping[LlmCall, _Span],
-) -> Generator[None, None, Mapping[LlmCall, float]]:
+) -> Slices[Mapping[LlmCall, float]]:
     """How many LLM calls run while each of these does, itself included: the mean over its span."""
     changes: dict[float, int] = {}
     for number, (llm_call, (start_s, end_s)) in enumerate(spans.items(), start=1):
@@ -245,7 +242,7 @@ def _spans(
     rest_s: Rest,
     now: float,
     beside: Mapping[LlmCall, float],
-) -> Generator[None, None, Mapping[LlmCall, _Span]]:
+) -> Slices[Mapping[LlmCall, _Span]]:
     """When each LLM call runs. `order` has those that it waits for, `before`, before it.
 
     beside: see `Rest`, as far as it is known.

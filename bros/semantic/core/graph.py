@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from bros.semantic.core.nodes import Call, InputPiece, LlmCall, NewCall, OutputPiece, Variable
+from bros.semantic.core.slices import Slices, whole
 from bros.semantic.errors import ConflictError
 from bros.semantic.schema import CallKind, CallState, VariableState
 
@@ -57,9 +58,7 @@ class Graph:
         """
         return self.commit(self._checked(new, now)).calls
 
-    def drafting(
-        self, new: Sequence[NewCall], now: float, slice_calls: int
-    ) -> Generator[None, None, Draft]:
+    def drafting(self, new: Sequence[NewCall], now: float, slice_calls: int) -> Slices[Draft]:
         """Check these calls like `add`, in slices, without adding them.
 
         It pauses after every slice_calls calls, or fewer with many pieces. Only `commit` changes
@@ -138,19 +137,6 @@ class Graph:
         assert len(whole(Draft(self).producers_first(llm_calls, len(llm_calls) + 1))) == len(
             llm_calls
         )
-
-
-T = TypeVar("T")
-
-
-def whole(slices: Generator[None, None, T]) -> T:
-    """The result of work in slices, without pauses."""
-    while True:
-        try:
-            next(slices)
-        except StopIteration as end:
-            result: T = end.value
-            return result
 
 
 def already_set(variable: Variable) -> ConflictError:
@@ -326,7 +312,7 @@ class Draft:
 
     def producers_first(
         self, llm_calls: Iterable[LlmCall], slice_calls: int
-    ) -> Generator[None, None, list[LlmCall]]:
+    ) -> Slices[list[LlmCall]]:
         """These and their dependents in topological order. Raises ConflictError (cyclic)."""
         waiting_for: dict[LlmCall, int] = dict.fromkeys(llm_calls, 0)
         after: dict[LlmCall, list[LlmCall]] = {}

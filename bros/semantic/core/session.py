@@ -8,11 +8,11 @@ Times are arguments; `take_actions` returns the actions to perform.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bros.core.errors import InvalidRequestError, NotFoundError
-from bros.semantic.core.graph import Graph, already_set, whole
+from bros.semantic.core.graph import Graph, already_set
 from bros.semantic.core.nodes import (
     Call,
     Level,
@@ -33,6 +33,7 @@ from bros.semantic.core.objectives import (
     wanted_dependents,
 )
 from bros.semantic.core.retention import Demand, Retention, SessionLimits
+from bros.semantic.core.slices import Slices, whole
 from bros.semantic.errors import (
     Cause,
     ConflictError,
@@ -158,9 +159,7 @@ class SessionStateMachine:
         """
         return whole(self.submitting(calls, now))
 
-    def submitting(
-        self, calls: Sequence[NewCall], now: float
-    ) -> Generator[None, None, Sequence[Call]]:
+    def submitting(self, calls: Sequence[NewCall], now: float) -> Slices[Sequence[Call]]:
         """`submit` in slices: it pauses where the caller may let other work run. Clients see
         nothing of the calls before the last slice, which adds all of them."""
         self._check_alive()

@@ -22,16 +22,16 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from bros.core.errors import InvalidRequestError
 from bros.core.grammars import FIELDS, from_fields
 from bros.core.request import SamplingParams
-from bros.semantic.core.graph import whole
 from bros.semantic.core.nodes import InputPiece, NewCall, OutputPiece
 from bros.semantic.core.nodes import Piece as GraphPiece
+from bros.semantic.core.slices import Slices, whole
 from bros.semantic.core.template import (
     MAX_OPENINGS,
     Piece,
@@ -405,7 +405,7 @@ class SubmissionReader:
 
     def reading(
         self, specs: Sequence[CallSpec], sampling: Mapping[str, Any]
-    ) -> Generator[None, None, list[Submission]]:
+    ) -> Slices[list[Submission]]:
         """`read` in slices: it pauses where the caller may let other work run."""
         cache = _ProgramCache(self._chat, self._vocab_size)
         found: list[Submission] = []
@@ -475,9 +475,7 @@ class SubmissionReader:
         return Submission(call, is_text, names, wanted, text_chars)
 
 
-def counted_chars(
-    submissions: Sequence[Submission],
-) -> Generator[None, None, list[int]]:
+def counted_chars(submissions: Sequence[Submission]) -> Slices[list[int]]:
     """What the texts and sampling parameters of each call of a program take, in characters, in
     slices. Parameters that several calls have in common count for the first one."""
     found: list[int] = []

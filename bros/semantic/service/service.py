@@ -27,7 +27,6 @@ from bros.core.fair import FairMemory, FairThreads
 from bros.core.interfaces import EngineClient
 from bros.core.request import IdGenerator
 from bros.core.tenants import Resource, TenantAccounts
-from bros.semantic.core.graph import whole
 from bros.semantic.core.matching import EMPTY_PROMPT, PlainPrompt, find_inputs
 from bros.semantic.core.nodes import (
     InputPiece,
@@ -39,6 +38,7 @@ from bros.semantic.core.nodes import (
 )
 from bros.semantic.core.prompt import Prompt, PromptSharing, RequestedPrefixes
 from bros.semantic.core.session import SessionStateMachine
+from bros.semantic.core.slices import Slices, in_slices, whole
 from bros.semantic.core.submission import (
     LONG_CHARS,
     Submission,
@@ -78,8 +78,6 @@ from bros.semantic.service.live import (
 )
 from bros.semantic.service.runner import PlainCall, ProgramRunner, Router
 from bros.semantic.service.views import (
-    Viewing,
-    in_slices,
     view_session,
     view_summary,
     view_variable,
@@ -345,7 +343,7 @@ class _Keyed(NamedTuple):
     fingerprint: bytes
 
 
-def _fingerprinting(calls: Sequence[CallSpec]) -> Viewing[bytes]:
+def _fingerprinting(calls: Sequence[CallSpec]) -> Slices[bytes]:
     """The fingerprint of the calls of a program, in slices."""
     found, since_pause = hashlib.sha256(), 0
     for spec in calls:
@@ -547,7 +545,7 @@ class SessionService:
         comes."""
         return await in_slices(self._viewing(tenant, session_id))
 
-    def _viewing(self, tenant: str, session_id: str) -> Viewing[SessionView]:
+    def _viewing(self, tenant: str, session_id: str) -> Slices[SessionView]:
         return view_session(self._find(tenant, session_id), self._runner, self._clock.now())
 
     async def delete(self, tenant: str, session_id: str) -> SessionSummary:
@@ -607,7 +605,7 @@ class SessionService:
         session: ServedSession,
         keyed: _Keyed | None,
         found: Sequence[Submission],
-    ) -> Viewing[Sequence[SubmittedCall]]:
+    ) -> Slices[Sequence[SubmittedCall]]:
         chars = yield from counted_chars(found)
         text_chars = sum(chars)
         if session.text_chars + text_chars > self._settings.max_chars:
@@ -651,7 +649,7 @@ class SessionService:
 
     def _want_outputs(
         self, session: ServedSession, found: Sequence[Submission], now: float
-    ) -> Viewing[None]:
+    ) -> Slices[None]:
         """Request the outputs of calls that have just been added, in slices.
 
         Calls start when all of it is done, because the task groups that they are submitted in are
@@ -855,7 +853,7 @@ class SessionService:
 
     def _wanting(
         self, session: ServedSession, wanted: Sequence[tuple[str, Criteria | None]]
-    ) -> Viewing[list[Variable]]:
+    ) -> Slices[list[Variable]]:
         found = []
         for number, (variable_id, criteria) in enumerate(wanted, start=1):
             found.append(self._want(session, variable_id, criteria))

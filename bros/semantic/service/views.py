@@ -1,20 +1,19 @@
 """Views of a session: what its calls do, why, and how long they are predicted to take.
 
 Building the view of a large session takes longer than an event loop may be held, so it is built in
-slices (`Viewing`). Each call is then shown as it is when its turn comes.
+slices. Each call is then shown as it is when its turn comes.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Generator, Iterable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
 
 from bros.core.interfaces import GroupCosts, Placement
 from bros.core.request import ServiceClass
 from bros.semantic.core.explanation import CriticalPath, Forecast, explain, forecast, strictest
 from bros.semantic.core.nodes import Call, Level, LlmCall, Variable
+from bros.semantic.core.slices import Slices
 from bros.semantic.schema import (
     CallKind,
     CallView,
@@ -27,8 +26,6 @@ from bros.semantic.schema import (
     VariableView,
 )
 from bros.semantic.service.live import CallRecord, LlmCallRecord, ServedSession
-
-T = TypeVar("T")
 
 _DIGITS = 6
 
@@ -52,31 +49,12 @@ class Insight(Protocol):
         ...
 
 
-Viewing = Generator[None, None, T]
-"""A view in the making: it yields where other work may run, and returns the view."""
-
-
-async def in_slices(slices: Generator[None, None, T]) -> T:
-    """The result of work in slices; other tasks of the event loop run between them.
-
-    If it is cancelled, the work ends at once, in its `finally` clauses.
-    """
-    with contextlib.closing(slices):
-        while True:
-            try:
-                next(slices)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            await asyncio.sleep(0)
-
-
 def view_summary(session: ServedSession, now: float) -> SessionSummary:
     """A session without its graph."""
     return SessionSummary(**_summary(session, now))
 
 
-def view_session(session: ServedSession, insight: Insight, now: float) -> Viewing[SessionView]:
+def view_session(session: ServedSession, insight: Insight, now: float) -> Slices[SessionView]:
     """A session with its graph, as it is at the time `now`."""
     graph = session.machine.graph
     calls = tuple(graph.calls.values())
@@ -131,7 +109,7 @@ def view_variable(variable: Variable) -> VariableView:
     )
 
 
-def view_variables(variables: Iterable[Variable]) -> Viewing[list[VariableView]]:
+def view_variables(variables: Iterable[Variable]) -> Slices[list[VariableView]]:
     """Views of the variables that there are now."""
     views = []
     for number, variable in enumerate(tuple(variables), start=1):
