@@ -48,19 +48,18 @@ from bros.router.state import ReplicaFacts
 
 _MAX_QUEUE = 2**31 - 1
 
-_GAUGES = frozenset(
-    {
-        *("batch_size", "kv_blocks_used", "kv_blocks_total", "kv_blocks_shared"),
-        *("kv_blocks_cached", "kv_blocks_pinned", "host_kv_blocks_used", "host_kv_blocks_total"),
-        *("running", "waiting", "kv_blocks"),
-    }
-)
+_GAUGES = frozenset({
+    "batch_size", "kv_blocks_used", "kv_blocks_total", "kv_blocks_shared", "kv_blocks_cached",
+    "kv_blocks_pinned", "host_kv_blocks_used", "host_kv_blocks_total", "running", "waiting",
+    "kv_blocks",
+})  # fmt: skip
 """Statistics that end with an engine; all others are counters."""
 
-_NOT_SUMMED = frozenset(
-    {"by_class", "slack", "slowdown", "device_s", "traces", "yielding"}
-    | {"safety_factor", "rare_factor"}
-)
+_NOT_SUMMED = frozenset({
+    "by_class", "slack", "slowdown", "device_s", "traces", "yielding", "safety_factor",
+    "rare_factor",
+})  # fmt: skip
+"""Statistics that `total_stats` combines in other ways than by a sum, or not at all."""
 
 _Stats = TypeVar("_Stats", EngineStats, ClassStats)
 
@@ -292,82 +291,73 @@ class ReplicaHandle:
         )
 
 
+@dataclass(slots=True, eq=False)
 class RoutedRequest:
     """An open request, with all that is needed to continue it on another replica.
 
-    original         the request as submitted, with a seed
-    current          the request as sent to its present engine
-    output_ids       all output tokens so far, from all engines
-    num_read         positions of the prompt that were read so far, see EngineRequest
-    replica          its replica; None while it is between two
-    fleet_id         the replica's fleet_id when the request was routed there
-    placement        the replica that it is routed to, once that is decided
-    placed           the same with the reason, for those who ask; the last one if there are several
-    can_wait         it waits if no replica accepts requests now
-    accepting        the pending submit to the present engine
-    accepted         the present engine has accepted it
-    connection       number of the engine stream that it reads; outputs of others are ignored
-    connected        it is connected to that stream
-    task             finds another replica, while it is between two
-    has_output       the present engine has sent its first output
-    aborted          its client has aborted it
-    promoted         the objectives that it was promoted to first, at promoted_s
-    latest           those that it was promoted to last, at latest_s
-    awaited          something waits for it alone, see RequestGroup
-    moving           it is to continue on another replica
-    avoided          the replica that it must not go to, as it is moved away from there
-    unreleased       replicas that it was withdrawn from, and that may still run it
-    refusals         replicas that accepted it and then refused it before its first output
-    losses           engines that were lost while they had it
-    suspect          it starts alone among the requests with as many losses (dispatcher.py)
+    original: the request as submitted, with a seed.
+    current: the request as sent to its present engine.
+    stream: its outputs, from all engines.
+    num_read: positions of the prompt that were read so far, see EngineRequest.
+    output_ids: all output tokens so far, from all engines.
+    replica: its replica; None while it is between two.
+    fleet_id: the replica's fleet_id when the request was routed there.
+    placement: the replica that it is routed to, once that is decided.
+    placed: the same with the reason, for those who ask; the last one if there are several.
+    can_wait: it waits if no replica accepts requests now.
+    accepting: the pending submit to the present engine.
+    accepted: the present engine has accepted it.
+    connection: number of the engine stream that it reads; outputs of others are ignored.
+    connected: it is connected to that stream.
+    task: finds another replica, while it is between two.
+    has_output: the present engine has sent its first output.
+    aborted: its client has aborted it.
+    promoted: the objectives that it was promoted to first, at promoted_s.
+    latest: those that it was promoted to last, at latest_s.
+    awaited: something waits for it alone, see RequestGroup.
+    moving: it is to continue on another replica.
+    avoided: the replica that it must not go to, as it is moved away from there.
+    unreleased: replicas that it was withdrawn from, and that may still run it.
+    refusals: replicas that accepted it and then refused it before its first output.
+    losses: engines that were lost while they had it.
+    suspect: it starts alone among the requests with as many losses (dispatcher.py).
     """
 
-    __slots__ = (
-        *("_cached_tokens", "_num_output_before", "aborted", "accepted", "accepting", "avoided"),
-        *("awaited", "can_wait", "connected", "connection", "current", "fleet_id", "has_output"),
-        *(
-            "latest",
-            "latest_s",
-            "losses",
-            "moving",
-            "num_read",
-            "original",
-            "output_ids",
-            "placed",
-            "placement",
-            "promoted",
-            "promoted_s",
-        ),
-        *("refusals", "replica", "stream", "suspect", "task", "unreleased"),
-    )
+    original: EngineRequest
+    current: EngineRequest = field(init=False)
+    stream: OutputStream = field(init=False)
+    num_read: int = field(init=False)
+    output_ids: list[int] = field(default_factory=list)
+    replica: ReplicaHandle | None = None
+    fleet_id: int | None = None
+    placement: asyncio.Future[ReplicaHandle] | None = None
+    placed: Placement | None = None
+    can_wait: bool = False
+    accepting: asyncio.Future[RequestStream] | None = None
+    accepted: bool = False
+    connection: int = 0
+    connected: bool = False
+    task: asyncio.Task[None] | None = None
+    has_output: bool = False
+    aborted: bool = False
+    promoted: Slo | None = None
+    promoted_s: float = 0.0
+    latest: Slo | None = None
+    latest_s: float = 0.0
+    awaited: bool = False
+    moving: bool = False
+    avoided: ReplicaHandle | None = None
+    unreleased: set[ReplicaHandle] = field(default_factory=set)
+    refusals: dict[ReplicaHandle, OverloadedError] = field(default_factory=dict)
+    losses: int = 0
+    suspect: bool = False
+    _num_output_before: int = 0
+    _cached_tokens: int | None = None
 
-    def __init__(self, original: EngineRequest) -> None:
-        self.original = self.current = original
-        self.stream = OutputStream(original.service_class)
-        self.output_ids: list[int] = []
-        self.num_read = original.num_read
-        self.replica: ReplicaHandle | None = None
-        self.fleet_id: int | None = None
-        self.placement: asyncio.Future[ReplicaHandle] | None = None
-        self.placed: Placement | None = None
-        self.can_wait = False
-        self.accepting: asyncio.Future[RequestStream] | None = None
-        self.connection = 0
-        self.connected = False
-        self.task: asyncio.Task[None] | None = None
-        self.accepted = self.has_output = self.aborted = self.moving = False
-        self.unreleased: set[ReplicaHandle] = set()
-        self.refusals: dict[ReplicaHandle, OverloadedError] = {}
-        self.promoted: Slo | None = None
-        self.promoted_s = 0.0
-        self.latest: Slo | None = None
-        self.latest_s = 0.0
-        self.awaited = False
-        self.avoided: ReplicaHandle | None = None
-        self.losses = 0
-        self.suspect = False
-        self._num_output_before = 0
-        self._cached_tokens: int | None = None
+    def __post_init__(self) -> None:
+        self.current = self.original
+        self.stream = OutputStream(self.original.service_class)
+        self.num_read = self.original.num_read
 
     @property
     def id(self) -> str:
