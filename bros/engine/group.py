@@ -16,7 +16,7 @@ from bros.core.rank_env import RankEnv
 from bros.core.stop_signals import STOP_SIGNALS
 from bros.engine.parent import end_with_parent
 from bros.executor.encoder_runner import load_encoder
-from bros.executor.loader import is_encoder, load_executor, model_settings
+from bros.executor.loader import is_encoder, load_executor
 from bros.executor.model_store import ModelFiles, resolve_model
 from bros.executor.parallel.ranks import SINGLE_RANK, Ranks, TorchRanks
 from bros.executor.parallel.runner import follow, lead
@@ -70,8 +70,7 @@ class Group:
         Raises what load_executor raises.
         """
         if is_encoder(files):
-            settings = model_settings(files)
-            return load_encoder(self._config, settings, files.folder, files.name, self._ranks)
+            return load_encoder(self._config, files, self._ranks)
         runner, info = load_executor(self._config, files, self._ranks)
         return lead(runner, self._ranks), info
 
@@ -81,9 +80,7 @@ class Group:
         Raises what load_executor raises, and RanksLostError.
         """
         if is_encoder(files):
-            load_encoder(
-                self._config, model_settings(files), files.folder, files.name, self._ranks
-            )  # raises: encoders run on one rank
+            load_encoder(self._config, files, self._ranks)  # raises: encoders run on one rank
         runner, _ = load_executor(self._config, files, self._ranks)
         follow(runner, self._ranks)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +13,16 @@ from torch import Tensor
 from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError
 from bros.core.interfaces import EngineInfo
+from bros.core.machine import available_cores
 from bros.core.plan import StepPlan, StepResult
 from bros.core.request import Pooling
 from bros.executor.inputs import read_inputs
 from bros.executor.kv_storage import KV_BLOCK_SIZE
+from bros.executor.loader import check_max_model_len, model_settings
+from bros.executor.model_store import ModelFiles
 from bros.executor.models.encoder import Encoder, EncoderSpec, build_encoder
 from bros.executor.models.pooling import embedding_info, longest_text
-from bros.executor.parallel.ranks import Ranks
+from bros.executor.parallel.ranks import SINGLE_RANK, Ranks
 from bros.executor.readout import pool_hidden
 from bros.executor.target import choose_target, device_name, find_cuda
 from bros.executor.weights import WeightSource
@@ -84,37 +85,34 @@ class EncoderRunner:
 
 
 def load_encoder(
-    config: EngineConfig, settings: Mapping[str, Any], folder: Path, name: str, ranks: Ranks
+    config: EngineConfig, files: ModelFiles, ranks: Ranks = SINGLE_RANK
 ) -> tuple[EncoderRunner, EngineInfo]:
-    """Load an encoder; settings: its config.json. Raises ModelError and ConfigError.
+    """Load an encoder. Raises ModelError and ConfigError.
 
     It needs no KV memory. The scheduler counts tokens in blocks all the same; there are enough for
     any step.
     """
     if ranks.size > 1:
         raise ConfigError("--tp: an encoder runs on one rank; use --replicas")
-    torch.set_num_threads(config.threads_of_rank(len(os.sched_getaffinity(0)), 1))
+    torch.set_num_threads(config.threads_of_rank(available_cores(), 1))
+    settings = model_settings(files)
     spec = EncoderSpec.from_config(settings)
     target = choose_target(config, find_cuda())
     if config.weights == "auto" and target.device.type == "cpu":
         target = replace(target, weights="fp32")  # a user asks for these numbers themselves
-    most = longest_text(folder) or spec.max_positions
-    length = config.max_model_len or min(most, spec.max_positions)
-    if length > spec.max_positions:
-        raise ConfigError(
-            f"--max-model-len: {length} is more than the {spec.max_positions} tokens this model "
-            "supports"
-        )
+    check_max_model_len(config, spec.max_positions)
+    longest = longest_text(files.folder) or spec.max_positions
+    length = config.max_model_len or min(longest, spec.max_positions)
     default = Pooling.MEAN
     embedding = embedding_info(
-        config.pooling, folder, settings, spec.hidden_size, default, scores=spec.scores
+        config.pooling, files.folder, settings, spec.hidden_size, default, scores=spec.scores
     )
-    with WeightSource(folder) as source, torch.inference_mode():
+    with WeightSource(files.folder) as source, torch.inference_mode():
         encoder = build_encoder(spec, source, target)
     bounds = config.step_bounds(target.device.type)
     tokens = max(bounds.tokens, length)
     info = EngineInfo(
-        model=name,
+        model=files.name,
         weights=target.weights,
         kernels="torch",
         kv_dtype="none",

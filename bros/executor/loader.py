@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ import torch
 from bros.core.config import EngineConfig, parse_bytes
 from bros.core.errors import ConfigError, ModelError
 from bros.core.interfaces import EngineInfo
+from bros.core.machine import available_cores
 from bros.core.plan import Chunk, SampleSpec, StepPlan
 from bros.core.request import Pooling, SamplingParams
 from bros.executor.cuda.graphs import CudaGraphCapture, GraphSizes, StepGraphs, capture_or_warn
@@ -257,8 +257,7 @@ class _Loader:
     def __init__(
         self, config: EngineConfig, spec: ModelSpec, source: Weights, ranks: Ranks
     ) -> None:
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(config.threads_of_rank(cores, ranks.size))
+        torch.set_num_threads(config.threads_of_rank(available_cores(), ranks.size))
         cuda = find_cuda()
         self._config = config
         self._spec = spec
@@ -453,18 +452,23 @@ def _num_host_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) 
     return parse_bytes(config.host_kv_memory) // bytes_per_block(spec, dtype)
 
 
+def check_max_model_len(config: EngineConfig, max_positions: int) -> None:
+    """Raise ConfigError if --max-model-len is more than the `max_positions` tokens of the model."""
+    if config.max_model_len is not None and config.max_model_len > max_positions:
+        raise ConfigError(
+            f"--max-model-len: {config.max_model_len} is more than the {max_positions} tokens this "
+            "model supports"
+        )
+
+
 def _max_model_len(config: EngineConfig, spec: ModelSpec, num_blocks: int | None) -> int:
     """The longest prompt + output in tokens that the options, the model and the KV cache allow.
 
     num_blocks: None while the size of the KV cache is unknown.
     """
+    check_max_model_len(config, spec.max_positions)
     asked = config.max_model_len
     cached = spec.max_positions if num_blocks is None else num_blocks * KV_BLOCK_SIZE
-    if asked is not None and asked > spec.max_positions:
-        raise ConfigError(
-            f"--max-model-len: {asked} is more than the {spec.max_positions} tokens this model "
-            "supports"
-        )
     if asked is not None and asked > cached:
         raise ConfigError(
             f"--max-model-len: {asked} tokens do not fit the KV cache of {cached}; give more "

@@ -25,7 +25,7 @@ from bros.executor.encoder_runner import EncoderRunner, load_encoder
 from bros.executor.loader import is_encoder, model_settings
 from bros.executor.model_store import ModelFiles
 from bros.executor.models.encoder import EncoderSpec, text_groups
-from bros.executor.parallel.ranks import SINGLE_RANK, SingleRank
+from bros.executor.parallel.ranks import SingleRank
 from support.encoders import hidden_states, save_encoder, save_modules
 from support.tier import examples
 
@@ -36,7 +36,7 @@ def load(folder: Path, **options: object) -> tuple[EncoderRunner, object]:
     config = EngineConfig(**{"threads": 1, "weights": "fp32", **options})  # type: ignore[arg-type]
     files = ModelFiles(folder, "tiny")
     assert is_encoder(files)
-    return load_encoder(config, model_settings(files), folder, "tiny", SINGLE_RANK)
+    return load_encoder(config, files)
 
 
 def text(name: str, tokens: Sequence[int], pooling: Pooling, second: int | None = None) -> Chunk:
@@ -176,7 +176,7 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
 
     files = ModelFiles(tmp_path, "tiny")
     with pytest.raises(ConfigError, match="--tp"):
-        load_encoder(EngineConfig(), model_settings(files), tmp_path, "tiny", Two())  # type: ignore[arg-type]
+        load_encoder(EngineConfig(), files, Two())  # type: ignore[arg-type]
     config = model_settings(files)
     for wrong in (
         {"hidden_act": "swish"},

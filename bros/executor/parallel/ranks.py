@@ -34,6 +34,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from bros.core.clock import Clock, SystemClock
 from bros.core.errors import RanksLostError
+from bros.core.machine import available_cores
 
 # ---- Connections over which rank 0 sends messages to all other ranks in every step.
 #
@@ -385,7 +386,7 @@ class TorchRanks:
         if self.rank == 0:
             self._sender = listener.accept(self.others, self._timeout_s)
         else:
-            name, cores = bytes(address[: int(size)].tolist()), len(os.sched_getaffinity(0))
+            name, cores = bytes(address[: int(size)].tolist()), available_cores()
             self._receiver = MessageReceiver(name, self.others[0], spins=self.size <= cores)
 
     def _sum_short(self, x: Tensor) -> None:
