@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bros.core.clock import Clock
 from bros.core.config import EngineConfig
-from bros.core.interfaces import find_launcher
+from bros.core.interfaces import EngineInfo, Executor, find_launcher
 from bros.engine.engine import Engine
 from bros.engine.grammars import Grammars
 from bros.engine.group import Group
@@ -22,6 +22,7 @@ from bros.scheduler.build import (
     unused_options,
     without_effect,
 )
+from bros.scheduler.cost_model import CostModel
 
 
 def build_engine(
@@ -62,8 +63,32 @@ def build_engine(
             prices=model.prices(config.step_bounds(info.device).tokens),
             profile=profile.to_json(),
         )
-    ahead = config.async_scheduling
-    depth = 1 if find_launcher(executor, ahead) is None else 2
-    scheduler = build_scheduler(config, info, model, depth=depth)
     grammars = Grammars(files.folder, info, clock)
-    return Engine(scheduler, executor, clock, info, async_scheduling=ahead, grammars=grammars)
+    return with_scheduler(config, executor, info, clock, model, grammars)
+
+
+def with_scheduler(
+    config: EngineConfig,
+    executor: Executor,
+    info: EngineInfo,
+    clock: Clock,
+    model: CostModel | None = None,
+    grammars: Grammars | None = None,
+) -> Engine:
+    """An engine of this executor, with the scheduler that the configuration asks for.
+
+    model: predicts step times, for the policies that need it.
+    grammars: None: requests with grammars are refused.
+
+    Raises ConfigError if an option does not fit the executor.
+    """
+    launches = find_launcher(executor, config.async_scheduling) is not None
+    scheduler = build_scheduler(config, info, model, depth=2 if launches else 1)
+    return Engine(
+        scheduler,
+        executor,
+        clock,
+        info,
+        async_scheduling=config.async_scheduling,
+        grammars=grammars,
+    )

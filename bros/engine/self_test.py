@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from bros.core.clock import Clock
 from bros.core.config import EngineConfig
-from bros.core.interfaces import find_launcher
 from bros.core.request import EngineRequest, SamplingParams, expanded
-from bros.engine.engine import Engine
+from bros.engine.build import with_scheduler
 from bros.executor.diagnosis import SMALL_MODEL
 from bros.executor.loader import random_executor
 from bros.executor.models.spec import ModelSpec
-from bros.scheduler.build import build_scheduler
 
 TOKENS = 16
 """Output tokens per prompt."""
@@ -57,10 +55,7 @@ def generate(config: EngineConfig, clock: Clock, *, margins: bool = False) -> Ge
         max_batch_tokens=48,
     )
     executor, info = random_executor(ModelSpec.from_config(SMALL_MODEL), config, rng_device="cpu")
-    ahead = config.async_scheduling
-    depth = 1 if find_launcher(executor, ahead) is None else 2
-    scheduler = build_scheduler(config, info, None, depth=depth)
-    engine = Engine(scheduler, executor, clock, info, async_scheduling=ahead)
+    engine = with_scheduler(config, executor, info, clock)
     sampling = SamplingParams(
         temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=2 if margins else None
     )
