@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from bros.core.clock import Clock, SystemClock
@@ -61,11 +61,11 @@ class _Compiling:
     """Submitted requests whose grammar is being compiled. They are not queued yet, so that nothing
     waits for them."""
 
-    def __init__(self, engine: Engine, put: Callable[[Command], None], client: Sender) -> None:
-        """put: receives a Compiled command, on another thread, once a request can be queued.
-        client: hears of requests that are aborted before that."""
+    def __init__(self, engine: Engine, transport: Transport, client: Sender) -> None:
+        """transport: receives a Compiled command, from another thread, once a request can be
+        queued. client: hears of requests that are aborted before that."""
         self._engine = engine
-        self._put = put
+        self._transport = transport
         self._client = client
         self._held: dict[str, Submit] = {}
 
@@ -75,7 +75,7 @@ class _Compiling:
         if request.sampling.grammar is None or request.request_id in self._held:
             return False
         done = Compiled(request.request_id)
-        if self._engine.prepare(request, lambda: self._put(done)):
+        if self._engine.prepare(request, lambda: self._transport.put(done)):
             return False
         self._held[request.request_id] = command
         return True
@@ -117,7 +117,7 @@ def run_engine(
     progress = progress or Progress()
     outbox = Outbox(transport.send, clock or SystemClock())
     deferred: list[Command] = []  # received during the step, handled after it
-    compiling = _Compiling(engine, lambda command: transport.put(command), outbox)
+    compiling = _Compiling(engine, transport, outbox)
     no_requests: list[EngineRequest] = []
 
     def arrivals() -> list[EngineRequest]:

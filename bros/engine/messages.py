@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import queue
 from dataclasses import dataclass
+from typing import get_args
 
 from bros.core.errors import (
     BrosError,
@@ -19,12 +20,7 @@ from bros.core.errors import (
     QueueFullError,
 )
 from bros.core.interfaces import EngineInfo, EngineReport, EngineStats, RequestTrace
-from bros.core.request import (
-    EngineRequest,
-    Output,
-    ServiceClass,
-    Slo,
-)
+from bros.core.request import EngineRequest, Output, ServiceClass, Slo
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,18 +203,14 @@ class Heartbeat:
     host: bool = False
 
 
-Command = Submit | Abort | GetStats | GetTrace | Shutdown | Promote | Release | Subscribe | Compiled
+ClientCommand = Submit | Abort | GetStats | GetTrace | Shutdown | Promote | Release | Subscribe
+Command = ClientCommand | Compiled
 Reply = (
     Ready | Accepted | Refused | Outputs | StatsReply | TraceReply | Failed | Heartbeat | Reported
 )
-COMMANDS: tuple[type, ...] = (
-    *(Submit, Abort, GetStats, GetTrace, Shutdown, Promote, Release),
-    Subscribe,
-)
-REPLIES: tuple[type, ...] = (
-    *(Ready, Accepted, Refused, Outputs, StatsReply, TraceReply, Failed),
-    *(Heartbeat, Reported),
-)
+COMMANDS: tuple[type, ...] = get_args(ClientCommand)
+REPLIES: tuple[type, ...] = get_args(Reply)
+"""Transports send the index of a message's type in these, so new types come last."""
 
 
 class Inbox:
