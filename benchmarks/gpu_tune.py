@@ -35,7 +35,7 @@ from bros.kernels.triton import settings as triton_settings
 from bros.kernels.triton.ops import TritonKernels
 from bros.kernels.triton.products import RowProducts
 from bros.kernels.triton.settings import (
-    LEAST_ROWS,
+    MIN_ROWS,
     Kind,
     LaunchConfig,
     ProductLaunch,
@@ -283,7 +283,7 @@ def _product_candidates(shape: ProductShape, many: bool) -> list[ProductLaunch]:
 
 def _fits(launch: ProductLaunch, shape: ProductShape) -> bool:
     """Whether blocks divide the matrix, and the stages fit the shared memory of a program."""
-    rows = max(shape.rows, LEAST_ROWS)
+    rows = max(shape.rows, MIN_ROWS)
     shared = (rows + launch.block_n) * launch.block_k * shape.element_bytes * launch.stages
     divides = shape.outputs % launch.block_n == 0 and shape.inputs % launch.block_k == 0
     return divides and shared <= MOST_SHARED

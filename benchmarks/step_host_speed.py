@@ -31,7 +31,7 @@ from bros.core.plan import SampledToken
 from bros.core.request import ServiceClass
 from bros.engine.engine import Engine
 from bros.executor.inputs import InputUploader
-from bros.executor.models.decoder import Outputs
+from bros.executor.models.decoder import DecoderOutputs
 from bros.executor.runner import ModelRunner
 from bros.kernels.dispatch import select_kernels
 from bros.kernels.interface import HeadLayout
@@ -46,9 +46,9 @@ MODEL = replace(FAST, unique_context_s=1e-9)
 class ConstantDecoder:
     """A decoder without layers."""
 
-    def run(self, inputs: Any, layers: Any, before_layer: Any, joining: Any = ()) -> Outputs:
+    def run(self, inputs: Any, layers: Any, before_layer: Any, joining: Any = ()) -> DecoderOutputs:
         logits = torch.empty(len(inputs.sample_rows), 1)
-        return Outputs(logits, logits)
+        return DecoderOutputs(logits, logits)
 
 
 class ConstantSampler:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _THREADS = 2
 _SWEEP_S = 600.0
-_LEAST_S = 0.001
+_MIN_DEADLINE_S = 0.001
 """Shortest deadline that the engine accepts."""
 
 
@@ -149,7 +149,7 @@ class BackgroundRunner:
             return None
 
         async def answer() -> ResponseOutcome:
-            left_s = max(claim.deadline_at - context.clock.unix_time(), _LEAST_S)
+            left_s = max(claim.deadline_at - context.clock.unix_time(), _MIN_DEADLINE_S)
             return await self._handler.answer(response, due_in_s=left_s)
 
         try:

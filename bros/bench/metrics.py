@@ -171,7 +171,7 @@ def vllm_fields(
 ATTAINMENTS = ("ttft_met", "tpot_met", "both_met", "gap_met")
 """Fields of ClassMetrics: shares of requests that met their objectives."""
 
-_MOST_REASONS = 5
+_MAX_REASONS = 5
 _OTHER_REASONS = "other reasons"
 _RELEGATED_TIER = "flex"
 
@@ -472,8 +472,8 @@ def _reasons(records: Iterable[Record]) -> dict[str, int]:
     """Reason -> count, the most frequent first and the rest summed up."""
     lost = (r for r in records if r.outcome not in (Outcome.COMPLETED, Outcome.OPEN))
     counted = Counter(record.detail or _default_reason(record) for record in lost).most_common()
-    reasons = dict(counted[:_MOST_REASONS])
-    if rest := sum(count for _, count in counted[_MOST_REASONS:]):
+    reasons = dict(counted[:_MAX_REASONS])
+    if rest := sum(count for _, count in counted[_MAX_REASONS:]):
         reasons[_OTHER_REASONS] = reasons.get(_OTHER_REASONS, 0) + rest
     return reasons
 

@@ -227,7 +227,7 @@ PROGRAM_NAMES = ("map-reduce", "chain", "coding", "copilot", "gpts")
 PROGRAM_WAYS = ("session", "calls")
 """simulator.program_simulation.WAYS."""
 PROGRAM_ROUTERS = "e2"
-MOST_REQUESTS = 64_000
+MAX_REQUESTS = 64_000
 MOONCAKE_RATE = 0.08
 """Requests per second and replica. It keeps an A6000 busy for two thirds of the time: prompts are
 long, and its KV cache holds few of them. Even an unlimited cache would hit on only 37 % of the
@@ -301,7 +301,7 @@ class ReplicasFlags:
     requests: str | None = flag(
         "N",
         "requests, or programs, of each run (default: half the paper's number per replica, "
-        f"at most {MOST_REQUESTS}; {MOONCAKE} and {AZURE}: the whole trace)",
+        f"at most {MAX_REQUESTS}; {MOONCAKE} and {AZURE}: the whole trace)",
     )
     families: str | None = flag(
         "N",

@@ -21,8 +21,8 @@ from bros.cli.flags import (
     DEFAULT_PROFILE,
     DEFAULT_ROUTERS,
     DEFAULT_RT_RATE,
+    MAX_REQUESTS,
     MOONCAKE_RATE,
-    MOST_REQUESTS,
     NOT_FOR_PROGRAMS,
     ONE_ENGINE,
     POPULARITIES,
@@ -139,14 +139,14 @@ def _print_wall_time(console: Console, count: int, wall_s: float) -> None:
 # ---- `bros simulate --replicas`: compares routers.
 
 
-_MOST_REPLICAS = 4096
+_MAX_REPLICAS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
     """The checked options.
 
-    shortened: numbers of replicas whose runs are limited to MOST_REQUESTS.
+    shortened: numbers of replicas whose runs are limited to MAX_REQUESTS.
     """
 
     scenarios: tuple[FleetScenario, ...]
@@ -178,7 +178,7 @@ def run_replicas(
     if settings.shortened:
         counts = ", ".join(map(str, settings.shortened))
         console.print(
-            f"With {counts} replicas: limited to {MOST_REQUESTS} requests and a matching number of "
+            f"With {counts} replicas: limited to {MAX_REQUESTS} requests and a matching number of "
             "families, so these runs are shorter; override with --requests N"
         )
     console.print()
@@ -200,7 +200,7 @@ def read_replica_settings(
     data_dir = cache_dir_of(config.server.data_dir)
     profile = read_profile(engine.profile or REPLICA_PROFILE, profile_folders(data_dir))
     device = device_of(profile, engine.kv_blocks)
-    counts = doublings("--replicas", fleet.replicas or "", _MOST_REPLICAS)
+    counts = doublings("--replicas", fleet.replicas or "", _MAX_REPLICAS)
     loads = {replicas: _load(own, fleet, replicas) for replicas in counts}
     be_share = number("--be-requests", fleet.be_requests, low=0)
     scenarios = tuple(
@@ -288,7 +288,7 @@ def _load(own: SimulateFlags, fleet: ReplicasFlags, replicas: int) -> PrefixLoad
     if own.trace is not None:
         raise ConfigError(f"--trace: requires --workload {' or '.join(RECORDED)}")
     if count is None:
-        count = min(_published_count(name, replicas), MOST_REQUESTS)
+        count = min(_published_count(name, replicas), MAX_REQUESTS)
     return published(
         name,
         replicas,
@@ -326,7 +326,7 @@ def _recorded_load(
         return AzureLoad(
             recorded=times,
             rate=rate or AZURE_RATE * replicas,
-            count=min(count or MOST_REQUESTS, len(times)),
+            count=min(count or MAX_REQUESTS, len(times)),
             be_share=be_share,
         )
     path = expand_user(trace)
@@ -335,7 +335,7 @@ def _recorded_load(
         source=path.name,
         recorded=lines,
         rate=rate or MOONCAKE_RATE * replicas,
-        count=min(count or MOST_REQUESTS, len(lines)),
+        count=min(count or MAX_REQUESTS, len(lines)),
         be_share=be_share,
     )
 
@@ -435,7 +435,7 @@ def read_program_settings(
         for name in names("--programs", programs.programs, PROGRAM_NAMES)
         for chats in _loads(own, PROGRAM_RT_RATE)
         for policy in policies
-        for replicas in doublings("--replicas", fleet.replicas or "1", _MOST_REPLICAS)
+        for replicas in doublings("--replicas", fleet.replicas or "1", _MAX_REPLICAS)
         for router in (routers if replicas > 1 else routers[:1])
         for way in names("--run-as", programs.run_as, PROGRAM_WAYS)
     )

@@ -43,7 +43,7 @@ generation it was collected in every step, which took 5 % of the host's time
 _DUE = 100_000
 """Blocks of memory kept since the last full collection from which an idle process makes the next
 one. An object of the collector has one block or more."""
-_MOST = 150_000
+_MAX_KEPT = 150_000
 """Blocks kept since the start up to which it does so: about 60,000 objects of the collector, which
 take 6 to 35 ms. With 250,000 it took 57 ms on a Zen 3, when 1,000 sessions were opened
 (benchmarks/input_stalls.py). If there are more, most are alive."""
@@ -63,10 +63,12 @@ class Collector:
     until its end.
     """
 
-    def __init__(self, *, due: int = _DUE, most: int = _MOST, overdue: int = _OVERDUE) -> None:
-        """due, most, overdue: see _DUE, _MOST and _OVERDUE."""
+    def __init__(
+        self, *, due: int = _DUE, max_kept: int = _MAX_KEPT, overdue: int = _OVERDUE
+    ) -> None:
+        """due, max_kept, overdue: see _DUE, _MAX_KEPT and _OVERDUE."""
         self._due = due
-        self._most = most
+        self._max_kept = max_kept
         self._overdue = overdue
         self._aged = 0  # objects that have become old since the last full collection or count
         self._count_at = due  # of these: when a process that is not idle counts blocks again
@@ -100,7 +102,7 @@ class Collector:
         blocks = sys.getallocatedblocks()
         kept = blocks - self._base
         if kept >= self._overdue or (
-            idle and kept >= self._due and blocks - self._start <= self._most
+            idle and kept >= self._due and blocks - self._start <= self._max_kept
         ):
             self.collect()
             return

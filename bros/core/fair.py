@@ -286,7 +286,7 @@ class FairGate:
         if wait_s <= 0:
             return
         loop = asyncio.get_running_loop()
-        at_s = loop.time() + max(wait_s, _LEAST_RETRY_S)
+        at_s = loop.time() + max(wait_s, _MIN_RETRY_S)
         if self._retry is not None:
             if self._retry.when() <= at_s:
                 return
@@ -298,7 +298,7 @@ class FairGate:
         self._start()
 
 
-_LEAST_RETRY_S = 0.05
+_MIN_RETRY_S = 0.05
 
 
 LONG_SIZE = 100_000

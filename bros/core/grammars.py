@@ -496,7 +496,7 @@ class _Schema:
         valid."""
         schema = self._resolved(option)
         self._num_looks += 1
-        if schema is None or depth == 0 or self._num_looks > _MOST_LOOKS:
+        if schema is None or depth == 0 or self._num_looks > _MAX_LOOKS:
             return frozenset()
         known = id(schema), tag, depth
         if known not in self._of_tag:
@@ -518,7 +518,7 @@ class _Schema:
         """Whether no two of these have a common member; False if too many were looked at."""
         size = sum(map(len, sets))
         self._num_looks += size
-        return self._num_looks <= _MOST_LOOKS and size == len(frozenset[str]().union(*sets))
+        return self._num_looks <= _MAX_LOOKS and size == len(frozenset[str]().union(*sets))
 
     def _types(self, schema: Mapping[str, Any]) -> frozenset[str]:
         """The types of the valid values, with integers as numbers; empty if any may be valid."""
@@ -541,7 +541,7 @@ class _Schema:
             if self._types(schema) != {"object"} or not isinstance(properties, Mapping):
                 return found
             names = dict.fromkeys(required) if _is_list_of_names(required) else ()
-            for name in itertools.islice(names, _MOST_VALUES):
+            for name in itertools.islice(names, _MAX_VALUES):
                 if values := _named_values(properties.get(name)):
                     found[name] = values
         return found
@@ -564,7 +564,7 @@ class _Schema:
             for step in filter(None, unquote(ref.removeprefix("#")).split("/")):
                 step = step.replace("~1", "/").replace("~0", "~")
                 if isinstance(found, list):
-                    is_index = step.isdecimal() and len(step) <= _MOST_DIGITS
+                    is_index = step.isdecimal() and len(step) <= _MAX_DIGITS
                     found = found[int(step)] if is_index and int(step) < len(found) else None
                 else:
                     found = found.get(step) if isinstance(found, Mapping) else None
@@ -601,7 +601,7 @@ def _allows_all_names(schema: object) -> bool:
 
 
 _CLOSED_BELOW = 1e15
-_ULPS, _LEAST_STEP = 4, 1e-20
+_ULPS, _MIN_STEP = 4, 1e-20
 
 
 def _close_bounds(schema: dict[str, Any]) -> None:
@@ -634,21 +634,21 @@ def _is_next_to_integer(bound: float) -> bool:
 
 
 def _moved(bound: float, sign: int) -> float:
-    return bound + sign * max(_ULPS * math.ulp(bound), _LEAST_STEP)
+    return bound + sign * max(_ULPS * math.ulp(bound), _MIN_STEP)
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-_MOST_VALUES, _MOST_CHARS = 100, 200
+_MAX_VALUES, _MAX_CHARS = 100, 200
 """Most required properties of an option that are looked at to tell options apart, most values of
 each, and the longest of these."""
 
-_MOST_DIGITS = 6
+_MAX_DIGITS = 6
 """Of a place in a list of a schema, which has at most MAX_SCHEMA_PARTS."""
 
-_MOST_LOOKS = 4 * MAX_SCHEMA_PARTS
+_MAX_LOOKS = 4 * MAX_SCHEMA_PARTS
 """Most values that are compared in all: the same options may occur many times."""
 
 
@@ -657,7 +657,7 @@ def _named_values(schema: object) -> frozenset[str]:
     if not isinstance(schema, Mapping):
         return frozenset()
     values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(values, list) or len(values) > _MOST_VALUES:
+    if not isinstance(values, list) or len(values) > _MAX_VALUES:
         return frozenset()
     found = [_shown_value(value) for value in values]
     return frozenset(found) if all(found) else frozenset()
@@ -666,7 +666,7 @@ def _named_values(schema: object) -> frozenset[str]:
 def _shown_value(value: object) -> str:
     """The value as JSON, where equal numbers are equal; empty if it is long or has parts."""
     if isinstance(value, str):
-        return json.dumps(value) if len(value) <= _MOST_CHARS else ""
+        return json.dumps(value) if len(value) <= _MAX_CHARS else ""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return str(_double(value) + 0.0) if isinstance(value, int | float) else ""  # -0.0 is 0.0

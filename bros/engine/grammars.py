@@ -54,8 +54,8 @@ _STACK_BYTES = 2**26
 _SLOW_S = 0.002
 """From an output's first mask that takes longer on, its masks are computed ahead."""
 
-_MOST_S = 0.02
-_MOST_SLOW = 3
+_MAX_POSITION_S = 0.02
+_MAX_SLOW = 3
 """CPU time of one position of an output, for which the steps of all others wait, and positions that
 may take longer; then the output ends. Usual grammars take less than 1 ms. The limits of the parser
 bound the memory of a position and not its time: `e: e e | /[a-z]/ | e "," e` takes longer with each
@@ -187,7 +187,7 @@ class Grammars:
                 f"The grammar cannot be used: {found.error}.", grammar.param, "invalid_grammar"
             )
         assert isinstance(self._vocabulary, _Vocabulary)
-        return _Output(
+        return _OutputState(
             found.matcher.deep_copy(),
             self._vocabulary,
             found.free_text,
@@ -371,12 +371,12 @@ class _FreeText:
         return 0 <= at < len(text) - len(self._after)
 
 
-class _Output:
+class _OutputState:
     """Implements GrammarState.
 
     _count: tokens that it has advanced over; the constraint speaks for the token after these.
     _cpu_s: CPU time of this position so far; of several tokens at once their mean.
-    _num_slow: positions before it that took longer than _MOST_S.
+    _num_slow: positions before it that took longer than _MAX_POSITION_S.
     _known: bytes of the end of the free text that are there; None: the grammar applies.
     _mask: computed mask; holds if _has_mask.
     _computing: set when the mask is computed that a thread computes ahead of time; until then no
@@ -433,11 +433,11 @@ class _Output:
 
     def _check_pace(self) -> None:
         """Raises ValueError if others have waited too often for this output."""
-        self._num_slow += self._cpu_s > _MOST_S
-        if self._num_slow > _MOST_SLOW:
+        self._num_slow += self._cpu_s > _MAX_POSITION_S
+        if self._num_slow > _MAX_SLOW:
             raise ValueError(
                 f"the grammar has become too ambiguous: {self._num_slow} tokens have taken longer "
-                f"than {1000 * _MOST_S:.0f} ms each"
+                f"than {1000 * _MAX_POSITION_S:.0f} ms each"
             )
 
     def _accept(self, token_id: int) -> None:
@@ -572,7 +572,7 @@ class _Constraint:
 
     __slots__ = ("_index", "_output")
 
-    def __init__(self, output: _Output, index: int) -> None:
+    def __init__(self, output: _OutputState, index: int) -> None:
         self._output = output
         self._index = index
 

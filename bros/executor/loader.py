@@ -64,7 +64,7 @@ from bros.kernels.staging import Staging
 
 
 _GIB = 2**30
-_MOST_CONTEXT_BLOCKS = 2**16
+_MAX_CONTEXT_BLOCKS = 2**16
 """Context of all rows in the measured step. Only the lists of segments take memory, not the
 attention that reads them."""
 
@@ -126,7 +126,7 @@ def largest_step(rows: int, tokens: int, max_length: int, block_size: int) -> St
     spec = SampleSpec(SamplingParams(temperature=1.0, top_p=0.9, top_k=50), seed=0)
     chunks = []
     for row, length in enumerate(lengths):
-        context = min((max_length - length) // block_size, _MOST_CONTEXT_BLOCKS // rows)
+        context = min((max_length - length) // block_size, _MAX_CONTEXT_BLOCKS // rows)
         chunks.append(dummy_chunk(str(row), length, context, block_size, spec))
     return StepPlan(0, tuple(chunks))
 
@@ -152,7 +152,7 @@ def dummy_chunk(
 # kernels of decode steps.
 
 
-_LONGEST_CHUNK = 128
+_MAX_CHUNK = 128
 """A tile of queries has 16 to 128 rows, at least one for each token."""
 
 _CONTEXT_BLOCKS = 64  # long enough that the attention is split into parts and merged
@@ -176,7 +176,7 @@ def warm_up_plans(max_length: int, block_size: int) -> list[StepPlan]:
     decode row is greedy, so that a step mixes both kinds of sampling."""
     plans: list[StepPlan] = []
     size = 2
-    while size <= min(_LONGEST_CHUNK, max_length):
+    while size <= min(_MAX_CHUNK, max_length):
         context = min((max_length - size) // block_size, _CONTEXT_BLOCKS)
         chunks = (
             dummy_chunk("chunk", size, context, block_size, _DRAWN),

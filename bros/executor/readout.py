@@ -25,7 +25,7 @@ from bros.executor.models.layers import Linear
 from bros.kernels.staging import copy_to_host, to_device
 
 _SLICE_BYTES = 2**24
-_LEAST_ROWS = 32
+_MIN_ROWS = 32
 """With fewer rows, reading the weights of the head takes longer than multiplying."""
 
 _CACHED_BYTES = 2**19
@@ -92,7 +92,7 @@ def score_hidden(
         computing logits.
     should_abort: called before each slice; if it returns True, the result is None.
     """
-    size = max(_LEAST_ROWS, _SLICE_BYTES // (4 * vocab_size))
+    size = max(_MIN_ROWS, _SLICE_BYTES // (4 * vocab_size))
     top = max((request.readout.top for request in requests), default=0)
     wanted = [token for request in requests for token in request.readout.targets]
     targets = to_device(torch.tensor(wanted, dtype=torch.int64), hidden.device)

@@ -37,7 +37,7 @@ SCATTER_BLOCKS = 32
 bytes per thread, 32 blocks have 512 KiB in flight, ten times as much as necessary."""
 
 WIDTHS = (16, 8, 4, 2)
-_MOST_VECTORS = 2**31 - 1
+_MAX_VECTORS = 2**31 - 1
 
 
 class StreamHandle(Protocol):
@@ -134,7 +134,7 @@ class CudaKvCopier:
         head_bytes = head_dim * pieces.itemsize
         width = next(width for width in WIDTHS if head_bytes % width == 0)
         row_vectors = tokens * heads * head_bytes // width
-        assert row_vectors <= _MOST_VECTORS, "too many tokens for one kernel"
+        assert row_vectors <= _MAX_VECTORS, "too many tokens for one kernel"
         rows = 2 * layers
         args = (
             np.uintp(cache.data_ptr()),

@@ -21,7 +21,7 @@ from bros.kernels.interface import AttentionBatch, HeadLayout
 from bros.kernels.offsets import lengths_of
 from bros.kernels.triton.plan import PrecomputedChunks
 
-LEAST_TOKENS = 64
+MIN_TOKENS = 64
 """Triton computes rows with fewer tokens."""
 
 _FLAG = "--self-attention xformers"
@@ -53,7 +53,7 @@ class XformersAttention:
         """Call once per step; None if no row is long enough. The host does not wait."""
         start = batch.query_start.numpy()
         lengths = lengths_of(start)
-        rows = lengths >= LEAST_TOKENS
+        rows = lengths >= MIN_TOKENS
         long = np.flatnonzero(rows)
         if not len(long):
             return None
@@ -123,8 +123,8 @@ def _works(
     attention: XformersAttention, layout: HeadLayout, dtype: torch.dtype, device: torch.device
 ) -> bool:
     """Tests with K = 0 and V = 1: query i must have the log-sum-exp log(i + 1) and the output 1."""
-    lengths = (LEAST_TOKENS, LEAST_TOKENS + 1)
-    start = torch.tensor([0, LEAST_TOKENS, sum(lengths)], dtype=torch.int32)
+    lengths = (MIN_TOKENS, MIN_TOKENS + 1)
+    start = torch.tensor([0, MIN_TOKENS, sum(lengths)], dtype=torch.int32)
     nothing = torch.zeros(3, dtype=torch.int32)
     work = attention.plan(AttentionBatch(start, nothing, nothing[:0].reshape(0, 3)))
     assert work is not None

@@ -30,7 +30,7 @@ Victims = Mapping[int, Holding]
 """Holdings that may be preempted, by number, in the order of preemption."""
 
 
-class _Placement:
+class _PendingRun:
     """A run of tokens while the allocator gives it slots.
 
     holding: of the request; its tokens go on `holding.side`.
@@ -154,7 +154,7 @@ class Allocator:
 
         side: of the request's present class, which decides what it may evict.
         """
-        todo, tail = _Placement(holding, side, run), holding.tail
+        todo, tail = _PendingRun(holding, side, run), holding.tail
         if tail >= 0 and (room := self._stacks.free_slots(tail)):
             self._push(todo, tail, min(todo.count, room))
         if self._literal and tail >= 0:
@@ -205,7 +205,7 @@ class Allocator:
             self._cache.drop(node)
         del holding.chain[index:]
 
-    def _use_free(self, todo: _Placement, *, protected_too: bool = False) -> None:
+    def _use_free(self, todo: _PendingRun, *, protected_too: bool = False) -> None:
         """Rule 2; rule 8 with `protected_too`."""
         stacks, holding, size = self._stacks, todo.holding, self._stacks.block_size
         if not todo.count or not (stacks.num_free or self._cache.num_idle):
@@ -230,7 +230,7 @@ class Allocator:
         self.evicted[side] += 1
         return True
 
-    def _use_victims(self, todo: _Placement, victims: Victims) -> None:
+    def _use_victims(self, todo: _PendingRun, victims: Victims) -> None:
         """Rules 3 to 6."""
         if todo.holding.tail >= 0:
             self._preempt_into(todo, todo.holding.tail, victims)
@@ -250,7 +250,7 @@ class Allocator:
         self._preempt_into_all(todo, self._tails_beside(todo.holding), {})
         self._preempt_into_all(todo, todo.holding.blocks_from_end(), victims)
 
-    def _preempt_from_end(self, todo: _Placement, victim: Holding, victims: Victims) -> None:
+    def _preempt_from_end(self, todo: _PendingRun, victim: Holding, victims: Victims) -> None:
         """Rule 4 for one victim; several blocks at once where they hold only its tokens."""
         stays = 0  # blocks at the victim's end in which it keeps some tokens
         while todo.count:
@@ -321,13 +321,13 @@ class Allocator:
             gain += stacks.height(block, side.other)
         return gain
 
-    def _preempt_into_all(self, todo: _Placement, blocks: Sequence[int], victims: Victims) -> None:
+    def _preempt_into_all(self, todo: _PendingRun, blocks: Sequence[int], victims: Victims) -> None:
         for block in blocks:
             if not todo.count:
                 return
             self._preempt_into(todo, block, victims)
 
-    def _preempt_into(self, todo: _Placement, block: int, victims: Victims) -> None:
+    def _preempt_into(self, todo: _PendingRun, block: int, victims: Victims) -> None:
         """Push as many tokens as fit into a block in use, preempting victims there as needed."""
         stacks, holding, wanted = self._stacks, todo.holding, todo.count
         height, owner, others, other = stacks.both_sides(block, holding.side)
@@ -350,7 +350,7 @@ class Allocator:
         else:
             self._push(todo, block, count)
 
-    def _push_on_free_block(self, todo: _Placement, count: int) -> int:
+    def _push_on_free_block(self, todo: _PendingRun, count: int) -> int:
         """Push the next `count` tokens on a free block; returns the block."""
         stacks, holding = self._stacks, todo.holding
         block = stacks.allocate(holding.side, holding.number, count)
@@ -359,7 +359,7 @@ class Allocator:
         todo.advance(stacks.slots(block, holding.side, 0, count))
         return block
 
-    def _push(self, todo: _Placement, block: int, count: int) -> None:
+    def _push(self, todo: _PendingRun, block: int, count: int) -> None:
         stacks, holding = self._stacks, todo.holding
         if not stacks.height(block, holding.side):
             self._holdings[stacks.owner(block, holding.side.other)].num_exclusive -= 1

@@ -75,7 +75,7 @@ logger = logging.getLogger("bros.server")
 
 _SWITCH_INTERVAL_S = 0.001
 
-_MOST_DRAIN_S = 15.0
+_MAX_DRAIN_S = 15.0
 """Of a server under torchrun, which kills its ranks 30 s after it was told to end."""
 
 
@@ -94,7 +94,7 @@ def serve(config: Config, *, is_rank: bool = False, first: EngineProcess | None 
     if is_rank and (config.server.cluster is not None or is_elastic(config.server)):
         raise ConfigError("--cluster, --max-replicas: torchrun starts the ranks of one engine")
     if is_rank:
-        drain_s = min(config.server.drain_timeout, _MOST_DRAIN_S)
+        drain_s = min(config.server.drain_timeout, _MAX_DRAIN_S)
         server = dataclasses.replace(config.server, drain_timeout=drain_s)
         config = dataclasses.replace(config, server=server)
     replica_bounds(config.server)  # raises ConfigError

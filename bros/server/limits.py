@@ -17,12 +17,12 @@ _SESSION_CHARS_SHARE = 1 / 16
 """Characters in sessions per byte of memory. A character takes up to 4 bytes."""
 
 _INPUT_SHARE = 1 / 64
-_LEAST_INPUT_BYTES = 64 * 2**20
+_MIN_INPUT_BYTES = 64 * 2**20
 """Bodies of 4 MiB, sixteen of them on a small machine. What a large one is parsed to takes a
 multiple of it, but one is parsed at a time (core/fair.py)."""
 
 _OUTPUT_SHARE = 1 / 64
-_LEAST_OUTPUT_BYTES = 64 * 2**20
+_MIN_OUTPUT_BYTES = 64 * 2**20
 
 _FILE_SHARE = 1 / 2
 """Of the disk."""
@@ -46,8 +46,8 @@ def server_limits(config: ServerConfig, memory_bytes: int, disk_bytes: int) -> T
         return int(usual) if given is None else parse_bytes(given)
 
     usual_chars = max(1, int(memory_bytes * _SESSION_CHARS_SHARE))
-    usual_input = max(_LEAST_INPUT_BYTES, memory_bytes * _INPUT_SHARE)
-    usual_output = max(_LEAST_OUTPUT_BYTES, memory_bytes * _OUTPUT_SHARE)
+    usual_input = max(_MIN_INPUT_BYTES, memory_bytes * _INPUT_SHARE)
+    usual_output = max(_MIN_OUTPUT_BYTES, memory_bytes * _OUTPUT_SHARE)
     return TenantLimits(
         session_chars=config.max_session_chars or usual_chars,
         input_bytes=size(config.max_input_bytes, usual_input),

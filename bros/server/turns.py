@@ -19,14 +19,14 @@ from collections.abc import Callable, Hashable
 
 from bros.core.clock import thread_cpu_s
 
-MOST_S = 0.001
+MAX_TURN_S = 0.001
 """CPU time of a turn after which no more work begins in it."""
 
-MOST_CALLS_S = 0.004
+MAX_CALLS_S = 0.004
 """The same of `SpreadCalls`. A flood whose parsing takes 1 s keeps others of the same owner waiting
 for it, and all the longer the more else there is to do in a turn."""
 
-_MOST_WOKEN = 8
+_MAX_WOKEN = 8
 """Work that begins in one turn of that which has waited. How long it takes is not known before."""
 
 
@@ -58,7 +58,7 @@ class LoopTurns:
                 self._begun_s, self._count = self._cpu_s(), 1
                 loop.call_soon(self._new_turn)
                 return
-            if self._cpu_s() - self._begun_s < MOST_S:
+            if self._cpu_s() - self._begun_s < MAX_TURN_S:
                 self._count += 1
                 return
         turn: asyncio.Future[None] = loop.create_future()
@@ -66,16 +66,16 @@ class LoopTurns:
         await turn
 
     def _new_turn(self) -> None:
-        """Let as much work begin as would have taken MOST_S in the turn before; at least one."""
+        """Let as much work begin as would have taken MAX_TURN_S in the last turn; at least one."""
         if not self._waiting:
             self._begun_s = None
             return
         assert self._begun_s is not None
         now_s = self._cpu_s()
         used_s = now_s - self._begun_s
-        most = int(self._count * MOST_S / used_s) if used_s > 0 else _MOST_WOKEN
+        most = int(self._count * MAX_TURN_S / used_s) if used_s > 0 else _MAX_WOKEN
         self._begun_s, self._count = now_s, 0
-        while self._waiting and self._count < min(max(most, 1), _MOST_WOKEN):
+        while self._waiting and self._count < min(max(most, 1), _MAX_WOKEN):
             self._count += self._wake()
         # After those it has woken, so that it sees what they took.
         asyncio.get_running_loop().call_soon(self._new_turn)
@@ -112,7 +112,7 @@ class SpreadCalls:
         if self._begun_s is None:
             self._begun_s = self._cpu_s()
             self._call_soon()
-        elif owner in self._waiting or self._cpu_s() - self._begun_s >= MOST_CALLS_S:
+        elif owner in self._waiting or self._cpu_s() - self._begun_s >= MAX_CALLS_S:
             self._waiting.setdefault(owner, deque()).append(call)
             return
         call()
@@ -121,7 +121,7 @@ class SpreadCalls:
         asyncio.get_running_loop().call_soon(self._new_turn, context=self._context)
 
     def _new_turn(self) -> None:
-        """Make as many calls as take MOST_CALLS_S; at least one."""
+        """Make as many calls as take MAX_CALLS_S; at least one."""
         if not self._waiting:
             self._begun_s = None
             return
@@ -134,5 +134,5 @@ class SpreadCalls:
             if calls:
                 self._waiting[owner] = calls  # behind the others
             call()
-            if self._cpu_s() - self._begun_s >= MOST_CALLS_S:
+            if self._cpu_s() - self._begun_s >= MAX_CALLS_S:
                 return

@@ -400,7 +400,7 @@ def _names_of_results(messages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     }
 
 
-_MOST_PARTS = JsonParts(MAX_TOOL_PARTS, MAX_TOOL_PARTS, MAX_TOOL_PARTS)
+_MAX_PARTS = JsonParts(MAX_TOOL_PARTS, MAX_TOOL_PARTS, MAX_TOOL_PARTS)
 
 
 def _decoded_arguments(arguments: str) -> Any:
@@ -409,7 +409,7 @@ def _decoded_arguments(arguments: str) -> Any:
     InvalidRequestError if they have more than MAX_TOOL_PARTS."""
     if not arguments.strip():
         return {}
-    found = excess_of(arguments.encode("utf-8", "surrogatepass"), _MOST_PARTS)
+    found = excess_of(arguments.encode("utf-8", "surrogatepass"), _MAX_PARTS)
     if found is not None:
         message = (
             f"The arguments of a tool call have {found}; {MAX_TOOL_PARTS} of each are allowed."

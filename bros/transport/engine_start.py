@@ -20,7 +20,7 @@ _DISCARD_S = 1.0
 """How long `discard` waits for a process that it has killed: the kernel may free much memory."""
 
 
-_LONGEST_SOCKET, _MOST_PATH_BYTES = "/commands", 107 if sys.platform == "linux" else 103
+_LONGEST_SOCKET, _MAX_PATH_BYTES = "/commands", 107 if sys.platform == "linux" else 103
 
 
 class EngineProcess:
@@ -41,7 +41,7 @@ class EngineProcess:
         """
         self._command = command or module_command("bros.transport.process")
         self._folder = tempfile.TemporaryDirectory(prefix="bros-")
-        if len(os.fsencode(self._folder.name)) + len(_LONGEST_SOCKET) > _MOST_PATH_BYTES:
+        if len(os.fsencode(self._folder.name)) + len(_LONGEST_SOCKET) > _MAX_PATH_BYTES:
             where = tempfile.gettempdir()
             self._folder.cleanup()
             raise ConfigError(f"TMPDIR: {where} is too long for the sockets of an engine")

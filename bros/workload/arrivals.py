@@ -232,7 +232,7 @@ def _parse_time(stamp: str) -> tuple[datetime, float]:
 BLOCK_TOKENS = 512
 """Prompt tokens per hash id of a Mooncake trace."""
 
-_MOST_MS = 1e15  # no trace is that long
+_MAX_MS = 1e15  # no trace is that long
 
 
 class HashedArrival(NamedTuple):
@@ -272,7 +272,7 @@ def _hashed_arrival(path: Path, number: int, line: str) -> HashedArrival:
     if not isinstance(row, dict):
         bad_line(path, number, "not a JSON object")
     time_ms: Any = row.get("timestamp")
-    if type(time_ms) not in (int, float) or not 0 <= time_ms < _MOST_MS:
+    if type(time_ms) not in (int, float) or not 0 <= time_ms < _MAX_MS:
         bad_line(path, number, "timestamp must be a number of milliseconds, not negative")
     counts: list[Any] = [row.get("input_length"), row.get("output_length")]
     if any(type(count) is not int or count < 1 for count in counts):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bros.cli.flags import MOST_REQUESTS, REPLICA_PROFILE, add_arguments
+from bros.cli.flags import MAX_REQUESTS, REPLICA_PROFILE, add_arguments
 from bros.cli.main import main
 from bros.cli.simulate import ReplicaSettings, read_replica_settings
 from bros.profiling.profiles import Profile, ProfileKey
@@ -112,7 +112,7 @@ def test_runs_that_are_cut_short_are_named(profile: str, tmp_path: Path) -> None
     assert settings(profile, "16:128").shortened == (64, 128)
     assert settings(profile, "47", "--families", "9").shortened == ()
     assert settings(profile, "48", "--families", "9").shortened == (48,)
-    assert settings(profile, "128", "--requests", str(MOST_REQUESTS)).shortened == ()
+    assert settings(profile, "128", "--requests", str(MAX_REQUESTS)).shortened == ()
     trace = ("--workload", "mooncake", "--trace", trace_of(tmp_path, 0, 500))
     assert settings(profile, "4096", *trace).shortened == ()
 
@@ -120,7 +120,7 @@ def test_runs_that_are_cut_short_are_named(profile: str, tmp_path: Path) -> None
 def test_a_run_that_is_cut_short_says_so(
     profile: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("bros.cli.simulate.MOST_REQUESTS", 20)
+    monkeypatch.setattr("bros.cli.simulate.MAX_REQUESTS", 20)
     common = ("--router", "rr", "--profile", profile, "--jobs", "1")
     assert main(["simulate", "--replicas", "2,4", *common], {}) == 0
     out, _ = capsys.readouterr()

@@ -134,7 +134,7 @@ def test_what_reference_counts_have_freed_is_not_looked_for() -> None:
 
 def test_much_that_is_alive_is_not_visited() -> None:
     """A session of 10,000 calls that waits keeps it for hours; a collection would take long."""
-    with Collector(due=10_000, most=100_000) as collector:
+    with Collector(due=10_000, max_kept=100_000) as collector:
         node = old_cycle()
         kept = survivors(100_000)
         assert visits(collector, idle=True) == []
@@ -145,7 +145,7 @@ def test_much_that_is_alive_is_not_visited() -> None:
 
 
 def test_a_process_that_is_never_idle_collects_when_too_much_is_kept() -> None:
-    with Collector(due=10_000, most=20_000, overdue=200_000) as collector:
+    with Collector(due=10_000, max_kept=20_000, overdue=200_000) as collector:
         node = old_cycle()
         for _ in range(10):
             survivors(40_000)  # which reference counts free

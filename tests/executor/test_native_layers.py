@@ -20,10 +20,10 @@ from bros.executor.models.decoder import (
     Block,
     Blocks,
     Decoder,
+    DecoderOutputs,
     Embedding,
     GatedMlp,
     Joining,
-    Outputs,
     State,
     Stopped,
 )
@@ -180,7 +180,9 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def check_same(
-    found: State | Stopped | Outputs, expected: State | Stopped | Outputs, caches: Sequence[Any]
+    found: State | Stopped | DecoderOutputs,
+    expected: State | Stopped | DecoderOutputs,
+    caches: Sequence[Any],
 ) -> None:
     """caches: of both."""
     assert not isinstance(found, Stopped) and not isinstance(expected, Stopped)
@@ -248,7 +250,7 @@ def test_a_whole_step_has_the_bits_of_all_kernels(
         if stop < LAYERS:
             assert isinstance(found, Stopped) and found.layer == stop
             found = native.run(None, caches, None, [Joining(stop, inputs, found.state)])
-    assert isinstance(found, Outputs) and isinstance(whole, Outputs)
+    assert isinstance(found, DecoderOutputs) and isinstance(whole, DecoderOutputs)
     assert len(found.logits) == len(inputs.sample_rows)
     check_same(found, whole, (caches, expected))
 
@@ -446,7 +448,7 @@ def test_ends_of_another_form_are_computed_kernel_by_kernel() -> None:
         decoder = Decoder(Embedding(ends[0]), layers, ends[1], ends[2])
         reference = dataclasses.replace(decoder, layers=Blocks(model.blocks))
         found, expected = (each.run(model.inputs, model.caches()) for each in (decoder, reference))
-        assert isinstance(found, Outputs) and isinstance(expected, Outputs)
+        assert isinstance(found, DecoderOutputs) and isinstance(expected, DecoderOutputs)
         assert all(same(a, b) for a, b in zip(found, expected, strict=True))
 
 

@@ -198,7 +198,7 @@ def test_launched_steps_read_while_tokens_are_pending() -> None:
 
 def test_a_step_is_aborted_between_two_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readout_module, "_SLICE_BYTES", 0)
-    monkeypatch.setattr(readout_module, "_LEAST_ROWS", 4)
+    monkeypatch.setattr(readout_module, "_MIN_ROWS", 4)
     hidden, head, asked = torch.randn(10, 8), PlainLinear(torch.randn(6, 8)), []
     request = ReadRequest("a", 0, Readout(0, 10, [1] * 10, 0))
 
@@ -220,7 +220,7 @@ def test_slices_score_what_is_scored_at_once(monkeypatch: pytest.MonkeyPatch) ->
     ]
     at_once = score_hidden(hidden, head, requests, 6)
     monkeypatch.setattr(readout_module, "_SLICE_BYTES", 0)
-    monkeypatch.setattr(readout_module, "_LEAST_ROWS", 4)
+    monkeypatch.setattr(readout_module, "_MIN_ROWS", 4)
     in_slices = score_hidden(hidden, head, requests, 6)
     assert at_once is not None and in_slices is not None
     assert torch.equal(in_slices.tokens, at_once.tokens)
@@ -231,7 +231,7 @@ def test_slices_score_what_is_scored_at_once(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_step_that_yields_at_any_time_has_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is suspended before a layer, and aborted before a slice of what it reads."""
     monkeypatch.setattr(readout_module, "_SLICE_BYTES", 0)
-    monkeypatch.setattr(readout_module, "_LEAST_ROWS", 4)
+    monkeypatch.setattr(readout_module, "_MIN_ROWS", 4)
     runner, prompt = assemble().runner, list(range(10))
     chunk = ScatteredRequest("a", prompt, [0]).next_chunk(10, random.Random(0))
     plan = StepPlan(1, (dataclasses.replace(chunk, readout=Readout(0, 9, prompt[1:], 0)),))

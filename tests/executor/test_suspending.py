@@ -19,7 +19,7 @@ from bros.core.request import EngineRequest, FinishReason, SamplingParams, Servi
 from bros.engine.engine import Engine
 from bros.executor.kv_storage import KV_BLOCK_SIZE
 from bros.executor.loader import random_executor
-from bros.executor.models.decoder import BeforeLayer, Layers, Outputs, State, Stopped
+from bros.executor.models.decoder import BeforeLayer, DecoderOutputs, Layers, State, Stopped
 from bros.executor.models.spec import ModelSpec
 from bros.executor.runner import ModelRunner
 from bros.executor.target import grouping_for
@@ -238,7 +238,7 @@ class CountingLayers:
 
     def __call__(
         self, layers: range, state: Any, inputs: Any, caches: Any, before_layer: BeforeLayer
-    ) -> State | Stopped | Outputs:
+    ) -> State | Stopped | DecoderOutputs:
         def counted(layer: int) -> bool:
             if before_layer is not None and before_layer(layer):
                 return True

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from bros.core.errors import ConfigError
 from bros.kernels.dispatch import select_kernels
 from bros.kernels.interface import GraphLimits, HeadLayout, Kernels
-from bros.kernels.xformers_attention import LEAST_TOKENS, XformersAttention, load_xformers
+from bros.kernels.xformers_attention import MIN_TOKENS, XformersAttention, load_xformers
 from support.fake_xformers import FakeFmha, install
 from support.kernel_cases import (
     ANY_PARTS,
@@ -81,7 +81,7 @@ def test_chunks_are_merged_with_what_is_cached(name: str) -> None:
     fmha = FakeFmha(FP32)
     assert_exact(make_case(rows, kv_heads=1, group=2, head_dim=16, parts=parts), fmha)
     [lengths] = fmha.calls
-    assert max(lengths) >= LEAST_TOKENS and 0 not in lengths
+    assert max(lengths) >= MIN_TOKENS and 0 not in lengths
 
 
 @needs_triton
@@ -118,7 +118,7 @@ def test_heads_are_told_apart(kv_heads: int, group: int) -> None:
 def test_any_mix_of_rows(case: AttentionCase) -> None:
     fmha = FakeFmha(FP32)
     assert_exact(case, fmha)
-    assert len(fmha.calls) == int((case.batch.query_start.diff() >= LEAST_TOKENS).any())
+    assert len(fmha.calls) == int((case.batch.query_start.diff() >= MIN_TOKENS).any())
 
 
 @needs_triton

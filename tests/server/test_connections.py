@@ -448,7 +448,7 @@ async def test_what_arrives_at_once_is_parsed_in_several_turns(
     live: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here a turn of the event loop has time for one read of one connection."""
-    monkeypatch.setattr("bros.server.turns.MOST_CALLS_S", 0.0)
+    monkeypatch.setattr("bros.server.turns.MAX_CALLS_S", 0.0)
     body = json.dumps({"prompt": "word " * 100_000}).encode()  # several reads
     large = post(body, f"Content-Length: {len(body)}", path="/tokenize")
     async with contextlib.AsyncExitStack() as stack:
@@ -465,7 +465,7 @@ async def test_what_arrives_at_once_is_parsed_in_several_turns(
 async def test_connections_that_clients_close_at_once_end_in_several_turns(
     live: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bros.server.turns.MOST_CALLS_S", 0.0)
+    monkeypatch.setattr("bros.server.turns.MAX_CALLS_S", 0.0)
     lost = Connection.connection_lost
     async with contextlib.AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(connected(live)) for _ in range(40)]

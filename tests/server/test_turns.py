@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from bros.core.clock import ManualClock
 from bros.server.batches.rows import RowRunner
 from bros.server.http import offload_reply, pieces_response
-from bros.server.turns import MOST_CALLS_S, MOST_S, LoopTurns, SpreadCalls
+from bros.server.turns import MAX_CALLS_S, MAX_TURN_S, LoopTurns, SpreadCalls
 from support.scripted_server import Server
 from support.turns import use_turns, used_up_turns
 
-MOST_WOKEN = 8
+MAX_WOKEN = 8
 
 
 async def changes_by_turn(count: Callable[[], int], work: Awaitable[object]) -> list[int]:
@@ -56,11 +56,11 @@ def test_work_that_come_at_once_begin_in_order_and_few_in_a_turn(costs_s: list[f
     first, *others = asyncio.run(started(costs_s))
     assert [*first, *itertools.chain(*others)] == list(range(len(costs_s)))
     # The last one that begins at once takes as long as it takes.
-    assert sum(costs_s[i] for i in first[:-1]) < MOST_S
-    assert all(len(each) <= MOST_WOKEN for each in others)
+    assert sum(costs_s[i] for i in first[:-1]) < MAX_TURN_S
+    assert all(len(each) <= MAX_WOKEN for each in others)
     long = [sum(costs_s[i] for i in each) for each in others]
     steady = max(costs_s) / min(costs_s) < 1.5
-    assert not steady or max(long, default=0.0) <= 2 * MOST_S + max(costs_s)
+    assert not steady or max(long, default=0.0) <= 2 * MAX_TURN_S + max(costs_s)
 
 
 @given(st.lists(st.tuples(st.floats(0.00001, 0.01), st.sampled_from("abc")), min_size=1))
@@ -93,7 +93,7 @@ def test_calls_that_come_at_once_are_made_in_turns_and_few_in_a_turn(
     begin = 0
     for count in (at_once, *later):
         costs_s = [calls[number][0] for number in made[begin : begin + count]]
-        assert sum(costs_s[:-1]) < MOST_CALLS_S + 1e-9
+        assert sum(costs_s[:-1]) < MAX_CALLS_S + 1e-9
         begin += count
     assert made[:at_once] == list(range(at_once))
     assert made == made[:at_once] + _in_turns(calls, at_once)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from bros.server.turns import MOST_S, LoopTurns
+from bros.server.turns import MAX_TURN_S, LoopTurns
 from support.scripted_server import Server
 
 
 def used_up_turns() -> LoopTurns:
     """Turns of a loop that computes for so long that each of them has time for one thing only."""
     reads = itertools.count()
-    return LoopTurns(lambda: next(reads) * 2 * MOST_S)
+    return LoopTurns(lambda: next(reads) * 2 * MAX_TURN_S)
 
 
 def use_turns(server: Server, turns: LoopTurns) -> None:

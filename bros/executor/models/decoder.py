@@ -168,7 +168,7 @@ class Stopped(NamedTuple):
     state: State
 
 
-class Outputs(NamedTuple):
+class DecoderOutputs(NamedTuple):
     """What a decoder has computed.
 
     hidden: after the final norm, of the sampled rows and then of the read rows of the step,
@@ -208,13 +208,13 @@ class Layers(Protocol):
         inputs: StepInputs,
         caches: Sequence[LayerCache],
         before_layer: BeforeLayer,
-    ) -> State | Stopped | Outputs:
+    ) -> State | Stopped | DecoderOutputs:
         """Compute some layers, one after the other; their state is overwritten.
 
         The last layer of the decoder drops the rows that are neither sampled nor read.
         state: None, if they have ends, for the embeddings of the tokens.
         caches, before_layer: as in Decoder.run.
-        Returns Outputs, if they have ends, behind the last layer of the decoder.
+        Returns DecoderOutputs, if they have ends, behind the last layer of the decoder.
         """
         ...
 
@@ -273,7 +273,7 @@ class Decoder:
         caches: Sequence[LayerCache],
         before_layer: BeforeLayer = None,
         joining: Sequence[Joining] = (),
-    ) -> Outputs | Stopped:
+    ) -> DecoderOutputs | Stopped:
         """Run one step.
 
         inputs: of the rows that begin with the first layer; None if there are none.
@@ -296,12 +296,12 @@ class Decoder:
             # Only the first rows may have no state yet.
             state = new if state is None or new is None else _joined(state, new)
             found = self.layers(range(layer, end), state, so_far, caches, before_layer)
-            if isinstance(found, Stopped | Outputs):
+            if isinstance(found, Stopped | DecoderOutputs):
                 return found
             state = found
         assert state is not None
         hidden = self._normalized(*state)
-        return Outputs(hidden, self.lm_head(hidden[: len(so_far.sample_rows)]))
+        return DecoderOutputs(hidden, self.lm_head(hidden[: len(so_far.sample_rows)]))
 
     def _normalized(self, residual: Tensor, delta: Tensor | None) -> Tensor:
         if self.final_norm is None:

@@ -9,9 +9,9 @@ from bros.executor.inputs import StepInputs
 from bros.executor.models.decoder import (
     BeforeLayer,
     Block,
+    DecoderOutputs,
     GatedMlp,
     LayerCache,
-    Outputs,
     State,
     Stopped,
     rows_needed,
@@ -46,7 +46,7 @@ class NativeLayers:
         inputs: StepInputs,
         caches: Sequence[LayerCache],
         before_layer: BeforeLayer,
-    ) -> State | Stopped | Outputs:
+    ) -> State | Stopped | DecoderOutputs:
         """See Layers."""
         residual, delta = (None, None) if state is None else state
         last = layers.stop == self.count
@@ -67,7 +67,7 @@ class NativeLayers:
             return Stopped(layer, (first, second))
         if last and self.has_ends:
             assert second is not None
-            return Outputs(first, second)
+            return DecoderOutputs(first, second)
         return first, second
 
 

@@ -22,7 +22,7 @@ from bros.kernels.triton.buffers import (
 )
 from bros.kernels.triton.plan import ITEM_WIDTH, PlanRules, Split, plan_work
 from bros.kernels.triton.settings import (
-    LEAST_ROWS,
+    MIN_ROWS,
     Kind,
     Shape,
     TritonSettings,
@@ -31,7 +31,7 @@ from bros.kernels.triton.settings import (
 from bros.kernels.triton.work_list import COMPILED, list_sizes, pack_rules
 from bros.kernels.xformers_attention import XformersAttention
 
-_MOST_ROWS = 128
+_MAX_ROWS = 128
 _MERGED_AT_ONCE = 16
 _MERGED_TOKENS = 64  # by different programs: about as many programs as a device runs at once
 _ONES, _TILES, _MERGES = range(3)  # places in WorkTensors.counts
@@ -269,7 +269,7 @@ class TritonAttention:
     def _rules(self, layout: HeadLayout, tile_rows: int) -> PlanRules:
         """How a batch is divided among this device's programs."""
         group = layout.num_heads // layout.num_kv_heads
-        per_item = layout.num_kv_heads * -(-group // min(group, _MOST_ROWS))
+        per_item = layout.num_kv_heads * -(-group // min(group, _MAX_ROWS))
         programs, processors = self._settings.programs, self._settings.processors
         return PlanRules(
             Split(processors * programs["one"], _GRAIN, least=1, long=4, waves=4),
@@ -289,12 +289,12 @@ def _most_queries(batch: AttentionBatch) -> int:
 
 
 def _tile_rows(queries: int, layout: HeadLayout) -> int:
-    """Rows of a tile with all heads of this many queries, at most _MOST_ROWS."""
+    """Rows of a tile with all heads of this many queries, at most _MAX_ROWS."""
     return _padded_rows(queries * (layout.num_heads // layout.num_kv_heads))
 
 
 def _padded_rows(rows: int) -> int:
-    return min(_MOST_ROWS, max(LEAST_ROWS, power_of_two(rows)))
+    return min(_MAX_ROWS, max(MIN_ROWS, power_of_two(rows)))
 
 
 def _tile_tokens(rows: int, group: int) -> int:
@@ -303,4 +303,4 @@ def _tile_tokens(rows: int, group: int) -> int:
 
 
 def _padded_dim(head_dim: int) -> int:
-    return max(LEAST_ROWS, power_of_two(head_dim))
+    return max(MIN_ROWS, power_of_two(head_dim))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bros.kernels.triton.product_kernels import few_rows
-from bros.kernels.triton.settings import LEAST_ROWS, ProductShape, TritonSettings, rows_step
+from bros.kernels.triton.settings import MIN_ROWS, ProductShape, TritonSettings, rows_step
 
 
 class RowProducts:
@@ -55,7 +55,7 @@ class RowProducts:
             rows,
             OUTPUTS=outputs,
             INPUTS=inputs,
-            BLOCK_M=max(step, LEAST_ROWS),
+            BLOCK_M=max(step, MIN_ROWS),
             BLOCK_N=launch.block_n,
             BLOCK_K=launch.block_k,
             GATED=gated,

@@ -55,7 +55,7 @@ class LaunchConfig(NamedTuple):
 
 
 ROW_STEPS = (1, 16, 32, 64, 128)
-LEAST_ROWS = 16
+MIN_ROWS = 16
 """The least rows of a matrix product in Triton."""
 
 

@@ -61,7 +61,7 @@ of one task group are too few to decide it."""
 _EVERY = 4
 """Calls after which slopes are computed anew: that takes 0.2 ms."""
 
-_LEAST_SLOPES = 10
+_MIN_SLOPES = 10
 """Fewest pairs of calls with different predictions whose median slope says something."""
 
 _AGREEMENT = 2.0
@@ -387,7 +387,7 @@ def _slope(points: Sequence[tuple[float, float]]) -> float | None:
     first token say nothing about prefills, and where all decode with as many rows, nothing tells a
     slower machine from rows of others.
     """
-    if len(points) * (len(points) - 1) < 2 * _LEAST_SLOPES:
+    if len(points) * (len(points) - 1) < 2 * _MIN_SLOPES:
         return None
     apart = max(x for x, _ in points) / 5.0
     slopes = sorted(
@@ -396,7 +396,7 @@ def _slope(points: Sequence[tuple[float, float]]) -> float | None:
         for earlier_x, earlier_y in itertools.islice(points, number)
         if abs(x - earlier_x) > apart
     )
-    if len(slopes) < _LEAST_SLOPES:
+    if len(slopes) < _MIN_SLOPES:
         return None
     quarter = len(slopes) // 4
     if slopes[-1 - quarter] > _AGREEMENT * max(0.0, slopes[quarter]):

@@ -87,7 +87,7 @@ class EngineRecovery:
 
 Refusal = QueueFullError | OverloadedError | TenantLimitError
 
-_LEAST_WAIT_S = 0.01
+_MIN_WAIT_S = 0.01
 
 RETRIES_TOGETHER = 32
 """Refused LLM calls that are submitted again together without knowing of a place, which takes about
@@ -167,7 +167,7 @@ class RefusedCalls:
     def refused(self, refusal: Refusal) -> None:
         """An LLM call was refused."""
         self.reason = str(refusal)
-        wait_s = max(refusal.retry_after_s, _LEAST_WAIT_S)
+        wait_s = max(refusal.retry_after_s, _MIN_WAIT_S)
         sooner = self._timer is not None and _now_s() + wait_s < self._timer.when()
         if self._timer is None or self._is_open or sooner:
             self._set_timer(wait_s)

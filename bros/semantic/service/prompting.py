@@ -187,7 +187,7 @@ class _LoopYielder:
 
 logger = logging.getLogger(__name__)
 
-_LEAST_BLOCKS = 2
+_MIN_BLOCKS = 2
 """Fewest new blocks for which a prefill-only request is submitted."""
 
 
@@ -251,10 +251,7 @@ class Prefiller:
             token_ids, private_from = prompt.token_ids(), prompt.private_from
             block_size = self._engine.info.block_size
             whole = len(token_ids) // block_size * block_size  # only full blocks can be shared
-            if (
-                whole - session.requested_prefixes.num_tokens(token_ids)
-                < _LEAST_BLOCKS * block_size
-            ):
+            if whole - session.requested_prefixes.num_tokens(token_ids) < _MIN_BLOCKS * block_size:
                 return
             request = EngineRequest(
                 request_id=f"{llm_call.call.id}.{llm_call.index}-fill{len(token_ids)}",
