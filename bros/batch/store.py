@@ -34,9 +34,9 @@ from bros.core.tenants import NO_LIMITS, Resource, TenantLimits, check_limit
 
 
 _STORE_ONLY = (
-    *("seq", "enqueued_tokens", "lease_owner", "lease_epoch", "lease_until", "faults"),
+    "seq", "enqueued_tokens", "lease_owner", "lease_epoch", "lease_until", "faults",
     "result_bytes",
-)
+)  # fmt: skip
 """Columns that `Batch` does not have."""
 
 _TIME_COLUMNS = {

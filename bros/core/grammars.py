@@ -37,18 +37,18 @@ _FORMATS = frozenset(
 )
 """Formats of strings that are enforced."""
 
-_STANDARD_FORMATS = frozenset(
-    {"idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template"}
-    | {"json-pointer", "relative-json-pointer", "regex"}
-)
+_STANDARD_FORMATS = frozenset({
+    "idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template",
+    "json-pointer", "relative-json-pointer", "regex",
+})  # fmt: skip
 """Formats of the standard that cannot be enforced. All others, such as OpenAPI's int32, are remarks
 to the reader of a schema."""
 
-_UNSUPPORTED = frozenset(
-    {"not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames"}
-    | {"dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties"}
-    | {"unevaluatedItems", "uniqueItems", "$dynamicRef", "$recursiveRef"}
-)
+_UNSUPPORTED = frozenset({
+    "not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames",
+    "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties",
+    "unevaluatedItems", "uniqueItems", "$dynamicRef", "$recursiveRef",
+})  # fmt: skip
 
 _IN_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _IN_LISTS = frozenset({"anyOf", "allOf", "oneOf", "prefixItems"})
@@ -140,10 +140,10 @@ def from_fields(fields: Mapping[str, Any]) -> Grammar | None:
     return found[0][1]() if found else None
 
 
-FIELDS = frozenset(
-    {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"}
-    | {"guided_grammar", "guided_whitespace_pattern"}
-)
+FIELDS = frozenset({
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar", "guided_whitespace_pattern",
+})  # fmt: skip
 """The fields that `from_fields` reads."""
 
 
@@ -177,10 +177,10 @@ def _mapping(value: object, param: str) -> Mapping[str, Any]:
     return value
 
 
-_OF_SCHEMAS = frozenset(
-    {"type", "properties", "required", "additionalProperties", "items", "enum", "const", "$ref"}
-    | {"anyOf", "oneOf", "allOf", "$defs", "definitions", "$schema"}
-)
+_OF_SCHEMAS = frozenset({
+    "type", "properties", "required", "additionalProperties", "items", "enum", "const", "$ref",
+    "anyOf", "oneOf", "allOf", "$defs", "definitions", "$schema",
+})  # fmt: skip
 """Keywords of a schema that show that it stands where a format should."""
 
 
@@ -699,8 +699,10 @@ def _loosen_names(schema: Mapping[str, Any], checked: dict[str, Any]) -> None:
 
 
 _BOUNDS = {
-    **{"minimum": True, "exclusiveMinimum": True},
-    **{"maximum": False, "exclusiveMaximum": False},
+    "minimum": True,
+    "exclusiveMinimum": True,
+    "maximum": False,
+    "exclusiveMaximum": False,
 }
 """Bounds of numbers, and whether they are lower ones."""
 

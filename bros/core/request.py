@@ -335,9 +335,10 @@ class SamplingParams:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
-_NUMBERS: tuple[str, ...] = ("temperature", "top_p", "top_k", "min_p", "seed", "n", "logprobs")
-_NUMBERS += ("prompt_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty")
-_NUMBERS += ("min_tokens", "max_tokens")
+_NUMBERS = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "n", "logprobs", "prompt_logprobs",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "max_tokens",
+)  # fmt: skip
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 
 

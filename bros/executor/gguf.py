@@ -55,21 +55,23 @@ _BLOCK_TENSORS = {
     "ffn_down": "mlp.down_proj",
 }
 _LLAMA3_SPLITS = (
-    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
-    *("jina-v5-nano", "tekken"),
-)
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
+    "jina-v5-nano", "tekken",
+)  # fmt: skip
 """Ways to split texts, as tokenizer.ggml.pre names them, where llama.cpp begins a text with BOS
 unless the file says otherwise, and takes a word that is a token as it is, without merges."""
 _DIGIT_SPLITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b")
 """Those that split digits off first."""
 _GPT2_SPLITS = (
-    *("gpt-2", "phi-2", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "gigachat", "a.x-4.0"),
-    *("mellum", "mpt", "olmo", "jais", "trillion", "granite-docling"),
-)
+    "gpt-2", "phi-2", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "gigachat", "a.x-4.0",
+    "mellum", "mpt", "olmo", "jais", "trillion", "granite-docling",
+)  # fmt: skip
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _ROPE_FACTORS = "rope_freqs.weight"
 _ROPE_SCALING = {
-    **{"type": None, "factor": None, "finetuned": None},
+    "type": None,
+    "factor": None,
+    "finetuned": None,
     "original_context_length": "original_max_position_embeddings",
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",

@@ -550,9 +550,9 @@ _PYTHON_HEAD = re.compile(r"\s*([\w.-]{1,128})\s*\(\s*(?:([^\W\d][\w.-]*)\s*=|\)
 _PYTHON_KEY = re.compile(r"\s*([^\W\d][\w.-]*)\s*=")  # properties need not be names of Python
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _PYTHON_ESCAPES = {
-    **{"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0"},
-    **{"\n": "", "\\": "\\", "'": "'", '"': '"'},
-}
+    "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0",
+    "\n": "", "\\": "\\", "'": "'", '"': '"',
+}  # fmt: skip
 _HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
 _JSON_BRACKETS = {"[": "[]", "(": "[]", "{": "{}"}
 

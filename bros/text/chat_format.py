@@ -96,8 +96,13 @@ MISTRAL = ToolFormat(
     MISTRAL_SYNTAX,
     "[TOOL_CALLS]",
     others=(
-        *("[CALL_ID]", "[ARGS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
-        *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CONTENT]"),
+        "[CALL_ID]",
+        "[ARGS]",
+        "[AVAILABLE_TOOLS]",
+        "[/AVAILABLE_TOOLS]",
+        "[TOOL_RESULTS]",
+        "[/TOOL_RESULTS]",
+        "[TOOL_CONTENT]",
     ),
 )
 NEWER_MISTRAL = replace(MISTRAL, syntax=NAMED_SYNTAX)

@@ -697,12 +697,11 @@ class _Choice:
     """
 
     __slots__ = (
-        *("_detokenizer", "_exempt", "_forwarder", "_generation", "_is_plain", "_logprobs"),
-        *("_matcher", "_parser", "_parts", "_prompt_logprobs"),
-        *("_sampling", "_texts", "_token_ids", "cached_tokens", "error", "finish_reason"),
-        *("finished", "index", "num_output_tokens", "reasoning_tokens", "request_id"),
-        *("retry_after_s", "stop_reason"),
-    )
+        "_detokenizer", "_exempt", "_forwarder", "_generation", "_is_plain", "_logprobs",
+        "_matcher", "_parser", "_parts", "_prompt_logprobs", "_sampling", "_texts", "_token_ids",
+        "cached_tokens", "error", "finish_reason", "finished", "index", "num_output_tokens",
+        "reasoning_tokens", "request_id", "retry_after_s", "stop_reason",
+    )  # fmt: skip
 
     def __init__(
         self,

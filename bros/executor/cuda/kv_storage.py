@@ -395,7 +395,9 @@ class CudaKvStorage(Generic[StreamT, EventT]):
         shape = (layers, 2, num_blocks, heads, KV_BLOCK_SIZE, head_dim)
         cache = _allocated(
             lambda: torch.zeros(shape, dtype=dtype, device=device),
-            *("--kv-memory, --kv-blocks", "this device", num_blocks * bytes_per_block(spec, dtype)),
+            "--kv-memory, --kv-blocks",
+            "this device",
+            num_blocks * bytes_per_block(spec, dtype),
         )
         self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple((kv[0], kv[1]) for kv in cache)
         self._mover: _Mover[StreamT, EventT] | None = None
@@ -405,14 +407,17 @@ class CudaKvStorage(Generic[StreamT, EventT]):
         size = num_host_blocks * bytes_per_block(spec, dtype)
         host = _allocated(
             lambda: copier.pinned(size),
-            *("--host-kv-memory, --host-kv-blocks", "this machine", size),
+            "--host-kv-memory, --host-kv-blocks",
+            "this machine",
+            size,
         )
         host = host.view(dtype).view(-1, layers, 2, heads, head_dim)
         buffers = buffers or CopyBuffers()
         values = buffers.tokens(spec, dtype, num_host_blocks) * host[0].numel()
         pieces = _allocated(
             lambda: torch.empty(2, buffers.count, values, dtype=dtype, device=device),
-            *("--host-kv-memory", "beside the KV cache this device"),
+            "--host-kv-memory",
+            "beside the KV cache this device",
             buffers.total_bytes(spec, dtype, num_host_blocks),
         )
         self._mover = _Mover(cache, host, pieces, buffers, streams, copier)

@@ -244,9 +244,9 @@ class ModelSpec:
 
 
 _SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_layers"),
-    *("num_heads", "num_kv_heads", "head_dim", "max_positions"),
-)
+    "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+    "head_dim", "max_positions",
+)  # fmt: skip
 
 
 def _llama_like(architecture: str, config: Mapping[str, Any]) -> ModelSpec:

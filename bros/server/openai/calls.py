@@ -646,9 +646,9 @@ class Call(Protocol):
 
 
 _KEPT = (
-    *("stream", "stream_options", "user", "safety_identifier", "cache_salt"),
-    *("prompt_logprobs", "logprobs", "echo", "allow_special_tokens"),
-)
+    "stream", "stream_options", "user", "safety_identifier", "cache_salt", "prompt_logprobs",
+    "logprobs", "echo", "allow_special_tokens",
+)  # fmt: skip
 """Fields of a body that are read after the engine has the prompts."""
 
 

@@ -181,9 +181,9 @@ def _place(frame: FrameType) -> str:
 
 
 _WAITING = (
-    *("threading", "queue", "concurrent.futures.thread", "selectors", "socket", "subprocess"),
-    *("multiprocessing.connection", "zmq", "asyncio.runners"),
-)
+    "threading", "queue", "concurrent.futures.thread", "selectors", "socket", "subprocess",
+    "multiprocessing.connection", "zmq", "asyncio.runners",
+)  # fmt: skip
 """Modules whose functions block a thread without holding the interpreter; uvloop waits in that of
 its runner. If nothing runs, other processes keep the machine busy."""
 
