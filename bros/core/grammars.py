@@ -58,13 +58,13 @@ _ALONE = frozenset({"items", "additionalProperties", "additionalItems"})
 Schema = Mapping[str, Any] | bool
 
 
-def json_object(*, param: str = "grammar", after: str = "") -> Grammar:
+def json_object(*, param: str = "grammar") -> Grammar:
     """Any JSON object."""
-    return json_schema({"type": "object"}, param=param, after=after)
+    return json_schema({"type": "object"}, param=param)
 
 
 def json_schema(
-    schema: Schema, *, param: str = "grammar", whitespace: str | None = None, after: str = ""
+    schema: Schema, *, param: str = "grammar", whitespace: str | None = None
 ) -> Grammar:
     """JSON that is valid by a schema.
 
@@ -72,16 +72,16 @@ def json_schema(
     Raises InvalidRequestError naming `param`, and the keyword that cannot be honoured and its path.
     """
     rule = json_rule(schema, param=param, whitespace=whitespace)
-    return Grammar(f"start: {rule}", after, param)
+    return Grammar(f"start: {rule}", param=param)
 
 
-def regex(pattern: str, *, param: str = "grammar", after: str = "") -> Grammar:
+def regex(pattern: str, *, param: str = "grammar") -> Grammar:
     """A text that matches a regular expression of Rust's syntax as a whole."""
     _check_text(pattern, param)
-    return Grammar(f"start: /{_escaped_regex(pattern)}/", after, param)
+    return Grammar(f"start: /{_escaped_regex(pattern)}/", param=param)
 
 
-def choice(options: Sequence[str], *, param: str = "grammar", after: str = "") -> Grammar:
+def choice(options: Sequence[str], *, param: str = "grammar") -> Grammar:
     """One of some texts."""
     is_list = isinstance(options, list | tuple) and len(options) > 0
     if not is_list or not all(isinstance(option, str) and option for option in options):
@@ -96,14 +96,14 @@ def choice(options: Sequence[str], *, param: str = "grammar", after: str = "") -
         )
     # One regular expression: thousands of alternatives of a rule would be parsed one by one.
     either = "|".join(_escaped_regex(_literal(option)) for option in dict.fromkeys(options))
-    return Grammar(f"start: /{either}/", after, param)
+    return Grammar(f"start: /{either}/", param=param)
 
 
-def lark(text: str, *, param: str = "grammar", after: str = "") -> Grammar:
+def lark(text: str, *, param: str = "grammar") -> Grammar:
     """A grammar in llguidance's dialect of Lark, or in GBNF (with `::=`), which is converted when
     it is checked."""
     _check_text(text, param)
-    return Grammar(text, after, param)
+    return Grammar(text, param=param)
 
 
 def _check_text(text: object, param: str) -> None:

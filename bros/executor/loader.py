@@ -234,7 +234,6 @@ def model_settings(files: ModelFiles) -> dict[str, Any]:
 def random_executor(
     spec: ModelSpec,
     config: EngineConfig,
-    seed: int = 0,
     *,
     rng_device: str | None = None,
     ranks: Ranks = SINGLE_RANK,
@@ -244,7 +243,7 @@ def random_executor(
     rng_device: "cpu" or "cuda", the device that generates the weights (see RandomWeights). "cpu"
         gives the same model on every device; the default, the device of each tensor, is fast.
     """
-    source = RandomWeights(seed, None if rng_device is None else torch.device(rng_device))
+    source = RandomWeights(rng_device=None if rng_device is None else torch.device(rng_device))
     return _Loader(config, spec, source, ranks).load(f"random-{spec.architecture}", ())
 
 

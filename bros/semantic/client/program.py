@@ -494,9 +494,6 @@ def _common_session(variables: tuple[SemanticVariable, ...]) -> SessionInterface
     return sessions.pop() if sessions else None
 
 
-Argument = str | SemanticVariable | Sequence[str | SemanticVariable]
-"""The argument for an input. The parts of a sequence are joined."""
-
 Wanted = Mapping[SemanticVariable, Criteria]
 
 
