@@ -260,33 +260,32 @@ class TextGenerator:
         for prompt in prompts:
             self.check(len(prompt), sampling, param)
         base_id = request_id or self._ids.new("req")
-        each = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
+        names = iter(choice_ids(base_id, len(prompts), sampling.n))
         max_traces = self._accounts.limits(tenant).traces
         # A stop string has to be found before the engine generates more tokens after it.
         gathered = not (streamed or sampling.stop) and service_class is ServiceClass.BE
-        public = self.public
-        shared = [0 if public is None else public.count(prompt, cache_salt) for prompt in prompts]
-        requests = [
-            EngineRequest(
-                request_id=choice_id,
-                prompt_token_ids=prompt,
-                sampling=_for_choice(sampling, i),
-                service_class=service_class,
-                slo=slo,
-                arrival_s=self._clock.now() if arrival_s is None else arrival_s,
-                tenant=tenant,
-                user=user,
-                max_traces=max_traces,
-                public_tokens=shared[index // sampling.n],
-                cache_salt=cache_salt,
-                hints=hints,
-                checked_s=checked_s,
-                gathered=gathered,
+        requests: list[EngineRequest] = []
+        for prompt in prompts:
+            public = 0 if self.public is None else self.public.count(prompt, cache_salt)
+            requests += (
+                EngineRequest(
+                    request_id=next(names),
+                    prompt_token_ids=prompt,
+                    sampling=_for_choice(sampling, choice),
+                    service_class=service_class,
+                    slo=slo,
+                    arrival_s=self._clock.now() if arrival_s is None else arrival_s,
+                    tenant=tenant,
+                    user=user,
+                    max_traces=max_traces,
+                    public_tokens=public,
+                    cache_salt=cache_salt,
+                    hints=hints,
+                    checked_s=checked_s,
+                    gathered=gathered,
+                )
+                for choice in range(sampling.n)
             )
-            for index, ((prompt, i), choice_id) in enumerate(
-                zip(each, choice_ids(base_id, len(prompts), sampling.n), strict=True)
-            )
-        ]
         counted = [REQUESTS[service_class]]
         if sampling.grammar is not None:
             counted.append(Resource.GRAMMARS)
