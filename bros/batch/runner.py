@@ -608,7 +608,7 @@ class Job:
             return reason
         finally:
             await _cancel_all(working, storing)
-            self._let_go(self._unstored_bytes)
+            self._release_bytes(self._unstored_bytes)
 
     async def _run_rows(self) -> None:
         context, rank = self._context, -1
@@ -651,8 +651,8 @@ class Job:
         self._unstored_bytes += outcome.num_bytes
         await self._unstored.put(outcome)
 
-    def _let_go(self, num_bytes: int) -> None:
-        """So many bytes of outcomes do not wait any more."""
+    def _release_bytes(self, num_bytes: int) -> None:
+        """Count that this many bytes of outcomes do not wait any more."""
         self._unstored_bytes -= num_bytes
         self._context.unstored.release(num_bytes)
 
@@ -703,7 +703,7 @@ class Job:
             await self._store(outcomes)
             for _ in outcomes:
                 self._unstored.task_done()
-            self._let_go(sum(outcome.num_bytes for outcome in outcomes))
+            self._release_bytes(sum(outcome.num_bytes for outcome in outcomes))
 
     async def _store(self, outcomes: Sequence[RowOutcome]) -> None:
         """If the outcomes exceed the limit of the tenant, the batch fails with those that fit. If

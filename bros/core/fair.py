@@ -142,7 +142,7 @@ class CpuBudget(Protocol):
     """CPU time that tenants may use off the event loop."""
 
     def spend(self, tenant: str, cpu_s: float) -> None:
-        """Work of the tenant has used so much CPU time."""
+        """Count CPU time in seconds that work of the tenant has used."""
         ...
 
     def cpu_wait_s(self, tenant: str) -> float:
@@ -201,13 +201,13 @@ class FairGate:
         self,
         tenant: str,
         work: Callable[[], T],
-        elsewhere: CpuUse | None = None,
+        process_cpu: CpuUse | None = None,
         *,
         urgent: bool = False,
     ) -> T:
         """Do `work` on a thread, when the queue admits it.
 
-        elsewhere: CPU time that `work` has used in other processes, which `work` sets.
+        process_cpu: CPU time that `work` has used in other processes; `work` sets it.
         urgent: it goes before other work of this tenant.
 
         If the caller is cancelled, waiting work is not done; work that runs cannot be stopped, and
@@ -227,7 +227,7 @@ class FairGate:
         def end(job: asyncio.Future[T]) -> None:
             if not job.cancelled():
                 job.exception()  # else it is logged if the caller was cancelled meanwhile
-            used_s = cpu.seconds + (elsewhere.seconds if elsewhere is not None else 0.0)
+            used_s = cpu.seconds + (process_cpu.seconds if process_cpu is not None else 0.0)
             if self._budget is not None:
                 self._budget.spend(tenant, used_s)
             self._end(tenant, loop.time() - begun_s, urgent)

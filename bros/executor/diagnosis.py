@@ -121,7 +121,7 @@ def backends(choice: ChosenBackend) -> list[Backend]:
         ReferenceKernels,
         choice.kernels == "reference",
     )
-    return [reference, *_cpu_back_ends(choice), _triton_back_end(choice)]
+    return [reference, *_cpu_backends(choice), _triton_backend(choice)]
 
 
 def check_backend(backend: Backend, seed: int) -> Iterator[Check]:
@@ -178,7 +178,7 @@ def _cpu_levels() -> Sequence[str]:
     return levels()
 
 
-def _cpu_back_ends(choice: ChosenBackend) -> Iterator[Backend]:
+def _cpu_backends(choice: ChosenBackend) -> Iterator[Backend]:
     found = _cpu_levels()
     if not found:
         yield Backend("cpu", CPU, _HOW_TO_BUILD, None, choice.kernels == "cpu")
@@ -197,7 +197,7 @@ def _cpu_back_ends(choice: ChosenBackend) -> Iterator[Backend]:
         )
 
 
-def _triton_back_end(choice: ChosenBackend) -> Backend:
+def _triton_backend(choice: ChosenBackend) -> Backend:
     cuda = find_cuda()
     device = CPU if cuda.problem is not None else torch.device("cuda", 0)
     in_use = choice.kernels == "triton" and choice.on_cuda

@@ -627,9 +627,9 @@ class Call(Protocol):
 
     def writer(self, frame: ChunkFrame) -> DeltaWriter: ...
 
-    def let_go(self) -> int:
-        """Once the engine has the prompts: let go of what only they needed. Returns about how many
-        bytes are still kept of the body."""
+    def shrink_body(self) -> int:
+        """Once the engine has the prompts: drop what only they needed. Returns about how many bytes
+        are still kept of the body."""
         ...
 
     def echo_chars(self) -> int:
@@ -637,7 +637,7 @@ class Call(Protocol):
         ...
 
     def prompt_text(self) -> str:
-        """The first prompt as text, for finding common prefixes. Before `let_go`."""
+        """The first prompt as text, for finding common prefixes. Before `shrink_body`."""
         ...
 
     def num_chars(self) -> int:
@@ -706,7 +706,7 @@ class ChatCall:
     def parsing(self) -> AnswerParsing:
         return self._state.chat_format.parsing(self.tool_use, self._reasoning)
 
-    def let_go(self) -> int:
+    def shrink_body(self) -> int:
         self.body = _kept(self.body, messages=[])
         self.tool_use, self._answer_grammar, self._rules = NO_TOOLS, None, None
         return self.sampling.num_bytes
@@ -798,8 +798,8 @@ class CallAsChat:
     def parsing(self) -> AnswerParsing | None:
         return self._chat.parsing()
 
-    def let_go(self) -> int:
-        return self._chat.let_go()
+    def shrink_body(self) -> int:
+        return self._chat.shrink_body()
 
     def echo_chars(self) -> int:
         return 0
@@ -857,7 +857,7 @@ class CompletionCall:
     def parsing(self) -> None:
         return None
 
-    def let_go(self) -> int:
+    def shrink_body(self) -> int:
         kept = self.body.prompt if self.body.echo else []
         num_bytes = sum(
             len(prompt) if isinstance(prompt, str) else _ID_BYTES * len(prompt) for prompt in kept

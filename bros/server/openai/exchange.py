@@ -137,7 +137,7 @@ class Exchange:
         observer = partial(self._observer, len(prompts), sum(map(len, prompts)))
         self._answer = Answer(generation, observer)
         state.recent.note(self._tenant, self._id, prompts=len(prompts), n=call.sampling.n)
-        count_kept(self._held, call.let_go())
+        count_kept(self._held, call.shrink_body())
 
     async def complete(self) -> str:
         """Wait for all choices; returns the response as JSON. Raises what Answer.collect raises."""

@@ -178,12 +178,12 @@ class ResponseCall(CallAsChat):
         """Whether it is stored when it has ended, rather than before it runs or never."""
         return self.stored and self.given.store is not False and not self.given.background
 
-    def let_go(self) -> int:
+    def shrink_body(self) -> int:
         kept = {name: getattr(self.given, name) for name in _KEPT}
         self.given = CreateResponse.model_construct(**kept, input=[])
         if not self._is_stored_later:
             self.input_json = ""
-        return super().let_go() + len(self.input_json) + len(self._echo)
+        return super().shrink_body() + len(self.input_json) + len(self._echo)
 
     def reply(
         self, header: Mapping[str, Any], choices: list[FinishedChoice], answer: Answer
