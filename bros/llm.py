@@ -196,7 +196,7 @@ class LLM:
     ) -> list[list[float]]:
         """The embedding of each text, or token ids, as in /v1/embeddings.
 
-        dimensions: cut embeddings to so many numbers; only for models that are trained for it.
+        dimensions: of the embeddings, which are cut; only for models that are trained for it.
         Raises InvalidRequestError or PromptTooLongError, whose message begins with the text, such
         as texts[3], before any text is computed; or BrosError if a request fails.
         """

@@ -26,8 +26,8 @@ _BUSY_S = 30
 """How long a SQLite transaction waits for the lock of another one."""
 
 _LATE_S = 600.0
-"""A lease may end so much later than it could if it were taken now: another server may have renewed
-it while this one waited for the lock, and may have a longer --batch-lease."""
+"""By how much a lease may end later than if it were taken now: another server may have renewed it
+while this one waited for the lock, and may have a longer --batch-lease."""
 
 _POSTGRES_SETTINGS: Mapping[str, Any] = {
     "connect_timeout": 10,

@@ -88,7 +88,7 @@ class JobPace:
             self.in_flight -= 1
 
     def note(self, tokens: int, seconds: float) -> None:
-        """A row has ended after so many seconds."""
+        """Count a row that has ended: its tokens, and the seconds that it took."""
         self.remaining -= 1
         self._rows += 1
         self._tokens += tokens

@@ -516,7 +516,10 @@ _CHUNK = 500
 
 
 def check_conversation(count: int, num_bytes: int, param: str) -> None:
-    """Raises InvalidRequestError if a conversation of so many responses is too long."""
+    """Raises InvalidRequestError if a conversation is too long.
+
+    count, num_bytes: of its responses.
+    """
     if count > MAX_TURNS or num_bytes > MAX_CONVERSATION_BYTES:
         raise InvalidRequestError(
             f"The conversation has {count} responses and {num_bytes} bytes; at most "

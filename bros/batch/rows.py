@@ -225,6 +225,7 @@ def _refuse_constant(name: str) -> None:
 
 
 PromptPath = tuple[int, ...]
+"""The nodes of a prompt in the trie, from the root."""
 
 MAX_OVERTAKEN = 2_000
 _FIRST_PIECE = 128
@@ -352,6 +353,7 @@ class _Scan:
 
 
 Checking = Generator[None, None, CheckedInput]
+"""The validation of an input file, which pauses before each line."""
 
 
 def check_input(
@@ -359,7 +361,7 @@ def check_input(
 ) -> Checking:
     """Validate an input file. Blocking; for worker threads.
 
-    It pauses before each line, so that files of several tenants can be validated in turns.
+    It pauses so that files of several tenants can be validated in turns.
 
     digest: the expected SHA-256 of the content.
     check: RowHandler.check for the tenant, given the endpoint and a body.

@@ -28,8 +28,8 @@ class Grouping:
 
     Every row reads a smaller shared prefix itself, because merging costs each row more.
 
-    step_blocks: pieces begin and end at multiples of so many blocks. Kernels whose sums are in one
-        order, no matter how many rows read the context, have tiles of this length.
+    step_blocks: pieces begin and end at multiples of this number of blocks. Kernels whose sums are
+        in one order, no matter how many rows read the context, have tiles of this length.
     """
 
     block_size: int
@@ -427,7 +427,7 @@ class StopRule:
     """Where an output with a grammar may end.
 
     token_ids: tokens that end it. They are allowed only where the grammar is complete.
-    min_tokens: it has at least so many tokens, unless nothing can follow before.
+    min_tokens: it has at least this many tokens, unless nothing can follow before.
     end: the token that ends it where nothing can follow; one of the model's end-of-sequence tokens.
     """
 

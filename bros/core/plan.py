@@ -177,8 +177,7 @@ class KvCopies:
     back_host[k] to back_device[k]. All `out` copies come before all `back` copies. No chunk of the
     plan reads a slot of `out_device`; no host slot is in both host lists or twice in one.
 
-    An executor that copies concurrently with the computation must keep this order
-    (hazards H1-H7 of the specification):
+    An executor that copies concurrently with the computation must keep this order:
 
         `out` reads a slot of `out_device`         before a chunk or `back` writes to it
         `back` has restored a slot                 before a chunk reads it

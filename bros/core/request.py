@@ -83,10 +83,10 @@ class Slo:
     tpot_s: mean time per token after the first one.
     deadline_s: from arrival to the last token.
     gap_s: longest time between two tokens.
-    rt_slowdown: of a best-effort request: beside it, real-time streams may take so many times as
+    rt_slowdown: of a best-effort request: beside it, real-time streams may take this many times as
         long per token as alone while it is in no hurry.
-    schedule_s: of a best-effort request: it is in a hurry if it would not end so long after its
-        arrival; None: `deadline_s`.
+    schedule_s: of a best-effort request: from arrival; it is in a hurry if it would end later.
+        None: `deadline_s`.
     """
 
     ttft_s: float | None = None
@@ -432,8 +432,8 @@ class EngineRequest:
     arrival_s: Clock.now() of the process that accepted it.
     tenant: name of the API key that sent it, empty without keys. It is a border: tenants share no
         cached KV but that of public tokens, and see only their own traces.
-    public_tokens: so many first tokens of prompt and output are public: their KV is shared by all
-        tenants.
+    public_tokens: number of first tokens of prompt and output that are public: all tenants share
+        their KV.
     user: whom it is for, as the client says. It is no border.
     max_traces: most traces of ended requests of its tenant that the engine keeps when this one has
         ended; None: as many as there is room for.

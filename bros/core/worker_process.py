@@ -24,9 +24,9 @@ _CPU_S = struct.Struct("=d")
 
 
 ANSWER_S = 30.0
-"""For so long a process may neither answer nor read what is sent to it. Its jobs have bounds of
-their own, so it was stopped or hangs; a busy machine may make those of seconds take several times
-as long."""
+"""Longest time for which a process may neither answer nor read what is sent to it. Its jobs have
+bounds of their own, so after that it was stopped or hangs; a busy machine may make those of seconds
+take several times as long."""
 
 _TIMEVAL = struct.Struct("@ll")
 
@@ -136,7 +136,7 @@ class WorkerProcess:
 
 
 def _set_timeout(connection: Connection, seconds: float) -> None:
-    """Let reads and writes that make no progress for so long fail with BlockingIOError."""
+    """Let reads and writes that make no progress for `seconds` fail with BlockingIOError."""
     value = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

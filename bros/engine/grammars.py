@@ -117,7 +117,11 @@ _Key = tuple[str, str, str]
 class _Compiled:
     """A grammar that is or was compiled.
 
+    matcher: where an output begins; each output has a copy. None if it cannot be used.
+    free_text: what may come before the grammar; None: nothing.
     error: why it cannot be used.
+    ready: set once `matcher` or `error` is known.
+    waiting: called then, on the compiler's thread.
     """
 
     grammar: Grammar

@@ -9,11 +9,10 @@ from bros.core.request import EngineRequest, Output, RequestOutput, merged
 from bros.engine.messages import Outputs, Refused, Reply, Reported
 
 GATHER_S = 0.5
-"""Tokens of gathered requests are held until the first step that ends so many seconds after those
-before them were sent. Who handles a message takes a core from the step that runs: with one per
-step, a step of `bros.LLM` took 11 % longer than alone with 1 row and 13 % longer with 8
-(SmolLM2-135M in int4, two cores of a Zen 4). Tokens that are held are lost with an engine that
-dies, and computed again."""
+"""Tokens of gathered requests are sent this many seconds after those before them, at the end of a
+step. Who handles a message takes a core from the step that runs: with one per step, a step of
+`bros.LLM` took 11 % longer than alone with 1 row and 13 % longer with 8 (SmolLM2-135M in int4, two
+cores of a Zen 4). Tokens that are held are lost with an engine that dies, and computed again."""
 
 
 class Outbox:

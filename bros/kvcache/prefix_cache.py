@@ -131,7 +131,7 @@ def extend_keys(
         others have cached.
     private_from: first token that only requests with the same `private_salt` share, together with
         its whole block. None: there is none.
-    public_tokens: the whole blocks among so many first tokens are shared whatever the salt.
+    public_tokens: the whole blocks among the first `public_tokens` are shared whatever the salt.
     """
     first_private = None if private_from is None else private_from // block_size
     first_own = public_tokens // block_size

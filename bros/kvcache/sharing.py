@@ -14,7 +14,7 @@ from bros.kvcache.holding import Holding
 from bros.kvcache.prefix_cache import PrefixCache
 
 _MIN_PRODUCED = 4
-"""A request waits for a producer only if at least so many blocks of its prompt are produced."""
+"""Fewest blocks of its prompt for which a request waits for their producer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,8 @@ from bros.router.replica_set import ReplicaHandle, ReplicaSet, RoutedRequest
 logger = logging.getLogger(__name__)
 
 _MAX_LOSSES = 3
-"""A request fails when so many engines were lost while they had it. It may be the request that
-kills them, so requests that are one loss short of this start one at a time."""
+"""Lost engines after which a request that they had fails. It may be the request that kills them, so
+requests that are one loss short of this start one at a time."""
 
 _MAX_ENDED = 16_384
 """Ended requests whose replica is remembered, for `trace`, `placement` and `release`."""

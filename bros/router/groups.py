@@ -42,14 +42,15 @@ Poisson process at three replicas. The lower the weights, the earlier is a progr
 
 
 _BESIDE_ANSWERS = 0.3
-"""Best-effort prompts take at least so much longer where real-time answers decode and best-effort
-work yields. With this, programs as in tests/semantic/test_fixed_placements.py that meet such
-answers take 1.011 instead of 1.018 times as long as with the best placement (mean of 132), and 1.17
-instead of 1.62 in the worst case; with 0.5, 1.014 on average."""
+"""Share of its time by which a best-effort prompt takes at least longer where real-time answers
+decode and best-effort work yields. With this, programs as in
+tests/semantic/test_fixed_placements.py that meet such answers take 1.011 instead of 1.018 times as
+long as with the best placement (mean of 132), and 1.17 instead of 1.62 in the worst case; with 0.5,
+1.014 on average."""
 
 
 _MAX_COMPARED = 4
-"""Up to so many groups that arrived together are placed in several ways, of which the best counts.
+"""Most groups that arrived together and are placed in several ways, of which the best counts.
 Placing 4 groups of 16 on 8 replicas takes about 15 ms."""
 
 

@@ -200,6 +200,8 @@ class ReplicaHandle:
 
     number: its number for operators; it stays the same when the engine restarts.
     fleet_id: its number in the fleet, a new one each time it comes up; None while it is down.
+    draining: it gets no more requests, until it is resumed.
+    restarting: its engine is being replaced.
     restart_wanted: the latest command to drain or resume it asks for a restart.
     gone: its engine does not come back.
     stuck: its engine did not end a request that was to move, and has not reported since.
@@ -207,7 +209,9 @@ class ReplicaHandle:
     stats_late: the last one has timed out.
     info, stats: the latest ones of its engine.
     stats_before: counters of its earlier engines.
+    report: the latest one of its engine.
     open: request id -> open request.
+    routed, prompt_tokens, cached_tokens: see ReplicaStatus.
     lost: how often its engine was lost.
     hung: how often of these it hung.
     """

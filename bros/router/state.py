@@ -75,7 +75,7 @@ class ReplicaFacts:
 class Decision:
     """Where a request goes, and why.
 
-    replica: number of the replica.
+    replica: its number in the fleet, ReplicaHandle.fleet_id; Placement has the one for operators.
     matched: tokens of the prompt that the router believes to be cached there.
     reason: what decided:
         exploit   the prefix is cached there

@@ -253,9 +253,9 @@ class TextGenerator:
         streamed: the caller wants tokens as they come; else best-effort ones come many at once, and
             those that have not come when it closes do not count for the tenant.
 
-        With a seed, choice i of a prompt uses seed + i. Raises TenantLimitError if the tenant may
-        not have so many more open requests, and what EngineClient.submit raises, after aborting all
-        of the requests.
+        With a seed, choice i of a prompt uses seed + i. Raises TenantLimitError if the tenant would
+        have too many open requests, and what EngineClient.submit raises, after aborting all of the
+        requests.
         """
         for prompt in prompts:
             self.check(len(prompt), sampling, param)
@@ -330,8 +330,8 @@ class TextGenerator:
         self.open.change(by, self._clock.now())
 
     def check(self, num_tokens: int, sampling: SamplingParams, param: str) -> None:
-        """Raises PromptTooLongError or InvalidRequestError for a prompt of so many tokens that
-        cannot be served. param: as for `start`."""
+        """Raises PromptTooLongError or InvalidRequestError if a prompt of `num_tokens` cannot be
+        served. param: as for `start`."""
         info = self._engine.info
         if num_tokens + (sampling.max_tokens != 0) > info.max_model_len:
             # Checked here, so that n copies of a huge prompt never go to the engine.

@@ -45,11 +45,11 @@ _CPU_S = 0.5
 """Most CPU time that a grammar takes to compile."""
 
 _WALL_S = 15.0
-"""Most time in all: so long may a busy machine take to give a child its CPU time. After that the
-grammar is neither good nor bad, and its client has to try again."""
+"""Most time in all, as a busy machine may give a child its CPU time late. After that the grammar is
+neither good nor bad, and its client has to try again."""
 
 _BLOCKING_TRIES = 12
-"""So often `check_blocking` tries: rows of a batch have no client that would try again."""
+"""Number of tries of `check_blocking`: rows of a batch have no client that would try again."""
 
 _MEMORY_BYTES = 2**29
 """Most memory that it takes beyond the tokenizer's."""

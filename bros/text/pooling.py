@@ -267,7 +267,7 @@ def embedding_of(values: Vector, info: EmbeddingInfo, dimensions: int | None = N
 
 
 def check_dimensions(dimensions: int | None, info: EmbeddingInfo) -> None:
-    """Raises InvalidRequestError if embeddings of the model cannot be cut to so many numbers."""
+    """Raises InvalidRequestError if embeddings of the model cannot be cut to `dimensions`."""
     if dimensions is None or dimensions == info.size:
         return
     allowed = info.dimensions

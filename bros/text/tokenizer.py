@@ -516,7 +516,7 @@ class Tokenizer:
         """Token ids of a text, or of a pair of texts, with the model's special tokens; and the
         position at which the second text begins.
 
-        cut: cut longer texts to so many tokens, special ones included; of a pair the longer one.
+        cut: most tokens, special ones included: longer texts are cut, of a pair the longer one.
         limit, escaped: as for `encode`; there is no limit for what is cut.
         """
         if second is None and cut is None:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 HEARTBEATS_PER_TIMEOUT = CHECKS_PER_TIMEOUT
 """Heartbeats that a process sends within the time after which a missing heartbeat is a timeout. An
-engine process sends so many per config.hang_timeout, and none if that is 0."""
+engine process sends this many per config.hang_timeout, and none if that is 0."""
 
 SHOW_STACKS = signal.SIGUSR1
 """Lets an engine process print the stacks of its threads, also from within a library call."""

@@ -167,7 +167,9 @@ class _Inputs:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """rows: the most rows of a decode step, or samples of a mixed one; tokens: of the latter."""
+    """rows: most rows of a decode step, or samples of a mixed one.
+    tokens: most tokens of a mixed step; 0: for decode steps.
+    """
 
     rows: int
     buffers: GraphBuffers

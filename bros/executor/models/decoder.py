@@ -24,7 +24,11 @@ from bros.executor.models.layers import Linear, NativeLinear, Norm, TokenLookup
 from bros.kernels.interface import HeadLayout, Kernels
 
 LayerCache = tuple[Tensor, Tensor]
+"""K and V of all blocks in one layer, with the shape that Kernels says."""
+
 State = tuple[Tensor, Tensor | None]
+"""The residual stream before a layer, and what is to be added to it first, [tokens, hidden] each:
+the norm of the layer adds it in the same kernel. None: nothing is to be added."""
 
 
 class Mlp(Protocol):
@@ -62,6 +66,7 @@ class PlainMlp:
 class Attention:
     """Self-attention without its output projection.
 
+    qkv: all heads of Q, then of K, then of V in one matrix.
     cos_sin: the rotary table, None if positions are learned embeddings.
     q_norm, k_norm: RMSNorm weights per head, None if the model has none.
     """

@@ -161,6 +161,7 @@ def _process_id(connection: socket.socket) -> int:
 logger = logging.getLogger(__name__)
 
 Message = NDArray[np.int32]
+"""What rank 0 sends for each step, see plan_codec.py."""
 
 _SHORT_BYTES = 2**20
 """Host tensors up to this size are summed by sending them from each rank to each other rank.

@@ -91,8 +91,8 @@ _ANSWER_WITHIN_S = 2.0
 
 _SHARED_CHARS = 1_000
 _SAVED_CHARS = 16_384
-"""A text of at least so many characters is sent once for all calls of a program, if its repetitions
-have at least so many: fewer cost less than the additional request."""
+"""A text of at least _SHARED_CHARS is sent once for all calls of a program, if its repetitions have
+at least _SAVED_CHARS: fewer cost less than the additional request."""
 
 _REFUSED = (QueueFullError, OverloadedError, SessionLimitError)
 _UNANSWERED = (ServerUnreachableError, EngineDeadError)

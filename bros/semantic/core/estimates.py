@@ -233,7 +233,7 @@ class Estimates:
         return self.longest_tokens(function, max_tokens, 1)
 
     def longest_tokens(self, function: Function, max_tokens: int | None, calls: int) -> float:
-        """Expected output tokens of the longest of so many calls; at least 1, at most max_tokens.
+        """Expected output tokens of the longest of several calls; at least 1, at most max_tokens.
 
         It is the mean plus sqrt(2 ln calls) standard deviations, which is what the largest of
         many values of a normal distribution tends to.
@@ -252,7 +252,7 @@ class Estimates:
         return stats.queueing_s * math.exp(min(0.0, stats.queued_s - now) / _QUEUEING_FADES_S)
 
     def prompt_tokens(self, function: Function, chars: float) -> float:
-        """Expected tokens of a prompt with so many characters."""
+        """Expected tokens of a prompt, from its characters."""
         stats = self._functions.get(function)
         tenant, _ = function
         known = self._chars_per_token.get(tenant)
@@ -269,7 +269,7 @@ class Estimates:
         members: float = 1.0,
         cached_beside: float | None = None,
     ) -> float:
-        """Predicted seconds to compute the parts of so many prompts that are not cached.
+        """Predicted seconds to compute what is not cached of the prompts of all members.
 
         prices: None if the engine has no cost model. members, cached_beside: see CallWork.
         """
@@ -288,7 +288,7 @@ class Estimates:
         rows: float = 1.0,
         others: float = 0.0,
     ) -> float:
-        """Predicted seconds to decode so many tokens after `context`.
+        """Predicted seconds to decode tokens after `context`.
 
         rows: rows of the same program in these steps.
         others: real-time requests beside it that are open now.
@@ -330,7 +330,7 @@ class Estimates:
         )
 
     def observe_tokens(self, function: Function, output_tokens: int) -> None:
-        """A call of this function generated so many tokens."""
+        """Count the tokens that a call of this function generated."""
         self._function(function).tokens.add(output_tokens, self._weight)
 
     def observe(
@@ -359,7 +359,7 @@ class Estimates:
             stats.step.add(step_s, took_s, prices is None)
 
     def observe_prompt(self, function: Function, chars: float, tokens: int) -> None:
-        """A prompt of so many characters has so many tokens."""
+        """Learn how many characters a token has, from a prompt of this function."""
         if tokens:
             of_tenant = self._chars_per_token.setdefault(function[0], Average())
             for average in (of_tenant, self._function(function).chars_per_token):
@@ -405,7 +405,7 @@ def _slope(points: Sequence[tuple[float, float]]) -> float | None:
 
 
 def _step_s(context: float, rows: float, prices: Prices | None) -> float:
-    """Predicted seconds of a step of so many decode rows, each after `context`."""
+    """Predicted seconds of a step of decode rows, each after `context`."""
     step_s = rows * (prices or GUESSED_PRICES).decode_s(1, round(context), rows)
     return max(step_s, 1e-9)
 

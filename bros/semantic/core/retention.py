@@ -106,7 +106,7 @@ class Retention:
         self._check(0, len(text))
 
     def _check(self, variables: int, chars: int, used: Set[Variable] = frozenset()) -> None:
-        """Check that so many more variables and characters fit beside the referenced ones.
+        """Check that these numbers of variables and characters fit beside the referenced ones.
 
         used: variables that count as referenced. Ended calls are forgotten, the oldest first,
         before the check fails.

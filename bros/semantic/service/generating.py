@@ -201,7 +201,7 @@ class RefusedCalls:
         self._allow(RETRIES_TOGETHER - self._asking)
 
     def _allow(self, most: int) -> None:
-        """Let so many calls try."""
+        """Let up to `most` calls try."""
         for line in (self._again, self._first):
             while line and most > 0:
                 place, _ = line.popitem(last=False)

@@ -293,7 +293,7 @@ class ProgramRunner:
         )
 
     def learn_tokens(self, session: ServedSession, call: Call, output_tokens: int) -> None:
-        """An LLM call of this call has generated so many tokens."""
+        """Count the tokens that an LLM call of this call has generated."""
         self._estimates.observe_tokens(_function(session.tenant, call), output_tokens)
 
     def release(self, request_ids: Sequence[str]) -> None:
@@ -617,8 +617,8 @@ class ProgramRunner:
             return None
 
     def _expected_tokens(self, tenant: str, llm_call: LlmCall, calls: int = 1) -> int:
-        """Expected output tokens of the longest of so many calls like this one, from earlier calls
-        of its function."""
+        """Expected output tokens of the longest of this many calls like this one, from earlier
+        calls of its function."""
         most = None if llm_call.native else _output_piece(llm_call).sampling.max_tokens
         return round(self._estimates.longest_tokens(_function(tenant, llm_call.call), most, calls))
 

@@ -931,7 +931,7 @@ class SessionService:
             raise SessionLimitError(message, self._registry.next_end_s() - self._clock.now())
 
     def _check_chars(self, session: ServedSession, more: int) -> None:
-        """Raises TenantLimitError or InvalidRequestError if the session may not have so many more
+        """Raises TenantLimitError or InvalidRequestError if the session may not have `more` more
         characters."""
         self._accounts.check(session.tenant, Resource.SESSION_CHARS, more)
 

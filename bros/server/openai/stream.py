@@ -768,7 +768,7 @@ class _BodySink:
 
 
 Offload = Callable[[Callable[[], bytes], int], Awaitable[bytes]]
-"""Does work of so many characters, on a thread if it is much."""
+"""Does work, on a thread if it is much: its second argument is the number of characters."""
 
 
 _DELTA_CHARS = 10
