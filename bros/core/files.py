@@ -1,12 +1,14 @@
-"""Paths that users name, and names that outlast a power failure."""
+"""Paths that users name, JSON files of models, and names that outlast a power failure."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from bros.core.errors import ConfigError
+from bros.core.errors import ConfigError, ModelError
 
 
 def home_folder() -> Path:
@@ -31,6 +33,28 @@ def check_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         pass
+
+
+def read_model_json(path: Path) -> Any:
+    """The JSON in a file of a model's folder; None if there is no file. Raises ModelError."""
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+
+
+def read_model_json_object(path: Path) -> dict[str, Any]:
+    """The same for a file that holds an object; an empty one if there is no file."""
+    content = read_model_json(path)
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} does not hold a JSON object")
+    return content
 
 
 def sync_folder(folder: Path) -> None:

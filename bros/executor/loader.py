@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ import torch
 
 from bros.core.config import EngineConfig, parse_bytes
 from bros.core.errors import ConfigError, ModelError
+from bros.core.files import read_model_json_object
 from bros.core.interfaces import EngineInfo
 from bros.core.machine import available_cores
 from bros.core.plan import Chunk, SampleSpec, StepPlan
@@ -228,7 +228,10 @@ def is_encoder(files: ModelFiles) -> bool:
 
 def model_settings(files: ModelFiles) -> dict[str, Any]:
     """The model's config.json. Raises ModelError."""
-    return _read_json(files.folder / "config.json")
+    path = files.folder / "config.json"
+    if not path.exists():
+        raise ModelError(f"{path} cannot be read: there is no such file")
+    return read_model_json_object(path)
 
 
 def random_executor(
@@ -487,8 +490,7 @@ def _eos_token_ids(folder: Path, settings: Mapping[str, Any], vocab_size: int) -
 
     Drops ids outside the vocabulary, which some checkpoints have: they can never be sampled.
     """
-    generation = folder / "generation_config.json"
-    eos = _read_json(generation).get("eos_token_id") if generation.exists() else None
+    eos = read_model_json_object(folder / "generation_config.json").get("eos_token_id")
     if eos is None:
         eos = settings.get("eos_token_id")
     if eos is None:
@@ -499,15 +501,3 @@ def _eos_token_ids(folder: Path, settings: Mapping[str, Any], vocab_size: int) -
             f"the eos_token_id of {folder} is not a token id or a list of them: {eos!r}"
         )
     return tuple(token_id for token_id in ids if 0 <= token_id < vocab_size)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} does not hold a JSON object")
-    return content

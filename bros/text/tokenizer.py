@@ -24,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from bros.core.clock import Clock, SystemClock
 from bros.core.errors import InvalidRequestError, ModelError, PromptTooLongError
+from bros.core.files import read_model_json_object
 from bros.text.json_text import write_json
 
 T = TypeVar("T")
@@ -99,9 +100,8 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """
     sources: dict[str, str] = {}
     inline = config.get("chat_template")
-    legacy = folder / "chat_template.json"
-    if inline is None and legacy.is_file():
-        inline = json.loads(legacy.read_text(encoding="utf-8")).get("chat_template")
+    if inline is None:
+        inline = read_model_json_object(folder / "chat_template.json").get("chat_template")
     if isinstance(inline, str):
         sources["default"] = inline
     elif inline is not None:
@@ -433,7 +433,7 @@ class Tokenizer:
         tokenizer.model), which takes seconds. clock: for templates that write today's date.
         Raises ModelError if there is no tokenizer or its kind is not supported.
         """
-        config = _read_json(folder / "tokenizer_config.json")
+        config = read_model_json_object(folder / "tokenizer_config.json")
         special = _special_tokens(folder, config)
         try:
             tokenizer = _load_backend(folder)
@@ -729,21 +729,9 @@ def _tree_pattern(tree: Mapping[str, Any]) -> str:
     return either + "?" if "" in tree else either
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} must hold an object, not {type(content).__name__}.")
-    return content
-
-
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Name -> token. Both files have a token as a string or as an object with `content`."""
-    entries = {**_read_json(folder / "special_tokens_map.json"), **config}
+    entries = {**read_model_json_object(folder / "special_tokens_map.json"), **config}
     found: dict[str, str] = {}
     for name in _SPECIAL_NAMES:
         token = entries.get(name)

@@ -236,11 +236,14 @@ def test_a_model_with_one_type_of_tokens_scores_pairs(tmp_path: Path) -> None:
     assert math.isfinite(score)
 
 
-@pytest.mark.parametrize(("name", "content"), [("modules.json", "{}"), ("pool", "[1]")])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("modules.json", "{}"), ("pool", "[1]"), ("sentence_bert_config.json", "[1]")],
+)
 def test_steps_of_another_form_are_refused(tmp_path: Path, name: str, content: str) -> None:
     save_encoder(tmp_path)
     save_modules(tmp_path, "mean_tokens", normalize=True)
     path = tmp_path / ("1_Pooling/config.json" if name == "pool" else name)
     path.write_text(content.replace("{}", '{"a": 1}'))
-    with pytest.raises(ModelError, match="list of steps|is not an object"):
+    with pytest.raises(ModelError, match="list of steps|does not hold a JSON object"):
         load(tmp_path)

@@ -187,7 +187,7 @@ def test_an_old_folder_is_converted(tmp_path: Path) -> None:
         ({"tokenizer.json": "{}"}, "cannot be read"),
         ({"tokenizer.json": "{", "tokenizer_config.json": "{}"}, "cannot be read"),
         ({"tokenizer_config.json": "{"}, "not valid JSON"),
-        ({"tokenizer_config.json": "[]"}, "must hold an object"),
+        ({"tokenizer_config.json": "[]"}, "does not hold a JSON object"),
     ],
 )
 def test_unusable_folders_are_explained(

@@ -7,12 +7,12 @@ sentence_bert_config.json     the longest text
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bros.core.errors import ModelError
+from bros.core.files import read_model_json, read_model_json_object
 from bros.core.interfaces import EmbeddingInfo
 from bros.core.request import Pooling
 
@@ -47,16 +47,14 @@ def embedding_info(
     scores: the model has a score head.
     Raises ModelError if the folder asks for steps that are not supported.
     """
-    modules = _read(folder / "modules.json") or []
+    modules = read_model_json(folder / "modules.json") or []
     if not (isinstance(modules, list) and all(isinstance(each, dict) for each in modules)):
         raise ModelError(f"{folder / 'modules.json'} is not a list of steps")
     pooling, normalized = default, not modules
     for module in modules:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
-            config = _read(folder / str(module.get("path", "")) / "config.json") or {}
-            if not isinstance(config, dict):
-                raise ModelError(f"the configuration of the pooling in {folder} is not an object")
+            config = read_model_json_object(folder / str(module.get("path", "")) / "config.json")
             if option == "auto":
                 pooling = _pooling(config)
         elif kind == "Normalize":
@@ -78,7 +76,7 @@ def embedding_info(
 
 def longest_text(folder: Path) -> int | None:
     """The longest text in tokens that sentence-transformers passes to the model, if it says so."""
-    settings = _read(folder / "sentence_bert_config.json") or {}
+    settings = read_model_json_object(folder / "sentence_bert_config.json")
     length = settings.get("max_seq_length")
     return length if isinstance(length, int) and length > 0 else None
 
@@ -95,13 +93,3 @@ def _pooling(config: Mapping[str, Any]) -> Pooling:
         f"the pooling of this model's embeddings, {asked}, is not supported; choose one that is "
         "with --pooling"
     )
-
-
-def _read(path: Path) -> Any:
-    """The JSON in a file; None if there is no file. Raises ModelError."""
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
