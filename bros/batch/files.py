@@ -196,7 +196,7 @@ class FileStore:
         return file
 
     def insert(self, connection: sa.Connection, writer: BodyWriter, file: StoredFile) -> None:
-        """The same within the caller's exclusive transaction."""
+        """Store a finished body and its record within the caller's exclusive transaction."""
         self.bodies.place(writer)
         connection.execute(sa.insert(FILES).values(asdict(file)))
 

@@ -48,7 +48,7 @@ def read_model_json(path: Path) -> Any:
 
 
 def read_model_json_object(path: Path) -> dict[str, Any]:
-    """The same for a file that holds an object; an empty one if there is no file."""
+    """The object in a JSON file of a model's folder; {} if there is no file. Raises ModelError."""
     content = read_model_json(path)
     if content is None:
         return {}

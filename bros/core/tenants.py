@@ -602,8 +602,8 @@ class QuotaHold:
         accounts._add(tenant, resource, amount)
 
     def resize(self, amount: int) -> None:
-        """It has this size now, whatever the limit: `check` comes before what makes it grow. No
-        effect after `release`."""
+        """Set the amount, whatever the limit is: `check` comes before what makes it grow. No effect
+        after `release`."""
         if not self._released:
             self._accounts._add(self.tenant, self.resource, amount - self.amount)
             self.amount = amount

@@ -61,11 +61,12 @@ _LLAMA3_SPLITS = (
 """Ways to split texts, as tokenizer.ggml.pre names them, where llama.cpp begins a text with BOS
 unless the file says otherwise, and takes a word that is a token as it is, without merges."""
 _DIGIT_SPLITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b")
-"""Those that split digits off first."""
+"""Ways to split texts that split digits off first."""
 _GPT2_SPLITS = (
     "gpt-2", "phi-2", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "gigachat", "a.x-4.0",
     "mellum", "mpt", "olmo", "jais", "trillion", "granite-docling",
 )  # fmt: skip
+"""Ways to split texts that equal GPT-2's."""
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _ROPE_FACTORS = "rope_freqs.weight"
 _ROPE_SCALING = {
@@ -202,7 +203,8 @@ def _llama3_parameters(theta: float, head_dim: int, factors: Array) -> dict[str,
 
 
 def _eos_token_ids(reader: GGUFReader) -> list[int]:
-    """Those that the file names, and the end of a tool call of Llama 3.1, which few files name."""
+    """End-of-sequence tokens: those that the file names, and the end of a tool call of Llama 3.1,
+    which few files name."""
     keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
     ids = {int(found) for key in keys if (found := _field(reader, key)) is not None}
     tokens = _field(reader, "tokenizer.ggml.tokens", [])

@@ -263,7 +263,7 @@ class WeightSource:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Those of the index, else model.safetensors, else all of the folder.
+    """The files that the index names, else model.safetensors, else all of the folder.
 
     Beside model.safetensors may be the same weights under other names, such as Mistral's
     consolidated.safetensors, and adapters.

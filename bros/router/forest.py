@@ -353,7 +353,7 @@ class Forest:
             node = node.parent
 
     def _touch_cached(self, node: PrefixNode, replica: int) -> None:
-        """The same in the cache of a replica."""
+        """Move a node and its ancestors to the recent end of a replica's cache, children first."""
         nodes = self.caches[replica].nodes
         while node.parent is not None:
             if replica in node.cached:

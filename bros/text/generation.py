@@ -172,7 +172,7 @@ class Occupancy:
     as_of_s: float = 0.0
 
     def change(self, by: int, now: float) -> None:
-        """So many more have come, or fewer."""
+        """Count `by` more, or fewer if it is negative."""
         self.total_s, self.as_of_s = self.seconds(now), now
         self.count += by
 
@@ -392,8 +392,8 @@ class HeldOutput:
         self._num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """So many bytes more are held, or fewer. Raises TenantLimitError if the tenant, or all
-        together, hold too much besides."""
+        """Count bytes that are held from now on, or, if negative, no more. Raises TenantLimitError
+        if the tenant, or all together, hold too much besides."""
         total = self._num_bytes + num_bytes
         counted = total if total > FREE_OUTPUT_BYTES else 0
         if counted != self._held.amount:
@@ -495,7 +495,7 @@ class Generation:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Those of them that are reasoning, if the answers are parsed."""
+        """Output tokens that are reasoning, if the answers are parsed."""
         return sum(choice.reasoning_tokens for choice in self._choices)
 
     async def ready(self) -> list[TextDelta]:

@@ -95,7 +95,7 @@ class Endpoints:
 
     @classmethod
     def of(cls, folder: Path) -> Endpoints:
-        """Those in the folder's file; without a file, sockets in the folder."""
+        """The endpoints in the folder's file; without a file, sockets in the folder."""
         try:
             return cls(**json.loads((folder / _ENDPOINTS_FILE).read_text(encoding="utf-8")))
         except FileNotFoundError:

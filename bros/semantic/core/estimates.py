@@ -366,7 +366,7 @@ class Estimates:
                 average.add(chars / tokens, self._weight)
 
     def _function(self, function: Function) -> _FunctionStats:
-        """Its statistics, which count as the latest ones."""
+        """The statistics of a function, which counts as the latest one from now on."""
         stats = self._functions.get(function) or _FunctionStats()
         tenant, _ = function
         self._functions.put(tenant, function, stats)

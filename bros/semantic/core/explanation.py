@@ -136,7 +136,7 @@ class Forecast(NamedTuple):
     paths: Sequence[CriticalPath]
 
     def slack_s(self, llm_call: LlmCall) -> float | None:
-        """Its latest finish time less its predicted end; None without a deadline or prediction."""
+        """Latest finish time of a call less its predicted end; None without one of them."""
         end_s, deadline_s = self.end_s.get(llm_call), llm_call.label.deadline_s
         return None if end_s is None or deadline_s is None else deadline_s - end_s
 

@@ -313,7 +313,7 @@ class Draft:
     def producers_first(
         self, llm_calls: Iterable[LlmCall], slice_calls: int
     ) -> Slices[list[LlmCall]]:
-        """These and their dependents in topological order. Raises ConflictError (cyclic)."""
+        """LLM calls and their dependents in topological order. Raises ConflictError (cyclic)."""
         waiting_for: dict[LlmCall, int] = dict.fromkeys(llm_calls, 0)
         after: dict[LlmCall, list[LlmCall]] = {}
         stack = list(waiting_for)

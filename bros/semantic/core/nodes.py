@@ -450,7 +450,7 @@ class TaskGroup:
         return self.num_finished + len(self.members)
 
     def set_members(self, llm_calls: Sequence[LlmCall]) -> None:
-        """These are the members that have not finished; others are at another stage by now."""
+        """Set the members that have not finished. Others are at another stage by now."""
         if any(llm_call not in self.members for llm_call in llm_calls):
             self.stragglers_reported = False
         self.members = dict.fromkeys(llm_calls)

@@ -472,12 +472,13 @@ class Needs(NamedTuple):
 
     @property
     def undated(self) -> Needs:
-        """The same without the deadline, which follows predictions."""
+        """These needs without the deadline, which follows predictions."""
         return self._replace(label=replace(self.label, deadline_s=None))
 
 
 def needs(llm_call: LlmCall) -> Needs:
-    """The present ones. As long as a requested value needs it, they only become stricter."""
+    """The present needs of a call. As long as a requested value needs it, they only become
+    stricter."""
     label = replace(llm_call.label, objectives=frozenset())
     return Needs(label, _watched_by_client(llm_call), awaited_alone(llm_call))
 

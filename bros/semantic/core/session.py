@@ -448,7 +448,7 @@ class SessionStateMachine:
                 self._actions.append(PromoteCall(llm_call))
 
     def _lower(self, llm_calls: Iterable[LlmCall]) -> None:
-        """These open LLM calls and their ancestors may be needed less urgently."""
+        """Reconsider open LLM calls and their ancestors, which may be needed less urgently now."""
         for llm_call in sorted(lower(llm_calls), key=_submission_order):
             if llm_call.started and llm_call.call.kind is CallKind.LLM:
                 self._actions.append(DemoteCall(llm_call))

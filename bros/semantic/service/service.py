@@ -114,7 +114,7 @@ class SessionRegistry:
         return _longest_idle(self.of_tenant(tenant))
 
     def crowding_candidate(self, tenant: str) -> ServedSession | None:
-        """The same of the tenants that have more sessions than this one."""
+        """The longest idle such session of the tenants that have more sessions than this one."""
         counts = Counter(owner for owner, _ in self._open)
         return _longest_idle(s for s in self if counts[s.tenant] > counts[tenant])
 
@@ -307,7 +307,7 @@ def _described(variable: Variable) -> str:
 
 
 def _subject(variable: Variable) -> str:
-    """The same as the beginning of a sentence."""
+    """A variable in the words of its client, as the beginning of a sentence."""
     described = _described(variable)
     if described == variable.id:
         return f"The variable {variable.id!r}"

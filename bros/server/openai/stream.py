@@ -849,7 +849,7 @@ class AnswerStream(EventStream):
         return True
 
     async def _written(self, deltas: Sequence[TextDelta]) -> bytes:
-        """Their events; those with much text or many log-probabilities are written on a thread."""
+        """Events of the deltas, written on a thread if they have much text or log-probabilities."""
         size = sum(map(_size_of, deltas))
         if self._echo_chars:
             new = {each.index for each in deltas} - self._seen
