@@ -300,7 +300,7 @@ class TextGenerator:
             raise
         if parsing is None:
             parsing = AnswerParsing(None, partial(self._tokenizer.detokenizer, continued=True))
-        opened = self._count_open if service_class is ServiceClass.RT else None
+        count_open = self._count_open if service_class is ServiceClass.RT else None
         return Generation(
             self._engine,
             base_id,
@@ -309,10 +309,10 @@ class TextGenerator:
             sampling,
             parsing,
             self._forwarder,
-            held,
-            HeldOutput(self._accounts, tenant),
-            partial(self._accounts.count_tokens, tenant),
-            opened,
+            held=held,
+            output=HeldOutput(self._accounts, tenant),
+            count_tokens=partial(self._accounts.count_tokens, tenant),
+            count_open=count_open,
         )
 
     async def _submit_counted(
@@ -427,17 +427,18 @@ class Generation:
         sampling: SamplingParams,
         parsing: AnswerParsing,
         forwarder: _OutputForwarder,
+        *,
         held: QuotaHolds,
         output: HeldOutput,
         count_tokens: Callable[[int], None],
-        opened: Callable[[int], None] | None,
+        count_open: Callable[[int], None] | None,
     ) -> None:
         """Made by TextGenerator.start.
 
         held: what the requests count as until all have ended.
         output: counts the output that is held for the reader, and by it.
         count_tokens: called with the number of output tokens, once they have ended.
-        opened: called with how many more of them are open, or fewer; None: nothing counts them.
+        count_open: called with the change of the number of open requests; None: nobody counts them.
         """
         self.request_id = request_id
         self.is_parsed = parsing.parser is not None
@@ -452,9 +453,9 @@ class Generation:
         self.output = output
         self._count_tokens = count_tokens
         self._counted_tokens = 0
-        self._opened = opened
-        if opened is not None:
-            opened(len(requests))
+        self._count_open = count_open
+        if count_open is not None:
+            count_open(len(requests))
         self._filled: list[_Choice] = []
         self._failure: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -554,8 +555,8 @@ class Generation:
             self._held.release()
             self.output.release()
             self._count_output()
-            if self._opened is not None:
-                self._opened(-self._unread)
+            if self._count_open is not None:
+                self._count_open(-self._unread)
             self._unread = 0
             self._filled = []
             self.wake()
@@ -589,8 +590,8 @@ class Generation:
         """The end of a choice has been read."""
         self._unread -= 1
         self._held.resize(self._unread)
-        if self._opened is not None:
-            self._opened(-1)
+        if self._count_open is not None:
+            self._count_open(-1)
         if not self._unread:
             self._count_output()
 
