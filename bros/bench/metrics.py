@@ -1,10 +1,11 @@
 """Latency, attainment and throughput of a server, from the client's records.
 
-Objectives, TTFT and TPOT are those of workload/attainment.py, from sending a request on; there are
-times of chunks instead of tokens.
+Objectives, TTFT and TPOT are those of workload/attainment.py, from when a request was due; there
+are times of chunks instead of tokens. So a request that the client has sent late has waited since
+it was due, as a user's would have.
 
     itl                 each gap between two chunks
-    e2e                 sent to last chunk
+    e2e                 due to last chunk
     normalized latency  e2e / output tokens
 
 Output tokens are taken from the server's `usage`; without it, chunks are counted. Counts and
@@ -56,17 +57,12 @@ def judge(record: Record, slo: Slo | None, until_s: float) -> Judged:
 def timeline(record: Record) -> Timeline:
     is_open = record.outcome is Outcome.OPEN
     return Timeline(
-        start_s=start_s(record),
+        start_s=record.due_s,
         times_s=record.chunk_times_s,
         tokens=record.planned.output_tokens if is_open else output_tokens(record),
         outcome=_TIMELINE_OUTCOMES.get(record.outcome, TimelineOutcome.LOST),
         end_s=record.end_s,
     )
-
-
-def start_s(record: Record) -> float:
-    """When it was sent; an unsent request has waited since it came due."""
-    return record.due_s if record.sent_s is None else record.sent_s
 
 
 def finish_s(record: Record) -> float | None:
@@ -99,7 +95,7 @@ def e2e_s(record: Record) -> float:
     """Of a completed request."""
     end_s = finish_s(record)
     assert end_s is not None, f"{record.planned.name} was completed, but at no time"
-    return end_s - start_s(record)
+    return end_s - record.due_s
 
 
 # ---- The names under which `vllm bench serve` saves its figures, and its definitions of them.

@@ -116,7 +116,7 @@ class BatchJob:
         batch = await _request_json(self._session, "GET", f"{self._base}/v1/batches/{self.id}")
         if batch["status"] not in _RUNNING:
             raise BatchJobError(f"the batch is {batch['status']} before the run is over")
-        counts, usage = batch["request_counts"], batch["usage"]
+        counts, usage = batch["request_counts"], _usage_of(batch)
         self._samples.append(
             BatchSample(
                 now(),
@@ -124,7 +124,7 @@ class BatchJob:
                 counts["failed"],
                 usage["input_tokens"],
                 usage["output_tokens"],
-                usage["input_tokens_details"]["cached_tokens"],
+                (usage.get("input_tokens_details") or {}).get("cached_tokens", 0),
             )
         )
 
@@ -191,6 +191,7 @@ async def batch_job(
                 batch = await _request_json(session, "GET", f"{base}/v1/batches/{job.id}")
             if batch["status"] == "failed":
                 raise BatchJobError(f"the batch is {batch['status']}: {batch['errors']}")
+            _usage_of(batch)
             yield job
         finally:
             await job.end()
@@ -213,6 +214,17 @@ def batch_metrics(seen: BatchSamples, window: Window, like: ClassMetrics) -> Cla
         output_tokens=round(added.output_tokens),
         cached_tokens=round(added.cached_tokens),
     )
+
+
+def _usage_of(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Raises BatchJobError if there is none while the batch runs: then nothing can be measured."""
+    usage: Mapping[str, Any] | None = batch.get("usage")
+    if usage is None:
+        raise BatchJobError(
+            "the server's batches have no `usage` while they run, which --be-as batch measures; "
+            "use --be-as requests"
+        )
+    return usage
 
 
 async def _delete_file(session: aiohttp.ClientSession, base_url: str, file_id: str) -> None:

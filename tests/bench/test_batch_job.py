@@ -6,11 +6,13 @@ import itertools
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bros.bench import running
 from bros.bench.client import Outcome
 from bros.bench.metrics import Window, measure
 from bros.bench.plan import Piece, Planned
@@ -107,6 +109,22 @@ async def test_a_batch_is_watched_and_cancelled_with_the_block(server: BatchServ
     assert (seen.at_s, seen.completed, seen.failed) == (12.5, 4, 0)
     assert seen.output_tokens == 4 * len("Hello world ")
     assert (await server.client.batches.retrieve(job.id)).status == "cancelled"
+    assert not (await server.client.files.list()).data
+
+
+async def test_a_server_whose_batches_have_no_usage_is_named(
+    server: BatchServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenAI's have it once they have ended."""
+    request_json = running._request_json
+
+    async def without_usage(*args: Any, **options: Any) -> Any:
+        return {**await request_json(*args, **options), "usage": None}
+
+    monkeypatch.setattr(running, "_request_json", without_usage)
+    with pytest.raises(BatchJobError, match="no `usage` while they run"):
+        async with batch_job(server.live.url, None, PATH, [jsonl(row(1))]):
+            raise AssertionError("not reached")
     assert not (await server.client.files.list()).data
 
 

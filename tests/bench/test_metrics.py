@@ -58,7 +58,7 @@ class Oracle:
     def __init__(self, record: Record, slo: Slo) -> None:
         self.record = record
         self.times = list(record.chunk_times_s)
-        self.start = record.due_s if record.sent_s is None else record.sent_s
+        self.start = record.due_s  # however late it was sent
         self.done = record.outcome is Outcome.COMPLETED
         self.lost = record.outcome in LOST
         self.tokens = len(self.times) if record.output_tokens is None else record.output_tokens
