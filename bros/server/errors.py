@@ -44,7 +44,8 @@ RATE_LIMIT = "rate_limit_error"
 SERVER_ERROR = "server_error"
 
 MAX_RETRY_AFTER_S = 120
-"""OpenAI's clients fail instead of waiting longer than this."""
+"""OpenAI's clients fail instead of waiting longer than this. So estimates are cut to it; how long a
+limit of a tenant lasts is known."""
 
 _USUAL_RETRY_S = 5.0
 _FULL_RETRY_S = 60
@@ -201,7 +202,9 @@ def _describe_busy(
     helps = error.retry_after_s is None or error.retry_after_s < math.inf  # to wait
     headers = {} if retry and helps else {"x-should-retry": "false"}
     if with_retry_after and helps and error.retry_after_s is not None:
-        wait_s = min(max(error.retry_after_s, 1.0), MAX_RETRY_AFTER_S)
+        wait_s = max(error.retry_after_s, 1.0)
+        if not isinstance(error, TenantLimitError):
+            wait_s = min(wait_s, MAX_RETRY_AFTER_S)
         headers["retry-after"] = str(math.ceil(wait_s))
         headers["retry-after-ms"] = str(math.ceil(wait_s * 1000))
     return ApiError(status=429, message=str(error), type=RATE_LIMIT, code=code, headers=headers)

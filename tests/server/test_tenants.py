@@ -769,6 +769,19 @@ async def test_metrics_say_what_each_tenant_has_used_of_the_device(
         }
 
 
+async def test_a_long_answer_is_waited_for_as_long_as_the_limit_needs(tmp_path: Path) -> None:
+    """A shorter time would make clients come back in vain."""
+    keys = tmp_path / "keys"
+    keys.write_text("ann ann-key max_tokens_per_minute=100")
+    server = Server(api_keys=str(keys))
+    server.accounts.count_tokens("ann", 1100)
+    body = {"prompt": "one", "max_tokens": 3}
+    refused = await server.http.post("/v1/completions", json=body, headers=of("ann"))
+    assert assert_envelope(refused, 429)["code"] == "tenant_limit_exceeded"
+    assert 590 <= int(refused.headers["retry-after"]) <= 610
+    assert refused.headers["x-should-retry"] == "false"
+
+
 async def test_limits_per_minute_answer_429_with_the_headers_of_openai(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("ann ann-key max_requests_per_minute=2 max_tokens_per_minute=1000\nbob bob-key")
