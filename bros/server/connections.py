@@ -30,7 +30,8 @@ from typing import Any
 
 import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from bros.core.clock import Clock
@@ -702,6 +703,12 @@ class Connection(HttpToolsProtocol):
         self._undigested = 0
         self._chunk_allowance = _FREE_CHUNKS * _BYTES_PER_CHUNK
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        """Answer a request. Clients of HTTP/1.0 know no chunks."""
+        if cycle.scope["http_version"] == "1.0":
+            app = _without_chunks(app, cycle)
+        super()._start_asgi_task(cycle, app)
+
     def on_body(self, body: bytes) -> None:
         self._received += len(body)
         self._undigested = 0
@@ -741,6 +748,30 @@ class Connection(HttpToolsProtocol):
     def _wait(self) -> None:
         self._enter(_Stage.IDLE)
         self._connections.waits(self, waits=True)
+
+
+def _without_chunks(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Application:
+    """The application, whose bodies without a Content-Length end with the connection, which uvicorn
+    closes after each response of HTTP/1.0."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        is_endless = False
+
+        async def send_plain(message: Any) -> None:
+            nonlocal is_endless
+            if message["type"] == "http.response.start":
+                names = {name.lower() for name, _ in message.get("headers", ())}
+                is_endless = b"content-length" not in names
+                if is_endless:
+                    cycle.chunked_encoding = False
+            elif is_endless:  # uvicorn counts down to 0 at the end
+                more = message.get("more_body", False)
+                cycle.expected_content_length = len(message.get("body", b"")) + more
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return answer
 
 
 def _names_upgrade(headers: list[tuple[bytes, bytes]]) -> bool:

@@ -103,6 +103,34 @@ async def test_headers_that_do_not_end_are_a_408(begin: bytes) -> None:
         assert error_of(await client.rest()) == (408, "request_timeout")
 
 
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"stream": True, "max_tokens": 0}])
+async def test_http_1_0_has_no_chunks(fields: dict[str, Any]) -> None:
+    body = chat_body(**fields)
+    asked = post(body, f"Content-Length: {len(body)}").replace(b"HTTP/1.1", b"HTTP/1.0")
+    async with live_server() as live:
+        async with connected(live) as client:
+            await client.send(asked)
+            head, _, found = (await client.rest()).partition(b"\r\n\r\n")
+        async with httpx.AsyncClient(base_url=live.url) as http:
+            newer = await http.post(
+                CHAT, content=body, headers={"content-type": "application/json"}
+            )
+    assert b"connection: close" in head and b"transfer-encoding" not in head
+    assert found.count(b"data: ") == newer.text.count("data: ")
+    if newer.status_code != 200:
+        assert json.loads(found) == newer.json()
+    elif fields:
+        assert found.endswith(b"data: [DONE]\n\n") and chunks(found.decode())
+    else:
+        assert json.loads(found)["choices"] == newer.json()["choices"]
+
+
+async def test_a_head_request_of_http_1_0_has_no_body() -> None:
+    async with live_server() as live, connected(live) as client:
+        await client.send(VERSION.replace(b"GET", b"HEAD").replace(b"1.1", b"1.0"))
+        assert (await client.rest()).endswith(b"\r\n\r\n")
+
+
 @hasty
 async def test_headers_that_trickle_are_a_408() -> None:
     async with live_server(**SLOW) as live, connected(live) as client:
