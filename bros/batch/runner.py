@@ -663,6 +663,11 @@ class Job:
             row = await context.io(lambda: parse_row(rows.read(ref), batch.endpoint))
             if row.custom_id != ref.custom_id:
                 raise BadRowError("damaged_file", "The line has another custom_id than the row.")
+        except FileNotFoundError:
+            message = "The content of the input file is missing on the server."
+            return RowOutcome(
+                ref.line, False, error_line(row_id, ref.custom_id, "missing_file", message)
+            )
         except (BadRowError, OSError):
             line = error_line(row_id, ref.custom_id, "damaged_file", "The input file is damaged.")
             return RowOutcome(ref.line, False, line)
@@ -835,11 +840,17 @@ class _Input:
 
     def __init__(self, path: Path) -> None:
         self._handle = -1  # every read fails, so every row gets an error
-        with contextlib.suppress(FileNotFoundError):
+        self._path = path
+        try:
             self._handle = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            logger.error("the input file of a batch is missing: %s", path)
 
     def read(self, ref: RowRef) -> bytes:
-        """One line of the file. Raises OSError if the file is missing."""
+        """One line of the file. Raises FileNotFoundError if the file was missing when it was
+        opened, and OSError if it cannot be read."""
+        if self._handle < 0:
+            raise FileNotFoundError(self._path)
         return os.pread(self._handle, ref.length, ref.offset)
 
     def __enter__(self) -> _Input:

@@ -385,7 +385,7 @@ async def test_rows_of_input_that_is_gone_for_the_next_server_are_errors(tmp_pat
         batch_id = await begun(first)
         body_of(first, INPUT).unlink()
     async with batch_server(tmp_path, seed=1) as second:
-        await check_ended(second, batch_id, set(range(ROWS)))
+        await check_ended(second, batch_id, set(range(ROWS)), "missing_file")
         assert second.engine.submitted == []
 
 
@@ -398,14 +398,16 @@ async def begun(server: BatchServer) -> str:
     return batch.id
 
 
-async def check_ended(server: BatchServer, batch_id: str, lost: set[int]) -> None:
-    """All rows have an answer but those that are lost."""
+async def check_ended(
+    server: BatchServer, batch_id: str, lost: set[int], code: str = "damaged_file"
+) -> None:
+    """All rows have an answer but those that are lost, with this code."""
     batch = await server.wait(batch_id, "completed")
     output, errors = map(server.results, (batch.output_file_id, batch.error_file_id))
     answered, damaged = await output, await errors
     assert list(answered) == [f"row-{n}" for n in range(ROWS) if n not in lost]
     assert list(damaged) == [f"row-{n}" for n in sorted(lost)]
-    assert {line["error"]["code"] for line in damaged.values()} <= {"damaged_file"}
+    assert {line["error"]["code"] for line in damaged.values()} <= {code}
     assert batch.request_counts is not None
     counts = (batch.request_counts.completed, batch.request_counts.failed)
     assert counts == (ROWS - len(lost), len(lost))
