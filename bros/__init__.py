@@ -17,7 +17,7 @@ from bros.core.errors import (
 from bros.core.request import SamplingParams, ServiceClass
 
 if TYPE_CHECKING:
-    from bros.llm import LLM, Context
+    from bros.llm import LLM, Context, RankedDocument
     from bros.text.generation import ChoiceResult
 
 __version__ = "0.1.0"
@@ -32,6 +32,7 @@ __all__ = [
     "ModelError",
     "OverloadedError",
     "PromptTooLongError",
+    "RankedDocument",
     "SamplingParams",
     "ServiceClass",
     "grammars",
@@ -39,7 +40,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("LLM", "ChoiceResult", "Context"):
+    if name in ("LLM", "ChoiceResult", "Context", "RankedDocument"):
         import bros.llm as llm  # late, because it imports torch, which takes seconds
 
         return getattr(llm, name)

@@ -262,6 +262,32 @@ class LLM:
         )
         return pair_scores(pairs, self._run(work), info)
 
+    def rerank(
+        self,
+        query: str,
+        documents: str | Iterable[str],
+        *,
+        top_n: int | None = None,
+        service_class: ServiceClass = ServiceClass.RT,
+    ) -> list[RankedDocument]:
+        """The documents by their scores, the most relevant one first, as in /v1/rerank.
+
+        top_n: how many of them; None or 0: all.
+        Raises what `score` raises.
+        """
+        if not isinstance(query, str):
+            raise _is_no(query, "query", "a text")
+        if top_n is not None and (not isinstance(top_n, int) or top_n < 0):
+            raise _is_no(top_n, "top_n", "a number of documents")
+        texts = list(_texts(documents, "documents").items)
+        scores = self.score(query, texts, service_class=service_class)
+        ranked = [
+            RankedDocument(index, text, score)
+            for index, (text, score) in enumerate(zip(texts, scores, strict=True))
+        ]
+        ranked.sort(key=lambda each: -each.score)
+        return ranked[: top_n or None]
+
     @property
     def max_model_len(self) -> int:
         """Most tokens of a prompt and its answer together, or of a text to embed."""
@@ -288,6 +314,15 @@ class LLM:
         if ids:
             check_token_ids("token_ids", ids, self._engine.client.info.vocab_size)
         return self._engine.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token inside a text, such as " Paris", for the ids in log-probabilities.
+        It has U+FFFD for incomplete characters; of a special token it is the name. Raises
+        InvalidRequestError."""
+        if not isinstance(token_id, int):
+            raise _is_no(token_id, "token_id", "a token id")
+        check_token_ids("token_id", [token_id], self._engine.client.info.vocab_size)
+        return self._engine.tokenizer.token_text(token_id)
 
     def close(self) -> None:
         """Stop the engine and free its memory. May be called twice. In a forked child it does
@@ -441,6 +476,15 @@ class LLM:
                 parsing=job.parsing,
                 streamed=False,
             )
+
+
+@dataclass(frozen=True, slots=True)
+class RankedDocument:
+    """A document of `LLM.rerank`. index: where it is in the list of documents."""
+
+    index: int
+    text: str
+    score: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,6 +178,9 @@ def test_texts_and_token_ids_can_be_told_from_each_other(llm: LLM) -> None:
     assert llm.decode(ids) == llm.decode(np.array(ids)) == "hello there"
     assert llm.decode(ids, skip_special_tokens=False) == llm.context("hello there").text
     assert llm.decode([]) == ""
+    assert "".join(map(llm.token_text, ids)) == llm.decode(ids, skip_special_tokens=False)
+    with pytest.raises(InvalidRequestError, match="token_id"):
+        llm.token_text(10**6)
     (answer,) = llm.generate(ids, GREEDY, progress=False)[0]
     assert llm.decode(answer.token_ids) == answer.text
     with pytest.raises(PromptTooLongError):

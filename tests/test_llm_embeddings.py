@@ -58,6 +58,17 @@ def test_scores_are_cosines_of_embeddings(bert: Path, tmp_path: Path) -> None:
         pairs = llm.score([query, document], iter([document, query]))
         (alone,) = llm.score(query, document)
         assert llm.score(query, []) == []
+        ranked = llm.rerank(query, [document, query, document])
+        assert [(each.index, each.text) for each in ranked] == [
+            *((1, query), (0, document), (2, document))
+        ]
+        assert [each.score for each in ranked] == [found[1], found[0], found[2]]
+        assert llm.rerank(query, [document, query], top_n=1)[0].index == 1
+        assert len(llm.rerank(query, document, top_n=0)) == 1
+        with pytest.raises(InvalidRequestError, match="query must be a text, got"):
+            llm.rerank([query], [document])  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequestError, match="top_n must be a number of documents"):
+            llm.rerank(query, [document], top_n=-1)
         refused: list[tuple[Any, Any, str]] = [
             ([query] * 2, [document], "2 queries for 1 documents; pass one for all or one each"),
             (query, [document, ""], r"documents\[1\] must be a text that is not empty"),
