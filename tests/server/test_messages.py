@@ -88,6 +88,8 @@ async def test_a_message(live: LiveServer, client: anthropic.AsyncAnthropic) -> 
     usage = message.usage
     assert usage.input_tokens == len(request.prompt_token_ids) - 3
     assert (usage.cache_read_input_tokens, usage.output_tokens) == (3, 12)
+    assert usage.output_tokens_details is not None
+    assert usage.output_tokens_details.thinking_tokens == 0
     assert usage.service_tier == "standard"
     assert "Be brief." in prompt(live) and message.id.startswith("msg_")
     sampling = request.sampling
@@ -179,6 +181,8 @@ async def test_a_tool_is_used_and_its_result_answered(
         assert message.stop_reason == "tool_use"
         thinking, text, use = message.content
         assert (thinking.thinking, text.text) == ("Hm.", "Let me see.")
+        assert message.usage.output_tokens_details is not None
+        assert 0 < message.usage.output_tokens_details.thinking_tokens < message.usage.output_tokens
         assert (use.type, use.name, use.input) == ("tool_use", "weather", {"city": "Paris"})
         live.server.engine.text = "Sunny."
         redacted: Any = {"type": "redacted_thinking", "data": "c2VjcmV0"}

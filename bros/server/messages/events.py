@@ -194,13 +194,15 @@ class MessageWriter:
             self._stop_reason = "end_turn"
 
     def _usage(self, usage: Usage) -> MessageUsage:
-        cached = usage.prompt_tokens_details.cached_tokens
+        cached, details = usage.prompt_tokens_details.cached_tokens, usage.completion_tokens_details
+        thinking = 0 if details is None else details.reasoning_tokens
         return MessageUsage.model_validate(
             {
                 "input_tokens": usage.prompt_tokens - cached,
                 "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": cached,
                 "output_tokens": usage.completion_tokens,
+                "output_tokens_details": {"thinking_tokens": thinking},
                 "service_tier": self._tier,
             }
         )

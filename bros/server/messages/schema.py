@@ -132,11 +132,16 @@ class CreateMessage(CountTokens):
     slo: SloFields | None = None
 
 
+class MessageOutputDetails(BaseModel):
+    thinking_tokens: int
+
+
 class MessageUsage(BaseModel):
     input_tokens: int = Field(description="Tokens of the prompt that were not cached")
     cache_creation_input_tokens: int
     cache_read_input_tokens: int = Field(description="Tokens of the prompt that were cached")
     output_tokens: int
+    output_tokens_details: MessageOutputDetails
     service_tier: Literal["standard", "priority", "batch"] = Field(
         description="batch: served as best-effort"
     )
