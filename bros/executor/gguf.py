@@ -303,7 +303,15 @@ def _write_tokenizer(path: Path, folder: Path, split: str | None, *, has_bos: bo
             ]
         )
     elif isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel) and split not in _GPT2_SPLITS:
-        # transformers does not know the split, and falls back to that of GPT-2.
+        # transformers does not know the split, and falls back to that of GPT-2. llama.cpp reads
+        # files without one, too, and warns that the model will then write worse or nonsense.
+        if split in (None, "default"):
+            raise ModelError(
+                f"{path} does not say how its tokenizer splits texts (tokenizer.ggml.pre), like "
+                "files of llama.cpp before May 2024; take a newer file of the model, or add it: "
+                "gguf-new-metadata --pre-tokenizer llama-bpe OLD NEW, where llama-bpe is that of "
+                "Llama 3"
+            )
         raise ModelError(
             f"{path} has a tokenizer that splits texts in a way that is not supported "
             f"(tokenizer.ggml.pre is {split!r})"

@@ -218,13 +218,26 @@ def test_digits_are_split_off_first(tmp_path: Path, split: str) -> None:
     assert [TOKENS[index] for index in ids] == ["a", 2 * NEWLINE, "1"]
 
 
-@pytest.mark.parametrize("split", ["deepseek-llm", "default", None])
-def test_ways_to_split_texts_that_are_not_known_are_refused(
+def test_ways_to_split_texts_that_are_not_known_are_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, LlamaConfig(**SHAPE), "llama", split="deepseek-llm")
+    with pytest.raises(ModelError, match="splits texts in a way .*pre is 'deepseek-llm'"):
+        converted(path)
+
+
+@pytest.mark.parametrize("split", ["default", None])
+def test_of_a_file_without_a_way_to_split_texts_is_said_how_to_add_it(
     tmp_path: Path, split: str | None
 ) -> None:
     path = written(tmp_path, LlamaConfig(**SHAPE), "llama", split=split)
-    with pytest.raises(ModelError, match=f"splits texts in a way .*pre is {split!r}"):
+    with pytest.raises(ModelError, match="does not say how .*gguf-new-metadata --pre-tokenizer"):
         converted(path)
+    fixed, folder = tmp_path / "fixed.gguf", tmp_path / "converted-fixed"
+    command = [sys.executable, "-m", "gguf.scripts.gguf_new_metadata"]
+    command += ["--pre-tokenizer", "llama-bpe", "--force", str(path), str(fixed)]
+    subprocess.run(command, check=True, capture_output=True)
+    folder.mkdir()
+    convert_gguf(fixed, folder)
+    assert Tokenizer.load(folder).encode("a")
 
 
 def test_the_end_of_a_tool_call_of_llama_is_an_end_token(tmp_path: Path) -> None:
