@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -485,19 +486,55 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec, num_blocks: int | None
     return length
 
 
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
+"""Tokens with which models end a turn."""
+
+
 def _eos_token_ids(folder: Path, settings: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """The end-of-sequence tokens of generation_config.json if it has any, else of config.json.
+    """The end-of-sequence tokens of generation_config.json if it has any, else of config.json; and
+    those of the tokenizer.
 
     Drops ids outside the vocabulary, which some checkpoints have: they can never be sampled.
     """
     eos = read_model_json_object(folder / "generation_config.json").get("eos_token_id")
     if eos is None:
         eos = settings.get("eos_token_id")
-    if eos is None:
-        return ()
-    ids = eos if isinstance(eos, list) else [eos]
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if not all(type(token_id) is int for token_id in ids):
         raise ModelError(
             f"the eos_token_id of {folder} is not a token id or a list of them: {eos!r}"
         )
-    return tuple(token_id for token_id in ids if 0 <= token_id < vocab_size)
+    found = dict.fromkeys((*ids, *_tokenizer_ends(folder)))
+    return tuple(token_id for token_id in found if 0 <= token_id < vocab_size)
+
+
+def _tokenizer_ends(folder: Path) -> Iterator[int]:
+    """The end-of-sequence token of the tokenizer, and the ends of turns in the chat template: some
+    checkpoints, mostly fine-tuned ones, name them nowhere else, and would write without an end."""
+    config = read_model_json_object(folder / "tokenizer_config.json")
+    entries = {**read_model_json_object(folder / "special_tokens_map.json"), **config}
+    eos, template = entries.get("eos_token"), _template_text(folder, config)
+    ends = {end for end in _TURN_ENDS if end in template}
+    ends.add(str(eos.get("content") if isinstance(eos, dict) else eos))
+    for token in _added_tokens(folder, config):
+        if token.get("content") in ends and type(token.get("id")) is int:
+            yield token["id"]
+
+
+def _added_tokens(folder: Path, config: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """id and content of the tokens that the tokenizer never splits."""
+    added = config.get("added_tokens_decoder")
+    if isinstance(added, dict):
+        return [{**each, "id": int(name)} for name, each in added.items()]
+    found: list[Mapping[str, Any]] = read_model_json_object(folder / "tokenizer.json").get(
+        "added_tokens", []
+    )
+    return found
+
+
+def _template_text(folder: Path, config: Mapping[str, Any]) -> str:
+    """All chat templates of the model."""
+    paths = [*folder.glob("chat_template.jinja"), *folder.glob("additional_chat_templates/*.jinja")]
+    texts = [path.read_text("utf-8") for path in paths]
+    legacy = read_model_json_object(folder / "chat_template.json")
+    return "".join([*texts, json.dumps([config.get("chat_template"), legacy.get("chat_template")])])

@@ -148,6 +148,31 @@ def test_eos_comes_from_generation_config_first(folder: Path) -> None:
     assert info_of(folder, kv_blocks=1).eos_token_ids == ()
 
 
+@pytest.mark.parametrize("listed", [True, False])
+def test_the_end_of_the_tokenizer_and_ends_of_turns_end_a_text_too(
+    folder: Path, listed: bool
+) -> None:
+    """Checkpoints that were tuned for chats often name them nowhere else."""
+    contents = {5: "<s>", 6: "</s>", 7: "<|im_end|>", 8: "<|eot_id|>", VOCAB + 1: "<|im_end|>"}
+    added = [{"id": number, "content": content} for number, content in contents.items()]
+    if listed:
+        decoder = {str(each["id"]): {"content": each["content"]} for each in added}
+        edit_json(folder / "tokenizer_config.json", added_tokens_decoder=decoder)
+    else:
+        edit_json(folder / "tokenizer.json", added_tokens=added)
+    edit_json(folder / "config.json", eos_token_id=2)
+    assert info_of(folder, kv_blocks=1).eos_token_ids == (2,)
+    edit_json(folder / "tokenizer_config.json", eos_token={"content": "</s>"})
+    assert info_of(folder, kv_blocks=1).eos_token_ids == (2, 6)
+    edit_json(folder / "tokenizer_config.json", chat_template="{{ x }}<|im_end|>\n")
+    assert info_of(folder, kv_blocks=1).eos_token_ids == (2, 6, 7)
+    (folder / "chat_template.jinja").write_text("<|start|>{{ x }}<|eot_id|>")
+    edit_json(folder / "tokenizer_config.json", chat_template=None)
+    assert info_of(folder, kv_blocks=1).eos_token_ids == (2, 6, 8)
+    edit_json(folder / "generation_config.json", eos_token_id=[6, 3])
+    assert info_of(folder, kv_blocks=1).eos_token_ids == (6, 3, 8)
+
+
 def test_threads_are_set(folder: Path) -> None:
     before = torch.get_num_threads()
     try:
