@@ -366,6 +366,16 @@ def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:
     assert [answer[0].cached_tokens for answer in (one, *two)] == [0, 16, 16]
 
 
+def test_arguments_of_calls_in_a_chat_may_be_an_object_or_its_json(llm: LLM) -> None:
+    def conversation(arguments: object) -> list[dict[str, object]]:
+        call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "x"}]
+
+    chats = [conversation({"a": [1]}), conversation('{"a":[1]}'), conversation("{oops")]
+    one, two, other = llm.chat(chats, GREEDY, progress=False)
+    assert one[0].token_ids == two[0].token_ids and other[0].finish_reason.complete
+
+
 def test_forks_of_a_context_answer_like_plain_prompts_and_compute_what_differs(llm: LLM) -> None:
     with llm.context("a beginning of a few blocks, " * 10) as context:
         beginning = context.token_ids

@@ -284,7 +284,8 @@ class ChatFormat:
 
     def _adapted_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])
-        function["arguments"] = _decoded_arguments(function["arguments"])
+        if isinstance(function["arguments"], str):  # in Python they may be an object already
+            function["arguments"] = _decoded_arguments(function["arguments"])
         return {**call, "id": self._call_id(call["id"]), "function": function}
 
     def _call_id(self, call_id: str) -> str:
