@@ -1,4 +1,4 @@
-"""Reports as tables for the terminal, 100 columns table_console."""
+"""Reports as tables for the terminal, 100 columns wide; narrower ones get the tables in parts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from bros.bench.report.tables import print_table
 from bros.core.errors import ConfigError
 from bros.core.files import expand_user
 from bros.core.request import ServiceClass
@@ -53,7 +54,7 @@ def _print_load(console: Console, label: str, rows: Sequence[Row]) -> None:
         )
         if first.skipped:
             console.print(f"{first.skipped} more were left out as too long")
-        console.print(_real_time(rows))
+        print_table(console, _real_time(rows))
     elif first.skipped:
         console.print(
             f"[bold]Real-time, {label}[/bold]: all {first.skipped} requests were left out as too "
@@ -64,7 +65,7 @@ def _print_load(console: Console, label: str, rows: Sequence[Row]) -> None:
         console.print(
             f"[bold]Best-effort beside {label}[/bold]: {how} {scenario.be.in_flight} in flight"
         )
-        console.print(_best_effort(rows))
+        print_table(console, _best_effort(rows))
     gaps = [
         f"{scenario.config.policy} {_percent(met)} %"
         for scenario, report in rows
@@ -178,7 +179,7 @@ def print_fleet_reports(console: Console, rows: Sequence[FleetRow]) -> None:
         several = f"{replicas} replicas" if replicas > 1 else "1 replica"
         requests = group[0][1].requests
         console.print(f"[bold]{several}, {label}[/bold]: {requests} requests, policy {policy}")
-        console.print(_fleet_table(group))
+        print_table(console, _fleet_table(group))
 
 
 def _fleet_table(rows: Sequence[FleetRow]) -> Table:
@@ -261,7 +262,7 @@ def print_program_reports(console: Console, rows: Sequence[ProgramRow]) -> None:
             f"chats beside: {chats}, first token within {slo.slo_ttft:g} ms, then one every "
             f"{slo.slo_tpot:g} ms"
         )
-        console.print(_program_table(group))
+        print_table(console, _program_table(group), kept=2)
 
 
 def _program_table(rows: Sequence[ProgramRow]) -> Table:

@@ -337,6 +337,20 @@ def test_terminal_output_fits(bench: BenchResult) -> None:
     assert "…" not in text
 
 
+@pytest.mark.parametrize("width", [80, 50])
+def test_nothing_is_cut_off_in_a_narrow_terminal(width: int) -> None:
+    wide, narrow = (terminal(bench_named("one rate"), each) for each in (100, width))
+    assert max(map(len, narrow.splitlines())) <= width and "…" not in narrow
+    figures = re.findall(r"^ S\d \w+ (.*)$", wide, re.MULTILINE)
+    assert len(figures) == 4
+    for name in ("S0 bros", "S1 fcfs", "S3 bros", "S2 bros"):
+        (row,) = re.findall(rf"^ {name} (.*)$", wide, re.MULTILINE)
+        shown = re.findall(rf"^ {name} (.*)$", narrow, re.MULTILINE)
+        assert len(shown) > 1 and " ".join(shown).split() == row.split()
+    live = live_output(is_terminal=True, at=[30.0], width=width)
+    assert "…" not in live and "best-effort" in live and "TPOT" in live
+
+
 def test_requests_that_were_not_sent_or_not_served_as_asked_are_warned_of() -> None:
     records = [make_record(due_s=20.0, gaps_s=[0.1], tier="flex") for _ in range(30)]
     records.append(make_record(due_s=59.0, outcome=Outcome.OPEN, never_sent=True))
@@ -595,8 +609,10 @@ def test_timeline_shows_only_what_the_server_says() -> None:
     assert figure.get_axes() == []
 
 
-def live_output(*, is_terminal: bool, at: list[float]) -> str:
-    console = Console(width=100, file=io.StringIO(), force_terminal=is_terminal, color_system=None)
+def live_output(*, is_terminal: bool, at: list[float], width: int = 100) -> str:
+    console = Console(
+        width=width, file=io.StringIO(), force_terminal=is_terminal, color_system=None
+    )
     records = [r for r in healthy_records() if r.due_s < 30.0]
     records.append(make_record(due_s=1.0, outcome=Outcome.FAILED))
     with LiveView(console, "S3 [bros]", SLO) as view:

@@ -51,9 +51,9 @@ def report(latency_s: float) -> FleetReport:
     return dataclasses.replace(fleet_report(result, Slo(ttft_s=1e9)), **FIGURES)
 
 
-def printed(**latencies: float) -> list[str]:
+def printed(width: int = 100, **latencies: float) -> list[str]:
     out = io.StringIO()
-    console = Console(file=out, width=100, highlight=False)
+    console = Console(file=out, width=width, highlight=False)
     print_fleet_reports(console, [(scenario(name), report(s)) for name, s in latencies.items()])
     return out.getvalue().splitlines()
 
@@ -67,6 +67,13 @@ def test_nothing_is_cut_off_with_both_classes_and_wide_figures() -> None:
     assert rows["rr"][:4] == ["87654", "87654", "1.00", "1.00"]
     assert rows["oracle"][:4] == ["9.46", "9.46", "9269", "9269"]
     assert rows["least"][-3:] == ["12345", "100.0", "0.012"]
+
+
+def test_nothing_is_cut_off_in_a_narrow_terminal() -> None:
+    lines = printed(80, rr=87654.0, oracle=9.4567, least=0.0123456)
+    assert max(map(len, lines)) <= 80 and not any("…" in line for line in lines)
+    shown = [line.split()[1:] for line in lines if line.split()[:1] == ["least"]]
+    assert len(shown) == 2 and shown[1][-2:] == ["100.0", "0.012"]
 
 
 @pytest.mark.parametrize(

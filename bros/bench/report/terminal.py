@@ -1,4 +1,4 @@
-"""A comparison for the terminal, 100 columns wide."""
+"""A comparison for the terminal, 100 columns wide; narrower ones get the tables in parts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.table import Table
 
 from bros.bench.client import Outcome, Record
 from bros.bench.metrics import Window, judge, tokens_per_s
+from bros.bench.report.tables import parts, print_table
 from bros.bench.report.words import (
     CLASS_NAMES,
     NOTHING,
@@ -46,9 +47,9 @@ def print_report(console: Console, bench: BenchResult) -> None:
     """Print the verdict, a line per run, and the warnings."""
     console.print(f"[bold]{escape(verdict(bench))}[/bold]")
     console.print(f"Objectives of real-time requests: {all_objectives(bench)}", highlight=False)
-    console.print(_table(bench))
+    print_table(console, _table(bench))
     if any(result.tenants for result in bench.results):
-        console.print(_tenants(bench))
+        print_table(console, _tenants(bench), kept=2)
     for scenario in sorted({result.scenario for result in bench.results}):
         console.print(f"{scenario}  {scenario.label}", highlight=False)
     for found in bench.capacities:
@@ -121,6 +122,8 @@ def _tenants(bench: BenchResult) -> Table:
 
 LINE_INTERVAL_S = 10.0
 """Interval of progress lines without a terminal."""
+
+_PANEL_EDGES = 4  # characters
 
 _RECENT_S = 30.0
 """Period over which rates are averaged."""
@@ -196,7 +199,7 @@ class LiveView:
             if part:
                 found[service_class] = class_progress(part, held, elapsed_s)
         if self._live is not None:
-            panel = _panel(self._title, elapsed_s, duration_s, found)
+            panel = _panel(self._console, self._title, elapsed_s, duration_s, found)
             self._live.update(panel, refresh=True)
             return
         self._next_line_s = elapsed_s - elapsed_s % LINE_INTERVAL_S + LINE_INTERVAL_S
@@ -205,7 +208,11 @@ class LiveView:
 
 
 def _panel(
-    title: str, elapsed_s: float, duration_s: float, found: dict[ServiceClass, ClassProgress]
+    console: Console,
+    title: str,
+    elapsed_s: float,
+    duration_s: float,
+    found: dict[ServiceClass, ClassProgress],
 ) -> Panel:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("", no_wrap=True)
@@ -227,7 +234,8 @@ def _panel(
         )
     bar = ProgressBar(total=duration_s, completed=min(elapsed_s, duration_s))
     clock = f"{elapsed_s:.0f} of {duration_s:.0f} s"
-    return Panel(Group(bar, table), title=escape(title), subtitle=clock, title_align="left")
+    tables = parts(console, table, width=console.width - _PANEL_EDGES)
+    return Panel(Group(bar, *tables), title=escape(title), subtitle=clock, title_align="left")
 
 
 def _line(
