@@ -224,9 +224,8 @@ def _ratio(theirs: float | None, ours: float | None) -> str:
 
 def _of_classes(report: FleetReport) -> tuple[str, str]:
     met = report.by_class[ServiceClass.RT].both_met
-    share = None if met is None else met.value
     return (
-        _NOTHING if share is None else f"{100 * share:.1f}",
+        _NOTHING if met is None else _percent(met),
         _seconds(report.by_class[ServiceClass.BE].latency_s.mean),
     )
 

@@ -14,6 +14,7 @@ from bros.core.request import FinishReason, ServiceClass, Slo
 from bros.simulator.fleet import FleetRecord, FleetReport, FleetResult, FleetScenario, fleet_report
 from bros.simulator.prefix_workloads import published
 from bros.simulator.simulation import Device
+from bros.workload.attainment import Attainment
 from support.fleets import request
 from support.scenarios import STEPS
 
@@ -74,6 +75,19 @@ def test_nothing_is_cut_off_in_a_narrow_terminal() -> None:
     assert max(map(len, lines)) <= 80 and not any("…" in line for line in lines)
     shown = [line.split()[1:] for line in lines if line.split()[:1] == ["least"]]
     assert len(shown) == 2 and shown[1][-2:] == ["100.0", "0.012"]
+
+
+def test_one_missed_request_is_never_rounded_away() -> None:
+    found = report(1.0)
+    real_time = dataclasses.replace(
+        found.by_class[ServiceClass.RT], both_met=Attainment(met=9999, decided=10000)
+    )
+    by_class = {**found.by_class, ServiceClass.RT: real_time}
+    out = io.StringIO()
+    console = Console(file=out, width=100, highlight=False)
+    rows = [(scenario("rr"), dataclasses.replace(found, by_class=by_class))]
+    print_fleet_reports(console, rows)
+    assert out.getvalue().splitlines()[-2].split()[-2] == "99.9"
 
 
 @pytest.mark.parametrize(
