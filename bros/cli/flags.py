@@ -272,7 +272,9 @@ class SimulateFlags:
         "0",
     )
     slowdown: str = flag("X", "actual step times are X times the predicted ones", "1")
-    json: str | None = flag("FILE", "write settings and results to FILE")
+    json: str | None = flag(
+        "FILE", "write settings and results to FILE; after Ctrl-C those of the finished runs"
+    )
     jobs: str | None = flag("N", "parallel runs (default: one per core)")
     be_batches: bool = switch(
         "submit best-effort requests in batches: the next N once all of the last N have finished"

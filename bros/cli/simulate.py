@@ -9,7 +9,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rich.console import Console
 
@@ -114,26 +114,59 @@ Result = TypeVar("Result")
 Read = TypeVar("Read")
 
 
-def _timed_runs(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Runs(Generic[Scenario, Result]):
+    """The runs of a command.
+
+    finished: scenarios and their results, in order; after Ctrl-C not of all.
+    unfinished: number of the others.
+    wall_s: seconds that all of them took.
+    """
+
+    finished: Sequence[tuple[Scenario, Result]]
+    unfinished: int
+    wall_s: float
+
+
+def _run_timed(
     run: Callable[[Scenario, Callable[[float], None]], Result],
     scenarios: Sequence[Scenario],
     jobs: int,
     clock: Clock,
-) -> tuple[list[Result], float]:
-    """The result of each scenario, and the seconds that all of them took."""
+) -> _Runs[Scenario, Result]:
+    """Raises KeyboardInterrupt if no run has finished before Ctrl-C."""
     start_s = clock.now()
+    results: dict[int, Result] = {}
     with progress_bar(len(scenarios)) as on_progress:
-        results = run_all(run, scenarios, jobs, on_progress)
-    return results, clock.now() - start_s
+        try:
+            run_all(run, scenarios, jobs, on_progress, results.__setitem__)
+        except KeyboardInterrupt:
+            if not results:
+                raise
+    return _Runs(
+        finished=[(each, results[n]) for n, each in enumerate(scenarios) if n in results],
+        unfinished=len(scenarios) - len(results),
+        wall_s=clock.now() - start_s,
+    )
 
 
-def _write_json(path: Path, content: Mapping[str, Any], wall_s: float) -> None:
-    write(path, json.dumps({**content, "wall_s": round(wall_s, 3)}, indent=2) + "\n")
+def _conclude(
+    console: Console, runs: _Runs[Any, Any], path: Path | None, content: Mapping[str, Any]
+) -> None:
+    """Write the file, if one is asked for, and print how long it took.
 
-
-def _print_wall_time(console: Console, count: int, wall_s: float) -> None:
-    runs = f"{count} runs" if count > 1 else "1 run"
-    console.print(f"{runs} in {wall_s:.1f} s", style="dim")
+    Raises KeyboardInterrupt after that if runs are missing.
+    """
+    if path is not None:
+        unfinished = {"unfinished": runs.unfinished} if runs.unfinished else {}
+        whole_content = {**content, **unfinished, "wall_s": round(runs.wall_s, 3)}
+        write(path, json.dumps(whole_content, indent=2) + "\n")
+    count = len(runs.finished)
+    if runs.unfinished:
+        asked = count + runs.unfinished
+        console.print(f"interrupted after {count} of {asked} runs, in {runs.wall_s:.1f} s")
+        raise KeyboardInterrupt
+    console.print(f"{count} run{'s' * (count > 1)} in {runs.wall_s:.1f} s", style="dim")
 
 
 # ---- `bros simulate --replicas`: compares routers.
@@ -165,11 +198,12 @@ def run_replicas(
 ) -> int:
     """Simulate, print tables and write the file; returns the exit status.
 
-    Raises ConfigError for an invalid option.
+    Raises ConfigError for an invalid option, KeyboardInterrupt after Ctrl-C: the runs that had
+    finished by then are printed and written before.
     """
     settings = read_replica_settings(args, environ, warn)
     console = table_console(console)
-    reports, wall_s = _timed_runs(run_fleet, settings.scenarios, settings.jobs, clock)
+    runs = _run_timed(run_fleet, settings.scenarios, settings.jobs, clock)
     key, first = settings.profile.key, settings.scenarios[0]
     console.print(
         f"{key.model} ({key.weights}) on {first.device.name}, {settings.profile.kind} profile, "
@@ -182,10 +216,8 @@ def run_replicas(
             "families, so these runs are shorter; override with --requests N"
         )
     console.print()
-    print_fleet_reports(console, list(zip(settings.scenarios, reports, strict=True)))
-    if settings.json_path is not None:
-        _write_json(settings.json_path, replicas_json(settings, reports), wall_s)
-    _print_wall_time(console, len(reports), wall_s)
+    print_fleet_reports(console, runs.finished)
+    _conclude(console, runs, settings.json_path, replicas_json(settings, runs.finished))
     return 0
 
 
@@ -232,7 +264,9 @@ def read_replica_settings(
     )
 
 
-def replicas_json(settings: ReplicaSettings, reports: Sequence[FleetReport]) -> dict[str, Any]:
+def replicas_json(
+    settings: ReplicaSettings, finished: Sequence[tuple[FleetScenario, FleetReport]]
+) -> dict[str, Any]:
     """Everything that determines the runs, and their results."""
     return {
         "bros": __version__,
@@ -247,7 +281,7 @@ def replicas_json(settings: ReplicaSettings, reports: Sequence[FleetReport]) -> 
                 "settings": scenario_json(scenario),
                 "results": dataclasses.asdict(report),
             }
-            for scenario, report in zip(settings.scenarios, reports, strict=True)
+            for scenario, report in finished
         ],
     }
 
@@ -381,20 +415,19 @@ def run_program_scenarios(
 ) -> int:
     """Simulate, print tables and write the file; returns the exit status.
 
-    Raises ConfigError for an invalid option.
+    Raises ConfigError for an invalid option, KeyboardInterrupt after Ctrl-C: the runs that had
+    finished by then are printed and written before.
     """
     settings = read_program_settings(args, environ, warn)
     console = table_console(console)
-    reports, wall_s = _timed_runs(run_programs, settings.scenarios, settings.jobs, clock)
+    runs = _run_timed(run_programs, settings.scenarios, settings.jobs, clock)
     key, first = settings.profile.key, settings.scenarios[0]
     console.print(
         f"{key.model} ({key.weights}) on {first.device.name}, {settings.profile.kind} profile, "
         f"each replica; {1e3 * first.delay_s:g} ms of network latency, seed {first.seed}\n"
     )
-    print_program_reports(console, list(zip(settings.scenarios, reports, strict=True)))
-    if settings.json_path is not None:
-        _write_json(settings.json_path, programs_json(settings, reports), wall_s)
-    _print_wall_time(console, len(reports), wall_s)
+    print_program_reports(console, runs.finished)
+    _conclude(console, runs, settings.json_path, programs_json(settings, runs.finished))
     return 0
 
 
@@ -455,7 +488,9 @@ def read_program_settings(
     )
 
 
-def programs_json(settings: ProgramSettings, reports: Sequence[ProgramReport]) -> dict[str, Any]:
+def programs_json(
+    settings: ProgramSettings, finished: Sequence[tuple[ProgramScenario, ProgramReport]]
+) -> dict[str, Any]:
     """Everything that determines the runs, and their results."""
     return {
         "bros": __version__,
@@ -479,7 +514,7 @@ def programs_json(settings: ProgramSettings, reports: Sequence[ProgramReport]) -
                 },
                 "results": dataclasses.asdict(report),
             }
-            for scenario, report in zip(settings.scenarios, reports, strict=True)
+            for scenario, report in finished
         ],
     }
 
@@ -506,7 +541,8 @@ def run_simulate(
 ) -> int:
     """Simulate, print tables and write the file; returns the exit status.
 
-    Raises ConfigError for an invalid option.
+    Raises ConfigError for an invalid option, KeyboardInterrupt after Ctrl-C: the runs that had
+    finished by then are printed and written before.
     """
     if read_own(ProgramsFlags, args).programs is not None:
         return run_program_scenarios(args, environ, warn, clock, console)
@@ -517,17 +553,15 @@ def run_simulate(
         return run_replicas(args, environ, warn, clock, console)
     settings = read_settings(args, environ, warn)
     console = table_console(console)
-    reports, wall_s = _timed_runs(run_scenario, settings.scenarios, settings.jobs, clock)
+    runs = _run_timed(run_scenario, settings.scenarios, settings.jobs, clock)
     key, first = settings.profile.key, settings.scenarios[0]
     warm_up = f", the first {first.warm_up_s:g} s not counted" if first.warm_up_s else ""
     console.print(
         f"{key.model} ({key.weights}) on {first.device.name}, {settings.profile.kind} profile; "
         f"{first.duration_s:g} s simulated{warm_up}, seed {first.seed}\n"
     )
-    print_reports(console, list(zip(settings.scenarios, reports, strict=True)))
-    if settings.json_path is not None:
-        _write_json(settings.json_path, as_json(settings, reports), wall_s)
-    _print_wall_time(console, len(reports), wall_s)
+    print_reports(console, runs.finished)
+    _conclude(console, runs, settings.json_path, as_json(settings, runs.finished))
     return 0
 
 
@@ -580,7 +614,9 @@ def read_settings(
     )
 
 
-def as_json(settings: SimulateSettings, reports: Sequence[Report]) -> dict[str, Any]:
+def as_json(
+    settings: SimulateSettings, finished: Sequence[tuple[SimulatedScenario, Report]]
+) -> dict[str, Any]:
     """Everything that determines the runs, and their results."""
     return {
         "bros": __version__,
@@ -593,7 +629,7 @@ def as_json(settings: SimulateSettings, reports: Sequence[Report]) -> dict[str, 
                 "settings": _scenario_json(scenario),
                 "results": dataclasses.asdict(report),
             }
-            for scenario, report in zip(settings.scenarios, reports, strict=True)
+            for scenario, report in finished
         ],
     }
 

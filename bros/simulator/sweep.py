@@ -37,26 +37,41 @@ def run_scenario(
 
 
 def run_all(
-    run: _Run[S, R], scenarios: Sequence[S], jobs: int, progress: Progress | None = None
+    run: _Run[S, R],
+    scenarios: Sequence[S],
+    jobs: int,
+    progress: Progress | None = None,
+    on_result: Callable[[int, R], None] | None = None,
 ) -> list[R]:
     """The result of `run` for each scenario, in their order.
 
     run: (scenario, progress) -> result, a function at module level, as it is pickled.
     jobs: most processes at a time; a single job runs in this process.
+    on_result: called with the index and the result of a scenario as soon as there is one, so that
+        Ctrl-C need not lose those.
     Raises ConfigError if a scenario cannot be run, WorkerError if a worker fails.
     """
-    progress = progress or _ignore
+    progress, on_result = progress or _ignore, on_result or _ignore
     if min(jobs, len(scenarios)) <= 1:
-        return [_run_here(run, index, each, progress) for index, each in enumerate(scenarios)]
+        return [
+            _run_here(run, index, each, progress, on_result) for index, each in enumerate(scenarios)
+        ]
     pool = _Pool(run, scenarios, min(jobs, len(scenarios)))
     try:
-        return pool.run(progress)
+        return pool.run(progress, on_result)
     finally:
         pool.stop()
 
 
-def _run_here(run: _Run[S, R], index: int, scenario: S, progress: Progress) -> R:
+def _run_here(
+    run: _Run[S, R],
+    index: int,
+    scenario: S,
+    progress: Progress,
+    on_result: Callable[[int, R], None],
+) -> R:
     report = run(scenario, lambda share: progress(index, share))
+    on_result(index, report)
     progress(index, 1.0)
     return report
 
@@ -80,13 +95,13 @@ class _Pool:
             self._processes.append(process)
             self._pipes.append(parent_end)
 
-    def run(self, progress: Progress) -> list[Any]:
+    def run(self, progress: Progress, on_result: Callable[[int, Any], None]) -> list[Any]:
         for pipe in self._pipes:
             self._send_next(pipe)
         while self._working:
             ready = set(wait(list(self._working)))
             for pipe in [pipe for pipe in self._pipes if pipe in ready]:
-                self._receive(pipe, progress)
+                self._receive(pipe, progress, on_result)
         return [self._reports[index] for index in range(len(self._scenarios))]
 
     def stop(self) -> None:
@@ -108,7 +123,9 @@ class _Pool:
         self._working[pipe] = self._next
         self._next += 1
 
-    def _receive(self, pipe: Connection, progress: Progress) -> None:
+    def _receive(
+        self, pipe: Connection, progress: Progress, on_result: Callable[[int, Any], None]
+    ) -> None:
         index = self._working[pipe]
         try:
             kind, content = pipe.recv()
@@ -118,6 +135,7 @@ class _Pool:
             progress(index, content)
         elif kind == "report":
             self._reports[index] = content
+            on_result(index, content)
             progress(index, 1.0)
             self._send_next(pipe)
         else:
@@ -143,5 +161,5 @@ def _answer(run: _Run[Any, Any], scenario: object, progress: Callable[[float], N
         return "failed", traceback.format_exc()
 
 
-def _ignore(index: int, share: float) -> None:
-    """The default Progress."""
+def _ignore(index: int, told: object) -> None:
+    """The default for what is told of a scenario."""

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from bros.cli.flags import DEFAULT_PROFILE
 from bros.cli.main import main
 from bros.core.errors import ConfigError
 from bros.profiling.profiles import Profile, ProfileKey
-from bros.simulator.simulation import read_profile, stored_profiles
+from bros.simulator.metrics import Report
+from bros.simulator.simulation import SimulatedScenario, read_profile, stored_profiles
+from bros.simulator.sweep import run_scenario
 from support.scenarios import SLOW, STEPS
 
 KEY = ProfileKey(
@@ -102,6 +105,36 @@ def test_json_says_what_was_run_and_what_came_of_it(profile: Path, tmp_path: Pat
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("number", [0, 2])
+def test_ctrl_c_keeps_the_runs_that_had_finished(
+    number: int,
+    profile: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[SimulatedScenario] = []
+
+    def run_some(scenario: SimulatedScenario, progress: Callable[[float], None]) -> Report:
+        if len(done) == number:
+            raise KeyboardInterrupt
+        done.append(scenario)
+        return run_scenario(scenario, progress)
+
+    monkeypatch.setattr("bros.cli.simulate.run_scenario", run_some)
+    out = tmp_path / "out.json"
+    arguments = ("--policy", "bros,fcfs,rr", "--profile", str(profile), "--json", str(out))
+    assert simulate(*arguments, *QUICK) == 130
+    shown = capsys.readouterr().out
+    if not number:
+        assert shown == "" and not out.exists()
+        return
+    content = json.loads(out.read_text())
+    assert [run["policy"] for run in content["runs"]] == ["bros", "fcfs"]
+    assert content["unfinished"] == 1 and "interrupted after 2 of 3 runs" in shown
+    assert "fcfs" in shown and "rr" not in shown.replace("interrupted", "")
+
+
 def test_results_are_the_same_in_every_run_and_with_any_number_of_jobs(
     profile: Path, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ import multiprocessing
 import pytest
 
 from bros.core.errors import ConfigError
+from bros.simulator.metrics import Report
 from bros.simulator.sweep import WorkerError, _work, run_all, run_scenario
 from bros.workload.arrivals import BeLoad, PoissonLoad
 from support.scenarios import DeadlyLoad, scenario
@@ -24,10 +25,15 @@ SCENARIOS = [
 def test_reports_do_not_depend_on_the_number_of_processes(jobs: int) -> None:
     told: list[tuple[int, float]] = []
     alone = run_all(run_scenario, SCENARIOS, 1)
+    results: dict[int, Report] = {}
     together = run_all(
-        run_scenario, SCENARIOS, jobs, lambda index, share: told.append((index, share))
+        run_scenario,
+        SCENARIOS,
+        jobs,
+        lambda index, share: told.append((index, share)),
+        results.__setitem__,
     )
-    assert together == alone
+    assert together == alone == [results[index] for index in range(len(SCENARIOS))]
     assert len({report.digest for report in alone}) == len(SCENARIOS)
     assert {index for index, share in told if share == 1.0} == set(range(len(SCENARIOS)))
 
