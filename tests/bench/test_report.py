@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
+from warnings import catch_warnings
 
 import pytest
 from matplotlib.figure import Figure
@@ -20,6 +21,7 @@ from rich.console import Console
 from bros.bench.client import Outcome, Record
 from bros.bench.metrics import NAMES, Window, confidence_interval
 from bros.bench.report.files import (
+    _png,
     page,
     requests_file_name,
     write_report,
@@ -274,6 +276,21 @@ def test_names_of_request_files_are_plain() -> None:
         Scenario.S3, [], window=WINDOW, rt_rate=0.5, target="http://a:8000/v1", policy=None
     )
     assert requests_file_name(result) == "requests_S3_http-a-8000-v1_0.5.csv"
+
+
+def test_servers_with_names_in_other_scripts_have_files_of_their_own() -> None:
+    samples = [ServerSample(float(at), {"rt_running": 1.0}) for at in range(3)]
+    runs = [
+        make_result(
+            Scenario.S3, [], window=WINDOW, rt_rate=0.5, target=name, policy=None, timeline=samples
+        )
+        for name in ("日本", "北京")
+    ]
+    names = [requests_file_name(run) for run in runs]
+    assert len(set(names)) == 2 and all(map(str.isascii, names))
+    found = figures(make_bench(runs), LIGHT)
+    titles = [figure.get_suptitle().split(",")[0] for figure in found.values()]
+    assert titles == ["S3 日本", "S3 北京"]
 
 
 @pytest.mark.parametrize(
@@ -591,6 +608,23 @@ def test_lines_are_those_of_the_runs() -> None:
         interval = confidence_interval(run.rt.both_met)
         assert interval is not None
         assert (100 * interval.low, 100 * interval.high) in bars
+
+
+def test_every_server_is_in_the_legend_and_no_line_is_cut() -> None:
+    names = ("_one", "cost $1 or $2", "日本")
+    runs = [
+        make_result(
+            Scenario.S3, healthy_records(), window=WINDOW, rt_rate=rate, target=name, policy=None
+        )
+        for name in names
+        for rate in (0.5, 1.0)
+    ]
+    figure = figures(make_bench(runs), LIGHT)["be_throughput"]
+    with catch_warnings(action="error"):
+        _png(figure)
+    assert [line.strip() for line in texts_of(figure).splitlines()[-3:]] == list(names)
+    [ax] = figure.get_axes()
+    assert ax.get_ylim() == (0, pytest.approx(1.05 * runs[0].be.tokens_per_s))
 
 
 def test_no_plot_of_nothing() -> None:

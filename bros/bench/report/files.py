@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from warnings import catch_warnings, filterwarnings
 
 from jinja2 import Environment, StrictUndefined
 from matplotlib.figure import Figure
@@ -176,7 +177,10 @@ def _as_pngs(plots: Mapping[str, Figure]) -> dict[str, bytes]:
 
 def _png(figure: Figure) -> bytes:
     file = io.BytesIO()
-    figure.savefig(file, format="png")
+    with catch_warnings():
+        # A line for each character that the font does not have; the tables show the names.
+        filterwarnings("ignore", "Glyph .* missing from", UserWarning)
+        figure.savefig(file, format="png")
     return file.getvalue()
 
 

@@ -260,6 +260,7 @@ def _settings(theme: Theme) -> dict[Any, Any]:
         "axes.spines.right": False,
         "axes.titlesize": 11,
         "axes.titlelocation": "left",
+        "text.parse_math": False,  # a name may have two dollar signs
         "legend.frameon": False,
         "legend.fontsize": 9,
     }
@@ -280,6 +281,8 @@ def _lines(figure: Figure, bench: BenchResult, panel: Panel, theme: Theme) -> No
         color, marker = styles[target, policy]
         color = theme.ink if alone and not several else color
         name = server_name(bench, target, policy) + (", alone" if alone else "")
+        if name.startswith("_"):
+            name = f" {name}"  # matplotlib would leave it out of the legend
         for number, value in enumerate(panel.values.values()):
             if number and alone and several:
                 continue  # too many lines to distinguish; the tables have the figures
@@ -397,7 +400,8 @@ def _scale(ax: Axes, panel: Panel) -> None:
         ax.set_yticks([], minor=True)
         ax.set_ylim(low, high)
     else:
-        ax.set_ylim(bottom=0)
+        # The margin that matplotlib takes is one of the range of the values, which may be small.
+        ax.set_ylim(0, 1.05 * ax.dataLim.ymax if ax.dataLim.ymax > 0 else 1)
 
 
 def _round_numbers(low: float, high: float) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -56,8 +57,12 @@ def ratio(value: float | None) -> str:
 
 
 def file_name(text: str) -> str:
-    """`text` without characters that are special to a shell or a file system."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)
+    """`text` without characters that are special to a shell or a file system.
+
+    Names in other scripts would all become `-`: they are told apart by a checksum.
+    """
+    plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", text)
+    return plain if text.isascii() else f"{plain}-{zlib.crc32(text.encode()):08x}"
 
 
 def all_objectives(bench: BenchResult) -> str:
