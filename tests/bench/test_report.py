@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from bros.bench.client import Outcome, Record
-from bros.bench.metrics import NAMES, Window, confidence_interval
+from bros.bench.metrics import NAMES, Window, confidence_interval, judge, tokens_per_s
 from bros.bench.report.files import (
     _png,
     page,
@@ -41,7 +41,7 @@ from bros.bench.results import (
     ServerSample,
 )
 from bros.core.request import Slo
-from bros.workload.attainment import Attainment
+from bros.workload.attainment import Attainment, Judged
 from support.bench_records import (
     BE,
     COMMAND,
@@ -667,6 +667,37 @@ def test_live_view_is_a_panel_on_a_terminal() -> None:
     text = live_output(is_terminal=True, at=[0.0, 1.0, 30.0])
     assert "S3 [bros]" in text and "30 of 70 s" in text
     assert "real-time" in text and "best-effort" in text and "errors" in text
+
+
+def test_live_view_judges_each_request_once_when_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    judged: list[Record] = []
+
+    def counted(record: Record, slo: Slo | None, until_s: float) -> Judged:
+        judged.append(record)
+        return judge(record, slo, until_s)
+
+    monkeypatch.setattr("bros.bench.report.terminal.judge", counted)
+    ended = [r for r in healthy_records() if r.due_s < 30.0]
+    going = make_record(due_s=1.0, gaps_s=[0.1, 0.1], outcome=Outcome.OPEN)
+    late = make_record(due_s=31.0, gaps_s=[0.1, 0.1])
+    console = Console(width=100, file=io.StringIO(), force_terminal=False)
+    with LiveView(console, "S3", SLO) as view:
+        for at, records in ((20.0, [*ended, going]), (30.0, [*ended, going])):
+            view.update(at, 70.0, records)
+        going.outcome = Outcome.COMPLETED
+        view.update(40.0, 70.0, [*ended, going, late])
+    assert [judged.count(record) for record in (ended[0], going, late)] == [1, 3, 1]
+    assert isinstance(console.file, io.StringIO)
+    last = console.file.getvalue().splitlines()[-1]
+    everything = [*ended, going, late]
+    for kind, name in ((RT, "real-time"), (BE, "best-effort")):
+        part = [record for record in everything if record.planned.service_class is kind]
+        done = [record for record in part if record.outcome is Outcome.COMPLETED]
+        tokens = sum(tokens_per_s(part, Window(10.0, 40.0)))
+        running = len(part) - len(done)
+        assert f"{name} {len(done)} done, {running} running, 0 errors, {tokens:.0f} tok" in last
 
 
 def test_classes_are_kept_apart_in_the_details() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -15,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from bros.bench.client import Outcome, Record
-from bros.bench.metrics import Window, judge, tokens_per_s
+from bros.bench.metrics import Window, finish_s, judge, tokens_per_s
 from bros.bench.report.tables import parts, print_table
 from bros.bench.report.words import (
     CLASS_NAMES,
@@ -145,23 +146,58 @@ class ClassProgress:
     tokens_per_s: float
 
 
-def class_progress(records: Sequence[Record], slo: Slo | None, elapsed_s: float) -> ClassProgress:
-    """The progress of one class. Takes time linear in its records, not in their tokens."""
-    judged = [judge(record, slo, elapsed_s) for record in records]
-    completed = sum(record.outcome is Outcome.COMPLETED for record in records)
-    still_open = [record for record in records if record.outcome is Outcome.OPEN]
-    rates = (0.0, 0.0)
-    if elapsed_s > 0:
-        rates = tokens_per_s(records, Window(max(0.0, elapsed_s - _RECENT_S), elapsed_s))
-    return ClassProgress(
-        running=sum(record.sent_s is not None for record in still_open),
-        completed=completed,
-        errors=len(records) - completed - len(still_open),
-        ttft_s=Summary.of([j.ttft_s for j in judged if j.ttft_s is not None]),
-        tpot_s=Summary.of([j.tpot_s for j in judged if j.tpot_s is not None]),
-        both_met=Attainment.of([j.both_met for j in judged]),
-        tokens_per_s=sum(rates),
-    )
+class _Seen:
+    """The requests of one class. Each is judged once when it has ended, so that an update of a long
+    run does not hold up what the client sends and receives."""
+
+    def __init__(self, slo: Slo | None) -> None:
+        self._slo = slo
+        self._open: list[Record] = []
+        self._recent: list[Record] = []  # that have ended, but count for the rates
+        self._ttft_s, self._tpot_s = array("d"), array("d")
+        self._met = Attainment(0, 0)
+        self._completed = 0
+        self._errors = 0
+
+    def progress(self, added: Sequence[Record], elapsed_s: float) -> ClassProgress:
+        """added: the requests that came due since the last call."""
+        known = [*self._open, *added]
+        self._open = [record for record in known if record.outcome is Outcome.OPEN]
+        ended = [record for record in known if record.outcome is not Outcome.OPEN]
+        ttft_s, tpot_s, met = self._judged(ended, elapsed_s)
+        self._ttft_s.extend(ttft_s)
+        self._tpot_s.extend(tpot_s)
+        self._met = Attainment.total([self._met, met])
+        completed = sum(record.outcome is Outcome.COMPLETED for record in ended)
+        self._completed += completed
+        self._errors += len(ended) - completed
+        since_s = max(0.0, elapsed_s - _RECENT_S)
+        recent = [r for r in (*self._recent, *ended) if (finish_s(r) or 0.0) >= since_s]
+        self._recent = recent
+        rates = (0.0, 0.0)
+        if elapsed_s > 0:
+            rates = tokens_per_s([*recent, *self._open], Window(since_s, elapsed_s))
+        ttft_s, tpot_s, met = self._judged(self._open, elapsed_s)
+        return ClassProgress(
+            running=sum(record.sent_s is not None for record in self._open),
+            completed=self._completed,
+            errors=self._errors,
+            ttft_s=Summary.of(self._ttft_s + array("d", ttft_s)),
+            tpot_s=Summary.of(self._tpot_s + array("d", tpot_s)),
+            both_met=Attainment.total([self._met, met]),
+            tokens_per_s=sum(rates),
+        )
+
+    def _judged(
+        self, records: Sequence[Record], elapsed_s: float
+    ) -> tuple[list[float], list[float], Attainment]:
+        """(TTFTs, TPOTs, attainment of both objectives)"""
+        judged = [judge(record, self._slo, elapsed_s) for record in records]
+        return (
+            [j.ttft_s for j in judged if j.ttft_s is not None],
+            [j.tpot_s for j in judged if j.tpot_s is not None],
+            Attainment.of([j.both_met for j in judged]),
+        )
 
 
 class LiveView:
@@ -173,7 +209,8 @@ class LiveView:
     def __init__(self, console: Console, title: str, slo: Slo) -> None:
         self._console = console
         self._title = title
-        self._slo = slo
+        self._seen = {ServiceClass.RT: _Seen(slo), ServiceClass.BE: _Seen(None)}
+        self._num_seen = 0
         self._live: Live | None = None
         self._next_line_s = LINE_INTERVAL_S
         if console.is_terminal:
@@ -189,15 +226,20 @@ class LiveView:
             self._live.stop()
 
     def update(self, elapsed_s: float, duration_s: float, records: Sequence[Record]) -> None:
-        """Show the progress after elapsed_s of the run's duration_s."""
+        """Show the progress after elapsed_s of the run's duration_s.
+
+        records: those of the last call, and behind them the ones that have come due since then.
+        """
         if self._live is None and elapsed_s < self._next_line_s:
             return
+        added = records[self._num_seen :]
+        self._num_seen = len(records)
         found = {}
-        for service_class in ServiceClass:
-            part = [r for r in records if r.planned.service_class is service_class]
-            held = self._slo if service_class is ServiceClass.RT else None
-            if part:
-                found[service_class] = class_progress(part, held, elapsed_s)
+        for service_class, seen in self._seen.items():
+            part = [record for record in added if record.planned.service_class is service_class]
+            now = seen.progress(part, elapsed_s)
+            if now.running or now.completed or now.errors:
+                found[service_class] = now
         if self._live is not None:
             panel = _panel(self._console, self._title, elapsed_s, duration_s, found)
             self._live.update(panel, refresh=True)
