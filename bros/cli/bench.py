@@ -41,12 +41,14 @@ from bros.bench.report.files import (
     write_requests,
 )
 from bros.bench.report.terminal import LiveView, print_report
+from bros.bench.report.words import name_of
 from bros.bench.results import (
     BadResultsError,
     BenchResult,
     CapacityResult,
     Command,
     Scenario,
+    ScenarioResult,
     environment,
 )
 from bros.bench.running import BeAs, BenchRunner, BenchTarget, MeasuredRun, RunOptions
@@ -447,7 +449,9 @@ def run_bench(
         settings = read_settings(args, environ, warn, clock)
         folder, result = settings.out, _measure(settings, clock, console)
     print_report(console, result)
-    console.print(f"The report is in {folder}/report.html", highlight=False)
+    console.print(
+        f"The report is in {folder}/report.html", markup=False, highlight=False, soft_wrap=True
+    )
     return 0
 
 
@@ -476,6 +480,9 @@ def _read(flag: str, folder: Path) -> BenchResult:
         raise ConfigError(f"{flag}: the result.json in {folder} cannot be used: {error}") from None
 
 
+_MOST_NAMES = 4
+
+
 class _Bench:
     """The runs of one command.
 
@@ -493,6 +500,8 @@ class _Bench:
         self.result = BenchResult(results=())
         if settings.append and (settings.out / "result.json").exists():
             self.result = _read("--append", settings.out)
+        elif not settings.append:
+            self._say_what_is_replaced()
 
     async def run(self) -> None:
         """Measure and write the report, also after an error.
@@ -508,7 +517,7 @@ class _Bench:
                 write_report(out, self.result)
                 if sys.exception() is not None:
                     message = f"The report of the finished runs is in {out}/report.html"
-                    self._console.print(message, highlight=False)
+                    self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     async def _measure(self) -> None:
         async for target, cases in self._targets():
@@ -521,7 +530,7 @@ class _Bench:
                 self._view,
             )
             for case in cases:
-                self._record(await runner.run(case))
+                self._record(await self._run(runner, target, case))
             if self._settings.capacity is not None:
                 await self._search_capacity(runner, target, *self._settings.capacity)
 
@@ -557,7 +566,7 @@ class _Bench:
         scenario = mixed_scenario(target.policy, has_classes=classes)
 
         async def attempt(rate: float) -> Attainment:
-            run = await runner.run(Case(scenario, rate))
+            run = await self._run(runner, target, Case(scenario, rate))
             self._record(run)
             return run.result.rt.both_met
 
@@ -573,13 +582,47 @@ class _Bench:
         self.result = self.result.with_capacity(capacity)
         save_result(self._settings.out, self.result)
 
+    async def _run(self, runner: BenchRunner, target: BenchTarget, case: Case) -> MeasuredRun:
+        """Run a case; says before if that replaces an earlier run."""
+        key = (case.scenario, target.name, target.policy, case.rate)
+        for old in self.result.results:
+            if old.key == key:
+                self._say_replaced(old)
+        run = await runner.run(case)
+        if run.result.key != key:  # the rate of a trace is known only now
+            for old in self.result.results:
+                if old.key == run.result.key:
+                    self._say_replaced(old)
+        return run
+
+    def _say_replaced(self, old: ScenarioResult) -> None:
+        name, date = name_of(self.result, old), old.command.environment.date
+        self._note(f"this replaces the run of {name} from {date}")
+
+    def _say_what_is_replaced(self) -> None:
+        """The runs of a report that the first finished run replaces."""
+        try:
+            old = read_result(self._settings.out)
+        except (OSError, UnicodeDecodeError, BadResultsError):
+            return
+        if old.results:
+            names = "; ".join(name_of(old, run) for run in old.results[:_MOST_NAMES])
+            more = len(old.results) - _MOST_NAMES
+            names += f" and {more} more" if more > 0 else ""
+            self._note(
+                f"this replaces the report in {self._settings.out} of {names}; --append adds to it"
+            )
+
+    def _note(self, text: str) -> None:
+        self._console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
+
     def _record(self, run: MeasuredRun) -> None:
         self.result = self.result.with_run(run.result)
         save_result(self._settings.out, self.result)
         path = self._settings.out / requests_file_name(run.result)
         write_requests(path, run.records, self._command.slo, run.window)
         for note in run.notes:
-            self._console.print(f"note: {note}", highlight=False)
+            self._note(note)
 
     @contextlib.contextmanager
     def _view(self, title: str) -> Iterator[OnProgress]:

@@ -217,8 +217,24 @@ async def test_another_objective_is_added_and_warned_of(
 
 
 @pytest.mark.slow
+async def test_runs_that_are_replaced_are_named_before(
+    measured: Measured, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = measured.copy(tmp_path / "out [old]")
+    date = result(out).results[0].command.environment.date
+    arguments = ("--rates", "8,9", "--scenarios", "S0", "--in-flight", "0", "--scale", "0.03")
+    how = (*arguments, "--append", "--target-name", "fake")
+    assert await bench(FakeServer(), model, out, *how) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "replaces" in line] == [
+        f"note: this replaces the run of S0 fake, 8/s from {date}"
+    ]
+    assert f"The report is in {out}/report.html" in lines
+
+
+@pytest.mark.slow
 async def test_a_new_report_takes_the_place_of_the_old_one_and_of_nothing_else(
-    measured: Measured, model: Path, tmp_path: Path
+    measured: Measured, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = measured.copy(tmp_path / "out")
     (out / "mine.png").write_text("x")
@@ -228,6 +244,10 @@ async def test_a_new_report_takes_the_place_of_the_old_one_and_of_nothing_else(
     assert "be_throughput.png" in before and len(of_runs) == 4
     alone = ("--rates", "8", "--scenarios", "S0", "--in-flight", "0", "--scale", "0.03")
     assert await bench(FakeServer(), model, out, *alone, "--target-name", "new") == 0
+    assert capsys.readouterr().out.splitlines()[0] == (
+        f"note: this replaces the report in {out} of S0 fake, 8/s; S2 fake; S1 fake, 8/s; "
+        "S3 fake, 8/s; --append adds to it"
+    )
     after = {path.name for path in out.iterdir()}
     assert before - after >= {"be_throughput.png", *of_runs}
     assert {"mine.png", "requests_mine.csv"} <= after

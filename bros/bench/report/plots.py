@@ -348,7 +348,7 @@ def _bars(figure: Figure, bench: BenchResult, panel: Panel, theme: Theme) -> Non
     ax.invert_yaxis()
     ax.grid(True, axis="x")
     at_rate = "" if rate is None else f", at {rate:g} real-time requests per second"
-    ax.set_xlabel(panel.unit + at_rate)
+    ax.set_xlabel(panel.unit + at_rate, loc="right")  # beside long names the axis is short
     ax.margins(x=0.22)
     ax.set_xlim(left=0)
     if panel.unit == "%":
