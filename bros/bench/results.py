@@ -134,6 +134,7 @@ class ScenarioResult:
     server_version: None if the server does not report it.
     timeline: empty if the server has no metrics.
     tenants: what each got, if several share the load.
+    notes: what was left out of the planned load or shortened.
     """
 
     command: Command
@@ -151,6 +152,7 @@ class ScenarioResult:
     server_version: str | None = None
     timeline: tuple[ServerSample, ...] = ()
     tenants: tuple[TenantMetrics, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple[object, ...]:

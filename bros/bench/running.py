@@ -467,15 +467,11 @@ class RunOptions:
 
 
 class MeasuredRun(NamedTuple):
-    """The outcome of a case.
-
-    notes: human-readable remarks on its plan.
-    """
+    """The outcome of a case."""
 
     result: ScenarioResult
     records: Sequence[Record]
     window: Window
-    notes: Sequence[str]
 
 
 View = Callable[[str], AbstractContextManager[OnProgress]]
@@ -548,7 +544,7 @@ class BenchRunner:
             metrics = _with_batch_metrics(result.metrics, samples)
             result = replace(result, metrics=metrics, be_load=f"{result.be_load}, as a batch")
         result = replace(result, server_version=version, timeline=timeline)
-        return MeasuredRun(result, driven.records, window, plan.notes)
+        return MeasuredRun(result, driven.records, window)
 
     def _plan(self, case: Case, context: int | None) -> Plan:
         usable = (context or _DEFAULT_CONTEXT) - self._added_tokens
@@ -619,6 +615,7 @@ class BenchRunner:
             be_digest=plan.be_digest,
             metrics=measure(driven.records, slo, window),
             client=driven.health,
+            notes=plan.notes,
             tenants=()
             if tenants is None
             else measure_tenants(driven.records, slo, window, tenants),

@@ -621,7 +621,7 @@ class _Bench:
         save_result(self._settings.out, self.result)
         path = self._settings.out / requests_file_name(run.result)
         write_requests(path, run.records, self._command.slo, run.window)
-        for note in run.notes:
+        for note in run.result.notes:
             self._note(note)
 
     @contextlib.contextmanager

@@ -700,6 +700,14 @@ def test_live_view_judges_each_request_once_when_it_has_ended(
         assert f"{name} {len(done)} done, {running} running, 0 errors, {tokens:.0f} tok" in last
 
 
+def test_page_says_what_was_left_out_of_the_load() -> None:
+    note = "3 of 60 real-time requests were cut to fit the context of 512 tokens"
+    [run] = bench_named("one token").results
+    bench = make_bench([dataclasses.replace(run, notes=(note,))])
+    assert f"S0 bros, 0.1/s: {note}" in Page(page(bench)).text
+    assert BenchResult.from_json(bench.to_json()) == bench
+
+
 def test_classes_are_kept_apart_in_the_details() -> None:
     bench = bench_named("one rate")
     text = Page(page_named("one rate")).text

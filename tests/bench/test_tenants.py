@@ -15,7 +15,9 @@ from bros.bench.client import Client, Outcome, Record
 from bros.bench.dialects import RequestFormat, dialect_of
 from bros.bench.metrics import Window, measure, measure_tenants
 from bros.bench.plan import BenchTenants
-from bros.bench.report.terminal import print_report
+from bros.bench.report.files import page
+from bros.bench.report.terminal import print_report, tenant_rows
+from bros.bench.report.words import name_of
 from bros.bench.results import BenchResult
 from bros.simulator.virtual_loop import run_virtual
 from support.bench_records import BE, RT, SLO, make_record, typical_bench
@@ -88,3 +90,7 @@ def test_the_report_says_what_each_tenant_got() -> None:
     lines = [line.split() for line in text.getvalue().splitlines() if "ann" in line.split()]
     assert len(lines) == len(bench.results)
     assert all("75" in line for line in lines)
+    html = page(bench)
+    for run, (tenant, *figures) in tenant_rows(bench):
+        cells = "".join(f"<td>{text}</td>" for text in (tenant, *figures))
+        assert f'<th scope="row">{name_of(bench, run)}</th>{cells}' in html

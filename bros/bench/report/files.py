@@ -28,7 +28,7 @@ from bros.bench.metrics import (
     prompt_tokens,
 )
 from bros.bench.report.plots import DARK, LIGHT, figures
-from bros.bench.report.terminal import COLUMNS, cells
+from bros.bench.report.terminal import COLUMNS, TENANT_COLUMNS, cells, tenant_rows
 from bros.bench.report.words import (
     CLASS_NAMES,
     NOTHING,
@@ -144,9 +144,12 @@ def _page(bench: BenchResult, light: Mapping[str, Figure], pictures: Mapping[str
         warnings=warnings(bench),
         plots=_plots(bench, light, pictures),
         columns=[column.replace("\n", " ") for column in COLUMNS],
+        tenant_columns=[column.replace("\n", " ") for column in TENANT_COLUMNS],
+        tenants=[(name_of(bench, run), *row) for run, row in tenant_rows(bench)],
         runs=[(name_of(bench, run), *cells(bench, run)) for run in runs],
         starts=[n for n in range(1, len(runs)) if runs[n].rt_rate != runs[n - 1].rt_rate],
         scenarios=[f"{s}: {s.label}" for s in Scenario if any(r.scenario is s for r in runs)],
+        notes=[f"{name_of(bench, run)}: {note}" for run in runs for note in run.notes],
         capacities=[_capacity(bench, found) for found in bench.capacities],
         taxes=list(_taxes(bench)),
         details=[_details(bench, run) for run in runs],

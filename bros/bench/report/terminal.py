@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -42,6 +42,11 @@ COLUMNS = (
     *("BE\ntok/s", "of S2\n%", "errors"),
 )
 """Headings of cells(): real-time figures, then best-effort ones."""
+
+TENANT_COLUMNS = (
+    *("of the\nload %", "both\nmet %", "TTFT\np50 ms", "TTFT\np99 ms"),
+    *("RT tok/s\n%", "BE tok/s\n%"),
+)
 
 
 def print_report(console: Console, bench: BenchResult) -> None:
@@ -92,13 +97,18 @@ def _table(bench: BenchResult) -> Table:
 
 
 def _tenants(bench: BenchResult) -> Table:
-    """What each tenant got."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("run", overflow="fold")
     table.add_column("tenant")
-    columns = ("of the\nload %", "both\nmet %", "TTFT\np50 ms", "TTFT\np99 ms")
-    for column in (*columns, "RT tok/s\n%", "BE tok/s\n%"):
+    for column in TENANT_COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
+    for run, (tenant, *figures) in tenant_rows(bench):
+        table.add_row(escape(short_name(bench, run)), escape(tenant), *figures)
+    return table
+
+
+def tenant_rows(bench: BenchResult) -> Iterator[tuple[ScenarioResult, list[str]]]:
+    """What each tenant got in each run: its name, and one text for each of TENANT_COLUMNS."""
     for result in ordered(bench):
         totals = [
             sum(getattr(each, name) for each in result.tenants)
@@ -106,16 +116,17 @@ def _tenants(bench: BenchResult) -> Table:
         ]
         for each in result.tenants:
             parts = zip((each.rt_tokens_per_s, each.be_tokens_per_s), totals, strict=True)
-            table.add_row(
-                escape(short_name(bench, result)),
-                escape(each.name),
-                f"{100 * each.share:.0f}",
-                percent(each.both_met),
-                ms(each.ttft_s.p50),
-                ms(each.ttft_s.p99),
-                *(f"{100 * rate / total:.1f}" if total else NOTHING for rate, total in parts),
+            yield (
+                result,
+                [
+                    each.name,
+                    f"{100 * each.share:.0f}",
+                    percent(each.both_met),
+                    ms(each.ttft_s.p50),
+                    ms(each.ttft_s.p99),
+                    *(f"{100 * rate / total:.1f}" if total else NOTHING for rate, total in parts),
+                ],
             )
-    return table
 
 
 # ---- Progress during a run: a panel on a terminal, else a line from time to time.
