@@ -265,6 +265,12 @@ class ClassMetrics:
     def tokens_per_s(self) -> float:
         return self.prompt_tokens_per_s + self.output_tokens_per_s
 
+    @property
+    def took_part(self) -> bool:
+        """Whether there was load of this class. Slow requests may all have come due before the
+        window, and still have got tokens in it, or none."""
+        return bool(self.requests or self.outside) or self.tokens_per_s > 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMetrics:

@@ -256,7 +256,7 @@ class BenchResult:
     def be_efficiency(self, result: ScenarioResult, base: Scenario) -> float | None:
         """Best-effort throughput of `result` relative to S1 or S2; None if either is missing."""
         other = self.like(result, base)
-        if other is None or not result.be.requests:
+        if other is None or not result.be.took_part:
             return None
         return be_efficiency(result.be, other.be)
 

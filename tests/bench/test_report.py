@@ -29,7 +29,7 @@ from bros.bench.report.files import (
     write_summary,
 )
 from bros.bench.report.plots import DARK, LIGHT, figures
-from bros.bench.report.terminal import LiveView, print_report
+from bros.bench.report.terminal import COLUMNS, LiveView, cells, print_report
 from bros.bench.report.words import verdict, warnings
 from bros.bench.results import (
     BadResultsError,
@@ -393,6 +393,24 @@ def test_terminal_shows_the_share_of_best_effort_work_alone() -> None:
     assert share is not None
     [line] = [line for line in text.splitlines() if line.strip().startswith("S3 bros")]
     assert line.split()[-2:] == [f"{100 * share:.0f}", "0"]
+
+
+@pytest.mark.parametrize(("gaps_s", "tokens"), [([5.0, 20.0, 20.0], "2"), ([], "0")])
+def test_best_effort_requests_from_before_the_window_count(
+    gaps_s: list[float], tokens: str
+) -> None:
+    """A slow server finishes none of them in a short run, and sends few tokens, or none."""
+    slow = make_record(
+        BE, due_s=0.0, gaps_s=gaps_s, outcome=Outcome.OPEN, prompt_tokens=8, output_tokens=150
+    )
+    mixed = make_result(Scenario.S3, [slow, *ONE_TOKEN], window=WINDOW, rt_rate=0.1)
+    alone = make_result(Scenario.S2, [make_record(BE, gaps_s=[0.1] * 500)], window=WINDOW)
+    bench = make_bench([mixed, alone])
+    row = dict(zip(COLUMNS, cells(bench, mixed), strict=True))
+    assert row["BE\ntok/s"] == tokens
+    efficiency = bench.be_efficiency(mixed, Scenario.S2)
+    assert efficiency is not None and (efficiency > 0) == bool(gaps_s)
+    assert f"with {100 * efficiency:.0f} % of the best-effort throughput" in verdict(bench)
 
 
 def test_verdict_names_no_best_effort_work_that_was_not_sent() -> None:

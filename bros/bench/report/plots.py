@@ -222,7 +222,7 @@ def _panels(bench: BenchResult) -> dict[str, Panel]:
         ),
         "be_throughput": Panel(
             "Best-effort throughput, prompt and output", "tokens/s",
-            {"": lambda r: r.be.tokens_per_s if r.be.requests else None}, _BE_RUNS,
+            {"": lambda r: r.be.tokens_per_s if r.be.took_part else None}, _BE_RUNS,
         ),
         "ttft": Panel(
             "Time to first token (TTFT)", "ms",

@@ -67,7 +67,7 @@ def print_report(console: Console, bench: BenchResult) -> None:
 def cells(bench: BenchResult, result: ScenarioResult) -> list[str]:
     """One text for each of COLUMNS."""
     rt, be = result.rt, result.be
-    has_rt, has_be = bool(rt.requests), bool(be.requests)
+    has_rt, has_be = bool(rt.requests), be.took_part
     return [
         *(percent(rt.both_met), interval_percent(rt.both_met)),
         *(percent(rt.ttft_met), percent(rt.tpot_met), percent(rt.gap_met)),

@@ -121,7 +121,7 @@ def verdict(bench: BenchResult) -> str:
         worst = min(judged, key=_attainment)
         at = "" if worst.rt_rate is None else f"at {worst.rt_rate:g}/s "
         return f"Real-time requests alone: {at}{_attainment_words(bench, worst)}."
-    if any(result.be.requests for result in bench.results):
+    if any(result.be.took_part for result in bench.results):
         best = max(bench.results, key=lambda result: result.be.tokens_per_s)
         return f"Best-effort requests alone: {best.be.tokens_per_s:.0f} tokens/s."
     return "Nothing was measured."
