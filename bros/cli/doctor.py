@@ -6,11 +6,13 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 
 from bros import __version__
 from bros.core.clock import Clock
@@ -127,14 +129,25 @@ def _examine(found: Findings, config: EngineConfig, clock: Clock) -> Iterator[Ta
 
 
 def _machine() -> list[tuple[str, str]]:
-    page = os.sysconf("SC_PAGE_SIZE")
-    total, free = (page * os.sysconf(f"SC_{which}PHYS_PAGES") for which in ("", "AV"))
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available = _available_memory()
+    left = "" if available is None else f"{available // _MIB:,} MiB available of "
     return [
         ("CPU", f"{cpu_name()}, {available_cores()} threads"),
-        ("memory", f"{free // _MIB:,} MiB free of {total // _MIB:,} MiB"),
+        ("memory", f"{left}{total // _MIB:,} MiB"),
         ("NVIDIA driver", _driver() or _NO_DRIVER),
         *gpu_facts(),
     ]
+
+
+def _available_memory() -> int | None:
+    """Bytes that programs can get, those of files in memory included; None if unknown."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"^MemAvailable: +(\d+) kB$", text, re.MULTILINE)
+    return 1024 * int(found[1]) if found else None
 
 
 def _driver() -> str | None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bros.cli.doctor import _machine
 from bros.cli.main import main
 from bros.core.clock import SystemClock
 from bros.core.config import EngineConfig
@@ -83,6 +84,12 @@ def test_everything_that_is_in_use_is_tested(capsys: pytest.CaptureFixture[str])
     ]
     assert set(found["versions"]) >= {"bros", "python", "torch", "triton", "cupy", "transformers"}
     assert found["versions"]["torch"] and found["machine"]["CPU"]
+
+
+def test_memory_that_files_take_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "MemTotal: 24684376 kB\nMemFree: 512000 kB\nMemAvailable:   20480000 kB\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
+    assert dict(_machine())["memory"].startswith("20,000 MiB available of ")
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
