@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bros.bench.report.tables import print_table
 from bros.cli.flags import DEFAULT_URL, AdminFlags, read_own, whole
 from bros.cli.remote import auth_headers, base_url, error_message
 from bros.core.config_sources import URL_VARIABLE, given_flags, load_config
@@ -90,7 +91,7 @@ class _Command:
         if self.own.json:
             print(json.dumps(found, indent=2), file=self.console.file)
             return
-        self.console.print(replica_table(found["data"]))
+        print_table(self.console, replica_table(found["data"]))
         self.console.print(
             f"router {found['router']}; requests continued on another replica: "
             f"{found['continued']} after a failure, {found['moved']} after a drain or to rebalance"

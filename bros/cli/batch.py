@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bros.batch.objects import MAX_LINE_BYTES, BatchStatus, parse_window
+from bros.bench.report.tables import print_table
 from bros.cli.batch_client import (
     BatchClient,
     BusyError,
@@ -339,7 +340,7 @@ class _Command:
         if self.own.json:
             self._print_json([dict(batch.fields) for batch in batches])
         elif batches:
-            self.out.print(batch_table(batches, self.clock.unix_time()))
+            print_table(self.out, batch_table(batches, self.clock.unix_time()))
         else:
             self._say("There are no batches.")
         return 0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 
+import httpx
 import pytest
 from rich.console import Console
 
-from bros.cli.admin import tenant_table
+from bros.cli.admin import run_admin, tenant_table
+from bros.cli.flags import add_arguments
 from bros.core.tenants import Resource, TenantAccounts, TenantLimits
 
 LIMITS = TenantLimits(
@@ -55,3 +58,24 @@ def test_the_table_of_tenants_shows_every_resource_in_full(width: int) -> None:
     assert ["ann", "file_bytes", "3GiB", "16GiB", "0", "max_file_bytes"] in rows
     assert ["ann", "batch_tokens", "0", "1.23G", "0", "max_batch_tokens"] in rows
     assert ["(operator)", "sessions", "0", "none", "0", "max_sessions"] in rows
+
+
+def test_the_table_of_replicas_fits_80_columns() -> None:
+    replica = {
+        **{"number": 1, "state": "draining", "open": 12, "waiting": 3, "lost": 0},
+        **{"used_blocks": 10, "cached_blocks": 50, "total_blocks": 100},
+        **{"cached_tokens": 10, "prompt_tokens": 200},
+        "routed": {"prefix": 12, "load": 3, "rebalance": 1},
+    }
+    found = {"data": [replica], "router": "e2", "continued": 0, "moved": 0}
+    parser = argparse.ArgumentParser()
+    add_arguments("admin", parser)
+    text = io.StringIO()
+    run_admin(
+        parser.parse_args(["replicas"]),
+        {},
+        pytest.fail,
+        transport=httpx.MockTransport(lambda request: httpx.Response(200, json=found)),
+        console=Console(file=text, width=80, force_terminal=True, color_system=None),
+    )
+    assert "…" not in text.getvalue() and "prefix 12, load 3, rebalance 1" in text.getvalue()

@@ -227,6 +227,16 @@ def test_list_is_a_table_newest_first(desk: Desk) -> None:
     ]
 
 
+def test_list_fits_80_columns(desk: Desk) -> None:
+    soon = {"expected_at": CREATED_AT + 600, "at_risk": True}
+    going = RUNNING | {"id": f"batch_{'x' * 24}", "request_counts": counts(50_000, 1200, 2)}
+    desk.fake.add(**going, bros=soon)
+    desk.clock.advance(180)
+    out = desk.run("list", terminal=True).out
+    assert "…" not in out and max(map(len, out.splitlines())) <= 80
+    assert "in progress  1,200/50,000" in out and "in 7 min, at risk" in out
+
+
 def test_list_goes_on_over_pages_up_to_the_limit(desk: Desk) -> None:
     for _ in range(250):
         desk.fake.add()

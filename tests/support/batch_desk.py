@@ -70,7 +70,7 @@ class Desk:
             self.clock,
             pause=self._pause,
             transport=httpx.MockTransport(self.fake),
-            out=Console(file=out),
+            out=Console(file=out, force_terminal=terminal, width=80, color_system=None),
             err=Console(file=self.err, force_terminal=terminal, width=80),
         )
         return Ran(status, out.getvalue(), self.err.getvalue())

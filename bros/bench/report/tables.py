@@ -14,7 +14,9 @@ _NAME_WIDTH = 12
 
 def print_table(console: Console, table: Table, kept: int = 1) -> None:
     """Print a table in parts that fit, one below the other. kept: see `parts`."""
-    for part in parts(console, table, kept):
+    for number, part in enumerate(parts(console, table, kept)):
+        if number and table.box is None:
+            console.print()
         console.print(part)
 
 
