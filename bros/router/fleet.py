@@ -370,10 +370,10 @@ class Fleet:
     ) -> Decision:
         """Count a routed request in the load of its replica, and its prompt in the cache there."""
         state, request, number = self.state, query.request, replica.number
-        matched = query.matched.get(number, 0)
+        matched, shared = query.matched.get(number, 0), query.shared_tokens()
         leaf = state.forest.insert(state.forest.root(request), query.pieces, query.path)
         # After the insertion, which may split the node that the request shares with others.
-        key = query.key(max(query.matched.values(), default=0))
+        key = query.key(shared)
         work = ReplicaWork(
             request=request,
             service_class=request.service_class,
@@ -391,7 +391,7 @@ class Fleet:
         state.forest.evict(number, replica.facts.capacity_tokens)
         state.forest.shrink()
         if self._planner is not None:
-            self._planner.record(state, work, query.length)
+            self._planner.record(state, work, query)
         return Decision(
             request_id=request.request_id,
             replica=number,

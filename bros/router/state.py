@@ -337,6 +337,14 @@ class RoutingQuery:
         matched = self.matched.get(replica.number, 0)
         return replica.prefill_s(self.length - matched, matched)
 
+    def shared_tokens(self) -> int:
+        """Length of the prefix that it can be placed by: what is cached anywhere, or else what the
+        forest knows of its prompt, if that is more than the rest; 0 if neither is."""
+        cached, known = max(self.matched.values(), default=0), self.path.end
+        if self.length - cached < cached:
+            return cached
+        return known if self.length - known < known else 0
+
     def key(self, tokens: int) -> PrefixNode | None:
         """The node to place it by (Preble 3.2: the key portion): of the nodes that start within the
         first `tokens` tokens, the last one that is longer than all nodes before it together."""

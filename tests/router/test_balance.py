@@ -175,3 +175,22 @@ def test_a_home_that_is_lost_is_no_home() -> None:
     fleet.remove(1)
     assert homes(fleet)[1] is None
     assert send(fleet, ask("a", prompt(1, 500)), 2.0) == 0
+
+
+def test_what_less_than_half_of_a_prompt_shares_places_no_request() -> None:
+    """All prompts begin with the same system prompt, and most go on with a document that no other
+    one has: copies of the system prompt would move none of these."""
+    fleet = fleet_of(
+        2, patience=NO_WAITING, decode_aware=False, warm_up=5, window_s=100.0, rebalancing=False
+    )
+    system, tokens = [7] * (5 * BLOCK), round(1 / PRICES.decode_s(1, 0))
+    for number in range(100):
+        now, document = float(number), [20_000 + number] * (10 * BLOCK)
+        for name, rest, length in (("own", document, 2 * tokens), ("hot", [8] * PREFIX, tokens)):
+            request = ask(f"{name}{number}", [*system, *rest, 10_000 + number], max_tokens=length)
+            fleet.route([request], now, frozenset({1}))
+            fleet.on_finished(request.request_id, (1,) * length, now)
+    (key,) = fleet.replicas[0].keys
+    assert (key.start, key.end) == (len(system), len(system) + PREFIX)
+    send(fleet, ask("x", [99] * 2), 99.5)
+    assert key.homes == (0, 1), "it takes more than half of the time of a replica"
