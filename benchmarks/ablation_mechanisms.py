@@ -63,13 +63,8 @@ class Mechanism:
 
 def _rules(**changes: Any) -> Patch:
     """Other switches of packing.Rules."""
-    settings = build._settings
-
-    def changed(*args: Any, **kwargs: Any) -> Any:
-        found = settings(*args, **kwargs)
-        return dataclasses.replace(found, rules=dataclasses.replace(found.rules, **changes))
-
-    return build, "_settings", changed
+    rules = build._rules
+    return build, "_rules", lambda *args: dataclasses.replace(rules(*args), **changes)
 
 
 def _always(value: Any) -> Callable[..., Any]:
@@ -440,7 +435,7 @@ def _order_without(**hints: Any) -> Patch:
             finally:
                 state.request = request
 
-    return bros, "BestEffortOrder", Order
+    return build, "BestEffortOrder", Order
 
 
 ORDER = (
@@ -448,7 +443,7 @@ ORDER = (
         name="best-effort start order",
         part="policy",
         without="best-effort requests start in order of arrival",
-        patches=[(bros, "BestEffortOrder", _ByArrival)],
+        patches=[(build, "BestEffortOrder", _ByArrival)],
     ),
     Mechanism(
         name="programs in order",

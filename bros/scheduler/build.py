@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from bros.core.config import (
-    RT_SLOWDOWN,
-    WEIGHT,
-    EngineConfig,
-    StepBounds,
-)
+from bros.core.config import EngineConfig, StepBounds
 from bros.core.errors import ConfigError
 from bros.core.interfaces import EngineInfo
 from bros.core.request import ServiceClass
@@ -29,8 +24,8 @@ from bros.scheduler.policies.baselines import (
     PriorityPolicy,
     RoundRobinPolicy,
 )
-from bros.scheduler.policies.best_effort_order import PrefixGroups
-from bros.scheduler.policies.bros import BrosPolicy, BrosSettings, OverloadGuard
+from bros.scheduler.policies.best_effort_order import BestEffortOrder, PrefixGroups, StartOrder
+from bros.scheduler.policies.bros import BrosPolicy, OverloadGuard
 from bros.scheduler.prefixes import look_up
 from bros.scheduler.scheduler import Scheduler
 from bros.scheduler.state import RequestState
@@ -121,7 +116,7 @@ def build_scheduler(
         prefixes=_prefix_cache(config, info, model),
     )
     return Scheduler(
-        _policy(config, info, kv, model, counters, depth),
+        _policy(config, info, bounds, kv, model, counters, depth),
         kv,
         limits,
         info.default_slo,
@@ -166,12 +161,12 @@ def _prefix_cache(
 def _policy(
     config: EngineConfig,
     info: EngineInfo,
+    bounds: StepBounds,
     kv: KvCacheManager,
     model: CostModel | None,
     counters: Mapping[ServiceClass, ClassCounters],
     depth: int,
 ) -> Policy:
-    bounds = step_bounds(config, info)
     for kind in _ORDER_POLICIES:
         if kind.name == config.policy:
             if config.overload != "late":
@@ -181,7 +176,6 @@ def _policy(
     assert model is not None, "this policy predicts step times"
     grouping = info.grouping if model.unique_context_s else None
     predictor = StepTimePredictor(model, grouping=grouping)
-    settings = _settings(config, bounds, depth, chunked=not info.whole_prompts)
 
     def expected_tokens(state: RequestState) -> int:
         """Output tokens still to come, by the request's hint or the recent mean of its class.
@@ -196,28 +190,20 @@ def _policy(
         return max(min(round(mean) - state.num_outputs, longest), min(longest, 1))
 
     guard = OverloadGuard(config.overload, predictor, bounds.rows, kv, expected_tokens)
-    make_order = None
+    make_order: Callable[[], StartOrder] = partial(BestEffortOrder, config.be_max_wait)
     if config.be_order == "prefix-groups":
         make_order = partial(PrefixGroups, config.be_max_wait, partial(look_up, kv))
-    return BrosPolicy(settings, predictor, guard, expected_tokens, make_order)
-
-
-def _settings(
-    config: EngineConfig, bounds: StepBounds, depth: int, *, chunked: bool
-) -> BrosSettings:
-    return BrosSettings(
-        rows=bounds.rows,
-        tokens=bounds.tokens,
-        ttft_s=config.slo_ttft / 1000,
-        tpot_s=config.slo_tpot / 1000,
-        rt_wait=config.rt_wait,
-        be_share=config.be_share,
-        be_max_wait_s=config.be_max_wait,
-        late=config.late,
-        growth=config.batch_growth,
+    return BrosPolicy(
+        config,
+        Bounds(rows=bounds.rows, tokens=bounds.tokens, rules=_rules(config, info)),
+        predictor,
+        guard,
+        expected_tokens,
+        make_order,
         depth=depth,
-        tenant_weights=WEIGHT.parse_all(config.tenant_weights),
-        rt_slowdown=config.rt_slowdown,
-        tenant_rt_slowdowns=RT_SLOWDOWN.parse_all(config.tenant_rt_slowdowns),
-        rules=Rules.paper() if config.packing == "paper" else Rules(chunked=chunked),
     )
+
+
+def _rules(config: EngineConfig, info: EngineInfo) -> Rules:
+    """The rules of `bros`."""
+    return Rules.paper() if config.packing == "paper" else Rules(chunked=not info.whole_prompts)

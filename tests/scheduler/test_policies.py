@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from bros.core.request import FinishReason, Hints, RequestGroup, ServiceClass, S
 from bros.kvcache.manager import KvCacheManager
 from bros.scheduler.build import best_effort_yields, objectives_too_tight, unused_options
 from bros.scheduler.cost_model import StepTimePredictor
-from bros.scheduler.packing import Packing, Rules
-from bros.scheduler.policies.bros import BrosPolicy, BrosSettings, OverloadGuard
+from bros.scheduler.packing import Bounds, Packing, Rules
+from bros.scheduler.policies.best_effort_order import BestEffortOrder
+from bros.scheduler.policies.bros import BrosPolicy, OverloadGuard
 from bros.scheduler.state import Queues, RequestState
 from support.scheduling import MODEL, request
 from support.tier import examples
@@ -100,11 +102,14 @@ def test_priority_newcomers_never_preempt_but_growth_does() -> None:
 _RULES = Rules()
 
 
-def policy(rows: int = 100, rules: Rules = _RULES) -> BrosPolicy:
+def policy(rows: int = 100, rules: Rules = _RULES, **options: float) -> BrosPolicy:
+    """options: fields of EngineConfig."""
     predictor = StepTimePredictor(MODEL)
-    settings = BrosSettings(rows=rows, tokens=256, rules=rules)
+    bounds = Bounds(rows=rows, tokens=256, rules=rules)
     guard = OverloadGuard("late", predictor, 8, KvCacheManager(250, 4), lambda state: 10)
-    return BrosPolicy(settings, predictor, guard, lambda state: 10)
+    config = EngineConfig(**options)  # type: ignore[arg-type]
+    order = partial(BestEffortOrder, config.be_max_wait)
+    return BrosPolicy(config, bounds, predictor, guard, lambda state: 10, order)
 
 
 @given(
@@ -284,10 +289,7 @@ def test_a_tighter_objective_makes_steps_with_best_effort_shorter_for_a_while() 
 
 def test_the_tightest_objective_of_the_last_minute_counts() -> None:
     """Not the tightest one ever, and not none as soon as that is forgotten."""
-    settings = BrosSettings(rows=8, tokens=64, ttft_s=0.4, tpot_s=0.4, rt_wait=0.5)
-    predictor = StepTimePredictor(MODEL)
-    guard = OverloadGuard("late", predictor, 8, KvCacheManager(250, 4), lambda state: 10)
-    bros = BrosPolicy(settings, predictor, guard, lambda state: 10)
+    bros = policy(slo_ttft=400.0, slo_tpot=400.0, rt_wait=0.5)
     queues, found = Queues(), []
     for at_s, ttft_s in ((0.0, 0.25), (30.0, 0.3), (50.0, 0.4), (59.0, None), (61.0, None),
                          (91.0, None), (111.0, None)):  # fmt: skip

@@ -14,16 +14,16 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from bros.core.config import RT_SLOWDOWN, WEIGHT, EngineConfig
 from bros.core.errors import OverloadedError
 from bros.core.request import ServiceClass
 from bros.kvcache.manager import KvCacheManager
 from bros.scheduler.cost_model import StepLoad, StepTimePredictor
 from bros.scheduler.packing import Bounds, Packing, Rules
 from bros.scheduler.policies.base import Policy, Proposal
-from bros.scheduler.policies.best_effort_order import BestEffortOrder, StartOrder, TenantOrders
+from bros.scheduler.policies.best_effort_order import StartOrder, TenantOrders
 from bros.scheduler.policies.pressure import Pressure
 from bros.scheduler.shares import DeviceTime, TenantShares
 from bros.scheduler.state import (
@@ -530,37 +530,6 @@ and none beyond the second, since longer steps make these requests hold their me
 Ablation: long prompts, attainment -1 point."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BrosSettings:
-    """The policy's options, see EngineConfig.
-
-    ttft_s, tpot_s: default objectives.
-    depth: most steps in flight, which a new request has to wait for.
-    tenant_weights: 1 for all tenants that are not named.
-    tenant_rt_slowdowns: rt_slowdown for all tenants that are not named.
-    """
-
-    rows: int
-    tokens: int
-    ttft_s: float = 0.4
-    tpot_s: float = 0.2
-    rt_wait: float = 0.5
-    rt_slowdown: float = 1.4
-    be_share: float = 0.02
-    be_max_wait_s: float = 30.0
-    late: str = "renew"
-    growth: str = "tcp"
-    depth: int = 1
-    rules: Rules = Rules()
-    tenant_weights: Mapping[str, float] = field(default_factory=dict)
-    tenant_rt_slowdowns: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def usual_best_effort_s(self) -> float:
-        """Longest step with best-effort work under the default objectives."""
-        return self.rt_wait * self.ttft_s
-
-
 class BrosPolicy(Policy):
     """See the top of this file."""
 
@@ -570,18 +539,29 @@ class BrosPolicy(Policy):
 
     def __init__(
         self,
-        settings: BrosSettings,
+        config: EngineConfig,
+        bounds: Bounds,
         predictor: StepTimePredictor,
         guard: OverloadGuard,
         expected_tokens: Callable[[RequestState], int],
-        make_order: Callable[[], StartOrder] | None = None,
+        make_order: Callable[[], StartOrder],
+        *,
+        depth: int = 1,
     ) -> None:
-        self._settings = settings
-        self.aborts_steps = settings.rules.aborts_steps
+        """bounds: most rows and tokens of a step, and the rules of packing.
+        make_order: makes the order of a tenant's best-effort requests.
+        depth: most steps in flight, which a new request has to wait for.
+        """
+        self._bounds = bounds
+        self._ttft_s, self._tpot_s = config.slo_ttft / 1000, config.slo_tpot / 1000
+        self._rt_wait, self._be_share, self._depth = config.rt_wait, config.be_share, depth
+        # Longest step with best-effort work under the default objectives.
+        self._usual_best_effort_s = config.rt_wait * self._ttft_s
+        self.aborts_steps = bounds.rules.aborts_steps
         self.predictor = predictor
         self._guard = guard
         self.expected_tokens = expected_tokens
-        self._batch = AdaptiveBatchSize(_INITIAL_ROWS, settings.rows, settings.growth)
+        self._batch = AdaptiveBatchSize(_INITIAL_ROWS, bounds.rows, config.batch_growth)
         self._tbar_s = 0.0
         self._credit_s = 0.0
         self._allowance_s = _MAX_LOST_S
@@ -593,23 +573,19 @@ class BrosPolicy(Policy):
         self._known_deadlines = 0  # length of _deadlines after the last clean-up
         # Heap of best-effort deadlines: (latest start, arrival_index, state).
         self._deadlines: list[tuple[float, int, RequestState]] = []
-        self._used = used = DeviceTime(settings.tenant_weights, predictor.model, settings.tokens)
+        weights = WEIGHT.parse_all(config.tenant_weights)
+        self._used = used = DeviceTime(weights, predictor.model, bounds.tokens)
         self._urgent = UrgentOrder(
-            settings.late,
+            config.late,
             predictor,
-            settings.rows,
+            bounds.rows,
             used.of[ServiceClass.RT],
             used.costs.prefill_s,
-            settings.rules,
+            bounds.rules,
         )
-        self._order = TenantOrders(
-            make_order or (lambda: BestEffortOrder(settings.be_max_wait_s)),
-            used.of[ServiceClass.BE],
-            used.costs.prefill_s,
-        )
-        self._pressure = Pressure(
-            settings.rt_slowdown, settings.tenant_rt_slowdowns, settings.be_share, self._rest_s
-        )
+        self._order = TenantOrders(make_order, used.of[ServiceClass.BE], used.costs.prefill_s)
+        slowdowns = RT_SLOWDOWN.parse_all(config.tenant_rt_slowdowns)
+        self._pressure = Pressure(config.rt_slowdown, slowdowns, config.be_share, self._rest_s)
         self._saved_s = 0.0
 
     @property
@@ -657,7 +633,7 @@ class BrosPolicy(Policy):
             },
             bounds=Bounds(
                 rows=self._allowed_rows,
-                tokens=self._settings.tokens,
+                tokens=self._bounds.tokens,
                 best_effort_s=best_effort_s,
                 best_effort_share=self._best_effort_share(running),
                 best_effort_credit_s=self._due_credit_s(),
@@ -666,7 +642,7 @@ class BrosPolicy(Policy):
                 short_of_s=_short_of_s(running) if queues.open_of[ServiceClass.BE] else math.inf,
                 saved_s=self._saved_s,
                 tbar_s=self._tbar_s,
-                rules=self._settings.rules,
+                rules=self._bounds.rules,
             ),
             shed=self._urgent.to_shed(queues),
         )
@@ -678,10 +654,10 @@ class BrosPolicy(Policy):
         a violation, and the batch size would never grow again. Ablation: long prompts, attainment
         collapses with two of nine seeds.
         """
-        rows, settings = self._batch.rows, self._settings
-        if settings.rules.strict_rows:
+        rows, bounds = self._batch.rows, self._bounds
+        if bounds.rules.strict_rows:
             return rows
-        return min(max(rows, running + _INITIAL_ROWS), settings.rows)
+        return min(max(rows, running + _INITIAL_ROWS), bounds.rows)
 
     def yields(
         self,
@@ -781,7 +757,7 @@ class BrosPolicy(Policy):
         self._allowance_s = min(self._allowance_s + _LOST_SHARE * seconds, _MAX_LOST_S)
         best_effort_s = max(packing.seconds - packing.urgent_s, 0.0)
         share = best_effort_s / packing.seconds if packing.seconds else 0.0
-        self._credit_s += (self._settings.be_share - share) * seconds
+        self._credit_s += (self._be_share - share) * seconds
         self._credit_s = min(max(self._credit_s, 0.0), _MAX_CREDIT_S)
 
     # Real-time
@@ -805,14 +781,13 @@ class BrosPolicy(Policy):
         running requests, even if all are ahead of their pace: that lead is kept for the first
         tokens of new requests.
         """
-        settings = self._settings
         while self._tight_objectives and self._tight_objectives[0][0] < now:
             self._tight_objectives.popleft()
-        wait_s = settings.usual_best_effort_s
+        wait_s = self._usual_best_effort_s
         if self._tight_objectives:
-            ttft_s = min(max(self._tight_objectives[0][1], settings.ttft_s / 2), settings.ttft_s)
-            wait_s = settings.rt_wait * ttft_s
-        bound_s = min(wait_s / settings.depth, self._pace_bound_s(running))
+            ttft_s = min(max(self._tight_objectives[0][1], self._ttft_s / 2), self._ttft_s)
+            wait_s = self._rt_wait * ttft_s
+        bound_s = min(wait_s / self._depth, self._pace_bound_s(running))
         return bound_s if running else max(bound_s, _LEAST_STEPS * self._shortest_s())
 
     def _shortest_s(self) -> float:
@@ -827,7 +802,7 @@ class BrosPolicy(Policy):
         Ablation: tight, p99 gap +19 %.
         """
         intervals = {state.slo.tpot_s or math.inf for state in running}
-        return max(min(intervals, default=math.inf), self._settings.tpot_s / 2)
+        return max(min(intervals, default=math.inf), self._tpot_s / 2)
 
     def _best_effort_share(self, running: Sequence[RequestState]) -> float:
         """The share of `_best_effort_s` that best-effort work may use.
@@ -896,7 +871,7 @@ class BrosPolicy(Policy):
             rows.sort(key=_tokens_to_restore)
         if some_suspended:
             rows.sort(key=lambda state: state.suspended is None)
-        waiting, most = queues.waiting[ServiceClass.BE], self._settings.rows + 1
+        waiting, most = queues.waiting[ServiceClass.BE], self._bounds.rows + 1
         pressing = min(most, bisect.bisect_left(waiting, _OTHERS, key=section))
         rest = iter(self._order.first(queues, pressing, most - pressing, now))
         owed: list[RequestState] = []
@@ -938,7 +913,7 @@ class BrosPolicy(Policy):
 
     def _work_s(self, state: RequestState) -> float:
         """Estimated time of a best-effort request if every step takes as long as allowed."""
-        step_s = max(self._tbar_s, self._settings.usual_best_effort_s)
+        step_s = max(self._tbar_s, self._usual_best_effort_s)
         prompt_s = self.predictor.prefill_seconds(state.remaining)
         return prompt_s + self.expected_tokens(state) * step_s
 
@@ -951,12 +926,12 @@ class BrosPolicy(Policy):
         chunk_s = self._chunk_s()
         if self._credit_s < chunk_s:
             return 0.0
-        most_s = max(self._settings.usual_best_effort_s, 2.0 * chunk_s)
+        most_s = max(self._usual_best_effort_s, 2.0 * chunk_s)
         return min(self._credit_s, most_s)
 
     def _chunk_s(self) -> float:
         """Predicted time that the smallest chunk of a prompt adds to a step."""
-        return self.predictor.added_prefill_seconds(self._settings.rules.min_chunk)
+        return self.predictor.added_prefill_seconds(self._bounds.rules.min_chunk)
 
 
 def _short_of_s(running: Iterable[RequestState]) -> float:
