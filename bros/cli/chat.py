@@ -159,7 +159,8 @@ class Chat:
             start_of_line = "\n" if pieces else ""
             self.say(f"{start_of_line}error: {error}", style="red")
         else:
-            self.say("")
+            # Such as one whose reasoning has taken all tokens.
+            self.say("" if pieces else "(the answer is empty)", style=None if pieces else "dim")
         if pieces:
             self._turns.append({"role": "assistant", "content": "".join(pieces)})
         else:

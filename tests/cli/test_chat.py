@@ -115,6 +115,12 @@ def test_failed_question_is_forgotten_and_the_chat_goes_on() -> None:
     assert backend.asked[1] == [user("two")]
 
 
+def test_an_empty_answer_is_said_to_be_empty() -> None:
+    backend = Scripted([], ["b"])
+    assert talk(backend, "one", "two") == "(the answer is empty)\nb\n"
+    assert backend.asked[1] == [user("two")]
+
+
 def test_part_of_an_answer_before_an_error_stays() -> None:
     backend = Scripted(["half", BrosError("engine died")], ["b"])
     assert talk(backend, "one", "two").startswith("half\nerror: engine died\n")
