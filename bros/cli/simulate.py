@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from rich.console import Console
+from rich.markup import escape
 
 from bros import __version__
 from bros.cli.flags import (
@@ -91,6 +92,7 @@ from bros.simulator.program_simulation import (
 )
 from bros.simulator.programs import PROGRAMS
 from bros.simulator.simulation import (
+    Device,
     Disturbance,
     SimulatedScenario,
     check_scenario,
@@ -150,6 +152,13 @@ def _run_timed(
     )
 
 
+def _simulated(profile: Profile, device: Device) -> str:
+    """The model, the device and the kind of profile, for a rich console."""
+    return escape(
+        f"{profile.key.model} ({profile.key.weights}) on {device.name}, {profile.kind} profile"
+    )
+
+
 def _conclude(
     console: Console, runs: _Runs[Any, Any], path: Path | None, content: Mapping[str, Any]
 ) -> None:
@@ -204,11 +213,8 @@ def run_replicas(
     settings = read_replica_settings(args, environ, warn)
     console = table_console(console)
     runs = _run_timed(run_fleet, settings.scenarios, settings.jobs, clock)
-    key, first = settings.profile.key, settings.scenarios[0]
-    console.print(
-        f"{key.model} ({key.weights}) on {first.device.name}, {settings.profile.kind} profile, "
-        f"each replica; seed {first.seed}"
-    )
+    first = settings.scenarios[0]
+    console.print(f"{_simulated(settings.profile, first.device)}, each replica; seed {first.seed}")
     if settings.shortened:
         counts = ", ".join(map(str, settings.shortened))
         console.print(
@@ -421,10 +427,10 @@ def run_program_scenarios(
     settings = read_program_settings(args, environ, warn)
     console = table_console(console)
     runs = _run_timed(run_programs, settings.scenarios, settings.jobs, clock)
-    key, first = settings.profile.key, settings.scenarios[0]
+    first = settings.scenarios[0]
     console.print(
-        f"{key.model} ({key.weights}) on {first.device.name}, {settings.profile.kind} profile, "
-        f"each replica; {1e3 * first.delay_s:g} ms of network latency, seed {first.seed}\n"
+        f"{_simulated(settings.profile, first.device)}, each replica; "
+        f"{1e3 * first.delay_s:g} ms of network latency, seed {first.seed}\n"
     )
     print_program_reports(console, runs.finished)
     _conclude(console, runs, settings.json_path, programs_json(settings, runs.finished))
@@ -554,10 +560,10 @@ def run_simulate(
     settings = read_settings(args, environ, warn)
     console = table_console(console)
     runs = _run_timed(run_scenario, settings.scenarios, settings.jobs, clock)
-    key, first = settings.profile.key, settings.scenarios[0]
+    first = settings.scenarios[0]
     warm_up = f", the first {first.warm_up_s:g} s not counted" if first.warm_up_s else ""
     console.print(
-        f"{key.model} ({key.weights}) on {first.device.name}, {settings.profile.kind} profile; "
+        f"{_simulated(settings.profile, first.device)}; "
         f"{first.duration_s:g} s simulated{warm_up}, seed {first.seed}\n"
     )
     print_reports(console, runs.finished)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -41,10 +42,11 @@ def print_reports(console: Console, rows: Sequence[Row]) -> None:
     for scenario, report in rows:
         loads.setdefault(scenario.rt.label, []).append((scenario, report))
     for label, group in loads.items():
-        _print_load(console, label, group)
+        _print_load(console, escape(label), group)
 
 
 def _print_load(console: Console, label: str, rows: Sequence[Row]) -> None:
+    """label: with brackets escaped."""
     scenario, first = rows[0]
     if first.by_class[ServiceClass.RT].requests:
         slo = scenario.config
@@ -178,7 +180,9 @@ def print_fleet_reports(console: Console, rows: Sequence[FleetRow]) -> None:
     for (replicas, label, policy), group in groups.items():
         several = f"{replicas} replicas" if replicas > 1 else "1 replica"
         requests = group[0][1].requests
-        console.print(f"[bold]{several}, {label}[/bold]: {requests} requests, policy {policy}")
+        console.print(
+            f"[bold]{several}, {escape(label)}[/bold]: {requests} requests, policy {policy}"
+        )
         print_table(console, _fleet_table(group))
 
 
@@ -258,8 +262,8 @@ def print_program_reports(console: Console, rows: Sequence[ProgramRow]) -> None:
         slo = group[0][0].config
         console.print(f"[bold]{name}[/bold]: {PROGRAMS[name].title}; policy {policy}")
         console.print(
-            f"chats beside: {chats}, first token within {slo.slo_ttft:g} ms, then one every "
-            f"{slo.slo_tpot:g} ms"
+            f"chats beside: {escape(chats)}, first token within {slo.slo_ttft:g} ms, then one "
+            f"every {slo.slo_tpot:g} ms"
         )
         print_table(console, _program_table(group), kept=2)
 

@@ -151,7 +151,7 @@ def test_results_are_the_same_in_every_run_and_with_any_number_of_jobs(
 def test_a_trace_takes_the_place_of_the_rate(
     profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trace = tmp_path / "chat.csv"
+    trace = tmp_path / "chat [new].csv"
     trace.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         "2023-11-16 18:15:46,374,44\n2023-11-16 18:15:48,90000,10\n2023-11-16 18:15:50,20,10\n"
@@ -159,14 +159,14 @@ def test_a_trace_takes_the_place_of_the_rate(
     arguments = ("--trace", str(trace), "--trace-speed", "4", "--policy", "fcfs")
     assert simulate(*arguments, "--profile", str(profile), *QUICK) == 0
     out = capsys.readouterr().out
-    assert "Real-time, chat.csv x4: 2 requests" in out
+    assert "Real-time, chat [new].csv x4: 2 requests" in out
     assert "1 more were left out as too long" in out
     trace.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         "2023-11-16 18:15:46,90000,10\n2023-11-16 18:15:48,90000,10\n"
     )
     assert simulate(*arguments, "--profile", str(profile), *QUICK) == 0
-    assert "chat.csv x4: all 2 requests were left out as too long" in capsys.readouterr().out
+    assert "chat [new].csv x4: all 2 requests were left out as too long" in capsys.readouterr().out
 
 
 def test_options_of_bros_alone_are_not_asked_of_the_others(profile: Path, tmp_path: Path) -> None:
