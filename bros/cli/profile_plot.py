@@ -29,8 +29,8 @@ def plot(measured: Measured, title: str) -> Figure:
     held_out = measured.profile.held_out
     assert held_out is not None
     figure.suptitle(
-        f"{title}: mean error {held_out.mape:.1%}, "
-        f"largest {held_out.max:.1%} on steps not fitted to"
+        f"{title}\n"
+        f"mean error {held_out.mape:.1%}, largest {held_out.max:.1%} on steps not fitted to"
     )
     _plot_times(left, measured)
     _plot_errors(right, measured)

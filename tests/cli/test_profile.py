@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 
 from bros.cli.main import main
-from bros.profiling.profiles import MEASURED, load_profile
+from bros.cli.profile_plot import plot
+from bros.profiling.fitting import ChunkShape, FitError, Sample
+from bros.profiling.measuring import Measured
+from bros.profiling.profiles import MEASURED, Profile, ProfileKey, load_profile
+from support.scenarios import STEPS
 from support.tiny_models import save_tiny_llama
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -40,6 +44,22 @@ def test_a_model_of_step_times_and_a_picture_are_stored(
     output = capsys.readouterr().out
     for part in ("fitted to", "held out", f"{found.held_out.mape:.1%}", stored.name):
         assert part in output
+
+
+def test_a_long_name_fits_the_picture() -> None:
+    samples = tuple(Sample((ChunkShape(1, cached, True),), 0.01) for cached in (16, 32))
+    key = ProfileKey(
+        device="toy", model="tiny", weights="fp32", kernels="cpu", kv_dtype="fp32", threads=0
+    )
+    error = FitError(mape=0.034, max=0.179)
+    measured = Profile(key=key, kind=MEASURED, model=STEPS, fitted=error, held_out=error)
+    name = "Meta-Llama-3-8B-Instruct, bf16, on nvidia-h100-80gb-hbm3 (triton, 2 ranks)"
+    figure = plot(Measured(measured, samples, samples, ()), name)
+    figure.draw_without_rendering()
+    [title] = [text for text in figure.texts if name in text.get_text()]
+    extent = title.get_window_extent()
+    assert 0 < extent.x0 and extent.x1 < figure.bbox.width
+    assert "mean error 3.4%, largest 17.9%" in title.get_text()
 
 
 def test_without_out_it_goes_where_engines_look_for_it(
