@@ -15,9 +15,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from types import MappingProxyType
 
 from bros.router.forest import PrefixNode
-from bros.router.state import Replica, ReplicaWork, RouterState
+from bros.router.state import Replica, ReplicaWork, RouterState, RoutingQuery
 
 _MIN_REQUESTS = 10
 """Requests in each half of the window that a comparison of their TTFT needs."""
@@ -113,22 +114,31 @@ def _ttft_grows(state: RouterState, replica: Replica, now: float) -> bool:
 
 def _exceeds_share(state: RouterState, key: tuple[PrefixNode, float], now: float) -> bool:
     """Whether a prefix takes more than its share of the window, or of the time so far."""
-    passed_s = max(_MIN_PERIOD_S, min(state.settings.window_s, now - state.since_s))
-    return key[1] > _MAX_PREFIX_SHARE * passed_s
+    return key[1] > _MAX_PREFIX_SHARE * _passed_s(state, now)
+
+
+def _passed_s(state: RouterState, now: float) -> float:
+    """The window, or the time so far."""
+    return max(_MIN_PERIOD_S, min(state.settings.window_s, now - state.since_s))
 
 
 # ---- Planned placement of hot prefixes, from the requests of the window (CacheRoute).
 #
 # The planner assigns the prefixes of the window, the most expensive first, to the replica with the
-# least load so far (longest processing time first: Graham 1969). A prefix that takes more time than
-# one replica has goes to several. A shadow plan does not change where requests go; the planner only
-# records what it would have saved.
+# least load so far (longest processing time first: Graham 1969). But a prefix stays where it is if
+# the loads remain about even: otherwise each plan would move most of them. A prefix that takes more
+# time than one replica has goes to several. A shadow plan does not change where requests go; the
+# planner only records what it would have saved.
 
 
 _PLAN_PERIOD_S = 10.0
 
 _MAX_PLANNED_SHARE = 0.8
 """Share of a replica's time that one prefix may take before the plan replicates it."""
+
+_MAX_UNEVEN = 1.2
+"""A prefix stays where it is as long as the planned load there is at most this many times the mean.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +148,8 @@ class PlanReport:
     requests: requests of planned prefixes; the other fields are about these.
     prefill_s: estimated prefill seconds where the requests went.
     planned_s: estimated prefill seconds on the replicas of the plan.
-    balance, planned_balance: largest load of a replica over the mean load.
+    balance, planned_balance: largest load of a replica over the mean load, since a replica last
+        came or went.
     """
 
     requests: int
@@ -154,12 +165,14 @@ class Planner:
 
     applies: requests follow the plan; otherwise it is a shadow plan.
     _warm: (prefix, replica) pairs for which the plan has the prefix cached.
+    _numbers: the replicas that the loads are of.
     """
 
     applies: bool
     _next_s: float = 0.0
     _plan: dict[PrefixNode, tuple[int, ...]] = field(default_factory=dict)
     _warm: set[tuple[PrefixNode, int]] = field(default_factory=set)
+    _numbers: set[int] = field(default_factory=set)
     _requests: int = 0
     _prefill_s: float = 0.0
     _planned_s: float = 0.0
@@ -172,7 +185,11 @@ class Planner:
             return
         self._next_s = now + _PLAN_PERIOD_S
         replicas = [replica for replica in state.replicas.values() if not replica.draining]
-        before, self._plan = self._plan, plan(state, replicas)
+        if state.replicas.keys() != self._numbers:  # loads of other replicas say nothing of these
+            self._numbers = set(state.replicas)
+            self._load_s.clear()
+            self._planned_load_s.clear()
+        before, self._plan = self._plan, plan(state, replicas, now, self._plan)
         self._warm = {pair for pair in self._warm if pair[0] in self._plan}
         if self.applies:
             for key in before:
@@ -180,18 +197,21 @@ class Planner:
             for key, homes in self._plan.items():
                 key.homes = homes
 
-    def record(self, state: RouterState, work: ReplicaWork, length: int) -> None:
-        """Compare where a request of `length` prompt tokens went with where the plan has it."""
+    def record(self, state: RouterState, work: ReplicaWork, query: RoutingQuery) -> None:
+        """Compare where a request went with where the plan has it. query: as it was routed."""
         homes = self._plan.get(work.key) if work.key is not None else None
         if not homes or work.key is None:
             return
-        number = homes[self._requests % len(homes)]
+        number = work.replica if work.replica in homes else homes[self._requests % len(homes)]
         replica = state.replicas.get(number)
         if replica is None:
             return
-        cached = work.key.end if (work.key, number) in self._warm else 0
+        cached = query.matched.get(number, 0)
+        if (work.key, number) in self._warm:
+            # The earlier requests were there, so what is cached anywhere is cached there.
+            cached = max(query.matched.values(), default=0)
         self._warm.add((work.key, number))
-        planned_s = replica.prefill_s(length - cached, cached)
+        planned_s = replica.prefill_s(query.length - cached, cached)
         self._requests += 1
         self._prefill_s += work.prefill_s
         self._planned_s += planned_s
@@ -208,21 +228,39 @@ class Planner:
         )
 
 
-def plan(state: RouterState, replicas: Sequence[Replica]) -> dict[PrefixNode, tuple[int, ...]]:
-    """key node -> the replicas that should have it."""
-    keys = {key: sum(key.load.values()) for replica in replicas for key in replica.keys}
-    full_s = _MAX_PLANNED_SHARE * state.settings.window_s
+def plan(
+    state: RouterState,
+    replicas: Sequence[Replica],
+    now: float,
+    before: Mapping[PrefixNode, tuple[int, ...]] = MappingProxyType({}),
+) -> dict[PrefixNode, tuple[int, ...]]:
+    """key node -> the replicas that should have it. before: the same of the last plan."""
+    keys = {
+        key: sum(key.load.values())
+        for replica in replicas
+        for key in replica.keys
+        if key.num_requests > 1
+    }
+    full_s = _MAX_PLANNED_SHARE * _passed_s(state, now)
+    most_s = _MAX_UNEVEN * sum(keys.values()) / len(replicas)
     load_s = dict.fromkeys((replica.number for replica in replicas), 0.0)
     found = {}
     for key in sorted(keys, key=keys.__getitem__, reverse=True):
-        if key.num_requests < 2:
-            continue
         copies = min(max(1, math.ceil(keys[key] / full_s)), len(replicas))
-        # Of equally loaded replicas, prefer those that have it cached.
-        order = sorted(load_s, key=lambda number: (load_s[number], -key.cached.get(number, 0)))
+        part_s = keys[key] / copies
+        stays = {
+            number
+            for number in before.get(key, key.cached)
+            if load_s.get(number, most_s) + part_s <= most_s
+        }
+        # Of equally loaded replicas, those that have most of it cached come first.
+        order = sorted(
+            load_s,
+            key=lambda number: (number not in stays, load_s[number], -key.cached.get(number, 0)),
+        )
         found[key] = tuple(order[:copies])
         for number in found[key]:
-            load_s[number] += keys[key] / copies
+            load_s[number] += part_s
     return found
 
 
