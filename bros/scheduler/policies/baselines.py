@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 from bros.core.request import ServiceClass
 from bros.scheduler.packing import Bounds, Packing
@@ -20,10 +21,19 @@ class OrderPolicy(Policy):
     def batch_size(self) -> tuple[int, int]:
         return self._bounds.rows, 0
 
+    def assign_rank(self, state: RequestState, now: float) -> None:
+        """By arrival, whatever the class."""
+        state.rank = state.queue_key = (state.arrival_index,)
+
     def _first_waiting(self, queues: Queues, service_class: ServiceClass) -> list[RequestState]:
         """The first waiting requests of a class: one more than fit, so that it has a reason to
         wait."""
         return queues.waiting[service_class][: self._bounds.rows + 1]
+
+    def _all(self, queues: Queues) -> Iterable[RequestState]:
+        """The running requests, and the first waiting ones of both classes."""
+        waiting = [self._first_waiting(queues, cls) for cls in ServiceClass]
+        return itertools.chain(queues.running, *waiting)
 
 
 class FcfsPolicy(OrderPolicy):
@@ -31,13 +41,8 @@ class FcfsPolicy(OrderPolicy):
 
     name = "fcfs"
 
-    def assign_rank(self, state: RequestState, now: float) -> None:
-        state.rank = state.queue_key = (state.arrival_index,)
-
     def propose(self, queues: Queues, now: float) -> Proposal:
-        waiting = [self._first_waiting(queues, cls) for cls in ServiceClass]
-        order = sorted(itertools.chain(queues.running, *waiting), key=rank_key)
-        return Proposal(urgent=order, bounds=self._bounds)
+        return Proposal(urgent=sorted(self._all(queues), key=rank_key), bounds=self._bounds)
 
 
 class PriorityPolicy(OrderPolicy):
@@ -77,9 +82,7 @@ class EdfPolicy(OrderPolicy):
         state.queue_key = (state.deadline_s, *state.rank)
 
     def propose(self, queues: Queues, now: float) -> Proposal:
-        waiting = [self._first_waiting(queues, cls) for cls in ServiceClass]
-        order = sorted(itertools.chain(queues.running, *waiting), key=deadline_key)
-        return Proposal(urgent=order, bounds=self._bounds)
+        return Proposal(urgent=sorted(self._all(queues), key=deadline_key), bounds=self._bounds)
 
 
 class RoundRobinPolicy(OrderPolicy):
@@ -94,9 +97,6 @@ class RoundRobinPolicy(OrderPolicy):
         super().__init__(bounds)
         self._next = ServiceClass.RT
 
-    def assign_rank(self, state: RequestState, now: float) -> None:
-        state.rank = state.queue_key = (state.arrival_index,)
-
     def propose(self, queues: Queues, now: float) -> Proposal:
         other = _other(self._next)
         return Proposal(
@@ -107,8 +107,8 @@ class RoundRobinPolicy(OrderPolicy):
         )
 
     def on_step_committed(self, packing: Packing, queues: Queues) -> None:
-        served = self._next if packing.num_urgent else _other(self._next)
-        self._next = _other(served)
+        if packing.num_urgent:  # else the other class was served, so this one is still next
+            self._next = _other(self._next)
 
     def _order(self, queues: Queues, service_class: ServiceClass) -> list[RequestState]:
         running = queues.running_of[service_class]
