@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
+import bisect
+import itertools
 from array import array
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from bros.core.request import EngineRequest, ServiceClass
 from bros.kvcache.manager import KvCacheManager
@@ -23,9 +25,6 @@ from bros.scheduler.state import RequestState
 #
 # The cache evicts pinned blocks after all other idle blocks, but before any request is preempted:
 # a pin costs only the other idle blocks that could have stayed in its place.
-
-
-_MANY_STALE = 64
 
 
 @dataclass(slots=True)
@@ -46,12 +45,10 @@ class _Entry:
 
     last_key: of the last pinned block; the blocks before it are pinned as well.
     until_s: when the pin expires, in the clock of `now`.
-    number: rises with each entry; an id that is pinned again gets a new one.
     """
 
     last_key: bytes
     until_s: float
-    number: int
 
 
 class Pins:
@@ -66,10 +63,9 @@ class Pins:
         self._cache = cache
         self._max_blocks = max_blocks
         self._max_entries = max_entries
-        self._entries: dict[str, _Entry] = {}  # in the order of their numbers
+        self._entries: dict[str, _Entry] = {}  # the oldest one first
         self._links: dict[bytes, _Link] = {}
-        self._ends: list[tuple[float, int, str]] = []  # heap of (until_s, number, id), some stale
-        self._count = 0
+        self._ends: list[tuple[float, str]] = []  # (until_s, id) of each entry, by until_s
 
     def pin(self, request_id: str, keys: Sequence[bytes], until_s: float) -> None:
         """Pin the blocks of a request; an earlier pin of this id is released.
@@ -90,18 +86,17 @@ class Pins:
                 self._links[keys[index - 1]].uses += 1
         self._links[keys[-1]].uses += 1
         self._cache.pin(keys[known:])
-        self._count += 1
-        self._entries[request_id] = _Entry(keys[-1], until_s, self._count)
-        heapq.heappush(self._ends, (until_s, self._count, request_id))
+        self._entries[request_id] = _Entry(keys[-1], until_s)
+        bisect.insort(self._ends, (until_s, request_id), key=itemgetter(0))
         while len(self._links) > self._max_blocks or len(self._entries) > self._max_entries:
             self.release(next(iter(self._entries)))
-        self._forget_stale()
 
     def release(self, request_id: str) -> None:
         """Unpin the blocks of a request, except blocks that another entry pins."""
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return
+        self._ends.remove((entry.until_s, request_id))
         links, gone = self._links, []
         key: bytes | None = entry.last_key
         while key is not None:
@@ -115,10 +110,7 @@ class Pins:
     def expire(self, now: float) -> None:
         """Release all entries that have expired."""
         while self._ends and self._ends[0][0] <= now:
-            _, number, request_id = heapq.heappop(self._ends)
-            entry = self._entries.get(request_id)
-            if entry is not None and entry.number == number:
-                self.release(request_id)
+            self.release(self._ends[0][1])
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the counts of uses are right and the bounds hold."""
@@ -130,17 +122,9 @@ class Pins:
             uses[entry.last_key] += 1
         assert all(link.uses == uses[key] > 0 for key, link in self._links.items())
         assert len(self._links) <= self._max_blocks and len(self._entries) <= self._max_entries
-        numbers = [entry.number for entry in self._entries.values()]
-        assert numbers == sorted(numbers), "the oldest one comes first"
-
-    def _forget_stale(self) -> None:
-        """Drop ends of entries that were released: `expire` would reach them hours later."""
-        if len(self._ends) > 2 * len(self._entries) + _MANY_STALE:
-            self._ends = [
-                (entry.until_s, entry.number, request_id)
-                for request_id, entry in self._entries.items()
-            ]
-            heapq.heapify(self._ends)
+        ends = [(entry.until_s, request_id) for request_id, entry in self._entries.items()]
+        assert sorted(self._ends) == sorted(ends)
+        assert all(before[0] <= after[0] for before, after in itertools.pairwise(self._ends))
 
 
 def look_up(kv: KvCacheManager, state: RequestState) -> None:
