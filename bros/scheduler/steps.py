@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import NamedTuple
 from bros.core.interfaces import Buckets
 from bros.core.request import ServiceClass
 from bros.scheduler.cost_model import StepTimePredictor
+from bros.scheduler.metrics import Histogram
 from bros.scheduler.packing import EARLY, Packing
 from bros.scheduler.shares import SHARE
 from bros.scheduler.state import Queues, RequestState
@@ -171,8 +171,7 @@ class StepLedger:
         self.aborted_s = 0.0
         self.suspended = 0
         self.suspended_s = 0.0
-        self._yields = [0] * (len(_YIELD_BOUNDS_S) + 1)
-        self._yielding_s = 0.0
+        self._yields = Histogram(_YIELD_BOUNDS_S)
         self._yields_since_s: float | None = None
         self._usual = UsualTimes()
         self._running: deque[Step] = deque()
@@ -252,7 +251,7 @@ class StepLedger:
     @property
     def yielding(self) -> Buckets:
         """See EngineStats."""
-        return Buckets(_YIELD_BOUNDS_S, tuple(self._yields), self._yielding_s)
+        return self._yields.buckets
 
     def stop(self, now: float, queues: Queues, *, suspended: bool) -> tuple[Step, float]:
         """Record that the only running step was suspended or aborted; returns it and its seconds so
@@ -268,9 +267,7 @@ class StepLedger:
             self.aborted += 1
             self.aborted_s += seconds
         if self._yields_since_s is not None:
-            waited_s = now - self._yields_since_s
-            self._yields[bisect.bisect_left(_YIELD_BOUNDS_S, waited_s)] += 1
-            self._yielding_s += waited_s
+            self._yields.add([now - self._yields_since_s])
             self._yields_since_s = None
         return step, seconds
 
