@@ -8,8 +8,10 @@ always makes progress and there is no deadlock.
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 
 from bros.core.request import ServiceClass
 from bros.kvcache.blocks import Side
@@ -25,7 +27,6 @@ _WAIT_MARGIN = 2.0
 
 _KEPT_ROWS = 16
 """Tenants that are behind leave one of so many rows to real-time requests of others."""
-
 
 _SPARE_BLOCKS = 1.0
 """For each holder, beside its expected tokens: half a block is lost to rounding on average, and
@@ -107,25 +108,23 @@ class StepMemory:
         self._expected_tokens = expected_tokens
         self._prefill_seconds = prefill_seconds
         self._states = states
-        # Without any best-effort request, the first one may use blocks protected for real-time.
-        self._has_best_effort = num_real_time < len(running)
+        self._runs_best_effort = num_real_time < len(running)
+        # Also true once one starts. Before, it may use blocks that are protected for real-time.
+        self._has_best_effort = self._runs_best_effort
         self._owes_best_effort = owes_best_effort
         self._preemptors: set[str] = set()
         self._new_requests: list[tuple[int, int]] = []
         self._refused: RequestState | None = None  # the latest new request without memory
         self._behind = behind
-        # All that may be preempted, the last place first.
-        self._victims_by_place = running[::-1]
+        # All that may be preempted, the last one first.
+        self._victims_by_rank = running[::-1]
         if behind:
-            self._victims_by_place = sorted(running, key=self._place, reverse=True)
+            self._victims_by_rank = sorted(running, key=self._effective_rank, reverse=True)
         self._has_real_time = self._free_rows[ServiceClass.RT] < max_holders
         self._kept_rows = max_holders // _KEPT_ROWS
-        self._requester: RequestState | None = None
-        self._asked_for_victims = False
-        self._growth: list[tuple[int, int]] | None = None
         self.granted: dict[str, tuple[array[int], array[int]]] = {}
         self.losses: dict[str, Loss] = {}
-        self.restored = dict.fromkeys(self._free_rows, 0)
+        self.restored = dict.fromkeys(ServiceClass, 0)
         self.refusal = "memory"
         self.num_copied = 0
 
@@ -199,27 +198,30 @@ class StepMemory:
     def may_start(self, state: RequestState) -> bool:
         """False if `reserve` will refuse a request that holds no memory, whatever its tokens; sets
         `refusal`."""
-        behind = self._is_behind(state)
+        reason = self._why_not(state)
+        self.refusal = reason or "memory"
+        return reason is None
+
+    def _why_not(self, state: RequestState) -> str | None:
+        """Why a request that holds no memory may not start; None if it may."""
+        behind, best_effort = self._is_behind(state), state.service_class is ServiceClass.BE
         if self._refused is not None:
-            self.refusal = "memory"
-            spared = state.service_class is ServiceClass.RT and not behind
-            if not (spared and self._is_behind(self._refused)):
-                return False
+            spared = not (best_effort or behind) and self._is_behind(self._refused)
+            if not spared:
+                return "memory"
         free_rows = self._free_rows[state.service_class]
         if behind and self._has_real_time:
-            self.refusal = SHARE
-            return free_rows > self._kept_rows
-        self.refusal = "rows"
-        if state.service_class is ServiceClass.BE and not self._has_best_effort:
-            return free_rows > 0 or self._owes_best_effort
-        return free_rows > 0
+            return None if free_rows > self._kept_rows else SHARE
+        if best_effort and self._owes_best_effort and not self._has_best_effort:
+            return None
+        return None if free_rows > 0 else "rows"
 
     def _is_behind(self, state: RequestState) -> bool:
         if not self._behind or state.service_class is ServiceClass.BE:
             return False
         return state.request.tenant in self._behind
 
-    def _place(self, state: RequestState) -> Rank:
+    def _effective_rank(self, state: RequestState) -> Rank:
         """Its rank, where real-time requests of tenants that are behind come after all others."""
         if not self._behind:
             return state.rank
@@ -248,7 +250,6 @@ class StepMemory:
         """
         kv, granted = self._kv, self.granted
         self.refusal = "memory"
-        self._asked_for_victims = False
         ids = [state.request_id for state in states]
         if self.losses:
             preempted = (index for index, name in enumerate(ids) if name in self.losses)
@@ -258,14 +259,13 @@ class StepMemory:
             count = kv.append_rows(ids, count, granted)
             if count == len(ids):
                 return count
-            state = self._requester = states[count]
-            one = kv.append(ids[count], 1, state.side, self._victim_ids, state.match)
+            state = states[count]
+            one = kv.append(ids[count], 1, state.side, partial(self._victim_ids, state))
             if one is None:
                 return count
             granted[ids[count]] = one
             count += 1
-            if self._asked_for_victims:
-                self._note_losses(state)
+            if self._note_losses(state):
                 return count
 
     def may_cancel(self, state: RequestState) -> bool:
@@ -279,42 +279,40 @@ class StepMemory:
         state.num_missing = 0
 
     def _append(self, state: RequestState, num_tokens: int) -> bool:
-        self._requester, self._asked_for_victims = state, False
-        granted = self._kv.append(
-            state.request_id, num_tokens, state.side, self._victim_ids, state.match
-        )
+        victims = partial(self._victim_ids, state)
+        granted = self._kv.append(state.request_id, num_tokens, state.side, victims, state.match)
         if granted is None:
             return False
         self.granted[state.request_id] = granted
-        if state.num_missing:
-            self.restored[state.service_class] += state.num_missing
-        if self._asked_for_victims:
-            self._note_losses(state)
+        self.restored[state.service_class] += state.num_missing
+        self._note_losses(state)
         return True
 
-    def _victim_ids(self) -> Iterator[str]:
-        """The ids of the victims. What is suspended of those that are taken is dropped first: only
+    def _victim_ids(self, state: RequestState) -> Iterator[str]:
+        """The ids of its victims. What is suspended of those that are taken is dropped first: only
         whole KV is preempted."""
-        assert self._requester is not None
-        self._asked_for_victims = True
-        for victim in self._victims(self._requester):
+        for victim in self._victims(state):
             if victim.suspended is not None:
                 self._drop(victim)
             yield victim.request_id
 
-    def _note_losses(self, preemptor: RequestState) -> None:
-        for name, lost in self._kv.take_losses().items():
-            self._preemptors.add(preemptor.request_id)
+    def _note_losses(self, preemptor: RequestState) -> bool:
+        """Add what its reservation has preempted to `losses`; False if that is nothing."""
+        found = self._kv.take_losses()
+        if not found:
+            return False
+        self._preemptors.add(preemptor.request_id)
+        for name, lost in found.items():
             total = self.losses.setdefault(name, Loss())
             total.tokens += lost.tokens
             total.copied += lost.copied
             self.num_copied += lost.copied
+        return True
 
     def _admit(self, state: RequestState, num_tokens: int) -> bool:
         """Reserve for a new request, if its whole prompt fits; after a refusal none is admitted."""
         if not self.may_start(state):
             return False
-        self.refusal = "memory"
         if not (
             self._fits_with_growth(state)
             and self._can_get(state, -(-state.remaining // self._kv.block_size))
@@ -337,7 +335,7 @@ class StepMemory:
         return free >= blocks
 
     def _victims(self, state: RequestState) -> Iterator[RequestState]:
-        """Requests that a request may preempt, the last place first; none that is in this step.
+        """Requests that a request may preempt, the last one first; none that is in this step.
 
         Ablation: overload, attainment -12 points if new requests preempt none, throughput -2 % if
         late ones do not spare others; full memory, throughput -10 % if the oldest is the first
@@ -347,26 +345,29 @@ class StepMemory:
         if is_new_request and not self._new_requests_preempt:
             return
         spares_rt = is_new_request and state.late
-        place = self._place(state)
-        for victim in self._victims_by_place:
-            if self._place(victim) <= place:
+        rank = self._effective_rank(state)
+        for victim in self._victims_by_rank:
+            if self._effective_rank(victim) <= rank:
                 return
-            if spares_rt and victim.service_class is ServiceClass.RT:
-                if self._is_behind(victim) == self._is_behind(state):
-                    return
+            is_spared = spares_rt and victim.service_class is ServiceClass.RT
+            if is_spared and self._is_behind(victim) == self._is_behind(state):
+                return
             if victim.request_id not in self.granted:
                 yield victim
 
     def _fits_with_growth(self, state: RequestState) -> bool:
         if self._expected_tokens is None or state.service_class is ServiceClass.RT:
             return True
-        if not any(other.service_class is ServiceClass.BE for other in self._running):
+        if not self._runs_best_effort:
             return True
-        if self._growth is None:
-            self._growth = [self._growth_of(other) for other in self._running]
         holders = [*self._growth, *self._new_requests, self._growth_of(state)]
         needed = peak_tokens(holders) / self._kv.block_size + _SPARE_BLOCKS * len(holders)
         return needed <= self._kv.num_blocks - self._kv.num_kept_blocks
+
+    @functools.cached_property
+    def _growth(self) -> list[tuple[int, int]]:
+        """`_growth_of` those that hold memory before this step."""
+        return [self._growth_of(state) for state in self._running]
 
     def _growth_of(self, state: RequestState) -> tuple[int, int]:
         """(private tokens once its prompt is computed, tokens to come after that)"""
