@@ -24,9 +24,9 @@ def objectives(
     """The objectives of a request that arrives now, if it is served as `service_class`.
 
     A best-effort request has at most a deadline for the whole answer, and says how much it may slow
-    down streams. A real-time request has
-    objectives for TTFT and TPOT as well, which its deadline may tighten (see `paced`); a resumed
-    one has only the rest of the time for the rest of its tokens.
+    down streams. A real-time request has objectives for TTFT and TPOT as well, which its deadline
+    may tighten (see `paced`); a resumed one has only the rest of the time for the rest of its
+    tokens.
     """
     asked = request.slo
     if service_class is ServiceClass.BE:

@@ -161,18 +161,18 @@ def _prefix_cache(
 def _policy(
     config: EngineConfig,
     info: EngineInfo,
-    bounds: StepBounds,
+    step: StepBounds,
     kv: KvCacheManager,
     model: CostModel | None,
     counters: Mapping[ServiceClass, ClassCounters],
     depth: int,
 ) -> Policy:
+    bounds = Bounds(rows=step.rows, tokens=step.tokens, rules=_rules(config, info))
     for kind in _ORDER_POLICIES:
         if kind.name == config.policy:
             if config.overload != "late":
                 raise ConfigError(f"--overload {config.overload} needs --policy bros")
-            rules = Rules(chunked=not info.whole_prompts)
-            return kind(Bounds(rows=bounds.rows, tokens=bounds.tokens, rules=rules))
+            return kind(bounds)
     assert model is not None, "this policy predicts step times"
     grouping = info.grouping if model.unique_context_s else None
     predictor = StepTimePredictor(model, grouping=grouping)
@@ -193,17 +193,10 @@ def _policy(
     make_order: Callable[[], StartOrder] = partial(BestEffortOrder, config.be_max_wait)
     if config.be_order == "prefix-groups":
         make_order = partial(PrefixGroups, config.be_max_wait, partial(look_up, kv))
-    return BrosPolicy(
-        config,
-        Bounds(rows=bounds.rows, tokens=bounds.tokens, rules=_rules(config, info)),
-        predictor,
-        guard,
-        expected_tokens,
-        make_order,
-        depth=depth,
-    )
+    return BrosPolicy(config, bounds, predictor, guard, expected_tokens, make_order, depth=depth)
 
 
 def _rules(config: EngineConfig, info: EngineInfo) -> Rules:
-    """The rules of `bros`."""
-    return Rules.paper() if config.packing == "paper" else Rules(chunked=not info.whole_prompts)
+    if config.policy == BrosPolicy.name and config.packing == "paper":
+        return Rules.paper()
+    return Rules(chunked=not info.whole_prompts)

@@ -251,7 +251,7 @@ class StepTimePredictor:
     tokens.
 
     Ablation: tight, attainment -15 points without a margin; tiers, -7 points with a fixed one; slow
-    machine, p99 gap +26 % without rho.
+    machine, p99 gap +24 % without rho.
 
     safety_factor: follows `quantile`.
     rare_factor: follows the 99.9th percentile.

@@ -79,7 +79,7 @@ class TenantShares:
     def place(self, tenant: str) -> Place:
         """Where the counters are equal, the tenant that has used less in all goes first."""
         used = self.used_s.get(tenant, 0.0) / self.weight(tenant)
-        return self._counters.get(tenant, 0.0), used, tenant
+        return self.counter(tenant), used, tenant
 
     def set_waiting(self, tenants: Collection[str]) -> None:
         """These tenants have waiting requests now. The counters of those that had none are lifted.
@@ -151,13 +151,13 @@ class TenantShares:
         heapq.heapify(heap)
         while heap:
             counter, used, tenant, own = heap[0]
-            for request in own:
-                yield request
-                counter += seconds(request) / self.weight(tenant)
-                heapq.heapreplace(heap, (counter, used, tenant, own))
-                break
-            else:
+            request = next(own, None)
+            if request is None:
                 heapq.heappop(heap)
+                continue
+            yield request
+            counter += seconds(request) / self.weight(tenant)
+            heapq.heapreplace(heap, (counter, used, tenant, own))
 
 
 class StepCosts:

@@ -44,7 +44,6 @@ class SuspendedWork:
         self._most_tokens = most_tokens
         self._on_loss = on_loss
         self._states: dict[str, RequestState] = {}
-        self._num_tokens = 0
         self._dropped: list[Kept] = []
         self._emptied: list[RequestState] = []
         self._continuing: dict[str, Suspended] = {}  # in the running step
@@ -96,7 +95,7 @@ class SuspendedWork:
 
     def limit(self) -> None:
         """Drop the oldest beyond the bound."""
-        while self._num_tokens > self._most_tokens:
+        while self._num_tokens() > self._most_tokens:
             self.drop(next(iter(self._states.values())))
 
     def abort(self, chunk: Chunk) -> None:
@@ -141,20 +140,18 @@ class SuspendedWork:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all requests here are running."""
-        assert self._num_tokens <= self._most_tokens
-        total = 0
+        assert self._num_tokens() <= self._most_tokens
         for name, state in self._states.items():
             held = state.suspended
             assert name == state.request_id and state.running and held is not None
             assert state.num_missing == 0 and all(each.kept.layer > 0 for each in held)
-            total += (tokens := held.total_tokens)
-            assert tokens <= state.remaining
-        assert total == self._num_tokens
+            assert held.total_tokens <= state.remaining
+
+    def _num_tokens(self) -> int:
+        each = (state.suspended for state in self._states.values())
+        return sum(held.total_tokens for held in each if held is not None)
 
     def _set(self, state: RequestState, suspended: Suspended | None) -> None:
-        for held, sign in ((state.suspended, -1), (suspended, 1)):
-            if held is not None:
-                self._num_tokens += sign * held.total_tokens
         state.suspended = suspended
         if suspended is None:
             self._states.pop(state.request_id, None)

@@ -95,8 +95,8 @@ def test_it_is_what_the_naive_model_says(
         first = order.first(waiting, range(len(waiting)), 12, now)
         assert first == naive.order(waiting, 12, now)
         begin = [state for state in first[:begun] if not state.early]
-        order.started(begin)
         for state in begin:
+            order.started(state)
             naive.started(state)
             waiting.remove(state)
 
@@ -114,8 +114,8 @@ def test_groups_that_always_have_requests_share_in_proportion(batches: list[int]
     begun: list[RequestState] = []
     for count in batches:
         first = order.first(waiting, range(len(waiting)), 65, 0.0)[:count]
-        order.started(first)
         for state in first:
+            order.started(state)
             waiting.remove(state)
             waiting.append(state_of(200 + len(begun), state.num_computed_tokens))
             begun.append(state)

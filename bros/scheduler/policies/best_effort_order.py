@@ -75,8 +75,8 @@ class StartOrder(ABC):
         waiting: sorted by key; only requests with an index in `span` count.
         """
 
-    def started(self, states: Iterable[RequestState]) -> None:
-        """These requests have started."""
+    def started(self, state: RequestState) -> None:
+        """A request has started."""
         return
 
     def ended(self, state: RequestState, now: float) -> None:
@@ -213,7 +213,7 @@ class TenantOrders:
             firsts = {}
             this = section(waiting[start])
             end = bisect.bisect_right(waiting, this, lo=start, key=section)
-            for span in spans(waiting, start, end):
+            for span in _spans(waiting, start, end):
                 first = waiting[span.start]
                 order = self._order_of(first)
                 firsts[first.request.tenant] = order.first(waiting, span, count, now)
@@ -222,11 +222,8 @@ class TenantOrders:
 
     def started(self, states: Iterable[RequestState]) -> None:
         """These requests have started."""
-        by_tenant: dict[str, list[RequestState]] = {}
         for state in states:
-            by_tenant.setdefault(state.request.tenant, []).append(state)
-        for own in by_tenant.values():
-            self._order_of(own[0]).started(own)
+            self._order_of(state).started(state)
 
     def ended(self, state: RequestState, now: float) -> None:
         """A request of either class has ended; the order may never have seen it."""
@@ -238,7 +235,7 @@ class TenantOrders:
         return self._orders[state.request.tenant][1]
 
 
-def spans(waiting: Sequence[RequestState], start: int, end: int) -> Iterator[range]:
+def _spans(waiting: Sequence[RequestState], start: int, end: int) -> Iterator[range]:
     """The spans of one tenant each in a section [start, end) of a queue whose keys have a number
     of the tenant after the section."""
     while start < end:
@@ -304,12 +301,11 @@ class PrefixGroups(StartOrder):
         order = itertools.chain(window[:aged], self._round_robin(groups), window[usual:])
         return list(itertools.islice(order, count))
 
-    def started(self, states: Iterable[RequestState]) -> None:
-        for state in states:
-            group = group_of(state)
-            if not self._round_left[group]:
-                self._round_left = _new_round()
-            self._round_left[group] -= 1
+    def started(self, state: RequestState) -> None:
+        group = group_of(state)
+        if not self._round_left[group]:
+            self._round_left = _new_round()
+        self._round_left[group] -= 1
 
     def _look_up_some(self, window: Sequence[RequestState]) -> None:
         if self._next >= len(window):
@@ -329,7 +325,7 @@ class PrefixGroups(StartOrder):
                 at[group] = until
             order = [group for group in order if at[group] < len(groups[group])]
             left = _new_round()
-        for group in order:  # only these are left
+        for group in order:  # only these are left; in rounds, they would take 0.2 ms of a step
             yield from groups[group][at[group] :]
 
 

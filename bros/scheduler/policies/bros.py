@@ -376,8 +376,9 @@ class OverloadGuard:
         decode_s = predictor.safe_seconds(decode)
         if slo.tpot_s is not None:
             decode.add_rows(1, state.prompt_len)
-            if predictor.safe_seconds(decode) > slo.tpot_s:
-                return predictor.safe_seconds(decode)
+            with_own_s = predictor.safe_seconds(decode)
+            if with_own_s > slo.tpot_s:
+                return with_own_s
         if slo.ttft_s is None:
             return -math.inf
         share = max(1.0 - decode_s / (slo.tpot_s or slo.ttft_s), _MIN_SHARE)
