@@ -96,7 +96,8 @@ class Pins:
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return
-        self._ends.remove((entry.until_s, request_id))
+        same = bisect.bisect_left(self._ends, entry.until_s, key=itemgetter(0))
+        del self._ends[self._ends.index((entry.until_s, request_id), same)]
         links, gone = self._links, []
         key: bytes | None = entry.last_key
         while key is not None:
