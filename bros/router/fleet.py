@@ -293,7 +293,7 @@ class Fleet:
                 replica.learn_output(request.resumed + len(output_ids))
             self._insert_output(request, work.leaf, output_ids, replica)
         else:
-            self._ledger.settle(work, 0.0, 0.0)
+            self._ledger.withdraw(work)
             self._uncache(work)
         if cached:
             self._note_pinned(request, work.replica, now)
@@ -438,11 +438,11 @@ class Fleet:
 
     def _uncache(self, work: ReplicaWork) -> None:
         """Unmark the prompt of a request that was never computed: nodes that were not cached before
-        and that no other request has."""
+        and that no other request has there."""
         node = work.leaf
         while node.parent is not None and node.end > work.matched:
             parent = node.parent
-            if not node.alive or node.active or node.num_requests > 1:
+            if not node.alive or node.active or work.replica in node.requests:
                 return
             if work.replica in node.cached:
                 before = max(0, work.matched - node.start)

@@ -125,7 +125,7 @@ class ReplicaWork:
     prefill_s: seconds to compute the tokens that were not cached.
     decode_s: seconds of decoding; an estimate until the request ends.
     prefilled: its first token has been sampled.
-    in_window: it is not older than the window.
+    in_window: it is not older than the window, and was computed or still may be.
     """
 
     request: EngineRequest | None
@@ -433,7 +433,8 @@ class RoutingPolicy(Protocol):
 
 
 class Ledger:
-    """Adds a request to all sums on `open`, and removes it from them on `close` and `expire`.
+    """Adds a request to all sums on `open`, and removes it from them on `close`, and on `withdraw`
+    or `expire`.
 
     works: request id -> open request.
     """
@@ -505,20 +506,29 @@ class Ledger:
                 work.key.load[work.replica] += prefill_s + decode_s - work.seconds
             work.prefill_s, work.decode_s = prefill_s, decode_s
 
+    def withdraw(self, work: ReplicaWork) -> None:
+        """Remove a closed request that was never computed from the window."""
+        if work.in_window:
+            self._leave_window(work)
+
     def expire(self, now: float) -> None:
         """Remove requests that are older than the window."""
         before = now - self._state.settings.window_s
         while self._window and self._window[0].time_s <= before:
             work = self._window.popleft()
-            work.in_window = False
-            self._state.window_prompt_tokens -= work.leaf.end
-            self._state.window_matched_tokens -= work.matched
-            replica = self._state.replicas.get(work.replica)
-            if replica is not None:
-                replica.window_work.remove(work.service_class, work.prefill_s, work.decode_s)
-                _remove_from_key(replica, work)
-            _remove_from_nodes(work)
-            self._state.forest.prune(work.leaf)
+            if work.in_window:
+                self._leave_window(work)
+                self._state.forest.prune(work.leaf)
+
+    def _leave_window(self, work: ReplicaWork) -> None:
+        work.in_window = False
+        self._state.window_prompt_tokens -= work.leaf.end
+        self._state.window_matched_tokens -= work.matched
+        replica = self._state.replicas.get(work.replica)
+        if replica is not None:
+            replica.window_work.remove(work.service_class, work.prefill_s, work.decode_s)
+            _remove_from_key(replica, work)
+        _remove_from_nodes(work)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all sums and counts are those of the works (for tests)."""
@@ -531,8 +541,8 @@ class Ledger:
         for work in self.works.values():
             assert work.request is not None and work.replica in live
             active.update(_path_of(work.leaf))
-        for work in self._window:
-            assert work.in_window
+        in_window = [work for work in self._window if work.in_window]
+        for work in in_window:
             requests.update((node, work.replica) for node in _path_of(work.leaf))
         for node, count in active.items():
             assert node.active == count
@@ -543,7 +553,7 @@ class Ledger:
             for work in replica.works.values():
                 prefill_s = 0.0 if work.prefilled else work.prefill_s
                 open_work.add(work.service_class, prefill_s, work.decode_s)
-            for work in self._window:
+            for work in in_window:
                 if work.replica == number:
                     window_work.add(work.service_class, work.prefill_s, work.decode_s)
             replica.open_work.check_equals(open_work)

@@ -35,7 +35,7 @@ class Bookkeeping(RuleBasedStateMachine):
         self.next = 2
         self.now = 0.0
         self.count = 0
-        self.sent: list[tuple[float, int]] = []  # (time, replica) of everything
+        self.sent: dict[str, tuple[float, int]] = {}  # (time, replica) of all that may be computed
         self.open: dict[str, int] = {}
         self.begun: set[str] = set()
         self.version = 0
@@ -52,7 +52,7 @@ class Bookkeeping(RuleBasedStateMachine):
         replica = send(self.fleet, ask(request_id, tokens, best_effort=best_effort), self.now)
         assert replica in self.up
         self.count += 1
-        self.sent.append((self.now, replica))
+        self.sent[request_id] = self.now, replica
         self.open[request_id] = replica
 
     @precondition(lambda self: self.open)
@@ -68,6 +68,8 @@ class Bookkeeping(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(sorted(self.open)))
         self.fleet.on_finished(request_id, output, self.now, cached=cached)
         del self.open[request_id]
+        if not (cached or request_id in self.begun):
+            del self.sent[request_id]
 
     @rule(seconds=st.sampled_from([0.1, 3.0, 11.0]))
     def wait(self, seconds: float) -> None:
@@ -108,7 +110,9 @@ class Bookkeeping(RuleBasedStateMachine):
         for number, replica in fleet.replicas.items():
             mine = {r for r, where in self.open.items() if where == number}
             assert set(replica.works) == mine and replica.open_work.num_requests == len(mine)
-            recent = [t for t, where in self.sent if where == number and t > self.now - WINDOW_S]
+            recent = [
+                t for t, where in self.sent.values() if where == number and t > self.now - WINDOW_S
+            ]
             assert replica.window_work.num_requests == len(recent)
             assert sum(replica.keys.values()) <= len(recent)
             works = replica.works.values()

@@ -257,3 +257,16 @@ def test_what_a_lost_replica_had_is_nowhere() -> None:
     fleet.apply_report(0, told(9, ("a", 8)), 0.0)  # it came too late
     fleet.on_first_token("b", 0.0)
     fleet.on_finished("b", (), 0.0)
+
+
+def test_what_no_replica_has_accepted_is_cached_nowhere() -> None:
+    """However often its client tries again."""
+    fleet, prompt = fleet_of(2), [1] * (20 * BLOCK + 1)
+    for attempt in range(3):
+        first = send(fleet, ask("a", prompt), float(attempt))
+        fleet.on_finished("a", (), float(attempt), cached=False)
+        fleet.route([ask("a", prompt)], float(attempt), frozenset({first}))
+        fleet.on_finished("a", (), float(attempt), cached=False)
+        assert not cached(fleet, ask("b", prompt)) and fleet.state.hit_rate == 0.0
+        fleet.check_integrity()
+    assert fleet.forest.num_nodes == 0
