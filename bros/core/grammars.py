@@ -352,7 +352,6 @@ class _Schema:
         self._tags: dict[int, dict[str, frozenset[str]]] = {}
         self._of_tag: dict[tuple[int, str, int], frozenset[str]] = {}
         self._num_looks = 0
-        self._num_added = 0
 
     def checked(self) -> dict[str, Any]:
         """The schema for the compiler."""
@@ -370,7 +369,6 @@ class _Schema:
             self._refuse("must be an object, or true or false", path)
             return {}
         checked: dict[str, Any] = {}
-        schema = self._with_names(schema)
         for name, value in schema.items():
             inner = (*path, name)
             if self._has_meaning(name, value) and self._can_be_honoured(name, value, inner):
@@ -384,40 +382,6 @@ class _Schema:
         if "oneOf" in checked:
             self._check_one_of(schema, checked)
         return checked
-
-    def _with_names(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The schema with properties in place of a list of names in `propertyNames`, as pydantic
-        and zod write it for records with given keys."""
-        properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
-        is_plain = "patternProperties" not in schema and isinstance(properties, Mapping)
-        if "propertyNames" not in schema or not is_plain:
-            return schema
-        names = self._listed_names(schema["propertyNames"])
-        if names is None or not self._adds(len(names) * _num_parts(others)):
-            return schema
-        allowed = {name: properties.get(name, others) for name in names}
-        found = {name: value for name, value in schema.items() if name != "propertyNames"}
-        allowed = {name: value for name, value in allowed.items() if value is not False}
-        return {**found, "properties": allowed, "additionalProperties": False}
-
-    def _listed_names(self, schema: object) -> list[str] | None:
-        """The names that a schema of names lists; None if it says something else."""
-        found = self._resolved(schema)
-        if found is None or found.get("type", "string") != "string":
-            return None
-        if found.keys() - {"type", *_REMARKS} not in ({"enum"}, {"const"}):
-            return None
-        names = found["enum"] if "enum" in found else [found["const"]]
-        if not (isinstance(names, list) and self._adds(len(names)) and _is_list_of_names(names)):
-            return None
-        return list(dict.fromkeys(names))
-
-    def _adds(self, parts: int) -> bool:
-        """Count so many values that the schema does not have itself; False if they are too many."""
-        if self._num_added + parts > MAX_SCHEMA_PARTS:
-            return False
-        self._num_added += parts
-        return True
 
     def _check_keyword(self, name: str, value: Any, path: tuple[str, ...]) -> Any:
         if name in _IN_MAPS:
@@ -628,21 +592,11 @@ def _are_types(value: object) -> bool:
     return bool(names) and all(isinstance(name, str) and name in _TYPES for name in names)
 
 
-_REMARKS = ("title", "description")
-
-
-def _num_parts(schema: object) -> int:
-    """Number of values in a schema, itself included."""
-    if isinstance(schema, Mapping):
-        return 1 + sum(map(_num_parts, schema.values()))
-    return 1 + sum(map(_num_parts, schema)) if isinstance(schema, list) else 1
-
-
 def _allows_all_names(schema: object) -> bool:
     """Whether a schema of names says only that they are strings, as zod's does for any record."""
     if not isinstance(schema, Mapping):
         return schema is True
-    rest = {key: value for key, value in schema.items() if key not in _REMARKS}
+    rest = {key: value for key, value in schema.items() if key not in ("title", "description")}
     return rest in ({}, {"type": "string"})
 
 

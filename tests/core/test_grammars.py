@@ -109,50 +109,6 @@ def test_names_that_may_be_any_string_are_no_limit() -> None:
         assert compiled({**record, "propertyNames": names}) == record
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        {"enum": ["a", "b", "a"]},
-        {"$ref": "#/$defs/Key"},
-        {"type": "string", "enum": ["a", "b"], "description": "d"},
-    ],
-)
-def test_names_that_are_listed_become_properties(names: dict[str, Any]) -> None:
-    """pydantic writes them for dict[Literal["a", "b"], int], zod for a record of an enum."""
-    defs = {"Key": {"enum": ["a", "b"], "title": "Key", "type": "string"}}
-    record = {"type": "object", "propertyNames": names, "$defs": defs}
-    closed = {"type": "object", "additionalProperties": False, "$defs": defs}
-    number, null = {"type": "number"}, {"type": "null"}
-    assert compiled({**record, "additionalProperties": number, "required": ["a"]}) == {
-        **closed, "properties": {"a": number, "b": number}, "required": ["a"],
-    }  # fmt: skip
-    assert compiled(record) == {**closed, "properties": {"a": True, "b": True}}
-    assert compiled({**record, "properties": {"b": null, "c": null}}) == {
-        **closed, "properties": {"a": True, "b": null},
-    }  # fmt: skip
-    only = {**record, "properties": {"b": null}, "additionalProperties": False}
-    assert compiled(only) == {**closed, "properties": {"b": null}}
-    one = {**record, "propertyNames": {"const": "b"}, "minProperties": 1}
-    assert compiled(one) == {**closed, "properties": {"b": True}, "minProperties": 1}
-    with pytest.raises(InvalidRequestError, match="propertyNames"):
-        compiled({**record, "patternProperties": {"^a": number}})
-
-
-def test_listed_names_do_not_make_a_schema_much_larger() -> None:
-    """10 levels of records of 10 names would be 10 billion properties."""
-    names = [f"n{n}" for n in range(10)]
-    nested: dict[str, Any] = {"type": "null"}
-    for _ in range(10):
-        nested = {"propertyNames": {"enum": names}, "additionalProperties": nested}
-    many = {"enum": [f"n{n}" for n in range(20_000)]}
-    of_many = {"$defs": {"k": many}, "prefixItems": [{"propertyNames": {"$ref": "#/$defs/k"}}] * 9}
-    large = {"propertyNames": many, "additionalProperties": {"enum": list(range(20_000))}}
-    for schema in (nested, of_many, large):
-        with pytest.raises(InvalidRequestError, match="propertyNames"):
-            compiled(schema)
-        assert grammars._num_parts(grammars.loosened(schema)) < 3 * grammars.MAX_SCHEMA_PARTS
-
-
 def test_formats_that_say_nothing_to_the_standard_are_remarks() -> None:
     fields = {"a": {"format": "int32"}, "b": {"format": "uuid"}, "c": {"format": "password"}}
     assert compiled({"properties": fields}) == {
