@@ -419,7 +419,9 @@ class Tokenizer:
         self._added = {token.content: token_id for token_id, token in added.items()}
         self._special = [token.content for token in added.values() if token.special]
         self._special_texts = _any_of(self._special)
-        self._break_ids = _break_ids(tokenizer, self._special)
+        # The library splits a text at a token like this, and `encode` drops it.
+        tokenizer.add_tokens([tokenizers.AddedToken(_BREAK, special=False, normalized=False)])
+        self._break_id = tokenizer.token_to_id(_BREAK)
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
 
@@ -500,7 +502,7 @@ class Tokenizer:
         if limit is not None:
             self._check_length(text, limit)
         ids = self._ids(text, add_special_tokens)
-        return [ids[place] for place in self._places_beside_breaks(ids)] if has_break else ids
+        return [token for token in ids if token != self._break_id] if has_break else ids
 
     def encode_texts(
         self,
@@ -532,8 +534,11 @@ class Tokenizer:
             for encoded, length in zip(parts, lengths, strict=True):
                 encoded.truncate(length)
         whole = backend.post_process(parts[0], parts[1] if second is not None else None)
-        ids, kinds = whole.ids, whole.type_ids
-        kept = [(ids[place], kinds[place]) for place in self._places_beside_breaks(ids)]
+        kept = [
+            (token, kind)
+            for token, kind in zip(whole.ids, whole.type_ids, strict=True)
+            if token != self._break_id
+        ]
         second_from = next((i for i, (_, kind) in enumerate(kept) if kind == 1), None)
         return [token for token, _ in kept], second_from
 
@@ -570,17 +575,6 @@ class Tokenizer:
         while pattern.search(text, concurrent=concurrent):
             text = pattern.sub(_broken, text, concurrent=concurrent)
         return text
-
-    def _places_beside_breaks(self, ids: list[int]) -> list[int]:
-        """The places of the tokens that are not of breaks."""
-        first, size = self._break_ids[0], len(self._break_ids)
-        if size == 1:
-            return [place for place, token in enumerate(ids) if token != first]
-        dropped: set[int] = set()
-        for place, token in enumerate(ids):
-            if token == first and ids[place : place + size] == self._break_ids:
-                dropped.update(range(place, place + size))
-        return [place for place in range(len(ids)) if place not in dropped]
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         backend = self._tokenizer
@@ -694,31 +688,6 @@ class InnerTexts:
         )
         size = len(self._anchor)
         return both[size:] if both[:size] == self._anchor else None
-
-
-def _break_ids(tokenizer: tokenizers.Tokenizer, special: Sequence[str]) -> list[int]:
-    """The tokens of a break, which merge with nothing around it, and which `encode` drops.
-
-    Where the library writes a space behind each special token, as for Llama 2 and Phi-3, it would
-    write one behind a token of our own, too. There a break has the tokens of its bytes.
-    """
-
-    def ids(text: str) -> list[int]:
-        found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-        return found
-
-    names = [f"<0x{byte:02X}>" for byte in _BREAK.encode()]
-    of_bytes = [token for name in names if (token := tokenizer.token_to_id(name)) is not None]
-    alone = ids("x")
-    if special and len(of_bytes) == len(names) and ids(f"{special[0]}x")[1:] == alone:
-        inner = ids(f"x{_BREAK}x")[len(alone) + len(of_bytes) :]
-        if inner != alone and ids(f"x{_BREAK}x") == [*alone, *of_bytes, *inner]:
-            return of_bytes
-    # The library splits a text at a token like this.
-    tokenizer.add_tokens([tokenizers.AddedToken(_BREAK, special=False, normalized=False)])
-    added = tokenizer.token_to_id(_BREAK)
-    assert added is not None
-    return [added]
 
 
 def _cut_lengths(lengths: Sequence[int], room: int) -> list[int]:

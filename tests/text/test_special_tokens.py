@@ -13,7 +13,6 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from bros.core.clock import ManualClock
 from bros.text.tokenizer import ChatTemplates, Tokenizer
 from support.scripted_server import CHATML, make_tokenizer
-from support.tiny_tokenizer import sentencepiece_backend
 
 TOKENIZER = make_tokenizer()
 START, END = 256, 257
@@ -117,22 +116,6 @@ def test_a_token_that_is_a_piece_of_the_vocabulary_is_broken_too() -> None:
     tokenizer = Tokenizer(backend, {}, ChatTemplates({}, {}, ManualClock()))
     assert 1 in tokenizer.encode("a</s>a")
     assert 1 not in tokenizer.encode(tokenizer.escape("a</s>a"), escaped=True)
-
-
-def test_where_each_text_begins_with_a_space_an_escaped_token_has_none_inside() -> None:
-    """As Llama 2 and Phi-3: the library writes a space behind each token that it finds."""
-    tokenizer = Tokenizer(sentencepiece_backend(), {}, ChatTemplates({}, {}, ManualClock()))
-    texts = ["the <s> st", "<s>", "the</s></s>the", "a <s", "<<s>>", "the \ufdd0 \ufdb0 st"]
-    for text in texts:
-        escaped = tokenizer.escape(text)
-        ids = tokenizer.encode(escaped, escaped=True)
-        assert not {1, 2} & set(ids)
-        assert tokenizer.decode(ids) == without_marks(text)
-        assert tokenizer.encode_texts(escaped, escaped=True, cut=99) == (ids, None)
-        if not any(token in text for token in ("<s>", "</s>")):
-            assert ids == tokenizer.encode(without_marks(text))
-    assert tokenizer.encode("the<s>the")[1] == 1
-    assert tokenizer.decode(tokenizer.encode("<\ufdd0s>")) == "<\ufffds>"
 
 
 def test_many_tokens_that_begin_alike_are_searched_in_one_pass() -> None:
