@@ -83,8 +83,13 @@ def ask_bros(url: str, trace: Path, out: Path, duration_s: float) -> Figures:
     unfinished = [row["name"] for row in rows if row["outcome"] != "completed"]
     if unfinished:
         raise SystemExit(f"bros bench: {unfinished} did not finish; see {out}")
+    # vLLM's times count from when a request was sent.
+    lags_s = [float(row["sent_s"]) - float(row["due_s"]) for row in rows]
     return {
-        f"{name}_ms": [1e3 * float(row[f"{name}_s"]) for row in rows] for name in ("ttft", "tpot")
+        "ttft_ms": [
+            1e3 * (float(row["ttft_s"]) - lag_s) for row, lag_s in zip(rows, lags_s, strict=True)
+        ],
+        "tpot_ms": [1e3 * float(row["tpot_s"]) for row in rows],
     }
 
 

@@ -100,8 +100,8 @@ def e2e_s(record: Record) -> float:
 
 # ---- The names under which `vllm bench serve` saves its figures, and its definitions of them.
 #
-# Latencies are of completed requests only; failed and open requests are only counted. Our own
-# figures beside them include those requests.
+# Latencies are of completed requests only, from when they were sent; failed and open requests are
+# only counted. Our own figures beside them include those requests, and count from when one was due.
 
 
 Fields = dict[str, float | None]
@@ -150,18 +150,24 @@ def vllm_fields(
         "output_throughput": output_tokens_per_s,
         "total_token_throughput": prompt_tokens_per_s + output_tokens_per_s,
     }
-    judged = [judge(record, None, math.inf) for record in completed]
+    judged = [(judge(record, None, math.inf), _lag_s(record)) for record in completed]
     summaries = (
-        Summary.of([j.ttft_s for j in judged if j.ttft_s is not None]),
-        Summary.of([j.tpot_s for j in judged if j.tpot_s is not None]),
+        Summary.of([j.ttft_s - lag_s for j, lag_s in judged if j.ttft_s is not None]),
+        Summary.of([j.tpot_s for j, _ in judged if j.tpot_s is not None]),
         Summary.of([gap for record in completed for gap in gaps_s(record.chunk_times_s)]),
-        Summary.of([e2e_s(record) for record in completed]),
+        Summary.of([e2e_s(record) - _lag_s(record) for record in completed]),
     )
     for latency, summary in zip(_LATENCIES, summaries, strict=True):
         for name, statistic in _STATISTICS.items():
             seconds: float | None = getattr(summary, statistic)
             fields[f"{name}_{latency}_ms"] = None if seconds is None else 1e3 * seconds
     return fields
+
+
+def _lag_s(record: Record) -> float:
+    """How late a completed request was sent."""
+    assert record.sent_s is not None
+    return record.sent_s - record.due_s
 
 
 ATTAINMENTS = ("ttft_met", "tpot_met", "both_met", "gap_met")

@@ -103,7 +103,7 @@ class TimelineOutcome(enum.Enum):
 class Timeline:
     """One request as its client saw it.
 
-    start_s: when it arrived or was sent.
+    start_s: when it arrived or was due.
     times_s: when its tokens came, or chunks of tokens.
     tokens: output tokens; of an open one, the most that it can get.
     end_s: when it ended, for a completed one without times.

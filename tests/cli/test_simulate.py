@@ -104,7 +104,6 @@ def test_json_says_what_was_run_and_what_came_of_it(profile: Path, tmp_path: Pat
     assert set(results["by_class"]) == {"rt", "be"}
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("number", [0, 2])
 def test_ctrl_c_keeps_the_runs_that_had_finished(
     number: int,
@@ -135,6 +134,7 @@ def test_ctrl_c_keeps_the_runs_that_had_finished(
     assert "fcfs" in shown and "rr" not in shown.replace("interrupted", "")
 
 
+@pytest.mark.multiprocess
 def test_results_are_the_same_in_every_run_and_with_any_number_of_jobs(
     profile: Path, tmp_path: Path
 ) -> None:

@@ -243,7 +243,7 @@ def _details(bench: BenchResult, result: ScenarioResult) -> dict[str, Any]:
                 "latencies": list(_latencies(part)),
             }
             for service_class, part in result.metrics.by_class.items()
-            if part.requests
+            if part.took_part
         ],
     }
 

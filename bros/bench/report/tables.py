@@ -31,6 +31,8 @@ def parts(
     width: in characters; None: that of the console.
     """
     width = console.width if width is None else width
+    if len(table.columns) <= kept:
+        yield table
     start = kept
     while start < len(table.columns):
         end = start + 1

@@ -99,7 +99,7 @@ def _table(bench: BenchResult) -> Table:
 def _tenants(bench: BenchResult) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("run", overflow="fold")
-    table.add_column("tenant")
+    table.add_column("tenant", overflow="fold")
     for column in TENANT_COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
     for run, (tenant, *figures) in tenant_rows(bench):
