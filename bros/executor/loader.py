@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -504,7 +504,13 @@ def _eos_token_ids(folder: Path, settings: Mapping[str, Any], vocab_size: int) -
         raise ModelError(
             f"the eos_token_id of {folder} is not a token id or a list of them: {eos!r}"
         )
-    found = dict.fromkeys((*ids, *_tokenizer_ends(folder)))
+    try:
+        found = dict.fromkeys((*ids, *_tokenizer_ends(folder)))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{folder}: the tokens in tokenizer_config.json or tokenizer.json, or a chat template, "
+            f"cannot be read ({type(error).__name__}: {error})"
+        ) from error
     return tuple(token_id for token_id in found if 0 <= token_id < vocab_size)
 
 
@@ -512,24 +518,22 @@ def _tokenizer_ends(folder: Path) -> Iterator[int]:
     """The end-of-sequence token of the tokenizer, and the ends of turns in the chat template: some
     checkpoints, mostly fine-tuned ones, name them nowhere else, and would write without an end."""
     config = read_model_json_object(folder / "tokenizer_config.json")
-    entries = {**read_model_json_object(folder / "special_tokens_map.json"), **config}
-    eos, template = entries.get("eos_token"), _template_text(folder, config)
+    eos = config.get("eos_token")
+    if eos is None:
+        eos = read_model_json_object(folder / "special_tokens_map.json").get("eos_token")
+    template = _template_text(folder, config)
     ends = {end for end in _TURN_ENDS if end in template}
-    ends.add(str(eos.get("content") if isinstance(eos, dict) else eos))
-    for token in _added_tokens(folder, config):
-        if token.get("content") in ends and type(token.get("id")) is int:
-            yield token["id"]
-
-
-def _added_tokens(folder: Path, config: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """id and content of the tokens that the tokenizer never splits."""
-    added = config.get("added_tokens_decoder")
-    if isinstance(added, dict):
-        return [{**each, "id": int(name)} for name, each in added.items()]
-    found: list[Mapping[str, Any]] = read_model_json_object(folder / "tokenizer.json").get(
-        "added_tokens", []
-    )
-    return found
+    if "<|channel|>" in template:
+        ends.discard("<|end|>")  # of one message there, which another one follows
+    if eos is not None:
+        ends.add(eos["content"] if isinstance(eos, dict) else eos)
+    decoder = config.get("added_tokens_decoder")
+    if decoder:
+        yield from (int(number) for number, added in decoder.items() if added["content"] in ends)
+        return
+    for added in read_model_json_object(folder / "tokenizer.json").get("added_tokens") or ():
+        if added["content"] in ends:
+            yield int(added["id"])
 
 
 def _template_text(folder: Path, config: Mapping[str, Any]) -> str:

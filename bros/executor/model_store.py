@@ -139,7 +139,9 @@ def _remove_unused(cache_dir: Path) -> None:
     newest_s = used[0][0] if used else 0.0
     for used_s, folder in used[_KEPT_CONVERSIONS:]:
         if newest_s - used_s > _UNUSED_S:
-            shutil.rmtree(folder, ignore_errors=True)
+            # Without its final name first: one that has that name is complete.
+            removed = folder.rename(folder.with_name(f"{folder.name}.partial"))
+            shutil.rmtree(removed, ignore_errors=True)
             folder.with_name(f"{folder.name}.lock").unlink(missing_ok=True)
 
 

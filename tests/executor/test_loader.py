@@ -173,6 +173,41 @@ def test_the_end_of_the_tokenizer_and_ends_of_turns_end_a_text_too(
     assert info_of(folder, kv_blocks=1).eos_token_ids == (6, 3, 8)
 
 
+def test_the_end_of_one_message_of_several_ends_no_text(folder: Path) -> None:
+    """Where answers have channels, the analysis ends with a token that ends turns elsewhere."""
+    edit_json(folder / "config.json", eos_token_id=2)
+    added = {"5": {"content": "<|end|>"}, "6": {"content": "<|return|>"}}
+    edit_json(folder / "tokenizer_config.json", added_tokens_decoder=added)
+    (folder / "chat_template.jinja").write_text("<|start|>{{ x }}<|end|>")
+    assert info_of(folder, kv_blocks=1).eos_token_ids == (2, 5)
+    (folder / "chat_template.jinja").write_text("<|start|><|channel|>{{ x }}<|end|>")
+    assert info_of(folder, kv_blocks=1).eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    ("name", "entries"),
+    [
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "</s>"}}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": ["</s>"]}),
+        ("tokenizer.json", {"added_tokens": [7]}),
+        ("tokenizer.json", {"added_tokens": [{"id": 6}]}),
+    ],
+)
+def test_tokens_of_another_form_are_a_model_error(
+    folder: Path, name: str, entries: dict[str, object]
+) -> None:
+    edit_json(folder / "tokenizer_config.json", eos_token="</s>")
+    edit_json(folder / name, **entries)
+    with pytest.raises(ModelError, match="cannot be read"):
+        info_of(folder, kv_blocks=1)
+
+
+def test_a_chat_template_that_is_no_text_is_a_model_error(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_bytes(b"{{ x }}\xff")
+    with pytest.raises(ModelError, match="cannot be read"):
+        info_of(folder, kv_blocks=1)
+
+
 def test_threads_are_set(folder: Path) -> None:
     before = torch.get_num_threads()
     try:

@@ -213,6 +213,25 @@ def test_a_conversion_removes_those_that_were_not_used_for_long(
     assert names_in(cache) == {*kept, *(f"{name}.lock" for name in kept)}
 
 
+def test_a_removal_that_is_interrupted_leaves_no_part_under_the_name_of_a_conversion(
+    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(folder: Path, ignore_errors: bool) -> None:
+        if folder.name.startswith("old-"):
+            raise KeyboardInterrupt
+
+    cache = tmp_path / "cache"
+    for n in range(5):
+        folder = cache / f"old-{n:012x}-{n:08x}"
+        folder.mkdir(parents=True)
+        os.utime(folder, (n, n))
+    monkeypatch.setattr("bros.executor.model_store.shutil.rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        resolve_model(str(gguf_file), cache)
+    (partial,) = (name for name in names_in(cache) if name.endswith(".partial"))
+    assert partial.removesuffix(".partial") not in names_in(cache)
+
+
 def test_cache_that_cannot_be_written_is_named(gguf_file: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where a folder should be")
     with pytest.raises(ModelError, match="cannot be converted into"):
