@@ -441,7 +441,7 @@ class _Packer:
                 else:
                     self._pass_over(candidate, EARLY)
                 continue
-            if self._is_refused(candidate):
+            if self._is_refused(candidate, limit_s):
                 continue
             num_tokens = self._chunk_within(candidate, limit_s)
             if num_tokens == 0 and not first:
@@ -552,9 +552,9 @@ class _Packer:
             return refused
         if self._exceeds_budget(candidate):
             return self._pass_over(candidate, "tokens")
-        if self._is_refused(candidate):
-            return self._memory.refusal
         soft_limit_s = min(self._limit_s, self._bounds.best_effort_s)
+        if self._is_refused(candidate, soft_limit_s):
+            return self._memory.refusal
         num_tokens, finish_s = 0, math.inf
         if due_s > 0.0 or self._rules.early_return:  # else it is hopeless whatever its chunk
             num_tokens = self._chunk_within(candidate, self._limit_s)
@@ -665,12 +665,12 @@ class _Packer:
             remaining = candidate.suspended.num_tokens
         return min(remaining, self._rules.min_chunk) if self._rules.chunked else remaining
 
-    def _is_refused(self, candidate: RequestState) -> bool:
+    def _is_refused(self, candidate: RequestState, limit_s: float) -> bool:
         """Pass over a candidate that cannot start, without predictions: where many wait, these
         would take half of the time of packing."""
         if candidate.running or self._memory.may_start(candidate):
             return False
-        if self._rules.early_return and not self._smallest_fits(candidate, self._limit_s):
+        if self._rules.early_return and not self._smallest_fits(candidate, limit_s):
             return False  # the published algorithm asks for time first
         self._pass_over(candidate, self._memory.refusal)
         return True

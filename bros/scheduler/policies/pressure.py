@@ -60,6 +60,7 @@ class Pressure:
         self._work_s = work_s
         # Request -> when it is due and the share that it needs on schedule; None: no deadline.
         self._open: dict[RequestState, tuple[float, float] | None] = {}
+        self._undated = 0
         self._undated_due_s = 0.0
         self.latest, self._next_s = math.inf, -math.inf
 
@@ -74,13 +75,15 @@ class Pressure:
             due_s = state.record.arrival_s + within_s
             self._open[state] = due_s, self._work_s(state) / max(due_s - now, 1e-9)
             return
-        if None not in self._open.values():
+        if self._undated == 0:
             self._undated_due_s = now + _PATIENCE_S
+        self._undated += 1
         self._open[state] = None
 
     def remove(self, state: RequestState) -> None:
         """A request has ended or is real-time now."""
-        self._open.pop(state, None)
+        if self._open.pop(state, ()) is None:
+            self._undated -= 1
 
     def stretch(self, now: float) -> float:
         """How long steps with best-effort work may be beside streams, in times of their urgent
