@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from bros.server.errors import MAX_RETRY_AFTER_S
 from bros.server.openai.schema import ErrorEnvelope
 
 Model = type[BaseModel]
@@ -53,7 +52,7 @@ _TRY_AGAIN: Mapping[str, Any] = MappingProxyType(
         "headers": {
             "Retry-After": {
                 "description": "Seconds to wait before a retry",
-                "schema": {"type": "integer", "minimum": 1, "maximum": MAX_RETRY_AFTER_S},
+                "schema": {"type": "integer", "minimum": 1},
             }
         },
     }
