@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Generator
-from typing import TypeVar
+from collections.abc import Generator, Iterator
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -24,14 +24,24 @@ Slices = Generator[None, None, T]
 """Work that yields where other work may run, and returns its result."""
 
 
+class _Pauses(Generic[T]):
+    """The pauses of work in slices, to iterate over; then `result` is set."""
+
+    result: T
+
+    def __init__(self, slices: Slices[T]) -> None:
+        self._slices = slices
+
+    def __iter__(self) -> Iterator[None]:
+        self.result = yield from self._slices
+
+
 def whole(slices: Slices[T]) -> T:
     """The result of work in slices, without pauses."""
-    while True:
-        try:
-            next(slices)
-        except StopIteration as end:
-            result: T = end.value
-            return result
+    pauses = _Pauses(slices)
+    for _ in pauses:
+        pass
+    return pauses.result
 
 
 async def in_slices(slices: Slices[T]) -> T:
@@ -39,11 +49,8 @@ async def in_slices(slices: Slices[T]) -> T:
 
     If it is cancelled, the work ends at once, in its `finally` clauses.
     """
+    pauses = _Pauses(slices)
     with contextlib.closing(slices):
-        while True:
-            try:
-                next(slices)
-            except StopIteration as end:
-                result: T = end.value
-                return result
+        for _ in pauses:
             await asyncio.sleep(0)
+    return pauses.result
