@@ -480,7 +480,7 @@ def _read(flag: str, folder: Path) -> BenchResult:
         raise ConfigError(f"{flag}: the result.json in {folder} cannot be used: {error}") from None
 
 
-_MOST_NAMES = 4
+_MAX_NAMES = 4
 
 
 class _Bench:
@@ -606,8 +606,8 @@ class _Bench:
         except (OSError, UnicodeDecodeError, BadResultsError):
             return
         if old.results:
-            names = "; ".join(name_of(old, run) for run in old.results[:_MOST_NAMES])
-            more = len(old.results) - _MOST_NAMES
+            names = "; ".join(name_of(old, run) for run in old.results[:_MAX_NAMES])
+            more = len(old.results) - _MAX_NAMES
             names += f" and {more} more" if more > 0 else ""
             self._note(
                 f"this replaces the report in {self._settings.out} of {names}; --append adds to it"

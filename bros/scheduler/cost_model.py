@@ -229,7 +229,7 @@ _MAX_SLOWDOWN = 10.0
 _SLOWDOWN_ALPHA = 0.05
 _FACTOR_STEP = 0.01
 _RARE_QUANTILE, _RARE_STEP = 0.999, 0.1
-_LEAST_RARE, _MAX_RARE = 1.04, 2.0
+_MIN_RARE, _MAX_RARE = 1.04, 2.0
 
 
 class StepTimePredictor:
@@ -331,7 +331,7 @@ class StepTimePredictor:
             self.safety_factor, ratio, self._quantile, _FACTOR_STEP, 1.0, self._max_factor
         )
         self.rare_factor = _followed(
-            self.rare_factor, ratio, _RARE_QUANTILE, _RARE_STEP, _LEAST_RARE, _MAX_RARE
+            self.rare_factor, ratio, _RARE_QUANTILE, _RARE_STEP, _MIN_RARE, _MAX_RARE
         )
 
 

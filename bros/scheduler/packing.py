@@ -667,11 +667,14 @@ class _Packer:
 
     def _is_refused(self, candidate: RequestState, limit_s: float) -> bool:
         """Pass over a candidate that cannot start, without predictions: where many wait, these
-        would take half of the time of packing."""
+        would take half of the time of packing.
+
+        limit_s: of the step; only with the published rules, which ask for time first.
+        """
         if candidate.running or self._memory.may_start(candidate):
             return False
         if self._rules.early_return and not self._smallest_fits(candidate, limit_s):
-            return False  # the published algorithm asks for time first
+            return False
         self._pass_over(candidate, self._memory.refusal)
         return True
 

@@ -438,7 +438,7 @@ class Generation:
         held: what the requests count as until all have ended.
         output: counts the output that is held for the reader, and by it.
         count_tokens: called with the number of output tokens, once they have ended.
-        count_open: called with the change of the number of open requests; None: nobody counts them.
+        count_open: called with the change of the number of open requests; None: not called.
         """
         self.request_id = request_id
         self.is_parsed = parsing.parser is not None

@@ -511,7 +511,7 @@ _LOST_SHARE, _MAX_LOST_S = 0.03, 1.0
 """This share of all time may be lost: with aborted steps, and with what is dropped of suspended
 ones. What is not used adds up to this many seconds."""
 
-_LEAST_STEPS = 2.0
+_MIN_STEPS = 2.0
 """While no real-time request runs, a step with best-effort work may take so many times as long as
 one with a single row. That alone may take longer than the objectives allow, as with a large model
 or on a busy machine: arrivals wait for it in any case, and it would hold nothing else. With steps
@@ -789,7 +789,7 @@ class BrosPolicy(Policy):
             ttft_s = min(max(self._tight_objectives[0][1], self._ttft_s / 2), self._ttft_s)
             wait_s = self._rt_wait * ttft_s
         bound_s = min(wait_s / self._depth, self._pace_bound_s(running))
-        return bound_s if running else max(bound_s, _LEAST_STEPS * self._shortest_s())
+        return bound_s if running else max(bound_s, _MIN_STEPS * self._shortest_s())
 
     def _shortest_s(self) -> float:
         """Predicted time of a step with one row."""
