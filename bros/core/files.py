@@ -1,10 +1,11 @@
-"""Paths that users name, JSON files of models, and names that outlast a power failure."""
+"""Paths that users name, files of models, and names that outlast a power failure."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,58 @@ def read_model_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path} does not hold a JSON object")
     return content
+
+
+_SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+def read_special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens of a model folder by name. config: its tokenizer_config.json.
+
+    Both files have a token as a string or as an object with `content`. Raises ModelError.
+    """
+    entries = {**read_model_json_object(folder / "special_tokens_map.json"), **config}
+    found: dict[str, str] = {}
+    for name in _SPECIAL_NAMES:
+        token = entries.get(name)
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The templates of a model folder by name. config: its tokenizer_config.json.
+
+    Template files take precedence over templates in the configuration. Raises ModelError.
+    """
+    sources: dict[str, str] = {}
+    inline = config.get("chat_template")
+    if inline is None:
+        inline = read_model_json_object(folder / "chat_template.json").get("chat_template")
+    if isinstance(inline, str):
+        sources["default"] = inline
+    elif inline is not None:
+        try:
+            sources.update({str(each["name"]): str(each["template"]) for each in inline})
+        except (TypeError, KeyError):
+            raise ModelError(
+                f"the chat_template in {folder} is neither a text nor a list of named ones"
+            ) from None
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        sources[path.stem] = path.read_text(encoding="utf-8")
+    main = folder / "chat_template.jinja"
+    if main.is_file():
+        sources["default"] = main.read_text(encoding="utf-8")
+    return sources
 
 
 def sync_folder(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ import torch
 
 from bros.core.config import EngineConfig, parse_bytes
 from bros.core.errors import ConfigError, ModelError
-from bros.core.files import read_model_json_object
+from bros.core.files import read_model_json_object, read_special_tokens, read_templates
 from bros.core.interfaces import EngineInfo
 from bros.core.machine import available_cores
 from bros.core.plan import Chunk, SampleSpec, StepPlan
@@ -518,15 +517,13 @@ def _tokenizer_ends(folder: Path) -> Iterator[int]:
     """The end-of-sequence token of the tokenizer, and the ends of turns in the chat template: some
     checkpoints, mostly fine-tuned ones, name them nowhere else, and would write without an end."""
     config = read_model_json_object(folder / "tokenizer_config.json")
-    eos = config.get("eos_token")
-    if eos is None:
-        eos = read_model_json_object(folder / "special_tokens_map.json").get("eos_token")
-    template = _template_text(folder, config)
+    eos = read_special_tokens(folder, config).get("eos_token")
+    template = "".join(read_templates(folder, config).values())
     ends = {end for end in _TURN_ENDS if end in template}
     if "<|channel|>" in template:
         ends.discard("<|end|>")  # of one message there, which another one follows
     if eos is not None:
-        ends.add(eos["content"] if isinstance(eos, dict) else eos)
+        ends.add(eos)
     decoder = config.get("added_tokens_decoder")
     if decoder:
         yield from (int(number) for number, added in decoder.items() if added["content"] in ends)
@@ -534,11 +531,3 @@ def _tokenizer_ends(folder: Path) -> Iterator[int]:
     for added in read_model_json_object(folder / "tokenizer.json").get("added_tokens") or ():
         if added["content"] in ends:
             yield int(added["id"])
-
-
-def _template_text(folder: Path, config: Mapping[str, Any]) -> str:
-    """All chat templates of the model."""
-    paths = [*folder.glob("chat_template.jinja"), *folder.glob("additional_chat_templates/*.jinja")]
-    texts = [path.read_text("utf-8") for path in paths]
-    legacy = read_model_json_object(folder / "chat_template.json")
-    return "".join([*texts, json.dumps([config.get("chat_template"), legacy.get("chat_template")])])

@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from bros.core.clock import Clock, SystemClock
 from bros.core.errors import InvalidRequestError, ModelError, PromptTooLongError
-from bros.core.files import read_model_json_object
+from bros.core.files import read_model_json_object, read_special_tokens, read_templates
 from bros.text.json_text import write_json
 
 T = TypeVar("T")
@@ -91,32 +91,6 @@ class ChatTemplates:
 
 # What templates find if nothing is given, as in transformers: many ask `is not none`.
 _UNSET = {"tools": None, "documents": None, "add_generation_prompt": True}
-
-
-def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The templates of a model folder by name. config: its tokenizer_config.json.
-
-    Template files take precedence over templates in the configuration. Raises ModelError.
-    """
-    sources: dict[str, str] = {}
-    inline = config.get("chat_template")
-    if inline is None:
-        inline = read_model_json_object(folder / "chat_template.json").get("chat_template")
-    if isinstance(inline, str):
-        sources["default"] = inline
-    elif inline is not None:
-        try:
-            sources.update({str(each["name"]): str(each["template"]) for each in inline})
-        except (TypeError, KeyError):
-            raise ModelError(
-                f"the chat_template in {folder} is neither a text nor a list of named ones"
-            ) from None
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        sources[path.stem] = path.read_text(encoding="utf-8")
-    main = folder / "chat_template.jinja"
-    if main.is_file():
-        sources["default"] = main.read_text(encoding="utf-8")
-    return sources
 
 
 class _GenerationTag(Extension):
@@ -389,16 +363,6 @@ _BREAK = "\ufdd0"
 """Marks text that must not become a special token: `<BREAK|im_start|>`. A code point that is no
 character, so texts have no use for it; in one that has it, it becomes U+FFFD."""
 
-_SPECIAL_NAMES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
-
 
 class Tokenizer:
     """The tokenizer of one model folder. All methods may be called from several threads."""
@@ -434,7 +398,7 @@ class Tokenizer:
         Raises ModelError if there is no tokenizer or its kind is not supported.
         """
         config = read_model_json_object(folder / "tokenizer_config.json")
-        special = _special_tokens(folder, config)
+        special = read_special_tokens(folder, config)
         try:
             tokenizer = _load_backend(folder)
         except ModelError:
@@ -727,18 +691,6 @@ def _tree_pattern(tree: Mapping[str, Any]) -> str:
         return ""
     either = branches[0] if len(branches) == 1 and "" not in tree else f"(?:{'|'.join(branches)})"
     return either + "?" if "" in tree else either
-
-
-def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> token. Both files have a token as a string or as an object with `content`."""
-    entries = {**read_model_json_object(folder / "special_tokens_map.json"), **config}
-    found: dict[str, str] = {}
-    for name in _SPECIAL_NAMES:
-        token = entries.get(name)
-        content = token.get("content") if isinstance(token, dict) else token
-        if isinstance(content, str):
-            found[name] = content
-    return found
 
 
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:
