@@ -27,8 +27,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from harness import TimedExecutor, benchmark_parser, chosen, save, table_of
@@ -36,7 +36,7 @@ from rich.console import Console
 
 from bros.bench.metrics import confidence_interval
 from bros.core import grammars
-from bros.core.clock import ManualClock, SystemClock
+from bros.core.clock import Clock, ManualClock, SystemClock
 from bros.core.config import EngineConfig
 from bros.core.interfaces import EngineInfo, Executor, StopRule
 from bros.core.plan import StepPlan, StepResult
@@ -118,35 +118,49 @@ _FEWEST_TIMES = 20
 """With fewer steps, their noise is not estimated."""
 
 
-class RecordedExecutor(TimedExecutor):
-    """Keeps the times of completed steps, except of those that continue a suspended one.
+class StepTime(NamedTuple):
+    """A step on the engine's clock.
 
-    times: (seconds, what the cost model predicts).
-    recording_s: what that took.
+    seconds: what it took, also if it was suspended then.
+    predicted_s: by the cost model, without corrections.
+    whole: it neither was suspended nor continued a suspended one.
     """
 
-    def __init__(self, inner: ModelRunner, model: CostModel) -> None:
+    began_s: float
+    seconds: float
+    predicted_s: float
+    whole: bool
+
+
+class RecordedExecutor(TimedExecutor):
+    """Keeps the times of steps. recording_s: what that took."""
+
+    def __init__(self, inner: ModelRunner, model: CostModel, clock: Clock) -> None:
         super().__init__(inner)
         self._model = model
-        self.times: list[tuple[float, float]] = []
+        self._clock = clock
+        self.times: list[StepTime] = []
         self.recording_s = 0.0
 
     def execute(
         self, plan: StepPlan, should_abort: Callable[[], bool] | None = None
     ) -> StepResult | None:
-        before_s = self.busy_s
+        began_s = self._clock.now()
         result = super().execute(plan, should_abort)
         began = time.perf_counter()
-        if isinstance(result, StepResult) and plan.chunks[-1].kept is None:
-            self.times.append((self.busy_s - before_s, self._model.seconds(load_of(plan))))
+        seconds, predicted_s = self._clock.now() - began_s, self._model.seconds(load_of(plan))
+        whole = isinstance(result, StepResult) and plan.chunks[-1].kept is None
+        self.times.append(StepTime(began_s, seconds, predicted_s, whole))
         self.recording_s += time.perf_counter() - began
         return result
 
     def disturbance(self) -> Disturbance:
-        """How the times differ from the predictions; not at all if there are hardly any."""
-        if len(self.times) < _FEWEST_TIMES:
+        """How the times of whole steps differ from the predictions; not at all if there are hardly
+        any."""
+        whole = [(step.seconds, step.predicted_s) for step in self.times if step.whole]
+        if len(whole) < _FEWEST_TIMES:
             return Disturbance()
-        measured, predicted = map(np.array, zip(*self.times, strict=True))
+        measured, predicted = map(np.array, zip(*whole, strict=True))
         logs = np.log(measured / predicted)
         return Disturbance(
             noise=float(np.std(logs)),
@@ -216,8 +230,10 @@ def arrivals(
     ]
 
 
-def figures(result: SimulationResult, slo: Slo, scheduling_s: float) -> dict[str, object]:
-    """The figures of one run."""
+def figures(
+    result: SimulationResult, slo: Slo, scheduling_s: float, times: Sequence[StepTime]
+) -> dict[str, object]:
+    """The figures of one run. times: of its steps, in order; none in virtual time."""
     report = report_of(result, slo)
     rt, be = report.by_class[RT], report.by_class[BE]
     rt_records = [
@@ -225,7 +241,7 @@ def figures(result: SimulationResult, slo: Slo, scheduling_s: float) -> dict[str
         for record in result.records
         if record.service_class is RT and record.arrival_s >= result.warm_up_s
     ]
-    late = [late_of(record, slo, result.end_s) for record in rt_records]
+    late = [late_of(record, slo, result.end_s, times) for record in rt_records]
     gaps = Summary.of([gap for record in rt_records for gap in gaps_s(record.token_times_s)])
     stats = result.stats
     return {
@@ -260,17 +276,29 @@ def figures(result: SimulationResult, slo: Slo, scheduling_s: float) -> dict[str
     }
 
 
-def late_of(record: SimulatedRequest, slo: Slo, end_s: float) -> dict[str, float | None] | None:
-    """A real-time request that missed its TTFT or TPOT objective; None if it did not."""
+def late_of(
+    record: SimulatedRequest, slo: Slo, end_s: float, times: Sequence[StepTime]
+) -> dict[str, object] | None:
+    """A real-time request that missed its TTFT or TPOT objective, with the steps that ran before
+    its first token: (seconds from its arrival to their begin, what they took, what was predicted).
+    None if it did not.
+    """
     judged = judge(timeline_of(record), slo, end_s)
     if judged.both_met is not False:
         return None
+    arrival_s = record.arrival_s
+    first_s = record.token_times_s[0] if record.token_times_s else end_s
     return {
         "arrival_s": record.arrival_s,
         "prompt_tokens": record.size.prompt_tokens,
         "received_tokens": len(record.token_times_s),
         "ttft_s": judged.ttft_s,
         "tpot_s": judged.tpot_s,
+        "steps": [
+            (step.began_s - arrival_s, step.seconds, step.predicted_s)
+            for step in times
+            if step.began_s < first_s and step.began_s + step.seconds > arrival_s
+        ],
     }
 
 
@@ -301,7 +329,8 @@ def run(
         rng = generator(seed, "noise")
         timed = SimExecutor(model, clock, disturbance=disturbance, rng=rng)
     else:
-        clock, timed = WallClock(), RecordedExecutor(executor, model)
+        clock = WallClock()
+        timed = RecordedExecutor(executor, model, clock)
     if files is None:
         engine = Engine(scheduler, timed, clock, info)
     else:
@@ -318,10 +347,11 @@ def run(
     )
     result = simulation.run()
     scheduling_s = result.end_s - result.idle_s - timed.busy_s
+    times: Sequence[StepTime] = ()
     if executor is not None:
         scheduling_s -= timed.recording_s
-        disturbance = timed.disturbance()
-    found_figures = figures(result, info.default_slo, scheduling_s)
+        disturbance, times = timed.disturbance(), timed.times
+    found_figures = figures(result, info.default_slo, scheduling_s, times)
     return found_figures | {"disturbance": dataclasses.asdict(disturbance or Disturbance())}
 
 
