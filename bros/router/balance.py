@@ -5,7 +5,8 @@ keys     A [ p: ## | q: ##### | r: ############# ]      p and q move to B; r sta
                                                         it B would be heavier than A. If TTFT on
                                                         A keeps growing, r is replicated to B.
 
-A moved prefix has new homes: its next requests go there (e2.py). Open requests stay where they are.
+A moved prefix has new homes: its next requests go there (e2.py), and to its other homes as before.
+Open requests stay where they are.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Balancer:
     def __init__(self, period_s: float = 1.0) -> None:
         self._period_s = period_s
         self._next_s = 0.0
+        self._moved: dict[PrefixNode, None] = {}  # as long as the window has requests of them
 
     def run(self, state: RouterState, now: float) -> None:
         """Move prefixes from heavy to light replicas, and replicate one if moving does not help."""
@@ -46,30 +48,57 @@ class Balancer:
         replicas = [r for r in state.replicas.values() if not r.draining]
         if len(replicas) < 2 or state.num_routed < settings.warm_up * len(replicas):
             return
-        loads = {replica: state.assigned_s(replica) for replica in replicas}
+        loads = self._loads_to_come(state, replicas)
         if settings.rebalancing:
-            _rebalance(loads, settings.balance)
+            self._moved.update(dict.fromkeys(_rebalance(loads, settings.balance, self._period_s)))
         heaviest, lightest = max(loads, key=loads.__getitem__), min(loads, key=loads.__getitem__)
         if settings.replication and loads[heaviest] > settings.balance * loads[lightest]:
             _replicate(state, heaviest, lightest, now)
 
+    def _loads_to_come(
+        self, state: RouterState, replicas: Sequence[Replica]
+    ) -> dict[Replica, float]:
+        """The load of each replica in seconds. What the window has of a moved prefix counts for the
+        new homes: else a prefix would be followed by others until the window has passed."""
+        loads = {replica: state.assigned_s(replica) for replica in replicas}
+        there = {replica.number: replica for replica in replicas}
+        self._moved = {key: None for key in self._moved if key.load and key.homes}
+        for key in self._moved:
+            homes = [there[number] for number in key.homes or () if number in there]
+            for number, seconds in key.load.items():
+                if homes and number in there and there[number] not in homes:
+                    loads[there[number]] -= seconds
+                    for home in homes:
+                        loads[home] += seconds / len(homes)
+        return loads
 
-def _rebalance(loads: dict[Replica, float], balance: float) -> None:
+
+def _rebalance(loads: dict[Replica, float], balance: float, period_s: float) -> list[PrefixNode]:
     """Move prefixes off the heaviest replica, then off the next ones, cheapest prefixes first.
-    Changes `loads` as if the moves had happened."""
+    Changes `loads` as if the moves had happened; returns what was moved.
+
+    period_s: time until the next check. No replica gets more prefixes than it computes by then:
+        else requests would wait for those of many others where a replica has just come up.
+    """
+    moved: list[PrefixNode] = []
+    again_s = dict.fromkeys(loads, 0.0)
     for heavy in sorted(loads, key=loads.__getitem__, reverse=True):
         for key, key_s in _movable_keys(heavy):
             light = min(loads, key=loads.__getitem__)
-            if loads[heavy] <= balance * loads[light]:
-                return
+            if loads[heavy] <= balance * loads[light] or again_s[light] >= period_s:
+                return moved
             recompute_s = _recompute_s(key, light)
             if key_s <= recompute_s:
                 continue  # recomputing the prefix there costs more than the move saves
             if loads[heavy] - key_s < loads[light] + key_s + recompute_s:
                 break  # the lighter replica would become the heavier one
-            key.homes = (light.number,)
+            others = (number for number in _homes_of(key) if number != heavy.number)
+            key.homes = tuple(dict.fromkeys((*others, light.number)))
+            moved.append(key)
+            again_s[light] += recompute_s
             loads[heavy] -= key_s
             loads[light] += key_s + recompute_s
+    return moved
 
 
 def _movable_keys(replica: Replica) -> Sequence[tuple[PrefixNode, float]]:
@@ -82,6 +111,13 @@ def _movable_keys(replica: Replica) -> Sequence[tuple[PrefixNode, float]]:
         if key.num_requests > 1 and (key.homes is None or number in key.homes)
     ]
     return sorted(found, key=itemgetter(1))
+
+
+def _homes_of(key: PrefixNode) -> tuple[int, ...]:
+    """The replicas that a prefix was assigned to, or else those that have it cached."""
+    if key.homes is not None:
+        return key.homes
+    return tuple(number for number, tokens in key.cached.items() if tokens == key.num_tokens)
 
 
 def _recompute_s(key: PrefixNode, replica: Replica) -> float:
@@ -99,7 +135,7 @@ def _replicate(state: RouterState, heavy: Replica, light: Replica, now: float) -
     key, key_s = keys[-1]
     if key_s <= _recompute_s(key, light):
         return
-    homes = key.homes or tuple(number for number in key.cached if number in state.replicas)
+    homes = _homes_of(key)
     if light.number not in homes:
         key.homes = (*homes, light.number)
 

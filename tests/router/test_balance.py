@@ -51,6 +51,39 @@ def test_prefixes_move_until_no_replica_has_too_much() -> None:
     assert (decision.replica, decision.reason) == (1, "moved")
 
 
+def test_what_has_moved_is_not_followed_until_the_window_has_passed() -> None:
+    fleet = busy_fleet({1: 6, 2: 7, 3: 8, 4: 9})
+    for second in range(2, 60):
+        serve(fleet, ask(f"{second}x", [99] * 2), float(second))
+    moved = [prefix for prefix, home in homes(fleet).items() if home is not None]
+    assert moved == [1, 2], "their work counts for the new home, though it was done elsewhere"
+
+
+def test_no_replica_gets_more_at_once_than_it_computes_until_the_next_check() -> None:
+    """Computing a prefix takes 0.083 s."""
+    fleet = busy_fleet(dict.fromkeys(range(1, 41), 3))
+    moved = []
+    for second in range(2, 12):
+        serve(fleet, ask(f"{second}x", [99] * 2), float(second))
+        moved.append(sum(home is not None for home in homes(fleet).values()))
+    assert moved[0] == 13 < moved[1] <= 26 and moved[-1] <= 26
+
+
+def test_a_moved_prefix_keeps_its_other_homes() -> None:
+    """Prefix 1 is cached on replica 1 as well, so only the share of replica 0 moves."""
+    fleet = fleet_of(3, patience=NO_WAITING, decode_aware=False, warm_up=0, replication=False)
+    fleet.set_draining(2, True)
+    where = [(1, 0)] * 2 + [(1, 1)] * 4 + [(2, 1)] * 20
+    for number, (prefix, other) in enumerate(where):
+        request = ask(f"{number}", prompt(prefix, number), max_tokens=100)
+        fleet.route([request], 0.0, frozenset({other}))
+        fleet.on_first_token(f"{number}", 0.0)
+        fleet.on_finished(f"{number}", (1,) * 100, 0.0)
+    fleet.set_draining(2, False)
+    send(fleet, ask("x", [99] * 2), 2.0)
+    assert homes(fleet) == {1: (1, 2), 2: None}
+
+
 @settings(max_examples=examples(30, long=600), deadline=None)
 @given(st.dictionaries(st.integers(1, 9), st.integers(1, 12), min_size=1), st.floats(1.1, 3.0))
 def test_moving_stops_at_the_bound_and_turns_nothing_round(
