@@ -181,7 +181,8 @@ _MAX_UNEVEN = 1.2
 class PlanReport:
     """The gain of plans since the start.
 
-    requests: requests of planned prefixes; the other fields are about these.
+    requests: requests of planned prefixes that have got their first token; the other fields are
+        about these.
     prefill_s: estimated prefill seconds where the requests went.
     planned_s: estimated prefill seconds on the replicas of the plan.
     balance, planned_balance: largest load of a replica over the mean load, since a replica last
@@ -233,8 +234,9 @@ class Planner:
             for key, homes in self._plan.items():
                 key.homes = homes
 
-    def record(self, state: RouterState, work: ReplicaWork, query: RoutingQuery) -> None:
-        """Compare where a request went with where the plan has it. query: as it was routed."""
+    def compare(self, state: RouterState, work: ReplicaWork, query: RoutingQuery) -> None:
+        """Set where the plan has a request, and what its prompt takes there. query: as it was
+        routed."""
         homes = self._plan.get(work.key) if work.key is not None else None
         if not homes or work.key is None:
             return
@@ -247,7 +249,13 @@ class Planner:
             # The earlier requests were there, so what is cached anywhere is cached there.
             cached = max(query.matched.values(), default=0)
         self._warm.add((work.key, number))
-        planned_s = replica.prefill_s(query.length - cached, cached)
+        work.planned = number, replica.prefill_s(query.length - cached, cached)
+
+    def count(self, work: ReplicaWork) -> None:
+        """Count a request that has got its first token: others may have been refused."""
+        if work.planned is None or work.planned[0] not in self._numbers:
+            return
+        number, planned_s = work.planned
         self._requests += 1
         self._prefill_s += work.prefill_s
         self._planned_s += planned_s

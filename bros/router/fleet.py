@@ -262,6 +262,8 @@ class Fleet:
         replica.ttft_history.add(now, now - work.time_s)
         replica.prefilled_s = now
         self._ledger.mark_prefilled(work)
+        if self._planner is not None:
+            self._planner.count(work)
         if work.leaf.alive:
             self.state.forest.mark_used(work.leaf, work.replica)
 
@@ -391,7 +393,7 @@ class Fleet:
         state.forest.evict(number, replica.facts.capacity_tokens)
         state.forest.shrink()
         if self._planner is not None:
-            self._planner.record(state, work, query)
+            self._planner.compare(state, work, query)
         return Decision(
             request_id=request.request_id,
             replica=number,

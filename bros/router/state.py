@@ -126,6 +126,8 @@ class ReplicaWork:
     decode_s: seconds of decoding; an estimate until the request ends.
     prefilled: its first token has been sampled.
     in_window: it is not older than the window, and was computed or still may be.
+    planned: the replica that the plan has it on, and seconds to compute its prompt there; None if
+        no plan has its prefix.
     """
 
     request: EngineRequest | None
@@ -139,6 +141,7 @@ class ReplicaWork:
     decode_s: float
     prefilled: bool = False
     in_window: bool = True
+    planned: tuple[int, float] | None = None
 
     @property
     def seconds(self) -> float:

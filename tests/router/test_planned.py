@@ -72,12 +72,26 @@ def test_a_shadow_says_what_it_would_gain_and_changes_nothing() -> None:
     shadow, plain = ran([9, 9, 9], 3, plan="shadow"), ran([9, 9, 9], 3)
     for number in range(30):
         request = [number % 3] * PREFIX + [20_000 + number] * 3
-        both = [send(f, ask(f"s{number}", request), 20.0 + number) for f in (shadow, plain)]
+        both = [serve(f, ask(f"s{number}", request), 20.0 + number) for f in (shadow, plain)]
         assert both[0] == both[1]
     report = shadow.plan_report
     assert report is not None and report.requests == 30 and plain.plan_report is None
     assert 0.0 < report.prefill_s <= report.planned_s, "it computes each prefix once more"
     assert 1.0 <= report.planned_balance <= 1.1
+
+
+def test_what_a_replica_refused_counts_for_no_plan() -> None:
+    fleet = ran([12, 8], 2, plan="shadow")
+    serve(fleet, ask("x", [77] * 2), 30.0)
+    before = fleet.plan_report
+    request = ask("again", [0] * PREFIX + [1] * 3)
+    refused_by = send(fleet, request, 31.0)
+    fleet.on_finished("again", (), 31.0, cached=False)
+    assert fleet.plan_report == before
+    fleet.route([request], 31.0, frozenset({refused_by}))
+    fleet.on_first_token("again", 31.0)
+    after = fleet.plan_report
+    assert before is not None and after is not None and after.requests == before.requests + 1
 
 
 def test_what_is_split_off_a_planned_prefix_has_no_home_once_the_plan_is_over() -> None:
