@@ -1,6 +1,11 @@
 """Simulates several engines behind a router on one virtual clock.
 
     arrival -> Fleet.route -> an engine's queue -> steps -> tokens -> Fleet.on_finished
+                   ^                 | refused
+                   +-----------------+
+
+A request that a replica refuses goes to the others, as in the dispatcher of the router, until all
+have refused it.
 
 Events are processed by time, and at equal times by kind: ends of steps, reports, arrivals, routed
 requests, starts of steps. The engine computes the outputs of a step when the step starts, but the
@@ -89,7 +94,8 @@ class FleetRecord:
     cached: prompt tokens that were cached when it started.
     tokens: output tokens.
     first_s, last_s: times of the first and the last token.
-    refused: the engine refused it on arrival.
+    refused_by: the replicas that refused it, on arrival or before its first token.
+    refused: it has ended so.
     """
 
     request: PrefixRequest
@@ -103,6 +109,7 @@ class FleetRecord:
     first_s: float | None = None
     last_s: float | None = None
     finish: FinishReason | None = None
+    refused_by: tuple[int, ...] = ()
     refused: bool = False
 
     @property
@@ -211,6 +218,10 @@ class FleetSimulation:
         request = self._requests[number]
         record = FleetRecord(request, self._now, request.prompt_tokens)
         self._records[request_id(number)] = record
+        self._route_later(number)
+
+    def _route_later(self, number: int) -> None:
+        """Route a request as soon as the ones before it are routed."""
         self._unrouted.append(number)
         if len(self._unrouted) == 1:
             self._route_next()
@@ -218,8 +229,8 @@ class FleetSimulation:
     def _route_next(self) -> None:
         """Route the first waiting request by the present state."""
         request = self._engine_request(self._unrouted[0])
-        (decision,) = self._fleet.route([request], self._now)
         record = self._records[request.request_id]
+        (decision,) = self._fleet.route([request], self._now, frozenset(record.refused_by))
         record.replica, record.reason = decision.replica, decision.reason
         record.matched = decision.matched
         if self._decision_s:
@@ -272,8 +283,18 @@ class FleetSimulation:
         try:
             replica.engine.submit(request)
         except (QueueFullError, OverloadedError):
-            self._records[request.request_id].refused = True
-            self._on_ended(request.request_id, cached=False)
+            self._on_refused(request.request_id)
+
+    def _on_refused(self, request_id: str) -> None:
+        """Its replica has refused a request: it goes to another one, or ends."""
+        record = self._records[request_id]
+        record.refused_by = (*record.refused_by, record.replica)
+        if len(record.refused_by) < len(self._replicas):
+            self._fleet.on_finished(request_id, (), self._now, cached=False)
+            self._route_later(int(request_id))
+        else:
+            record.refused = True
+            self._on_ended(request_id, cached=False)
 
     def _end_step(self, replica: SimReplica) -> None:
         replica.stepping = False
@@ -296,8 +317,11 @@ class FleetSimulation:
             if record.first_s is None:
                 record.first_s, record.cached = self._now, output.cached_tokens
                 self._fleet.on_first_token(output.request_id, self._now)
-        if output.finish_reason is not None:
-            record.finish = output.finish_reason
+        reason = output.finish_reason
+        if reason is FinishReason.ERROR and output.retry_after_s is not None and not record.tokens:
+            self._on_refused(output.request_id)
+        elif reason is not None:
+            record.finish = reason
             self._on_ended(output.request_id, cached=record.finished)
 
     def _on_ended(self, request_id: str, *, cached: bool) -> None:

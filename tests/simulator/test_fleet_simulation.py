@@ -96,9 +96,11 @@ class Watched:
     def add(self, *args: Any) -> int:
         return self._fleet.add(*args)
 
-    def route(self, requests: Sequence[EngineRequest], now: float) -> list[Decision]:
+    def route(
+        self, requests: Sequence[EngineRequest], now: float, avoid: frozenset[int]
+    ) -> list[Decision]:
         self.calls += [(now, "route", request.request_id) for request in requests]
-        return self._fleet.route(requests, now)
+        return self._fleet.route(requests, now, avoid)
 
     def on_first_token(self, request_id: str, now: float) -> None:
         self.calls.append((now, "begun", request_id))
@@ -275,3 +277,17 @@ def test_nothing_is_lost_whatever_comes(
         sorted((r.arrival_s, n) for n, r in enumerate(result.records) if r.request.follows is None)
     ):
         assert load.given[one].time_s <= load.given[other].time_s
+
+
+def test_what_a_replica_refuses_goes_to_the_others() -> None:
+    """The oracle sends all of a family to one replica, which has no time for so many."""
+    load = GivenLoad(tuple(request(0.01 * i, own=3000, output=2, name=str(i)) for i in range(40)))
+    case = fleet_scenario(
+        "oracle", load, policy="bros", overload="reject", slo_ttft=100, classes=True
+    )
+    result = run(case)
+    elsewhere = [r for r in result.records if len(r.refused_by) == 1]
+    assert elsewhere and all(r.finished and r.replica not in r.refused_by for r in elsewhere)
+    refused = [r for r in result.records if r.refused]
+    assert refused and all(sorted(r.refused_by) == [0, 1] for r in refused)
+    assert all(r.finished or r.refused for r in result.records)
