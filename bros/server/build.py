@@ -151,7 +151,7 @@ async def _serve(
         live = LiveTenants(
             tenants,
             config.server,
-            max_queue=engine.info.max_queue,
+            max_queue=most_queued(engine.info, config.server),
             server_limits=server_limits(config.server, memory_bytes(), disk),
         )
         accounts = live.accounts
@@ -281,6 +281,13 @@ def _transforms(state: ServerState) -> TransformProcesses:
     return TransformProcesses(state.accounts, on_hung=on_hung)
 
 
+def most_queued(info: EngineInfo, config: ServerConfig) -> int:
+    """Requests of a class that may wait in the queues of as many replicas as there may be. info: of
+    the replicas that the server begins with."""
+    _, most = replica_bounds(config)
+    return info.max_queue // config.replicas * most
+
+
 def with_jobs(state: ServerState, store: Store) -> ServerState:
     """The state with files, batches and responses, and what runs them."""
     rows = RowRunner(state)
@@ -294,7 +301,7 @@ def with_jobs(state: ServerState, store: Store) -> ServerState:
         RunnerSettings(
             model=state.model_name,
             group_prefixes=state.config.batch_order == "prefix",
-            max_rows=max(1, state.engine.info.max_queue // 2),
+            max_rows=max(1, most_queued(state.engine.info, state.config) // 2),
             lease_s=state.config.batch_lease,
         ),
         state.accounts.limits,

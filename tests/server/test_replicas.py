@@ -26,11 +26,12 @@ from bros.router.balance import PlanReport
 from bros.router.client import RouterClient
 from bros.router.e2 import E2, LeastLoaded, RoundRobin
 from bros.server.app import create_app
+from bros.server.build import most_queued
 from bros.server.errors import describe
 from bros.server.operations.metrics import ReplicaCollector
 from bros.server.replicas import new_fleet, with_share_of_cores
 from bros.server.tenants import load_tenants
-from support.killable_engine import KillableEngine
+from support.killable_engine import INFO, KillableEngine
 from support.scripted_server import Server, assert_envelope
 from support.turn_fleet import TurnFleet
 
@@ -88,6 +89,13 @@ def test_without_a_prefix_cache_requests_go_by_load(
     fleet = new_fleet(Config(engine=EngineConfig(prefix_cache=cache), server=server))
     assert isinstance(fleet.policy, expected)
     assert ("--prefix-cache off" in caplog.text) == (expected is LeastLoaded)
+
+
+def test_shares_of_the_queues_are_those_of_as_many_replicas_as_there_may_be() -> None:
+    """The server begins with two, of which each has a queue for 10 requests."""
+    info = dataclasses.replace(INFO, max_queue=20)
+    assert most_queued(info, ServerConfig(replicas=2)) == 20
+    assert most_queued(info, ServerConfig(replicas=2, min_replicas=1, max_replicas=8)) == 80
 
 
 # HTTP
