@@ -11,7 +11,7 @@ has computed it: requests with the same prefix that arrive meanwhile will find i
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import islice
 
 from bros.core.errors import ConfigError, EngineDeadError
@@ -54,8 +54,13 @@ from bros.router.state import (
 # report that lists everything that the replica has cached.
 
 
-def update_forest(forest: Forest, replica: Replica, report: EngineReport) -> None:
-    """Apply a report of a replica to the forest."""
+_SLICE = 500
+"""Prefixes of a digest that are applied without a pause: 1 to 3 ms."""
+
+
+def updating_forest(forest: Forest, replica: Replica, report: EngineReport) -> Iterator[None]:
+    """Apply a report of a replica to the forest. It pauses where the caller may let other work run.
+    No other report of the replica may be applied before it has ended."""
     if report.version > replica.version:
         replica.version = report.version
         replica.running, replica.slowdown = report.running, report.slowdown
@@ -63,7 +68,7 @@ def update_forest(forest: Forest, replica: Replica, report: EngineReport) -> Non
         return
     if report.full:
         replica.digest_version = report.version
-        _apply_digest(forest, replica, report)
+        yield from _applying_digest(forest, replica, report)
         return
     for request_id, num_cached in report.cached_prefixes:
         origin = replica.origins.get(request_id)
@@ -95,49 +100,45 @@ def _apply_cached_prefix(
     forest.prune(leaf)
 
 
-def _apply_digest(forest: Forest, replica: Replica, report: EngineReport) -> None:
+def _applying_digest(forest: Forest, replica: Replica, report: EngineReport) -> Iterator[None]:
     """Mark as cached what a digest lists and what open requests have or will compute, and
-    everything else as evicted."""
-    number, origins = replica.number, replica.origins
-    named = {
-        request_id: num_cached
-        for request_id, num_cached in report.cached_prefixes
-        if request_id in origins
-    }
-    for request_id in named:
-        origin = origins[request_id]
-        origin.version = report.version
-        # For all of them first: reviving may split nodes, which invalidates `cached` below.
-        origin.leaf = forest.revive(origin.leaf)
-        origins.move_to_end(request_id)
-    cached: dict[PrefixNode, int] = {}
-    for request_id, kept in named.items():
-        _collect(origins[request_id].leaf, kept, cached)
-    for work in replica.works.values():
-        _collect(work.leaf, work.leaf.end, cached)
-    for request_id in [
-        other for other in origins if not (other in named or other in replica.works)
-    ]:
-        del origins[request_id]
-    for node, tokens in cached.items():
-        if node.cached.get(number) != tokens:
-            forest.set_cached(node, number, tokens)
-    for node in [node for node in forest.caches[number].nodes if node not in cached]:
-        forest.set_cached(node, number, 0)
-    for request_id in named:
-        forest.prune(origins[request_id].leaf)
+    everything else as evicted. What is routed or ends during a pause is newer than the digest."""
+    number, origins, works = replica.number, replica.origins, replica.works
+    forest.caches[number].digests += 1
+    opened = dict.fromkeys(works)
+    for done, request_id in enumerate(opened, start=1):
+        work = works.get(request_id)
+        if work is not None:
+            forest.confirm_cached(work.leaf, number, work.leaf.end)
+        if done % _SLICE == 0:
+            yield
+    for done, (request_id, kept) in enumerate(report.cached_prefixes, start=1):
+        origin = origins.get(request_id)
+        if origin is not None:
+            origin.version, origin.leaf = report.version, forest.revive(origin.leaf)
+            origins.move_to_end(request_id)
+            forest.confirm_cached(origin.leaf, number, kept)
+            forest.prune(origin.leaf)
+        if done % _SLICE == 0:
+            yield
+    yield from _evicting_others(forest, replica, opened)
 
 
-def _collect(leaf: PrefixNode, kept: int, cached: dict[PrefixNode, int]) -> None:
-    """Add the first `kept` tokens of a path to `cached`."""
-    node = leaf
-    while node.parent is not None:
-        tokens = min(kept, node.end) - node.start
-        if tokens > 0:
-            if cached.get(node) == node.end - node.start:
-                return
-            cached[node] = max(cached.get(node, 0), tokens)
-        node = node.parent
+def _evicting_others(forest: Forest, replica: Replica, opened: Container[str]) -> Iterator[None]:
+    """Mark as evicted what neither the digest that is being applied nor anything since it began has
+    confirmed. opened: ids of the requests that were open when it began."""
+    origins, works = replica.origins, replica.works
+    for done, request_id in enumerate([*origins], start=1):
+        origin = origins.get(request_id)
+        if origin is not None and origin.version < replica.digest_version:
+            if not (request_id in opened or request_id in works):
+                del origins[request_id]
+        if done % _SLICE == 0:
+            yield
+    for done, node in enumerate([*forest.caches[replica.number].nodes], start=1):
+        forest.evict_unconfirmed(node, replica.number)
+        if done % _SLICE == 0:
+            yield
 
 
 # ---- The fleet.
@@ -304,8 +305,19 @@ class Fleet:
     def apply_report(self, replica: int, report: EngineReport, now: float) -> None:
         """Update the forest from a report of a replica. Reports may come in any order, twice or not
         at all: the next digest corrects the forest."""
-        if replica in self.state.replicas:
-            update_forest(self.state.forest, self.state.replicas[replica], report)
+        for _ in self.applying_report(replica, report, now):
+            pass
+
+    def applying_report(self, replica: int, report: EngineReport, now: float) -> Iterator[None]:
+        """`apply_report` in slices: it pauses where the caller may let other work run, but not
+        apply another report of the replica."""
+        found = self.state.replicas.get(replica)
+        if found is None:
+            return
+        for _ in updating_forest(self.state.forest, found, report):
+            yield
+            if replica not in self.state.replicas:
+                return
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the parts of the state agree (for tests)."""
@@ -405,7 +417,8 @@ class Fleet:
     def _record_origin(self, request_id: str, leaf: PrefixNode, replica: Replica) -> None:
         """Remember a request, as reports name blocks by the request that computed them first. Each
         origin that matters has a cached block, which bounds how many are kept."""
-        replica.origins[request_id] = Origin(leaf)
+        # Older reports than the latest digest are ignored, also while that is being applied.
+        replica.origins[request_id] = Origin(leaf, replica.digest_version)
         most = replica.facts.capacity_tokens // self._block_size + len(replica.works)
         for other in list(islice(replica.origins, max(0, len(replica.origins) - most))):
             if other in replica.works:

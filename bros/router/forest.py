@@ -99,13 +99,19 @@ class Path:
 
 
 class ReplicaCache:
-    """Nodes that one replica has cached, least recently used first, and children before parents."""
+    """What one replica has cached.
 
-    __slots__ = ("nodes", "num_tokens")
+    nodes: least recently used first, and children before parents -> what `digests` was when the
+        router last learnt that the node is cached.
+    digests: the number of digests of the replica that have begun to be applied.
+    """
+
+    __slots__ = ("digests", "nodes", "num_tokens")
 
     def __init__(self) -> None:
-        self.nodes: OrderedDict[PrefixNode, None] = OrderedDict()
+        self.nodes: OrderedDict[PrefixNode, int] = OrderedDict()
         self.num_tokens = 0
+        self.digests = 0
 
 
 class Forest:
@@ -238,8 +244,8 @@ class Forest:
         cache.num_tokens += tokens - before
         if tokens:
             node.cached[replica] = tokens
+            cache.nodes[node] = cache.digests
             if not before:
-                cache.nodes[node] = None
                 self._touch_cached(node, replica)
         elif before:
             del node.cached[replica]
@@ -253,8 +259,30 @@ class Forest:
             size = node.end - node.start
             if node.cached.get(replica) != size:
                 self.set_cached(node, replica, size)
+            cache.nodes[node] = cache.digests
             cache.nodes.move_to_end(node)
             node = node.parent
+
+    def confirm_cached(self, leaf: PrefixNode, replica: int, tokens: int) -> None:
+        """A digest says that a replica has the first tokens of the path to a node cached. It may
+        have more of it by what has come since the digest began."""
+        cache, node = self.caches[replica], leaf
+        while node.parent is not None:
+            here = min(tokens, node.end) - node.start
+            if here > 0:
+                before = node.cached.get(replica, 0)
+                if cache.nodes.get(node) == cache.digests:
+                    if before == node.num_tokens:
+                        return  # then so are its ancestors
+                    here = max(here, before)
+                self.set_cached(node, replica, here)
+            node = node.parent
+
+    def evict_unconfirmed(self, node: PrefixNode, replica: int) -> None:
+        """Unless something has said since the digest began that a node is cached, it is not."""
+        cache = self.caches[replica]
+        if cache.nodes.get(node, cache.digests) != cache.digests:
+            self.set_cached(node, replica, 0)
 
     def prune(self, node: PrefixNode) -> None:
         """Remove a node if it is unused, and then its unused ancestors. `shrink` may have removed
@@ -395,7 +423,7 @@ class Forest:
         for replica, kept in list(node.cached.items()):
             cache = self.caches[replica]
             upper.cached[replica] = min(kept, size)
-            cache.nodes[upper] = None
+            cache.nodes[upper] = cache.nodes[node]
             self._touch_cached(upper, replica)
             if kept > size:
                 node.cached[replica] = kept - size

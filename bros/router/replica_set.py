@@ -13,8 +13,8 @@ import dataclasses
 import enum
 import functools
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -210,6 +210,7 @@ class ReplicaHandle:
     info, stats: the latest ones of its engine.
     stats_before: counters of its earlier engines.
     report: the latest one of its engine.
+    applying: reports that the fleet does not have or not wholly, the oldest first.
     open: request id -> open request.
     routed, prompt_tokens, cached_tokens: see ReplicaStatus.
     lost: how often its engine was lost.
@@ -232,6 +233,7 @@ class ReplicaHandle:
     stats: EngineStats | None = None
     stats_before: EngineStats = field(default_factory=EngineStats)
     report: EngineReport = field(default_factory=lambda: EngineReport(version=0))
+    applying: deque[Iterator[None]] = field(default_factory=deque)
     open: dict[str, RoutedRequest] = field(default_factory=dict)
     routed: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
@@ -546,6 +548,7 @@ class ReplicaSet:
         del self._by_fleet_id[replica.fleet_id]
         replica.fleet_id = None
         replica.report = EngineReport(version=0)
+        replica.applying.clear()
         replica.retain_counters()
 
     def mark_gone(self, replica: ReplicaHandle, reason: str) -> None:
@@ -756,7 +759,20 @@ class ReplicaSet:
                 replica.stuck = False
                 self._route_unplaced()
             replica.report = report
-            self._fleet.apply_report(replica.fleet_id, report, self._clock.now())
+            now = self._clock.now()
+            replica.applying.append(self._fleet.applying_report(replica.fleet_id, report, now))
+            if len(replica.applying) == 1:
+                self._apply_reports(replica)
+
+    def _apply_reports(self, replica: ReplicaHandle) -> None:
+        """Apply the reports of a replica in their order, a long digest in slices: other work of the
+        event loop runs between them."""
+        while replica.applying:
+            report = replica.applying.popleft()
+            for _ in report:
+                replica.applying.appendleft(report)
+                asyncio.get_running_loop().call_soon(self._apply_reports, replica)
+                return
 
     def _check_periodically(self) -> None:
         self.check_liveness()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -100,6 +101,37 @@ async def test_a_lost_replica_is_out_of_view_at_once_and_back_later(group: Group
     await asyncio.sleep(0.06)
     assert len(group.fleet.facts) == 2 and 1 not in group.fleet.facts, "under a new number"
     assert group.fleet.reports[-1] == (3, EngineReport(version=1, full=True))
+
+
+class PausingFleet(TurnFleet):
+    """It pauses three times within each report."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[int] = []
+
+    def applying_report(self, replica: int, report: EngineReport, now: float) -> Iterator[None]:
+        yield from (None, None, None)
+        self.done.append(report.version)
+
+
+async def test_reports_are_applied_in_their_order_with_pauses() -> None:
+    fleet = PausingFleet()
+    group = Group(size=1, made=fleet)
+    (handle,) = group.client._replicas
+    await asyncio.sleep(0.01)
+    fleet.done.clear()
+    for version in (11, 12, 13):
+        group.client._replica_set._on_report(handle, EngineReport(version=version))
+    assert not fleet.done, "other work runs before the first one has ended"
+    await asyncio.sleep(0.01)
+    assert fleet.done == [11, 12, 13]
+    group.client._replica_set._on_report(handle, EngineReport(version=14))
+    group.engines[0].die()
+    group.client.replicas()
+    await asyncio.sleep(0.01)
+    assert fleet.done == [11, 12, 13], "the engine of the last one is lost"
+    await group.client.close()
 
 
 @in_group

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from bros.core.interfaces import EngineReport
 from bros.core.request import EngineRequest, Hints
+from bros.router import fleet as router_fleet
 from bros.router.fleet import Fleet
 from support.routing import BLOCK, ask, cached, fleet_of, send, serve, told
 from support.tier import examples
@@ -126,6 +129,45 @@ def test_the_router_knows_what_is_cached_once_a_digest_is_in(data: st.DataObject
     for engine, report in late:  # older than the digests
         fleet.apply_report(engine, report, 101.0)
     agrees(fleet, engines, seen)
+
+
+@settings(max_examples=examples(30, long=3000), deadline=None)
+@given(st.data())
+def test_requests_may_come_and_end_while_a_digest_is_applied(data: st.DataObject) -> None:
+    """What is newer than the digest stays, and what it does not list goes."""
+    fleet, engine = fleet_of(1, "rr"), NaiveEngine()
+    seen: list[EngineRequest] = []
+    opened: list[EngineRequest] = []
+
+    def end(request: EngineRequest, output: tuple[int, ...], now: float) -> None:
+        fleet.on_first_token(request.request_id, now)
+        fleet.on_finished(request.request_id, output, now)
+        engine.serve(request, output)
+        seen.append(request)
+
+    def one_event(number: int) -> None:
+        if not opened or data.draw(st.booleans()):
+            opened.append(ask(f"r{number}", data.draw(prompts), hints=data.draw(hints)))
+            send(fleet, opened[-1], float(number))
+        else:
+            request = opened.pop(data.draw(st.integers(0, len(opened) - 1)))
+            output = data.draw(st.lists(st.integers(0, 1), max_size=6))
+            end(request, tuple(output), float(number))
+
+    numbers = itertools.count()
+    for _ in range(data.draw(st.integers(1, 12))):
+        one_event(next(numbers))
+    for _ in range(data.draw(st.integers(0, 4))):
+        if leaves := engine.leaves():
+            engine.evict(data.draw(st.sampled_from(leaves)))  # the notice is lost
+    with mock.patch.object(router_fleet, "_SLICE", 1):
+        for _ in fleet.applying_report(0, engine.digest(), 50.0):
+            if data.draw(st.booleans()):
+                one_event(next(numbers))
+            fleet.check_integrity()
+    for request in opened:
+        end(request, (), 60.0)
+    agrees(fleet, [engine], seen)
 
 
 def test_a_digest_brings_back_what_the_router_thought_evicted() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from bros.core.errors import EngineDeadError
 from bros.core.interfaces import EngineReport
@@ -85,10 +85,11 @@ class TurnFleet(Fleet):
         if cached:
             self.kept[request_id] = tuple(output_ids)
 
-    def apply_report(self, replica: int, report: EngineReport, now: float) -> None:
+    def applying_report(self, replica: int, report: EngineReport, now: float) -> Iterator[None]:
         self._pass(now)
         assert replica in self.facts
         self.reports.append((replica, report))
+        yield from ()
 
     def _pass(self, now: float) -> None:
         assert now >= self._now, "the clock never goes back"
