@@ -184,6 +184,14 @@ def print_fleet_reports(console: Console, rows: Sequence[FleetRow]) -> None:
             f"[bold]{several}, {escape(label)}[/bold]: {requests} requests, policy {policy}"
         )
         print_table(console, _fleet_table(group))
+        refused = [
+            f"{scenario.router} {report.requests - report.finished}"
+            for scenario, report in group
+            if report.finished < report.requests
+        ]
+        if refused:
+            counts = ", ".join(refused)
+            console.print(f"Refused by all replicas, and in no latency above: {counts}")
 
 
 def _fleet_table(rows: Sequence[FleetRow]) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,17 @@ def test_without_round_robin_nothing_is_compared_with_it(
     assert simulate(profile, "2", "--router", "least", "--workload", "loogle") == 0
     row = next(s for s in capsys.readouterr().out.splitlines() if s.startswith(" least"))
     assert row.split()[3:5] == ["-", "-"]
+
+
+def test_a_line_says_how_many_requests_were_refused(
+    profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--router", "e2,rr", "--policy", "bros", "--rate", "1000", "--slo-ttft", "10")
+    assert simulate(profile, "2", *arguments, "--be-requests", "0.1") == 0
+    assert "Refused" not in capsys.readouterr().out
+    assert simulate(profile, "2", *arguments, "--overload", "reject", "--be-requests", "0.1") == 0
+    found = [s for s in capsys.readouterr().out.splitlines() if s.startswith("Refused")]
+    assert len(found) == 1 and re.search(r"e2 \d+, rr \d+$", found[0])
 
 
 def test_json_says_what_was_run_and_what_came_of_it(profile: str, tmp_path: Path) -> None:
