@@ -35,9 +35,11 @@ async def test_lists_are_written_on_a_thread(tmp_path: Path, threads: set[int]) 
     async with server.http, keeping(server):
         for number in range(30):
             file = {"file": (f"{number}.jsonl", b"{}\n")}
-            await server.http.post("/v1/files", files=file, data={"purpose": "batch"})
+            made = await server.http.post("/v1/files", files=file, data={"purpose": "batch"})
+            batch = {"input_file_id": made.json()["id"], "endpoint": "/v1/completions"}
+            await server.http.post("/v1/batches", json={**batch, "completion_window": "24h"})
             await SessionClient.open(server.http)
-        for path in ("/v1/files", "/v1/sessions"):
+        for path in ("/v1/files", "/v1/batches?limit=100", "/v1/sessions"):
             reply = (await server.http.get(path)).json()
             assert len(reply["data"]) == 30 and reply["data"][0]["id"]
             assert threads and threading.get_ident() not in threads

@@ -107,18 +107,22 @@ async def create_batch(request: Request) -> Response:
 async def list_batches(request: Request) -> Response:
     """A page of your batches, the newest first."""
     jobs = Jobs.of(request)
-    query = request.query_params
+    state, query = ServerState.of(request), request.query_params
     limit = query_int(query, "limit", _BATCH_PAGE, low=1, high=_MAX_BATCH_PAGE)
     page = Page(limit=limit, after=query.get("after"))
-    tenant = ServerState.of(request).tenant(request)
+    tenant = state.tenant(request)
     batches, has_more = await jobs.io(tenant, jobs.batches.page, tenant, page)
-    return json_response(
-        BatchList(
-            data=[BatchObject.of(batch) for batch in batches],
-            first_id=batches[0].id if batches else None,
-            last_id=batches[-1].id if batches else None,
-            has_more=has_more,
-        )
+    reply = BatchList(
+        data=[],
+        first_id=batches[0].id if batches else None,
+        last_id=batches[-1].id if batches else None,
+        has_more=has_more,
+    )
+    return await pieces_response(
+        state,
+        tenant,
+        lambda: list_pieces(reply, map(BatchObject.of, batches)),
+        ITEM_CHARS * sum(1 + len(batch.errors) for batch in batches),
     )
 
 
