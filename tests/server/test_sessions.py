@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import httpx
 import pytest
 
 from bros.core.request import ServiceClass
+from bros.semantic.schema import VariableView
 from support.scripted_server import JSON, LiveServer, Server, assert_envelope
 from support.session_server import SOON_S, SessionClient, keeping, ok
 
@@ -173,6 +175,30 @@ async def test_waiting_for_a_whole_program(kept: Server, session: SessionClient)
     assert {each.service_class for each in sent} == {ServiceClass.RT}
     *mapped, reduced = (each.hints.group for each in sent)
     assert len(set(mapped)) == 1 and None not in mapped and reduced is None
+
+
+async def test_what_all_calls_read_is_looked_at_once(
+    kept: Server, session: SessionClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look lists all calls that read it: 5,000 looks at what 5,000 calls read took 3 s."""
+    service, looked_at = kept.state.sessions, Counter[str]()
+    assert service is not None
+    look = service.variable
+
+    def watched(tenant: str, session_id: str, variable_id: str) -> VariableView:
+        looked_at[variable_id] += 1
+        return look(tenant, session_id, variable_id)
+
+    monkeypatch.setattr(service, "variable", watched)
+    ok(await session.ask("POST", "/variables", json={"id": "text", "name": "text", "value": "A"}))
+    calls = [
+        {"template": f"{i} {{{{text}}}} {{{{output:y}}}}",
+         "parameters": [{"name": "text", "variable": "text"}]}
+        for i in range(10)
+    ]  # fmt: skip
+    reply = ok(await session.submit(requests=calls, wait=True, timeout_s=SOON_S))
+    assert [each["values"] for each in reply["requests"]] == [{"y": "Hello world"}] * 10
+    assert looked_at["text"] == 1 and len(looked_at) == 11
 
 
 async def test_waiting_for_what_has_criteria_only(kept: Server, session: SessionClient) -> None:

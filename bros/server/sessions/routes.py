@@ -278,10 +278,14 @@ async def _outputs(
     natives = {call.request_id for spec, call in zip(calls, submitted, strict=True) if spec.native}
     found: list[tuple[int, str, str, Criteria | None, Sequence[str]]] = []
     read_by: dict[str, list[str]] = {call.request_id: [] for call in submitted}  # native producers
+    views: dict[str, VariableView] = {}  # each has all its consumers, which may be all the calls
     async for index, placeholder, wanted in in_turns(_placeholders(calls, submitted), _SLICE):
         spec, call = calls[index], submitted[index]
         variable_id = call.variables[placeholder]
-        view = scope.service.variable(scope.tenant, scope.session_id, variable_id)
+        if variable_id not in views:
+            view = scope.service.variable(scope.tenant, scope.session_id, variable_id)
+            views[variable_id] = view
+        view = views[variable_id]
         if view.producer != call.request_id:
             if view.producer in natives:
                 read_by[call.request_id].append(view.producer)
