@@ -16,6 +16,7 @@ from bros.semantic.errors import ConflictError, SessionGoneError, SessionLimitEr
 from bros.semantic.schema import CallSpec, Criteria, Parameter, Perf, Role
 from bros.semantic.service.live import STARTS_PER_TURN
 from bros.semantic.service.service import SessionService
+from support.loops import MeasuredLoop, check_turns
 from support.program_engine import ProgramEngine, echo, make_service
 from support.programs import LATENCY, TENANT, Desk, call, native, soon, virtually
 
@@ -80,6 +81,19 @@ async def test_gone_is_told_from_never_there(operation: str) -> None:
             await attempt(session_id)
     with pytest.raises(NotFoundError):
         await attempt("sess-unknown")
+
+
+def test_thousands_of_sessions_may_expire_at_the_same_time() -> None:
+    async def main(loop: MeasuredLoop) -> None:
+        service = make_service(ProgramEngine(), max_sessions=10_000, ttl_s=0.01)
+        for _ in range(10_000):
+            service.create(TENANT)
+        with loop.measuring():
+            async with running(service):
+                while service.figures().sessions:
+                    await asyncio.sleep(0.01)
+
+    check_turns(main)
 
 
 @virtually

@@ -467,8 +467,10 @@ class SessionService:
             while True:
                 await asyncio.sleep(_EXPIRY_CHECK_S)
                 for session in self._registry:
-                    if self._has_expired(session):
+                    # It may have ended while others were closed.
+                    if session.end_reason is None and self._has_expired(session):
                         self._close(session, _EXPIRED)
+                        await asyncio.sleep(0)  # thousands may expire at the same time
         finally:
             try:
                 await asyncio.shield(asyncio.ensure_future(self._end_all()))
