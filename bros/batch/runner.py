@@ -1041,6 +1041,7 @@ class BatchRunner:
             await self._note_fault(job)
         finally:
             del self._jobs[job.batch.id]
+            self._polling.wake()  # else small batches would follow one another a poll apart
 
     async def _note_fault(self, job: Job) -> None:
         store = self._context.store

@@ -86,9 +86,10 @@ def _runner(
     limits: TenantLimits = NO_LIMITS,
     note_refusal: Callable[[str, Resource], None] = lambda tenant, resource: None,
     server_limits: TenantLimits = NO_LIMITS,
+    poll_s: float = 0.02,
 ) -> BatchRunner:
     """limits: of each tenant. server_limits: of all of them together."""
-    settings = RunnerSettings(model="", lease_s=15.0, poll_s=0.02)
+    settings = RunnerSettings(model="", lease_s=15.0, poll_s=poll_s)
     ids = IdGenerator(random.Random(0))
     return BatchRunner(
         *(store.batches, store.files, rows, _idle, _Clock(), ids, settings, lambda tenant: limits),
@@ -104,9 +105,10 @@ async def _running(
     limits: TenantLimits = NO_LIMITS,
     note_refusal: Callable[[str, Resource], None] = lambda tenant, resource: None,
     server_limits: TenantLimits = NO_LIMITS,
+    poll_s: float = 0.02,
 ) -> AsyncIterator[BatchRunner]:
     """A runner that runs during the block."""
-    runner = _runner(store, rows, limits, note_refusal, server_limits)
+    runner = _runner(store, rows, limits, note_refusal, server_limits, poll_s)
     running = asyncio.create_task(runner.run())
     try:
         yield runner
@@ -378,3 +380,10 @@ async def test_waiting_outcomes_are_bounded_by_their_bytes_and_wait_in_order() -
     budget.release(500)
     await small
     assert budget.used == 10
+
+
+async def test_small_batches_follow_one_another_without_waiting_for_a_poll(store: Store) -> None:
+    batches = [_submit(store, "bob", 1, f"b{number}") for number in range(6)]
+    async with _running(store, _Rows(), poll_s=1_000.0), asyncio.timeout(2.0):  # polls every 3.75 s
+        for batch_id in batches:
+            await _until_final(store, "bob", batch_id)
