@@ -387,3 +387,35 @@ async def test_small_batches_follow_one_another_without_waiting_for_a_poll(store
     async with _running(store, _Rows(), poll_s=1_000.0), asyncio.timeout(2.0):  # polls every 3.75 s
         for batch_id in batches:
             await _until_final(store, "bob", batch_id)
+
+
+async def test_rows_and_leases_go_on_while_many_batches_are_finalized(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, finish, renew, renewed = Held(), store.batches.finish, store.batches.renew, []
+
+    def slow_finish(*arguments: Any) -> None:
+        held()
+        finish(*arguments)
+
+    def watched(*arguments: Any) -> Any:
+        renewed.append(arguments)
+        return renew(*arguments)
+
+    many = [_submit(store, "bob", 2, f"b{number}") for number in range(10)]
+    monkeypatch.setattr(store.batches, "finish", slow_finish)
+    monkeypatch.setattr(store.batches, "renew", watched)
+    rows = _Rows()
+    async with _running(store, rows), asyncio.timeout(20.0):
+        while len(rows.answered) < 20:
+            await asyncio.sleep(0.01)
+        await held.begun.wait()
+        await asyncio.sleep(0.1)
+        del renewed[:]
+        live = _submit(store, "eve", 20)
+        while store.batches.get("eve", live).completed < 20:
+            await asyncio.sleep(0.01)
+        assert renewed
+        held.let_go()
+        for tenant, batch_id in [("eve", live), *(("bob", each) for each in many)]:
+            assert (await _until_final(store, tenant, batch_id)).completed
