@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 _WINDOW_S = 60.0
@@ -115,18 +115,31 @@ class JobPace:
         return max(self.schedule_s(now, in_flight), _MIN_DEADLINE_FACTOR * mean_s, 1.0)
 
 
-def expected_end_s(
-    job: JobPace, before: Iterable[JobPace], rate: float | None, now: float
-) -> float | None:
-    """When a job ends if all jobs `before` it run first, on the clock of `now`.
+class Backlog:
+    """What some jobs have left to do.
 
-    rate: tokens per second of all jobs together. A job without finished rows is assumed to have
-    the other jobs' mean tokens per row. None if the rate or that mean is unknown.
+    A job without finished rows is assumed to have the other jobs' mean tokens per row.
     """
-    jobs: Sequence[JobPace] = (job, *before)
-    known = [pace.tokens_per_row for pace in jobs if pace.tokens_per_row is not None]
-    if not rate or not known:
-        return None
-    mean = sum(known) / len(known)
-    tokens = sum(pace.remaining * (pace.tokens_per_row or mean) for pace in jobs)
-    return now + tokens / rate
+
+    def __init__(self) -> None:
+        self._tokens = 0.0  # of jobs with finished rows
+        self._tokens_per_row = 0.0  # their sum
+        self._known = 0
+        self._other_rows = 0
+
+    def add(self, job: JobPace) -> None:
+        """Count what one more job has left."""
+        per_row = job.tokens_per_row
+        if per_row is None:
+            self._other_rows += job.remaining
+            return
+        self._tokens += job.remaining * per_row
+        self._tokens_per_row += per_row
+        self._known += 1
+
+    def seconds(self, rate: float | None) -> float | None:
+        """How long all of it takes at this many tokens per second; None if the rate, or what a row
+        takes, is unknown."""
+        if not rate or not self._known:
+            return None
+        return (self._tokens + self._other_rows * self._tokens_per_row / self._known) / rate

@@ -45,7 +45,7 @@ from bros.batch.objects import (
     StoreLimitError,
     StoreUnavailableError,
 )
-from bros.batch.pacing import JobPace, RowCounts, Throughput, expected_end_s
+from bros.batch.pacing import Backlog, JobPace, RowCounts, Throughput
 from bros.batch.rows import (
     BadRowError,
     CheckedInput,
@@ -629,7 +629,7 @@ class Job:
         the task ends, and the lease has not run out (leases are not renewed while the store is
         unavailable)."""
         limiter, tenant = self._context.limiter, self.batch.tenant
-        await limiter.acquire((self.batch.expires_at, self.batch.created_at), tenant)
+        await limiter.acquire(_urgency(self), tenant)
         try:
             while self._now() >= self.lease_until_s:
                 await asyncio.sleep(_MIN_PAUSE_S)
@@ -1106,19 +1106,35 @@ class BatchRunner:
             await asyncio.sleep(_SWEEP_S)
 
     def _expectations(self) -> dict[str, int]:
-        found = {batch_id: self._expected_at(job) for batch_id, (job, _) in self._jobs.items()}
-        return {batch_id: at for batch_id, at in found.items() if at is not None}
+        """Batch id -> when it is expected to end, of all jobs for which that is known."""
+        jobs = sorted((job for job, _ in self._jobs.values()), key=_urgency)
+        backlog, found = Backlog(), {}
+        for _, equal in itertools.groupby(jobs, _urgency):
+            together = list(equal)  # their rows take turns
+            for job in together:
+                backlog.add(job.pace)
+            at = self._end_of(backlog)
+            if at is not None:
+                found.update(dict.fromkeys((job.batch.id for job in together), at))
+        return found
 
     def _expected_at(self, job: Job) -> int | None:
-        now = self._context.clock.now()
-        mine = (job.batch.expires_at, job.batch.created_at)
-        before = [
-            other.pace
-            for other, _ in self._jobs.values()
-            if other is not job and (other.batch.expires_at, other.batch.created_at) <= mine
-        ]
-        end_s = expected_end_s(job.pace, before, self._context.throughput.rate(now), now)
-        return None if end_s is None else round(self._now() + end_s - now)
+        backlog = Backlog()
+        backlog.add(job.pace)
+        for other, _ in self._jobs.values():
+            if other is not job and _urgency(other) <= _urgency(job):
+                backlog.add(other.pace)
+        return self._end_of(backlog)
+
+    def _end_of(self, backlog: Backlog) -> int | None:
+        """When all of it is expected to be done (Unix seconds), None if unknown."""
+        left_s = backlog.seconds(self._context.throughput.rate(self._context.clock.now()))
+        return None if left_s is None else round(self._now() + left_s)
 
     def _now(self) -> float:
         return self._context.clock.unix_time()
+
+
+def _urgency(job: Job) -> tuple[int, int]:
+    """Rows of the job with the smallest one run first."""
+    return job.batch.expires_at, job.batch.created_at

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.batch.pacing import JobPace, Throughput, expected_end_s
+from bros.batch.pacing import Backlog, JobPace, Throughput
 
 
 def test_the_rate_is_unknown_until_some_rows_are_done() -> None:
@@ -120,19 +120,25 @@ def test_the_nearer_the_deadline_the_more_urgent(
     assert dues[-1] >= 1.0
 
 
-def test_the_end_is_unknown_without_a_rate_or_a_row() -> None:
+def _seconds(rate: float | None, *jobs: JobPace) -> float | None:
+    backlog = Backlog()
+    for job in jobs:
+        backlog.add(job)
+    return backlog.seconds(rate)
+
+
+def test_how_long_it_takes_is_unknown_without_a_rate_or_a_row() -> None:
     fresh, known = JobPace(10, 100.0), JobPace(10, 100.0)
     known.note(100, 1.0)
-    assert expected_end_s(known, [], None, 0.0) is None
-    assert expected_end_s(fresh, [], 10.0, 0.0) is None
+    assert _seconds(None, known) is None
+    assert _seconds(10.0, fresh) is None
 
 
-def test_jobs_with_less_time_come_first_and_unknown_rows_are_like_known_ones() -> None:
+def test_what_jobs_have_left_adds_up_and_unknown_rows_are_like_known_ones() -> None:
     mine, first, fresh = JobPace(11, 300.0), JobPace(21, 100.0), JobPace(5, 200.0)
     mine.note(100, 1.0)
     first.note(300, 1.0)
-    assert expected_end_s(mine, [], 50.0, now=7.0) == pytest.approx(7 + 10 * 100 / 50)
-    assert expected_end_s(mine, [first], 50.0, now=0.0) == pytest.approx((1_000 + 6_000) / 50)
+    assert _seconds(50.0, mine) == pytest.approx(10 * 100 / 50)
+    assert _seconds(50.0, mine, first) == pytest.approx((1_000 + 6_000) / 50)
     # 5 rows of (100 + 300) / 2 tokens.
-    both = expected_end_s(mine, [first, fresh], 50.0, now=0.0)
-    assert both == pytest.approx((1_000 + 6_000 + 1_000) / 50)
+    assert _seconds(50.0, mine, first, fresh) == pytest.approx((1_000 + 6_000 + 1_000) / 50)

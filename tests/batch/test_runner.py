@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import json
 import os
@@ -18,7 +19,9 @@ import pytest
 
 from bros.batch import runner
 from bros.batch.background import BackgroundRunner, ResponseOutcome
-from bros.batch.objects import Batch, BatchStatus, Lease, RowOutcome
+from bros.batch.files import Page
+from bros.batch.objects import Batch, BatchStatus, Lease, RowOutcome, TokenUsage
+from bros.batch.pacing import JobPace
 from bros.batch.responses import ResponseStore, StoredResponse
 from bros.batch.rows import RowFacts, RowReply, reply_line
 from bros.batch.runner import BatchRunner, ByteBudget, RunnerSettings
@@ -387,6 +390,60 @@ async def test_small_batches_follow_one_another_without_waiting_for_a_poll(store
     async with _running(store, _Rows(), poll_s=1_000.0), asyncio.timeout(2.0):  # polls every 3.75 s
         for batch_id in batches:
             await _until_final(store, "bob", batch_id)
+
+
+class _SomeRows(_Rows):
+    """Answers the first 4 rows of each batch; the others have no end."""
+
+    async def answer(
+        self, endpoint: str, body: dict[str, Any], *, request_id: str, tenant: str, slo: Slo
+    ) -> RowReply:
+        if int(body["prompt"].rpartition(".")[2]) > 4:
+            await asyncio.Event().wait()
+        reply = await super().answer(endpoint, body, request_id=request_id, tenant=tenant, slo=slo)
+        return dataclasses.replace(reply, usage=TokenUsage(10, 0, 10))
+
+
+async def test_batches_are_expected_to_end_in_the_order_of_their_windows(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those with the same window end together. A poll looks at each batch once, however many there
+    are: if each looked at all, a poll of 2,000 batches would hold the event loop for a second."""
+    names = {"a": 1_000, "b": 1_000, "c": 2_000, "d": 3_000}
+    for name, window_s in names.items():
+        _submit(store, "bob", 400, name, window_s)
+    looked_at, renew, renewed = 0, store.batches.renew, []
+
+    class Counting(runner.Backlog):
+        def add(self, job: JobPace) -> None:
+            nonlocal looked_at
+            looked_at += 1
+            super().add(job)
+
+    def watched(owner: str, ids: Sequence[str], *arguments: Any) -> Any:
+        renewed.append((len(ids), looked_at))
+        return renew(owner, ids, *arguments)
+
+    monkeypatch.setattr(runner, "Backlog", Counting)
+    monkeypatch.setattr(store.batches, "renew", watched)
+    began_s = time.monotonic()
+    async with _running(store, _SomeRows()), asyncio.timeout(20.0):
+        found: list[Batch] = []
+        while len(found) < 4 or sum(batch.completed for batch in found) < 4:
+            await asyncio.sleep(0.3)
+            found, _ = store.batches.page("bob", Page(limit=10, newest_first=False))
+        del renewed[:]
+        await asyncio.sleep(0.3)
+        found, _ = store.batches.page("bob", Page(limit=10, newest_first=False))
+        now = NOW + time.monotonic() - began_s
+    (before, first), (after, second) = renewed[-2:]
+    assert before == after == second - first == 4
+    assert None not in (ends := [batch.expected_at for batch in found])
+    a, b, c, d = (end - now for end in ends if end is not None)
+    assert a == b
+    left = 1_600 - sum(batch.completed for batch in found)
+    assert c / a == pytest.approx((left - 400) / (left - 800), rel=0.1)
+    assert d / a == pytest.approx(left / (left - 800), rel=0.1)
 
 
 async def test_rows_and_leases_go_on_while_many_batches_are_finalized(
