@@ -96,28 +96,28 @@ def _existing(target: Path, source: Path, endpoint: str, console: Console) -> in
 
     Raises ConfigError if it is anything else, which must not be lost.
     """
+    num_rows = num_failed = 0
     try:
         with target.open("rb") as responses, source.open("rb") as requests:
-            rows = [parse_row(line, endpoint) for line in requests if line.strip()]
-            lines = [json.loads(line) for line in responses]
-            is_complete = [row.custom_id for row in rows] == [line["custom_id"] for line in lines]
-            succeeded = [
-                line["error"] is None and line["response"]["status_code"] == 200 for line in lines
-            ]
+            # One line of each at a time: the parts of all take ten times the memory of the files.
+            rows = (parse_row(line, endpoint) for line in requests if line.strip())
+            for row, line in zip(rows, map(json.loads, responses), strict=True):
+                if row.custom_id != line["custom_id"]:
+                    raise ValueError("the response is to another request")
+                num_rows += 1
+                num_failed += line["error"] is not None or line["response"]["status_code"] != 200
     except (BadRowError, ValueError, LookupError, TypeError):
-        is_complete = False
-    if not is_complete:
         raise ConfigError(
             f"{target} exists and is not the output for {source}; "
             "name another file, or replace it with --overwrite"
-        )
+        ) from None
     console.print(
-        f"{target} has the responses to all {len(rows)} requests; --overwrite processes them again",
+        f"{target} has the responses to all {num_rows} requests; --overwrite processes them again",
         markup=False,
         highlight=False,
         soft_wrap=True,
     )
-    return 0 if all(succeeded) else SOME_ROWS_FAILED
+    return SOME_ROWS_FAILED if num_failed else 0
 
 
 @contextlib.contextmanager

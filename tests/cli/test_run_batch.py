@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import stat
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,23 @@ def test_a_complete_output_stays_as_it_is(
     assert run(model, "in.jsonl", "out.jsonl", "--overwrite") == 3
     assert (folder / "out.jsonl").read_bytes() != before
     assert [path.name for path in sorted(folder.iterdir())] == ["in.jsonl", "out.jsonl"]
+
+
+def test_a_complete_output_is_not_held_in_memory(model: Path, folder: Path) -> None:
+    prompt = list(range(1_000))
+    write(folder / "in.jsonl", *(row(number, prompt=prompt) for number in range(500)))
+    reply = {"status_code": 200, "body": {"numbers": prompt}}
+    write(
+        folder / "out.jsonl",
+        *({"custom_id": f"row-{n}", "error": None, "response": reply} for n in range(500)),
+    )
+    tracemalloc.start()
+    try:
+        assert run(model, "in.jsonl", "out.jsonl") == 0
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * 2**20
 
 
 @pytest.mark.parametrize(
