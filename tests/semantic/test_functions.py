@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import bros.semantic as P
 from bros.core import grammars
 from bros.core.errors import InvalidRequestError, NotFoundError, OverloadedError
-from bros.semantic.client.session import MAX_NATIVE_THREADS
+from bros.semantic.client.session import MAX_GETS, MAX_NATIVE_THREADS
 from bros.semantic.schema import Role, SubmitProgram, to_json
 from bros.server.sessions.wire import read
 from support.fake_sessions import FakeBackend, fake_connection, refuse, shout
@@ -431,6 +431,42 @@ class TestPrograms:
             assert test.get().startswith("<test_of")
         assert [call.name for call in backend.programs[0]] == ["write", "test_of", "write", "judge"]
         assert len(backend.programs) == 1
+
+    @pytest.mark.parametrize("sent", [False, True])
+    def test_a_large_gather_requests_all_values_and_waits_for_some_at_a_time(
+        self, sent: bool
+    ) -> None:
+        """Each wait holds a connection. sent: whether the server has the calls before."""
+        count = MAX_GETS + 20
+        most = waiting = 0
+
+        class CountingBackend(FakeBackend):
+            async def get(self, session_id: str, variable_id: str, *arguments: Any) -> str:
+                nonlocal most, waiting
+                if not waiting and not most:
+                    if sent:
+                        assert len([each for each in self.operations if each[0] == "want"]) == 20
+                    else:
+                        (program,) = self.programs
+                        asked = [call.parameters[-1].criteria for call in program]
+                        assert len(asked) == count and None not in asked
+                waiting += 1
+                most = max(most, waiting)
+                await asyncio.sleep(0)
+                try:
+                    return await super().get(session_id, variable_id, *arguments)
+                finally:
+                    waiting -= 1
+
+        with (
+            fake_connection(CountingBackend()) as connection,
+            P.Session(connection=connection) as session,
+        ):
+            codes = [write(str(number)) for number in range(count)]
+            if sent:
+                session.flush()
+            assert P.gather(*codes) == [code_of(str(number)) for number in range(count)]
+        assert most == MAX_GETS
 
     def test_variables_do_not_cross_sessions_but_their_values_do(self) -> None:
         backend = FakeBackend()

@@ -86,6 +86,10 @@ _KNOWN_WITHIN_S = 1.0
 MAX_NATIVE_THREADS = 256
 """Native functions of a session that run at the same time, without coroutine functions."""
 
+MAX_GETS = 256
+"""Values that a `gather` waits for at the same time: each holds a connection, and a server takes
+1,024 from another machine."""
+
 _ANSWER_WITHIN_S = 2.0
 """How long a client that has a timeout waits after it for the answer that the time is over."""
 
@@ -530,14 +534,23 @@ class AsyncSession:
         self, variables: Sequence[SemanticVariable], criteria: Criteria, timeout_s: float | None
     ) -> list[str]:
         """`fetch` for several values: all are requested before the first wait."""
+        # Their gets would request them too late; unsent ones are requested as they are sent.
+        later = [v for v in variables[MAX_GETS:] if v.value is None and not _is_unsent(v)]
+        gets = asyncio.Semaphore(MAX_GETS)
         async with _Deadline(timeout_s, variables) as deadline:
+
+            async def wait(variable: SemanticVariable) -> str:
+                async with gets:
+                    return await self._wait(variable, criteria, deadline)
+
             await self._prepare(variables, criteria)
+            if later:
+                session_id, backend = await self._opened()
+                for variable in later:
+                    await backend.want(session_id, await self._declared(variable), criteria)
             try:
                 async with asyncio.TaskGroup() as group:
-                    waits = [
-                        group.create_task(self._wait(variable, criteria, deadline))
-                        for variable in variables
-                    ]
+                    waits = [group.create_task(wait(variable)) for variable in variables]
             except BaseExceptionGroup as failed:
                 raise failed.exceptions[0] from None
             return [wait.result() for wait in waits]
