@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.batch.runner import RowLimiter
+from bros.batch.admission import RowLimiter
 
 
 async def settle() -> None:

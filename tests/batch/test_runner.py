@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 
 from bros.batch import runner
+from bros.batch.admission import ByteBudget
 from bros.batch.background import BackgroundRunner, ResponseOutcome
 from bros.batch.files import Page
 from bros.batch.objects import Batch, BatchStatus, Lease, RowOutcome, TokenUsage
 from bros.batch.pacing import JobPace
 from bros.batch.responses import ResponseStore, StoredResponse
 from bros.batch.rows import RowFacts, RowReply, reply_line
-from bros.batch.runner import BatchRunner, ByteBudget, RunnerSettings
+from bros.batch.runner import BatchRunner, RunnerSettings
 from bros.core.clock import SystemClock
 from bros.core.interfaces import EngineStats
 from bros.core.request import IdGenerator, Slo

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bros.batch.runner import MAX_ATTEMPTS, SuspectIsolation
+from bros.batch.admission import MAX_ATTEMPTS, SuspectIsolation
 
 
 async def settle() -> None:
