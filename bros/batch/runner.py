@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import errno
 import functools
 import itertools
 import logging
@@ -704,6 +705,9 @@ _MAX_FINALIZING = 2
 others are for leases and rows: when 20 batches of 10,000 rows ended together, no row of any other
 ran and no lease was renewed for 16 s."""
 
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+"""The process, or the machine, has too many open files. That passes, so no batch fails of it."""
+
 _MAX_FAULTS = 3
 _FAULT = LineError(
     "internal_error",
@@ -843,8 +847,11 @@ class BatchRunner:
     async def _run_job(self, job: Job) -> None:
         try:
             await job.run()
-        except Exception:
+        except Exception as error:
             # The lease runs out, and the process that claims the batch next tries again.
+            if isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS:
+                logger.warning("batch %s pauses: %s", job.batch.id, error.strerror)
+                return
             logger.exception("batch %s failed in this process", job.batch.id)
             await self._note_fault(job)
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import gc
 import json
 import os
@@ -91,9 +92,10 @@ def _runner(
     note_refusal: Callable[[str, Resource], None] = lambda tenant, resource: None,
     server_limits: TenantLimits = NO_LIMITS,
     poll_s: float = 0.02,
+    lease_s: float = 15.0,
 ) -> BatchRunner:
     """limits: of each tenant. server_limits: of all of them together."""
-    settings = RunnerSettings(model="", lease_s=15.0, poll_s=poll_s)
+    settings = RunnerSettings(model="", lease_s=lease_s, poll_s=poll_s)
     ids = IdGenerator(random.Random(0))
     return BatchRunner(
         *(store.batches, store.files, rows, _idle, _Clock(), ids, settings, lambda tenant: limits),
@@ -110,9 +112,10 @@ async def _running(
     note_refusal: Callable[[str, Resource], None] = lambda tenant, resource: None,
     server_limits: TenantLimits = NO_LIMITS,
     poll_s: float = 0.02,
+    lease_s: float = 15.0,
 ) -> AsyncIterator[BatchRunner]:
     """A runner that runs during the block."""
-    runner = _runner(store, rows, limits, note_refusal, server_limits, poll_s)
+    runner = _runner(store, rows, limits, note_refusal, server_limits, poll_s, lease_s)
     running = asyncio.create_task(runner.run())
     try:
         yield runner
@@ -391,6 +394,26 @@ async def test_small_batches_follow_one_another_without_waiting_for_a_poll(store
     async with _running(store, _Rows(), poll_s=1_000.0), asyncio.timeout(2.0):  # polls every 3.75 s
         for batch_id in batches:
             await _until_final(store, "bob", batch_id)
+
+
+@pytest.mark.parametrize("what", ["_Input", "check_input"])
+async def test_no_batch_fails_because_there_are_too_many_open_files(
+    store: Store, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    work, tries = getattr(runner, what), 0
+
+    def scarce(*arguments: Any, **options: Any) -> Any:
+        nonlocal tries
+        tries += 1
+        if tries <= 5:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return work(*arguments, **options)
+
+    monkeypatch.setattr(runner, what, scarce)
+    batch_id = _submit(store, "bob", 2)
+    async with _running(store, _Rows(), lease_s=0.2):
+        batch = await _until_final(store, "bob", batch_id)
+    assert (batch.status, batch.completed, tries) == (BatchStatus.COMPLETED, 2, 6)
 
 
 class _SomeRows(_Rows):
