@@ -48,6 +48,7 @@ _ROWS_PER_S = 16
 _MIN_ROWS = 500
 _BATCH_POLL_S = 1.0
 _TIMEOUT_S = 120.0
+_NO_ROW_ENDED = "no row of the batch ended in the measured time; tokens count when their row ends"
 _RUNNING = ("validating", "in_progress")
 _OPEN = (*_RUNNING, "cancelling", "finalizing")
 _FIELDS_NOT_IN_ROWS = ("stream", "stream_options", "service_tier", "slo", "priority")
@@ -197,14 +198,19 @@ async def batch_job(
             await job.end()
 
 
-def batch_metrics(seen: BatchSamples, window: Window, like: ClassMetrics) -> ClassMetrics:
-    """Metrics with the counts and the throughput of a batch. like: metrics without requests."""
+def batch_metrics(
+    seen: BatchSamples, num_rows: int, window: Window, like: ClassMetrics
+) -> ClassMetrics:
+    """Metrics with the counts and the throughput of a batch of `num_rows`, of which those count as
+    requests that have ended in the window. like: metrics without requests.
+    """
     added = seen.within(window)
     completed, failed = round(added.completed), round(added.failed)
     outcomes = {**like.outcomes, Outcome.COMPLETED: completed, Outcome.FAILED: failed}
     return replace(
         like,
         requests=completed + failed,
+        outside=num_rows - completed - failed,
         outcomes=outcomes,
         reasons={"rows in the error file": failed} if failed else {},
         requests_per_s=added.completed / window.seconds,
@@ -541,8 +547,10 @@ class BenchRunner:
         window = Window(options.warm_up_s, self._wanted.duration_s, driven.elapsed_s)
         result = self._result(case, plan, driven, window)
         if samples is not None:
-            metrics = _with_batch_metrics(result.metrics, samples)
+            metrics = _with_batch_metrics(result.metrics, samples, len(lines))
             result = replace(result, metrics=metrics, be_load=f"{result.be_load}, as a batch")
+            if not result.be.tokens_per_s:
+                result = replace(result, notes=(*result.notes, _NO_ROW_ENDED))
         result = replace(result, server_version=version, timeline=timeline)
         return MeasuredRun(result, driven.records, window)
 
@@ -642,9 +650,9 @@ def _rows(
     return batch_input_lines(plan.backlog, body, request_format.path, duration_s)
 
 
-def _with_batch_metrics(metrics: RunMetrics, samples: BatchSamples) -> RunMetrics:
+def _with_batch_metrics(metrics: RunMetrics, samples: BatchSamples, num_rows: int) -> RunMetrics:
     alone = metrics.by_class[ServiceClass.BE]
-    batch = batch_metrics(samples, metrics.window, alone)
+    batch = batch_metrics(samples, num_rows, metrics.window, alone)
     return replace(metrics, by_class={**metrics.by_class, ServiceClass.BE: batch})
 
 

@@ -63,7 +63,7 @@ def test_of_a_steady_batch_the_throughput_is_its_rate_wherever_one_looks(
 def test_what_was_done_outside_the_window_does_not_count() -> None:
     samples = BatchSamples((sample(0, 0), sample(10, 100), sample(20, 160), sample(30, 960)))
     window = Window(10.0, 20.0)
-    metrics = batch_metrics(samples, window, measure([], Slo(0.4, 0.2), window).by_class[BE])
+    metrics = batch_metrics(samples, 500, window, measure([], Slo(0.4, 0.2), window).by_class[BE])
     assert metrics.prompt_tokens_per_s == 6.0 and metrics.output_tokens_per_s == 12.0
     assert metrics.requests_per_s == 0.6
     assert (metrics.prompt_tokens, metrics.output_tokens, metrics.cached_tokens) == (60, 120, 30)
@@ -71,10 +71,19 @@ def test_what_was_done_outside_the_window_does_not_count() -> None:
     assert metrics.errors == 0
 
 
+def test_a_batch_of_which_no_row_has_ended_took_part() -> None:
+    """Its throughput is 0, and not one that nobody asked for."""
+    samples = BatchSamples((BatchSample(0, 0, 0, 0, 0, 0), BatchSample(10, 0, 0, 0, 0, 0)))
+    window = Window(0.0, 10.0)
+    metrics = batch_metrics(samples, 500, window, measure([], Slo(0.4, 0.2), window).by_class[BE])
+    assert (metrics.requests, metrics.outside, metrics.tokens_per_s) == (0, 500, 0.0)
+    assert metrics.took_part
+
+
 def test_failed_rows_are_errors() -> None:
     samples = BatchSamples((BatchSample(0, 0, 0, 0, 0, 0), BatchSample(10, 3, 2, 30, 60, 0)))
     window = Window(0.0, 10.0)
-    metrics = batch_metrics(samples, window, measure([], Slo(0.4, 0.2), window).by_class[BE])
+    metrics = batch_metrics(samples, 500, window, measure([], Slo(0.4, 0.2), window).by_class[BE])
     assert metrics.errors == 2 and metrics.requests == 5
     assert metrics.reasons == {"rows in the error file": 2}
 
