@@ -173,6 +173,9 @@ def _lag_s(record: Record) -> float:
 ATTAINMENTS = ("ttft_met", "tpot_met", "both_met", "gap_met")
 """Fields of ClassMetrics: shares of requests that met their objectives."""
 
+DUE, SENT = "due", "sent"
+"""From when the latencies of a run count. Older versions counted from when a request was sent."""
+
 _MAX_REASONS = 5
 _OTHER_REASONS = "other reasons"
 _RELEGATED_TIER = "flex"
@@ -214,7 +217,7 @@ class ClassMetrics:
     All rates are per second of the window.
 
     requests: came due in the window; the sum of `outcomes`, which has every Outcome.
-    outside: came due outside the window.
+    outside: came due outside the window; rows of a batch that did not end in it.
     unsent: came due and were not sent because the client was too slow (they are OPEN).
     reasons: reason why requests were not completed -> count.
     tiers: service tier that the responses name -> count.
@@ -222,6 +225,7 @@ class ClassMetrics:
     overdue: open requests that are in ttft_s or tpot_s with their time so far, a lower bound.
     ttft_s, itl_s: of requests with text.
     gap_s: longest time between two chunks of each request.
+    without_text: completed requests without any text.
     e2e_s, normalized_latency_s: of completed requests.
     tokens_on_time: chunks within tpot of the one before, the first within ttft; the next chunk of
         a lost request counts as missed.
@@ -257,6 +261,7 @@ class ClassMetrics:
     vllm: dict[str, float | None]
     gap_s: Summary = Summary(0)  # older results do not have it
     gap_met: Attainment = Attainment(0, 0)
+    without_text: int = 0
 
     @property
     def completed(self) -> int:
@@ -283,11 +288,13 @@ class RunMetrics:
     """One run.
 
     vllm: both classes together, under the names of `vllm bench serve`.
+    times_from: DUE or SENT, from when latencies of requests count.
     """
 
     window: Window
     by_class: dict[ServiceClass, ClassMetrics]
     vllm: dict[str, float | None]
+    times_from: str = SENT  # older results do not say it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,6 +352,7 @@ def measure(records: Sequence[Record], slo: Slo, window: Window) -> RunMetrics:
             prompt_tokens_per_s=sum(part.prompt_tokens_per_s for part in parts),
             output_tokens_per_s=sum(part.output_tokens_per_s for part in parts),
         ),
+        times_from=DUE,
     )
 
 
@@ -431,6 +439,7 @@ def _class_metrics(everything: Sequence[Record], slo: Slo | None, window: Window
         tpot_met=Attainment.of([j.tpot_met for j in judged]),
         both_met=Attainment.of([j.both_met for j in judged]),
         gap_met=Attainment.of([j.gap_met for j in judged]),
+        without_text=sum(not record.chunk_times_s for record in completed),
         tokens_on_time=Attainment.total(on_time),
         **rates,
         prompt_tokens=sum(map(prompt_tokens, completed)),

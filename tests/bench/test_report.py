@@ -378,6 +378,14 @@ def test_requests_that_were_not_sent_or_not_served_as_asked_are_warned_of() -> N
     ]
 
 
+def test_answers_without_text_are_warned_of() -> None:
+    """They may be those of a server that does not work."""
+    records = [make_record(due_s=20.0, end_s=20.1), make_record(due_s=20.0, gaps_s=[0.1])]
+    assert warnings(only(Scenario.S3, records, 0.5)) == [
+        "S3 bros, 0.5/s: 1 of 2 real-time requests were completed without text"
+    ]
+
+
 def test_client_that_takes_too_much_of_the_machine_is_warned_of() -> None:
     for share, count in ((0.05, 0), (0.06, 1)):
         client = dataclasses.replace(HEALTHY, cpu_share=share)
@@ -526,6 +534,17 @@ def test_other_loads_and_times_are_warned_of() -> None:
         "S3 bros, 0.2/s: different best-effort requests than S3 bros, 0.1/s",
         "S3 bros, 0.2/s: a different measured time than S3 bros, 0.1/s",
     ]
+
+
+def test_latencies_of_older_versions_count_from_another_moment() -> None:
+    tree = json.loads(make_bench([FIRST, SECOND]).to_json())
+    del tree["results"][0]["times_from"]
+    bench = BenchResult.from_json(json.dumps(tree))
+    [text] = warnings(bench)
+    assert text == (
+        "S3 bros, 0.1/s: latencies from another moment (due or sent) than S0 bros, 0.1/s"
+    )
+    assert "when a request was sent, when a request was due" in Page(page(bench)).text
 
 
 def test_what_is_meant_to_differ_is_not_warned_of() -> None:

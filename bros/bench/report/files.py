@@ -91,6 +91,8 @@ def _column(bench: BenchResult, command: Command) -> Iterator[tuple[str, str]]:
     yield "runs", _names(bench, runs)
     yield "date", environment.date
     yield "server version", ", ".join(versions) or NOTHING
+    since = dict.fromkeys(f"when a request was {run.metrics.times_from}" for run in runs)
+    yield "latencies count from", ", ".join(since) or NOTHING
     yield "client", f"bros {environment.bros}"
     yield "commit", _short(environment.commit)
     yield "Python", environment.python

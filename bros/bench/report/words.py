@@ -240,6 +240,9 @@ _TRAITS = (
         lambda r: (r.metrics.window.start_s, r.metrics.window.end_s),
         _all_runs,
     ),
+    _Trait(
+        "latencies from another moment (due or sent)", lambda r: r.metrics.times_from, _all_runs
+    ),
     _Trait("a different --drain", lambda r: r.command.settings.get("--drain", "0"), _all_runs),
     _Trait("a different endpoint", lambda r: r.command.settings.get("--endpoint"), _all_runs),
     _Trait("a different model", lambda r: r.command.settings.get("--model", ""), _all_runs),
@@ -324,5 +327,7 @@ def _class_warnings(part: ClassMetrics, kind: str) -> Iterator[str]:
         )
     if part.unsent:
         yield f"{part.unsent} of {part.requests} {kind} requests came due and were never sent"
+    if part.without_text:
+        yield f"{part.without_text} of {part.requests} {kind} requests were completed without text"
     if part.relegated:
         yield f"{part.relegated} of {part.requests} {kind} requests were served as best-effort"
