@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -59,6 +60,8 @@ from bros.executor.weights import RandomWeights, Weights, WeightSource
 from bros.kernels.dispatch import compiled_kernels, select_kernels
 from bros.kernels.interface import HeadLayout
 from bros.kernels.staging import Staging
+
+logger = logging.getLogger(__name__)
 
 # ---- GPU memory for the KV cache: what the model and its largest step leave.
 
@@ -296,6 +299,9 @@ class _Loader:
         if num_blocks is None:
             num_blocks = ranks.minimum(self._blocks_left(decoder, max_positions, num_host_blocks))
         max_model_len = _max_model_len(config, spec, num_blocks)
+        is_cut = max_model_len < spec.max_positions and max_model_len == spec.sliding_window
+        if is_cut and config.max_model_len is None:
+            logger.warning(_attends_to(max_model_len))
         kv = self._kv(num_blocks, num_host_blocks)
         runner = self._runner(decoder, kv, self._graphs(decoder, kv, max_model_len, num_blocks))
         if self._device.type != "cpu":
@@ -476,13 +482,14 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec, num_blocks: int | None
             f"--max-model-len: {asked} tokens do not fit the KV cache of {cached}; give more "
             "--kv-memory or --kv-blocks"
         )
-    length = min(asked or spec.max_positions, spec.max_positions, cached)
-    if spec.sliding_window is not None and length > spec.sliding_window:
-        raise ModelError(
-            f"this model attends to the last {spec.sliding_window} tokens only, which is not "
-            f"supported for longer contexts; start it with --max-model-len {spec.sliding_window}"
-        )
-    return length
+    longest = min(spec.max_positions, spec.sliding_window or spec.max_positions)
+    if asked is not None and asked > longest:
+        raise ConfigError(f"--max-model-len: {asked} is too long: {_attends_to(longest)}")
+    return min(asked or longest, cached)
+
+
+def _attends_to(num_tokens: int) -> str:
+    return f"this model attends to the last {num_tokens} tokens only; it serves no longer contexts"
 
 
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")

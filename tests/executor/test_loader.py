@@ -217,15 +217,20 @@ def test_threads_are_set(folder: Path) -> None:
         torch.set_num_threads(before)
 
 
-def test_sliding_window_is_exact_up_to_the_window_and_refused_beyond(tmp_path: Path) -> None:
+def test_a_model_with_a_sliding_window_is_served_up_to_the_window(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As far as it is exact."""
     config = family_configs()["mistral"]
     config.sliding_window = 48
     model = save_checkpoint(tmp_path, config)
-    with pytest.raises(ModelError, match="--max-model-len 48"):
-        info_of(tmp_path, kv_blocks=8)
-    options = EngineConfig(weights="fp32", kv_blocks=8, max_model_len=48, threads=1)
+    with pytest.raises(ConfigError, match="--max-model-len: 49 is too long: .* last 48 tokens"):
+        info_of(tmp_path, kv_blocks=8, max_model_len=49)
+    options = EngineConfig(weights="fp32", kv_blocks=8, threads=1)
     runner, info = load_executor(options, ModelFiles(tmp_path, "tiny"))
     assert info.max_model_len == 48
+    [record] = caplog.records
+    assert "last 48 tokens only" in record.getMessage()
     tokens = list(range(48))
     request = ScatteredRequest("a", tokens, [1, 0, 2])
     logits = runner.logits(StepPlan(0, (request.next_chunk(48, random.Random(0)),)))
