@@ -226,6 +226,21 @@ async def test_input_of_a_tool_that_was_cut_off(
     assert block.type == "tool_use" and block.input in ({}, {"city": "P"})
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [('"Paris"', "Paris"), ('["Paris"]', '["Paris"]'), ("{city: Paris}", "{city: Paris}}")],
+)
+async def test_input_of_a_tool_that_is_no_json_object_is_passed_on(
+    live: LiveServer, client: anthropic.AsyncAnthropic, arguments: str, shown: str
+) -> None:
+    """A tool whose arguments are all optional must not run as if the model had given none."""
+    live.server.engine.text = CALL.replace('{"city": "Paris"}', arguments)
+    message = await create(client, tools=[WEATHER])
+    assert message.stop_reason == "tool_use"
+    (block,) = message.content
+    assert block.type == "tool_use" and block.input == {"INVALID_JSON": shown}
+
+
 async def test_tokens_are_counted(live: LiveServer, client: anthropic.AsyncAnthropic) -> None:
     fields: Any = {"model": "scripted", "messages": HI, "system": "S", "tools": [WEATHER]}
     counted = await client.messages.count_tokens(**fields)

@@ -208,10 +208,17 @@ class MessageWriter:
         )
 
 
+_NOT_JSON = "INVALID_JSON"
+"""The only member of an input that is no JSON object, as Anthropic suggests to send such a text
+back. With {} a tool whose arguments are all optional would run as if the model had given none."""
+
+
 def _arguments(text: str) -> dict[str, Any]:
     """The input of a call; as much as there is if it was cut off."""
     try:
         found = from_json(text, allow_partial=True)
     except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+        found = None
+    if isinstance(found, dict):
+        return found
+    return {_NOT_JSON: text} if text.strip() else {}
