@@ -59,6 +59,27 @@ class Page(HTMLParser):
         return "".join(self.texts)
 
 
+def test_texts_can_be_read_on_light_and_on_dark_pages() -> None:
+    html = render_page(make_session([make_call("a")]))
+    assert "color-scheme:light dark" in html
+
+    def luminance(color: str) -> float:
+        digits = color if len(color) == 6 else "".join(2 * digit for digit in color)
+        parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+        linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    pairs = "light-dark\\(#([0-9a-f]+),#([0-9a-f]+)\\)"
+    texts = re.findall(f"--(?:ink|quiet|bad):{pairs}", html)
+    fills = re.findall(f"background:{pairs}", html) + re.findall(f"--paper:{pairs}", html)
+    assert len(texts) == 3 and len(fills) == 6
+    for text in texts:
+        for fill in fills:
+            for own, other in zip(text, fill, strict=True):
+                dark, light = sorted((luminance(own), luminance(other)))
+                assert (light + 0.05) / (dark + 0.05) >= 4.5, (own, other)  # WCAG's level AA
+
+
 def look(**fields: Any) -> str | None:
     (card,) = Page(make_session([make_call("a", **fields)])).cards
     return card["class"]

@@ -26,20 +26,21 @@ _MERMAID_SPECIAL = re.compile(r"(?<![^\W_])[-._]|[-._](?![^\W_])|[^\w\s,:·.()-]
 
 
 class _Look(NamedTuple):
-    """Colors of a kind of call, and its label in the legend."""
+    """Colors of a kind of call, and its label in the legend. dark_fill: on a dark page."""
 
     fill: str
+    dark_fill: str
     stroke: str
     label: str
 
 
 _LOOKS: Mapping[str, _Look] = MappingProxyType(
     {
-        "rt": _Look("#fde3c1", "#b45f06", "real-time"),
-        "group": _Look("#d3e5f7", "#1f5f99", "task group"),
-        "be": _Look("#e7e7e7", "#666666", "best-effort"),
-        "native": _Look("#e6f2dd", "#4b7a2b", "native function"),
-        "unwanted": _Look("#ffffff", "#999999", "not wanted yet"),
+        "rt": _Look("#fde3c1", "#4a2f10", "#b45f06", "real-time"),
+        "group": _Look("#d3e5f7", "#17344f", "#1f5f99", "task group"),
+        "be": _Look("#e7e7e7", "#34373c", "#666666", "best-effort"),
+        "native": _Look("#e6f2dd", "#263a1a", "#4b7a2b", "native function"),
+        "unwanted": _Look("#ffffff", "#16171a", "#999999", "not wanted yet"),
     }
 )
 
