@@ -384,8 +384,11 @@ class _Schema:
         return checked
 
     def _check_keyword(self, name: str, value: Any, path: tuple[str, ...]) -> Any:
+        if name == "pattern" and isinstance(value, str):
+            return _flat_classes(value)
         if name in _IN_MAPS:
-            return {key: self._check(inner, (*path, key)) for key, inner in value.items()}
+            named = _flat_classes if name == "patternProperties" else str
+            return {named(key): self._check(inner, (*path, key)) for key, inner in value.items()}
         if name in _IN_LISTS or (name == "items" and isinstance(value, list)):
             return [self._check(inner, (*path, str(i))) for i, inner in enumerate(value)]
         if name in _ALONE:
@@ -777,6 +780,25 @@ def _looks_around(pattern: str) -> bool:
         elif not in_class and (token.startswith("(?") or re.fullmatch(r"\\[1-9k]", token)):
             return True
     return False
+
+
+def _flat_classes(pattern: str) -> str:
+    """The pattern with each bracket that begins no class escaped: in `[^[]` the second one is a
+    character to JSON Schema, and begins a class within the class to the compiler. One whose
+    brackets are all closed may be meant so, as patterns of pydantic are."""
+    tokens = _REGEX_TOKEN.findall(pattern)
+    depth = 0
+    for token in tokens:
+        depth = depth + 1 if token == "[" else depth - (token == "]" and depth > 0)
+    if depth == 0:
+        return pattern
+    in_class = False
+    for place, token in enumerate(tokens):
+        if token == "[" and in_class:
+            tokens[place] = r"\["
+        elif token in ("[", "]"):
+            in_class = token == "["
+    return "".join(tokens)
 
 
 def shown_path(path: Sequence[str]) -> str:

@@ -279,11 +279,17 @@ def compile_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
 
 
 def first_line(message: str) -> str:
-    """What an error message of llguidance says, without the text around the place."""
+    """What an error message of llguidance says, without the text around the place, but with a
+    regular expression that is wrong: a request may have many."""
     lines = message.strip().split("\n")
-    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")][:1]
     first = re.sub(r"^at \d+\(\d+\): ", "", lines[0])
-    return " ".join([first, *reasons[:1]]).rstrip(".:")[:500]
+    if first.endswith("regex parse error:") and len(lines) > 1:
+        reasons.append(f"in '{lines[1].strip()[:_MAX_REGEX_CHARS]}'")
+    return " ".join([first, *reasons]).rstrip(".:")[:500]
+
+
+_MAX_REGEX_CHARS = 100
 
 
 class _Worker:

@@ -264,6 +264,24 @@ def test_numbers_are_within_their_bounds_as_a_program_reads_them(
     assert any(matches(compiler, grammar, form) for form in forms)
 
 
+def test_classes_of_schemas_have_brackets_in_them(compiler: Grammars) -> None:
+    """As in ECMAScript, and not classes in classes, unless all of these are closed."""
+    for pattern, good, bad in (
+        ("^[^[]+$", "a]b", "a[b"),
+        ("[a[]", "[", "b"),
+        ("[[a][b]", "[b", "ab]"),
+        (r"[\[a]b[c[]", "[b[", "abb"),
+        ("[[:digit:]]", "7", ":"),
+    ):
+        grammar = grammars.json_schema({"type": "string", "pattern": f"^{pattern}$"})
+        shown = [matches(compiler, grammar, json.dumps(text)) for text in (good, bad)]
+        assert shown == [True, False], pattern
+    record = {"additionalProperties": False, "patternProperties": {"^[[b]$": {"type": "null"}}}
+    grammar = grammars.json_schema({"type": "object", **record})
+    assert matches(compiler, grammar, '{"[": null}')
+    assert not matches(compiler, grammar, '{"a": null}')
+
+
 def test_a_token_that_is_not_allowed_is_an_error(compiler: Grammars) -> None:
     state = compiler.state(grammars.choice(["dog"]), STOPS)
     with pytest.raises(ValueError, match="does not allow token"):
@@ -275,6 +293,7 @@ def test_a_token_that_is_not_allowed_is_an_error(compiler: Grammars) -> None:
     [
         (Grammar("start: other", param="guided_grammar"), "unknown name"),
         (Grammar("start: /(?=a)b/"), "look-around"),
+        (grammars.json_schema({"pattern": "^a{2,1}$"}), r"must be <= the end in '\^a\{2,1\}\$'"),
         (Grammar("start: <|none|>"), "unknown special token"),
     ],
 )
