@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
+import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 from bros.core.errors import ConfigError
 from bros.core.loop_thread import call_after
@@ -23,10 +26,51 @@ _DISCARD_S = 1.0
 _LONGEST_SOCKET, _MAX_PATH_BYTES = "/commands", 107 if sys.platform == "linux" else 103
 
 
+# ---- The folders of servers that were killed, which the next one removes.
+
+
+_PREFIX = "bros-"
+
+
+def _lock_name() -> str:
+    """Name of the lock of a folder. It names this machine since its start: a file system that
+    several machines share may not show one of them the locks of the others."""
+    try:
+        return f"owner-{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    except FileNotFoundError:  # not Linux
+        return "owner"
+
+
+def _take_lock(folder: Path) -> BinaryIO:
+    """Lock a new folder until the file is closed or this process ends, however it ends."""
+    new = folder / "owner.new"
+    lock = new.open("xb")
+    with contextlib.suppress(OSError):  # where there are no locks nobody removes it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        new.rename(folder / _lock_name())  # nobody sees it before it is held
+    return lock
+
+
+def _remove_left_folders() -> None:
+    """Remove the folders of this user whose locks are free."""
+    try:
+        found = list(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_lock_name()}"))
+    except OSError:
+        return
+    for path in found:
+        with contextlib.suppress(OSError):
+            folder = path.parent.lstat()
+            if not stat.S_ISDIR(folder.st_mode) or folder.st_uid != os.getuid():
+                continue
+            with path.open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an OSError if it is held
+                shutil.rmtree(path.parent)
+
+
 class EngineProcess:
     """An engine process, or the launcher of its ranks, and the folder of its launch.json and its
     sockets, which only this user can read. At the end of the block the process is told to exit, and
-    the folder is removed.
+    the folder is removed; if this process is killed, by the next server that starts.
 
     A process that is started early imports torch, which takes a second, while this process imports
     a server; docs/decisions/0004 has what that gains:
@@ -40,11 +84,13 @@ class EngineProcess:
         is the module bros.transport.process. Raises ConfigError if TMPDIR is too long for sockets.
         """
         self._command = command or module_command("bros.transport.process")
-        self._folder = tempfile.TemporaryDirectory(prefix="bros-")
+        _remove_left_folders()
+        self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX)
         if len(os.fsencode(self._folder.name)) + len(_LONGEST_SOCKET) > _MAX_PATH_BYTES:
             where = tempfile.gettempdir()
             self._folder.cleanup()
             raise ConfigError(f"TMPDIR: {where} is too long for the sockets of an engine")
+        self._lock = _take_lock(self.folder)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -98,6 +144,7 @@ class EngineProcess:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
         self._folder.cleanup()
+        self._lock.close()
 
     @property
     def _started(self) -> subprocess.Popen[bytes]:

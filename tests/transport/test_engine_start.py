@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -50,6 +51,27 @@ def test_files_of_the_working_directory_are_not_imported(
     process = started_early()
     assert exists(process.pid)
     process.discard()
+
+
+def test_the_folder_of_a_server_that_was_killed_is_removed_by_the_next_one() -> None:
+    """But none of a server that lives."""
+    program = "from bros.transport.engine_start import EngineProcess as E; e = E(); print(e.folder)"
+    command = [sys.executable, "-c", f"{program}; print(flush=True); input()"]
+    servers = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    folders = []
+    for server in servers:
+        assert server.stdout is not None
+        folders.append(Path(server.stdout.readline().strip()))
+    killed, living = servers
+    killed.kill()
+    killed.communicate()
+    with EngineProcess() as own:
+        assert [folder.exists() for folder in (*folders, own.folder)] == [False, True, True]
+    living.communicate("\n")
+    assert not folders[1].exists() and not own.folder.exists()
 
 
 def test_a_folder_for_sockets_with_a_long_path_is_refused(
