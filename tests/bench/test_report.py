@@ -28,7 +28,7 @@ from bros.bench.report.files import (
     write_requests,
     write_summary,
 )
-from bros.bench.report.plots import DARK, LIGHT, figures
+from bros.bench.report.plots import DARK, LIGHT, _fonts, figures
 from bros.bench.report.terminal import COLUMNS, LiveView, cells, print_report
 from bros.bench.report.words import verdict, warnings
 from bros.bench.results import (
@@ -662,6 +662,16 @@ def test_every_server_is_in_the_legend_and_no_line_is_cut() -> None:
     assert [line.strip() for line in texts_of(figure).splitlines()[-3:]] == list(names)
     [ax] = figure.get_axes()
     assert ax.get_ylim() == (0, pytest.approx(1.05 * runs[0].be.tokens_per_s))
+
+
+def test_names_in_chinese_japanese_and_korean_are_drawn_where_a_font_has_them() -> None:
+    """Fonts that are not installed must not be asked for: each would be a line in the log."""
+    assert _fonts(["DejaVu Sans", "Arial"]) == ["DejaVu Sans"]
+    assert _fonts(["NanumGothic", "Arial", "IPAGothic"]) == [
+        "DejaVu Sans",
+        "IPAGothic",
+        "NanumGothic",
+    ]
 
 
 def test_no_plot_of_nothing() -> None:

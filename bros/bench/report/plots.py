@@ -7,7 +7,7 @@ and Ito's, which are distinguishable with any color vision; lines and markers di
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
@@ -16,6 +16,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.font_manager import fontManager
 from matplotlib.patheffects import withStroke
 
 from bros.bench.metrics import Interval, confidence_interval
@@ -243,6 +244,22 @@ def _panels(bench: BenchResult) -> dict[str, Panel]:
     }  # fmt: skip
 
 
+_FONT = "DejaVu Sans"
+_CJK_FONTS = (
+    "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans CJK TC", "Noto Sans CJK KR", "Noto Sans SC",
+    "Noto Sans JP", "Noto Sans KR", "Source Han Sans SC", "Source Han Sans", "WenQuanYi Zen Hei",
+    "WenQuanYi Micro Hei", "IPAexGothic", "IPAGothic", "NanumGothic", "Droid Sans Fallback",
+    "PingFang SC", "Hiragino Sans", "Apple SD Gothic Neo", "Microsoft YaHei", "SimHei", "Yu Gothic",
+    "Malgun Gothic", "Arial Unicode MS", "Unifont",
+)  # fmt: skip
+"""Fonts with Chinese, Japanese or Korean characters, of which the first one has none."""
+
+
+def _fonts(installed: Collection[str]) -> list[str]:
+    """The fonts of a text: a character is drawn with the first one that has it."""
+    return [_FONT, *(name for name in _CJK_FONTS if name in installed)]
+
+
 def _settings(theme: Theme) -> dict[Any, Any]:
     return {
         "text.color": theme.ink,
@@ -260,6 +277,7 @@ def _settings(theme: Theme) -> dict[Any, Any]:
         "axes.spines.right": False,
         "axes.titlesize": 11,
         "axes.titlelocation": "left",
+        "font.family": _fonts(fontManager.get_font_names()),
         "text.parse_math": False,  # a name may have two dollar signs
         "legend.frameon": False,
         "legend.fontsize": 9,
