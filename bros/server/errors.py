@@ -294,16 +294,23 @@ def _describe_server_error(error: Exception) -> ApiError:
 def renaming_fields(names: Mapping[str, str]) -> Iterator[None]:
     """An InvalidRequestError of the block names the fields of another API.
 
-    names: name of a field of a chat completion -> its name in the API that the client has used.
+    names: name of a field of a chat completion -> its name in the API that the client has used. One
+        that begins with a dot is of a part of a field.
     """
     try:
         yield
     except InvalidRequestError as error:
-        field, rest = _FIELD.fullmatch(error.param or "").groups()  # type: ignore[union-attr]
-        if field not in names:
-            raise
-        error.message = error.message.replace(f"'{field}", f"'{names[field]}")
-        error.param, error.args = names[field] + rest, (error.message,)
+        given = error.param or ""
+        field, rest = _FIELD.fullmatch(given).groups()  # type: ignore[union-attr]
+        for part in filter(lambda name: name.startswith("."), names):
+            rest = rest.replace(part, names[part])
+        if (param := field + rest) != given:
+            error.message = error.message.replace(f"'{given}", f"'{param}")
+        if field in names:
+            error.message = error.message.replace(f"'{field}", f"'{names[field]}")
+            param = names[field] + rest
+        if param != given:
+            error.param, error.args = param, (error.message,)
         raise
 
 

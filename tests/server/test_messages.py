@@ -281,6 +281,11 @@ async def test_tiers(
         ),
         ({"system": [{"type": "text"}]}, "system[0].text"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+        ({"tools": [{**WEATHER, "name": "a b"}]}, "'tools[0].name'"),
+        (
+            {"tools": [WEATHER, {"name": "f", "input_schema": {"not": {}}, "strict": True}]},
+            "'tools[1].input_schema' at not",
+        ),
         ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -1}, "temperature"),

@@ -378,6 +378,9 @@ async def test_responses_are_their_tenants_only(tmp_path: Path) -> None:
         ({"model": "gpt-4"}, "model", "model_not_found"),
         ({"include": ["nonsense"]}, "include[0]", "invalid_value"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_value"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "invalid_value"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": {"if": 1}, "strict": True}]},
+         "tools[0].parameters", "invalid_json_schema"),
     ],
 )  # fmt: skip
 async def test_what_cannot_be_honoured_is_refused_by_name(

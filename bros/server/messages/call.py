@@ -41,6 +41,8 @@ _NAMES: Mapping[str, str] = MappingProxyType(
         "stop": "stop_sequences",
         "response_format": "output_config.format",
         "reasoning_effort": "output_config.effort",
+        ".function.parameters": ".input_schema",
+        ".function": "",
     }
 )
 """Field of a chat completion -> field of a message."""

@@ -94,6 +94,7 @@ _NAMES: Mapping[str, str] = MappingProxyType(
         "response_format": "text.format",
         "reasoning_effort": "reasoning.effort",
         "verbosity": "text.verbosity",
+        ".function": "",
     }
 )
 """Field of a chat completion -> field of a response."""
