@@ -358,7 +358,8 @@ def _pooled(url: str) -> sa.Engine:
     return sa.create_engine(
         url,
         pool_size=4,
-        max_overflow=4,
+        # With SQLite as many as there are threads: those that wait for its lock keep no others.
+        max_overflow=-1 if url.startswith("sqlite") else 4,
         pool_pre_ping=True,
         connect_args=settings,
         hide_parameters=True,  # they are what tenants have written, and would be in the log

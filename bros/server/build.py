@@ -319,15 +319,16 @@ def with_jobs(state: ServerState, store: Store) -> ServerState:
         runner=runner,
         background=BackgroundRunner(runner.context, store.responses, handler),
         running=running,
-        threads=FairGate(
-            STORE_THREADS,
-            STORE_THREADS_PER_TENANT,
-            state.accounts,
-            limited=False,
-            name="store",
-        ),
+        threads=_store_threads(state, "store"),
+        readers=_store_threads(state, "store-reads"),
     )
     return dataclasses.replace(state, jobs=jobs)
+
+
+def _store_threads(state: ServerState, name: str) -> FairGate:
+    return FairGate(
+        STORE_THREADS, STORE_THREADS_PER_TENANT, state.accounts, limited=False, name=name
+    )
 
 
 _STORE_END_S = 5.0
@@ -371,7 +372,8 @@ async def _running(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await state.jobs.threads.end(_STORE_END_S)
+        gates = state.jobs.threads, state.jobs.readers
+        await asyncio.gather(*(gate.end(_STORE_END_S) for gate in gates))
         if state.grammars is not None:
             state.grammars.close()
 

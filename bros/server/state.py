@@ -132,6 +132,7 @@ class Jobs:
     running: the background responses that run.
     watched: those that clients follow.
     threads: where `io` works.
+    readers: where `read` works.
     """
 
     files: FileStore
@@ -141,6 +142,7 @@ class Jobs:
     background: BackgroundRunner
     running: RunningResponses
     threads: FairGate
+    readers: FairGate
     watched: WatchedResponses = field(default_factory=WatchedResponses)
     query: StoreQuery = field(default_factory=StoreQuery)
     stored_bytes: StoredBytes = field(default_factory=StoredBytes)
@@ -157,6 +159,11 @@ class Jobs:
         counts; what may take long checks first whether the tenant has any."""
         return await self.threads.run(tenant, partial(work, *args))
 
+    async def read(self, tenant: str, work: Callable[..., T], *args: Any) -> T:
+        """Like `io`, of what only reads: it does not wait for those that write. Each of them waits
+        for up to half a minute where another process has locked the store."""
+        return await self.readers.run(tenant, partial(work, *args))
+
     async def run(self) -> None:
         """Run batches and background responses until cancelled."""
         async with asyncio.TaskGroup() as group:
@@ -165,7 +172,7 @@ class Jobs:
 
 
 STORE_THREADS, STORE_THREADS_PER_TENANT = 4, 2
-"""Threads that read and write the store for requests, and most of them for one tenant."""
+"""Threads that write the store for requests, and most of them for one tenant; as many read it."""
 
 
 class StopSignal:

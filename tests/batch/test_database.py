@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import parse_qs, quote, urlsplit
@@ -351,6 +352,30 @@ def test_too_few_connections_are_a_store_error(tmp_path: Path) -> None:
     database = Database(engine)
     with database.read(), pytest.raises(StoreUnavailableError), database.read():
         pass
+    database.close()
+
+
+def test_reads_of_sqlite_do_not_wait_for_writes(tmp_path: Path) -> None:
+    """However many of them wait for the lock."""
+    database = open_database(None, tmp_path)
+    begun = threading.Barrier(21)
+
+    def write() -> None:
+        begun.wait()
+        with database.write() as connection:
+            connection.execute(sa.text("DELETE FROM files"))
+
+    with ThreadPoolExecutor(20) as threads:
+        with database.write():
+            writes = [threads.submit(write) for _ in range(20)]
+            begun.wait()
+            time.sleep(0.2)
+            began_s = time.monotonic()
+            with database.read() as connection:
+                assert connection.execute(sa.text("SELECT count(*) FROM files")).scalar() == 0
+            assert time.monotonic() - began_s < 5
+        for each in writes:
+            each.result()
     database.close()
 
 

@@ -101,6 +101,28 @@ async def test_a_tenant_does_not_wait_for_what_others_read_of_the_store(tmp_path
     store.close()
 
 
+async def test_reads_of_the_store_do_not_wait_for_writes(tmp_path: Path) -> None:
+    """Not even those of the same tenant: each write waits long where another process has locked the
+    store, and all clients without keys are one tenant."""
+    store = open_store(tmp_path)
+    server = Server(jobs_in=store)
+    jobs, goes_on = server.state.jobs, threading.Event()
+    assert jobs is not None
+    async with server.http:
+        made = await server.http.post("/v1/responses", json={"input": "x"})
+        writes = [asyncio.ensure_future(jobs.io("", goes_on.wait)) for _ in range(20)]
+        await asyncio.sleep(0)
+        path = f"/v1/responses/{made.json()['id']}"
+        try:
+            async with asyncio.timeout(20):
+                for read in (path, f"{path}/input_items", "/v1/batches", "/v1/files"):
+                    assert (await server.http.get(read)).status_code == 200
+        finally:
+            goes_on.set()
+        await asyncio.gather(*writes)
+    store.close()
+
+
 async def test_conversations_are_read_within_the_cpu_time_of_their_tenant(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("ann ann-key max_cpu_seconds=1\nbob bob-key")

@@ -73,7 +73,7 @@ async def create_batch(request: Request) -> Response:
     window_s = parse_window(wanted.completion_window)
     now, tenant = state.clock.unix_time(), state.tenant(request)
     try:
-        file = await jobs.io(tenant, jobs.files.get, tenant, wanted.input_file_id, now)
+        file = await jobs.read(tenant, jobs.files.get, tenant, wanted.input_file_id, now)
     except NotFoundError as error:
         raise NotFoundError(str(error), "input_file_id", error.code) from None
     if file.purpose != "batch":
@@ -111,7 +111,7 @@ async def list_batches(request: Request) -> Response:
     limit = query_int(query, "limit", _BATCH_PAGE, low=1, high=_MAX_BATCH_PAGE)
     page = Page(limit=limit, after=query.get("after"))
     tenant = state.tenant(request)
-    batches, has_more = await jobs.io(tenant, jobs.batches.page, tenant, page)
+    batches, has_more = await jobs.read(tenant, jobs.batches.page, tenant, page)
     reply = BatchList(
         data=[],
         first_id=batches[0].id if batches else None,
@@ -130,7 +130,7 @@ async def retrieve_batch(request: Request) -> Response:
     """The state and progress of a batch."""
     jobs = Jobs.of(request)
     tenant = ServerState.of(request).tenant(request)
-    batch = await jobs.io(tenant, jobs.batches.get, tenant, request.path_params["id"])
+    batch = await jobs.read(tenant, jobs.batches.get, tenant, request.path_params["id"])
     return json_response(BatchObject.of(batch))
 
 
@@ -345,7 +345,7 @@ async def create_file(request: Request) -> Response:
     limits, server_limits = state.accounts.limits(tenant), state.accounts.server_limits
     now, stored = state.clock.unix_time(), jobs.stored_bytes
     stored.read(
-        tenant, await jobs.io(tenant, jobs.files.check_room, tenant, now, limits, server_limits)
+        tenant, await jobs.read(tenant, jobs.files.check_room, tenant, now, limits, server_limits)
     )
     with (
         state.accounts.count(tenant, Resource.FILE_BYTES, 0) as held,
@@ -409,7 +409,7 @@ async def list_files(request: Request) -> Response:
         newest_first=query_choice(query, "order", _ORDERS) == "desc",
     )
     tenant = state.tenant(request)
-    files, has_more = await jobs.io(
+    files, has_more = await jobs.read(
         tenant,
         jobs.files.page,
         tenant,
@@ -459,7 +459,7 @@ async def file_content(request: Request) -> Response:
     """The content of a file."""
     jobs = Jobs.of(request)
     file = await _file(request)
-    path = await jobs.io(file.tenant, jobs.files.body, file)
+    path = await jobs.read(file.tenant, jobs.files.body, file)
     if not _is_range(request.headers.get("range", "")):
         # RFC 9110, 14.2: one that is malformed may be ignored. FileResponse would refuse it.
         headers: list[tuple[bytes, bytes]] = request.scope["headers"]
@@ -479,7 +479,7 @@ async def delete_file(request: Request) -> Response:
 async def _file(request: Request) -> StoredFile:
     state, jobs = ServerState.of(request), Jobs.of(request)
     tenant, now = state.tenant(request), state.clock.unix_time()
-    return await jobs.io(tenant, jobs.files.get, tenant, request.path_params["id"], now)
+    return await jobs.read(tenant, jobs.files.get, tenant, request.path_params["id"], now)
 
 
 def _fields(upload: Upload) -> dict[str, object]:

@@ -139,7 +139,7 @@ async def _follow_references(request: Request, fields: Mapping[str, Any]) -> Res
         check_conversation(len(wanted), num_bytes, "input")
         return ResponseCall(state, fields, referenced=found)
 
-    return await jobs.io(tenant, load)
+    return await jobs.read(tenant, load)
 
 
 async def _continue(request: Request, call: ResponseCall) -> None:
@@ -155,7 +155,7 @@ async def _continue(request: Request, call: ResponseCall) -> None:
     def load() -> None:
         call.continue_from(jobs.responses.conversation(tenant, previous_id, now))
 
-    await jobs.io(tenant, load)
+    await jobs.read(tenant, load)
 
 
 class ResponseExchange(Exchange):
@@ -379,7 +379,7 @@ class BackgroundStream(EventStream):
     async def _look(self) -> StoredResponse:
         """The response as it is stored."""
         now = self._state.clock.unix_time()
-        return await self._jobs.io(
+        return await self._jobs.read(
             self._tenant, self._jobs.responses.get, self._tenant, self._id, now
         )
 
@@ -448,7 +448,7 @@ async def delete_response(request: Request) -> Response:
 async def _find(request: Request) -> StoredResponse:
     state, jobs = ServerState.of(request), Jobs.of(request)
     now, tenant = state.clock.unix_time(), state.tenant(request)
-    return await jobs.io(tenant, jobs.responses.get, tenant, request.path_params["id"], now)
+    return await jobs.read(tenant, jobs.responses.get, tenant, request.path_params["id"], now)
 
 
 async def _reply(request: Request, stored: StoredResponse) -> Response:
@@ -505,7 +505,7 @@ async def list_input_items(request: Request) -> Response:
         )
         return {**shown.model_dump(), "data": page}, json_size(page)
 
-    value, size = await jobs.io(tenant, load)
+    value, size = await jobs.read(tenant, load)
     make = partial(json_pieces, value)
     return await pieces_response(state, tenant, make, size, kept_bytes=size)
 
