@@ -62,7 +62,7 @@ class Balancer:
         new homes: else a prefix would be followed by others until the window has passed."""
         loads = {replica: state.assigned_s(replica) for replica in replicas}
         there = {replica.number: replica for replica in replicas}
-        self._moved = {key: None for key in self._moved if key.load and key.homes}
+        self._moved = {key: None for key in self._moved if key.alive and key.load and key.homes}
         for key in self._moved:
             homes = [there[number] for number in key.homes or () if number in there]
             for number, seconds in key.load.items():
