@@ -6,16 +6,18 @@ import asyncio
 import math
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+import zmq
 
 from bros.core.errors import EngineDeadError
 from bros.engine.messages import Failed, Heartbeat, Ready
 from bros.simulator.virtual_loop import VirtualLoop, run_virtual
 from bros.transport import process_client
-from bros.transport.ipc import Endpoints, ZmqTransport
+from bros.transport.ipc import Endpoints, ZmqTransport, open_socket
 from bros.transport.process import HEARTBEATS_PER_TIMEOUT
-from bros.transport.process_client import HeartbeatMonitor, SupervisedClient
+from bros.transport.process_client import HeartbeatMonitor, Receiver, SupervisedClient
 from support.killable_engine import INFO
 
 
@@ -358,3 +360,35 @@ def test_time_in_which_the_engine_waits_for_a_core_does_not_count() -> None:
         return loop.time() - silent_s
 
     assert run_virtual(main) == pytest.approx(4 * TIMEOUT_S)
+
+
+class CountingPull(zmq.Socket[bytes]):
+    """Counts the attempts to receive a message."""
+
+    attempts = 0
+
+    def recv_multipart(self, *args: Any, **options: Any) -> Any:
+        CountingPull.attempts += 1
+        return super().recv_multipart(*args, **options)
+
+
+async def test_the_receiver_reads_all_messages_and_does_not_try_in_vain(tmp_path: Path) -> None:
+    """A vain attempt raises zmq.Again, which costs more than the message."""
+    read: list[list[bytes]] = []
+    count = 3 * process_client._MESSAGES_PER_CALLBACK + 1
+    with zmq.Context() as context, open_socket(context, zmq.PUSH) as push:
+        endpoints = Endpoints.of(tmp_path)
+        with CountingPull(context, zmq.PULL) as pull:
+            pull.bind(endpoints.replies)
+            push.connect(endpoints.replies)
+            receiver = Receiver(pull, read.append, endpoints)
+            for burst in (1, count):
+                for number in range(burst):
+                    push.send_multipart([b"\0", b"%d" % number])
+                while len(read) < burst:
+                    await asyncio.sleep(0.01)
+                assert [frames[1] for frames in read] == [b"%d" % i for i in range(burst)]
+                assert CountingPull.attempts == burst
+                read.clear()
+                CountingPull.attempts = 0
+            receiver.close()
