@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 
@@ -60,7 +59,9 @@ def thread_queued_s() -> float | None:
     """Seconds for which the calling thread could have computed so far, but other threads or
     processes had the cores; None where the kernel does not count it."""
     try:
-        ran, queued = Path("/proc/thread-self/schedstat").read_text().split()[:2]
+        # Path.read_text takes three times as long, and the server asks 20 times a second.
+        with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:
+            ran, queued = file.read().split()[:2]
     except (OSError, ValueError):  # not Linux, or built without it
         return None
     return int(queued) / 1e9 if int(ran) else None  # switched off: all are 0
