@@ -478,3 +478,44 @@ async def test_deltas_that_arrive_with_a_failure_are_returned_before_it_is_raise
     assert list(await answer.deltas()) == [text]
     with pytest.raises(GenerationFailedError, match="NaN!"):
         await answer.deltas()
+
+
+class CountingObserver(IdleObserver):
+    """Counts what it sees."""
+
+    def __init__(self) -> None:
+        self.deltas = self.texts = 0
+
+    def on_delta(self, delta: TextDelta) -> None:
+        self.deltas += 1
+
+    def on_text(self, index: int, text: str, num_tokens: int) -> None:
+        self.texts += num_tokens
+
+
+async def test_an_answer_that_is_not_streamed_is_collected_without_a_delta_per_token() -> None:
+    client = MessageClient(lambda command: None)
+    client.on_reply(Ready(INFO))
+    generator = TextGenerator(
+        client, STREAM_TOKENIZER, ManualClock(), IdGenerator(random.Random(0))
+    )
+    starting = asyncio.ensure_future(generator.start([[5]], SamplingParams(n=2), request_id="r"))
+    await asyncio.sleep(0)
+    for index in range(2):
+        await asyncio.sleep(0)
+        client.on_reply(Accepted(f"r-{index}", ServiceClass.RT))
+    observer = CountingObserver()
+    collecting = asyncio.ensure_future(Answer(await starting, lambda classes: observer).collect())
+    token_ids = [id_ for word in WORDS for id_ in STREAM_TOKENIZER.encode(word)]
+    for token_id in token_ids:
+        outputs = [RequestOutput(request_id=f"r-{i}", token_ids=(token_id,)) for i in range(2)]
+        client.on_reply(outputs_of(outputs))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    ends = [RequestOutput(request_id=f"r-{i}", finish_reason=FinishReason.LENGTH) for i in range(2)]
+    client.on_reply(outputs_of(ends))
+    choices = await collecting
+    assert [choice.text for choice in choices] == ["".join(WORDS)] * 2
+    assert [choice.finish_reason for choice in choices] == ["length"] * 2
+    assert observer.deltas <= 4  # the first and the last one of each choice
+    assert observer.texts >= 2 * (len(token_ids) - 2)

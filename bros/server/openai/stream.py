@@ -166,17 +166,22 @@ class Answer:
     async def collect(self) -> list[FinishedChoice]:
         """Wait for the end; returns all choices by index. Raises what `deltas` raises."""
         choices = [FinishedChoice(i) for i in range(len(self._generation.service_classes))]
+        sink = _CollectingSink(self.observer, choices, self._add)
         while deltas := await self.deltas():
             for delta in deltas:
-                choice = choices[delta.index]
-                choice.text += delta.text
-                choice.answer.add(delta.parts)
-                self._keep(choice, visible_logprobs(delta))
-                choice.prompt_logprobs += delta.prompt_logprobs
-                if delta.finish_reason is not None:
-                    choice.finish_reason = delta.finish_reason.value
-                    choice.stop_reason = delta.stop_reason
+                self._add(choices[delta.index], delta)
+            await self.forward(sink)
         return choices
+
+    def _add(self, choice: FinishedChoice, delta: TextDelta) -> None:
+        """Raises TenantLimitError."""
+        choice.text += delta.text
+        choice.answer.add(delta.parts)
+        self._keep(choice, visible_logprobs(delta))
+        choice.prompt_logprobs += delta.prompt_logprobs
+        if delta.finish_reason is not None:
+            choice.finish_reason = delta.finish_reason.value
+            choice.stop_reason = delta.stop_reason
 
     def _keep(self, choice: FinishedChoice, logprobs: Sequence[TokenLogprobs]) -> None:
         """Raises TenantLimitError."""
@@ -192,6 +197,31 @@ class Answer:
         self._closed = True
         self.observer.close()
         await self._generation.aclose()
+
+
+class _CollectingSink:
+    """A DeltaSink that adds to choices, without a task switch and a delta per token."""
+
+    def __init__(
+        self,
+        observer: Observer,
+        choices: Sequence[FinishedChoice],
+        add: Callable[[FinishedChoice, TextDelta], None],
+    ) -> None:
+        self._observer = observer
+        self._choices = choices
+        self._add = add
+
+    def ready(self) -> bool:
+        return True
+
+    def put_text(self, index: int, text: str, num_tokens: int) -> None:
+        self._observer.on_text(index, text, num_tokens)
+        self._choices[index].text += text
+
+    def put(self, delta: TextDelta) -> None:
+        self._observer.on_delta(delta)
+        self._add(self._choices[delta.index], delta)
 
 
 def _failure_of(delta: TextDelta) -> BrosError:
