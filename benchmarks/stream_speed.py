@@ -128,7 +128,7 @@ class Server:
                 break
         if found is None:
             raise SystemExit(f"the server of {tree} did not start")
-        self.host, self.port = found[1], int(found[2])
+        self.host, self.port, self.pid = found[1], int(found[2]), self._process.pid
 
     def cpu_s(self) -> tuple[float, float]:
         """(user, system) processor seconds so far of the server process, without the engine."""
