@@ -847,6 +847,9 @@ class BatchRunner:
     async def _run_job(self, job: Job) -> None:
         try:
             await job.run()
+            # Else small batches would follow one another a poll apart. After an error the next one
+            # has time: what let this batch fail would let all that wait fail at once.
+            self._polling.wake()
         except Exception as error:
             # The lease runs out, and the process that claims the batch next tries again.
             if isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS:
@@ -856,7 +859,6 @@ class BatchRunner:
             await self._note_fault(job)
         finally:
             del self._jobs[job.batch.id]
-            self._polling.wake()  # else small batches would follow one another a poll apart
 
     async def _note_fault(self, job: Job) -> None:
         store = self._context.store

@@ -416,6 +416,24 @@ async def test_no_batch_fails_because_there_are_too_many_open_files(
     assert (batch.status, batch.completed, tries) == (BatchStatus.COMPLETED, 2, 6)
 
 
+async def test_batches_that_fail_at_once_do_not_follow_one_another_without_a_pause(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = 0
+
+    def broken(*arguments: Any, **options: Any) -> Any:
+        nonlocal tries
+        tries += 1
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(runner, "check_input", broken)
+    for number in range(20):
+        _submit(store, "bob", 1, f"b{number}")
+    async with _running(store, _Rows(), poll_s=1_000.0):  # the second poll is after 3.75 s
+        await asyncio.sleep(1.0)
+    assert tries == 2
+
+
 class _SomeRows(_Rows):
     """Answers the first 4 rows of each batch; the others have no end."""
 
