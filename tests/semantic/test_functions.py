@@ -438,9 +438,17 @@ class TestPrograms:
     ) -> None:
         """Each wait holds a connection. sent: whether the server has the calls before."""
         count = MAX_GETS + 20
-        most = waiting = 0
+        most = waiting = requesting = most_requesting = 0
 
         class CountingBackend(FakeBackend):
+            async def want(self, *arguments: Any) -> None:
+                nonlocal requesting, most_requesting
+                requesting += 1
+                most_requesting = max(most_requesting, requesting)
+                await asyncio.sleep(0)
+                await super().want(*arguments)
+                requesting -= 1
+
             async def get(self, session_id: str, variable_id: str, *arguments: Any) -> str:
                 nonlocal most, waiting
                 if not waiting and not most:
@@ -467,6 +475,7 @@ class TestPrograms:
                 session.flush()
             assert P.gather(*codes) == [code_of(str(number)) for number in range(count)]
         assert most == MAX_GETS
+        assert most_requesting == (20 if sent else 0)  # not one after another's answer
 
     def test_variables_do_not_cross_sessions_but_their_values_do(self) -> None:
         backend = FakeBackend()

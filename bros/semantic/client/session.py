@@ -543,12 +543,16 @@ class AsyncSession:
                 async with gets:
                     return await self._wait(variable, criteria, deadline)
 
-            await self._prepare(variables, criteria)
-            if later:
-                session_id, backend = await self._opened()
-                for variable in later:
+            async def request(variable: SemanticVariable) -> None:
+                async with gets:
+                    session_id, backend = await self._opened()
                     await backend.want(session_id, await self._declared(variable), criteria)
+
+            await self._prepare(variables, criteria)
             try:
+                async with asyncio.TaskGroup() as group:
+                    for variable in later:
+                        group.create_task(request(variable))
                 async with asyncio.TaskGroup() as group:
                     waits = [group.create_task(wait(variable)) for variable in variables]
             except BaseExceptionGroup as failed:
