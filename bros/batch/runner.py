@@ -225,9 +225,13 @@ class RunnerContext:
         Raises StoreError for a permanent failure, and what else `work` raises, such as
         StoreLimitError.
         """
+        return await self.retrying(lambda: self.io(work, *args, **kwargs))
+
+    async def retrying(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """`persist` of work that `attempt` does."""
         for pause_s in _pauses():
             try:
-                return await self.io(work, *args, **kwargs)
+                return await attempt()
             except StoreLimitError:
                 raise
             except (StoreUnavailableError, StoreFullError) as error:
@@ -578,8 +582,13 @@ class Job:
         outcome = await context.persist(
             context.store.begin_finalizing, self.lease, outcome, self._now()
         )
-        async with context.finalizing:
-            await context.persist(self._write_files, outcome)
+
+        async def write() -> None:
+            # Held for one attempt, so that batches that cannot be written do not stop the others.
+            async with context.finalizing:
+                await context.io(self._write_files, outcome)
+
+        await context.retrying(write)
         logger.info("%s is %s", self.batch.id, outcome)
 
     def _write_files(self, outcome: BatchStatus) -> None:

@@ -22,7 +22,14 @@ from bros.batch import runner
 from bros.batch.admission import ByteBudget
 from bros.batch.background import BackgroundRunner, ResponseOutcome
 from bros.batch.files import Page
-from bros.batch.objects import Batch, BatchStatus, Lease, RowOutcome, TokenUsage
+from bros.batch.objects import (
+    Batch,
+    BatchStatus,
+    Lease,
+    RowOutcome,
+    StoreUnavailableError,
+    TokenUsage,
+)
 from bros.batch.pacing import JobPace
 from bros.batch.responses import ResponseStore, StoredResponse
 from bros.batch.rows import RowFacts, RowReply, reply_line
@@ -518,3 +525,26 @@ async def test_rows_and_leases_go_on_while_many_batches_are_finalized(
         held.let_go()
         for tenant, batch_id in [("eve", live), *(("bob", each) for each in many)]:
             assert (await _until_final(store, tenant, batch_id)).completed
+
+
+async def test_batches_that_cannot_be_written_do_not_stop_the_others(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as those whose rows a disk cannot read any more."""
+    broken = {_submit(store, "bob", 1, f"b{number}", 1_000) for number in range(3)}
+    finish = store.batches.finish
+
+    def some_finish(lease: Lease, *arguments: Any) -> None:
+        if lease.batch_id in broken:
+            raise StoreUnavailableError("the store cannot be used: disk I/O error")
+        finish(lease, *arguments)
+
+    monkeypatch.setattr(store.batches, "finish", some_finish)
+    async with _running(store, _Rows()):
+        while any(store.batches.get("bob", each).status != "finalizing" for each in broken):
+            await asyncio.sleep(0.01)
+        live = _submit(store, "eve", 1)
+        assert (await _until_final(store, "eve", live)).completed == 1
+        broken.clear()
+        for number in range(3):
+            assert (await _until_final(store, "bob", f"batch_b{number}")).completed == 1
