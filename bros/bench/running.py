@@ -548,9 +548,9 @@ class BenchRunner:
         result = self._result(case, plan, driven, window)
         if samples is not None:
             metrics = _with_batch_metrics(result.metrics, samples, len(lines))
-            result = replace(result, metrics=metrics, be_load=f"{result.be_load}, as a batch")
-            if not result.be.tokens_per_s:
-                result = replace(result, notes=(*result.notes, _NO_ROW_ENDED))
+            notes = (*result.notes, *batch_notes(metrics.by_class[ServiceClass.BE]))
+            load = f"{result.be_load}, as a batch"
+            result = replace(result, metrics=metrics, be_load=load, notes=notes)
         result = replace(result, server_version=version, timeline=timeline)
         return MeasuredRun(result, driven.records, window)
 
@@ -648,6 +648,11 @@ def _rows(
         return request_format.body(planned, *render(planned))
 
     return batch_input_lines(plan.backlog, body, request_format.path, duration_s)
+
+
+def batch_notes(batch: ClassMetrics) -> tuple[str, ...]:
+    """Why the metrics of a batch are 0. Rows that have failed have ended, too."""
+    return () if batch.requests or batch.tokens_per_s else (_NO_ROW_ENDED,)
 
 
 def _with_batch_metrics(metrics: RunMetrics, samples: BatchSamples, num_rows: int) -> RunMetrics:

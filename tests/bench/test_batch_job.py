@@ -23,6 +23,7 @@ from bros.bench.running import (
     batch_input_lines,
     batch_job,
     batch_metrics,
+    batch_notes,
 )
 from bros.core.request import ServiceClass, Slo
 from support.batch_server import BatchServer, batch_server, jsonl, row
@@ -78,6 +79,8 @@ def test_a_batch_of_which_no_row_has_ended_took_part() -> None:
     metrics = batch_metrics(samples, 500, window, measure([], Slo(0.4, 0.2), window).by_class[BE])
     assert (metrics.requests, metrics.outside, metrics.tokens_per_s) == (0, 500, 0.0)
     assert metrics.took_part
+    (note,) = batch_notes(metrics)
+    assert note.startswith("no row of the batch ended")
 
 
 def test_failed_rows_are_errors() -> None:
@@ -86,6 +89,14 @@ def test_failed_rows_are_errors() -> None:
     metrics = batch_metrics(samples, 500, window, measure([], Slo(0.4, 0.2), window).by_class[BE])
     assert metrics.errors == 2 and metrics.requests == 5
     assert metrics.reasons == {"rows in the error file": 2}
+
+
+def test_a_batch_whose_rows_all_failed_has_rows_that_ended() -> None:
+    samples = BatchSamples((BatchSample(0, 0, 0, 0, 0, 0), BatchSample(10, 0, 5, 0, 0, 0)))
+    window = Window(0.0, 10.0)
+    metrics = batch_metrics(samples, 500, window, measure([], Slo(0.4, 0.2), window).by_class[BE])
+    assert (metrics.errors, metrics.tokens_per_s) == (5, 0.0)
+    assert batch_notes(metrics) == ()
 
 
 def test_rows_are_requests_without_what_rows_cannot_have() -> None:
