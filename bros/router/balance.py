@@ -137,7 +137,8 @@ def _replicate(state: RouterState, heavy: Replica, light: Replica, now: float) -
         return
     homes = _homes_of(key)
     if light.number not in homes:
-        key.homes = (*homes, light.number)
+        # The heavy one, too, if a part of the prefix is evicted there: it is to have less of it.
+        key.homes = tuple(dict.fromkeys((*homes, heavy.number, light.number)))
 
 
 def _ttft_grows(state: RouterState, replica: Replica, now: float) -> bool:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bros.core.interfaces import EngineReport
 from bros.router.fleet import Fleet
 from bros.router.state import TtftHistory
 from support.routing import BLOCK, PRICES, ask, fleet_of, send, serve
@@ -184,6 +185,18 @@ def test_a_prefix_is_replicated_when_waits_double(later_s: float, copies: int) -
         more = [ask(f"n{n}", prompt(1, 1000 + n), max_tokens=50) for n in range(150)]
         went = {serve(fleet, request, 100.0, (1,) * 50) for request in more}
         assert went == {0, 1}
+
+
+def test_a_replicated_prefix_stays_where_a_part_of_it_is_evicted() -> None:
+    fleet = hot_fleet(0.1, 0.19, replicate=2.0)
+    assert send(fleet, ask("late", prompt(1, 100)), 99.5) == 0
+    fleet.on_first_token("late", 103.0)
+    fleet.on_finished("late", (1,) * 50, 103.0)
+    left = (("0", PREFIX // 2),)
+    fleet.apply_report(0, EngineReport(version=1, full=True, cached_prefixes=left), 103.0)
+    assert homes(fleet)[1] is None
+    send(fleet, ask("x", [99] * 2), 103.0)
+    assert homes(fleet)[1] == (0, 1)
 
 
 def test_a_prefix_that_needs_more_than_a_replica_has_is_replicated() -> None:
