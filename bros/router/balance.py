@@ -211,6 +211,7 @@ class Planner:
     _plan: dict[PrefixNode, tuple[int, ...]] = field(default_factory=dict)
     _warm: set[tuple[PrefixNode, int]] = field(default_factory=set)
     _numbers: set[int] = field(default_factory=set)
+    _turn: int = 0
     _requests: int = 0
     _prefill_s: float = 0.0
     _planned_s: float = 0.0
@@ -241,7 +242,8 @@ class Planner:
         homes = self._plan.get(work.key) if work.key is not None else None
         if not homes or work.key is None:
             return
-        number = work.replica if work.replica in homes else homes[self._requests % len(homes)]
+        self._turn += 1  # the homes take turns, also before any first token
+        number = work.replica if work.replica in homes else homes[self._turn % len(homes)]
         replica = state.replicas.get(number)
         if replica is None:
             return

@@ -135,6 +135,22 @@ def test_a_prefix_gets_more_replicas_before_the_window_is_full() -> None:
     assert len(plan(fleet.state, list(fleet.replicas.values()), 20.0)[hot]) == 3
 
 
+def test_the_replicas_of_a_plan_take_turns_among_requests_that_wait_together() -> None:
+    fleet = ran([40, 4], 3, plan="shadow")
+    hot = max(fleet.replicas[0].keys | fleet.replicas[1].keys, key=lambda k: k.num_requests)
+    hot.load[next(iter(hot.load))] += 22.0
+    homes = plan(fleet.state, list(fleet.replicas.values()), 20.0)[hot]
+    assert len(homes) == 2
+    serve(fleet, ask("x", [77] * 2), 20.0)  # makes that plan
+    requests = [ask(f"n{number}", [0] * PREFIX + [number] * 3) for number in range(10)]
+    fleet.route(requests, 21.0, frozenset(homes))
+    for request in requests:
+        fleet.on_first_token(request.request_id, 22.0)
+    report = fleet.plan_report
+    assert report is not None and report.balance > 2.9, "all went to the third replica"
+    assert report.planned_balance < 2.5, "the plan does not have all on one of its two"
+
+
 def test_a_plan_counts_all_that_is_cached() -> None:
     """Each prompt of a conversation begins with the one before it, most of it behind the prefix
     that places it."""
