@@ -34,18 +34,18 @@ _PREFIX = "bros-"
 
 def _lock_name() -> str:
     """Name of the lock of a folder. It names this machine since its start: a file system that
-    several machines share may not show one of them the locks of the others."""
-    try:
-        return f"owner-{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
-    except FileNotFoundError:  # not Linux
+    several machines share may not show one of them the locks of the others. So may a sandbox that
+    hides the id of its kernel: there this raises OSError, and nobody removes a folder."""
+    if sys.platform != "linux":
         return "owner"
+    return f"owner-{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 
 def _take_lock(folder: Path) -> BinaryIO:
     """Lock a new folder until the file is closed or this process ends, however it ends."""
     new = folder / "owner.new"
     lock = new.open("xb")
-    with contextlib.suppress(OSError):  # where there are no locks nobody removes it
+    with contextlib.suppress(OSError):  # where there are no locks or names nobody removes it
         fcntl.flock(lock, fcntl.LOCK_EX)
         new.rename(folder / _lock_name())  # nobody sees it before it is held
     return lock

@@ -74,6 +74,25 @@ def test_the_folder_of_a_server_that_was_killed_is_removed_by_the_next_one() -> 
     assert not folders[1].exists() and not own.folder.exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="machines have an id on Linux only")
+def test_no_folder_is_removed_where_the_machine_has_no_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be one of several sandboxes that share the folder, but not their locks."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    other = tmp_path / "bros-other"
+    other.mkdir()
+    (other / "owner").touch()
+
+    def no_id(path: Path) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", no_id)
+    with EngineProcess() as own:
+        assert other.exists()
+        assert [path.name for path in own.folder.iterdir()] == ["owner.new"]
+
+
 def test_a_folder_for_sockets_with_a_long_path_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
