@@ -769,10 +769,14 @@ class ReplicaSet:
         event loop runs between them."""
         while replica.applying:
             report = replica.applying.popleft()
-            for _ in report:
-                replica.applying.appendleft(report)
-                asyncio.get_running_loop().call_soon(self._apply_reports, replica)
-                return
+            try:
+                for _ in report:
+                    replica.applying.appendleft(report)
+                    asyncio.get_running_loop().call_soon(self._apply_reports, replica)
+                    return
+            except Exception:
+                replica.applying.clear()  # else all later ones would wait behind these
+                raise
 
     def _check_periodically(self) -> None:
         self.check_liveness()

@@ -134,6 +134,31 @@ async def test_reports_are_applied_in_their_order_with_pauses() -> None:
     await group.client.close()
 
 
+class FailingFleet(PausingFleet):
+    """It fails in the report with version 11."""
+
+    def applying_report(self, replica: int, report: EngineReport, now: float) -> Iterator[None]:
+        yield from super().applying_report(replica, report, now)
+        assert report.version != 11
+
+
+async def test_reports_are_applied_after_one_that_failed() -> None:
+    fleet = FailingFleet()
+    group = Group(size=1, made=fleet)
+    (handle,) = group.client._replicas
+    errors: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+    await asyncio.sleep(0.01)
+    fleet.done.clear()
+    for version in (11, 12):
+        group.client._replica_set._on_report(handle, EngineReport(version=version))
+    await asyncio.sleep(0.01)
+    group.client._replica_set._on_report(handle, EngineReport(version=13))
+    await asyncio.sleep(0.01)
+    assert len(errors) == 1 and fleet.done == [11, 13] and not handle.applying
+    await group.client.close()
+
+
 @in_group
 async def test_open_requests_wait_for_a_replica_but_new_ones_do_not(group: Group) -> None:
     reading = asyncio.create_task(collect(group.client, ask()))
