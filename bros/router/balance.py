@@ -77,8 +77,9 @@ def _rebalance(loads: dict[Replica, float], balance: float, period_s: float) -> 
     """Move prefixes off the heaviest replica, then off the next ones, cheapest prefixes first.
     Changes `loads` as if the moves had happened; returns what was moved.
 
-    period_s: time until the next check. No replica gets more prefixes than it computes by then:
-        else requests would wait for those of many others where a replica has just come up.
+    period_s: time until the next check. A replica that will compute its new prefixes for that long
+        gets no more of them now: else requests would wait for those of many others where a replica
+        has just come up.
     """
     moved: list[PrefixNode] = []
     again_s = dict.fromkeys(loads, 0.0)
