@@ -487,16 +487,18 @@ async def local_jobs(config: Config, store: Store) -> AsyncIterator[ServerState]
     """
     from bros.transport.local import open_local  # imports torch, which the server must not load
 
+    # There is one engine, whatever the options of a server say.
+    server = dataclasses.replace(config.server, replicas=1, min_replicas=None, max_replicas=None)
     async with open_local(config.engine, cache_dir_of(config.server.data_dir), _print) as local:
         state = _state(
-            config.server,
+            server,
             local.files,
             local.client,
             local.tokenizer,
             local.generator,
             local.ids,
             store,
-            Tenants({}).accounts(config.server, max_queue=local.client.info.max_queue),
+            Tenants({}).accounts(server, max_queue=local.client.info.max_queue),
         )
         async with _running(state):
             yield state

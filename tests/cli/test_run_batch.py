@@ -72,6 +72,16 @@ def test_answers_come_in_the_order_of_the_input(
     assert "3 of 3 rows done; wrote out.jsonl" in capsys.readouterr().err
 
 
+def test_what_a_server_has_replicas_for_runs_on_one_engine(
+    model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its options may come from a file for a server; how many replicas that has does not matter."""
+    write(folder / "in.jsonl", *(row(number) for number in range(40)))
+    options = ("--max-queue", "8", "--max-num-seqs", "1", "--max-replicas", "16")
+    assert run(model, "in.jsonl", "out.jsonl", *options, "--min-replicas", "2") == 0
+    assert "40 of 40 rows done" in capsys.readouterr().err
+
+
 def test_a_complete_output_stays_as_it_is(
     model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
