@@ -11,12 +11,13 @@ has computed it: requests with the same prefix that arrive meanwhile will find i
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import islice
 
 from bros.core.errors import ConfigError, EngineDeadError
 from bros.core.interfaces import EngineReport, GroupCosts
 from bros.core.request import EngineRequest
+from bros.core.slices import Slices, whole
 from bros.router.balance import Balancer, Planner, PlanReport
 from bros.router.e2 import (
     E2,
@@ -58,7 +59,7 @@ _SLICE = 500
 """Prefixes of a digest that are applied without a pause: 1 to 3 ms."""
 
 
-def updating_forest(forest: Forest, replica: Replica, report: EngineReport) -> Iterator[None]:
+def updating_forest(forest: Forest, replica: Replica, report: EngineReport) -> Slices[None]:
     """Apply a report of a replica to the forest. It pauses where the caller may let other work run.
     No other report of the replica may be applied before it has ended."""
     if report.version > replica.version:
@@ -100,7 +101,7 @@ def _apply_cached_prefix(
     forest.prune(leaf)
 
 
-def _applying_digest(forest: Forest, replica: Replica, report: EngineReport) -> Iterator[None]:
+def _applying_digest(forest: Forest, replica: Replica, report: EngineReport) -> Slices[None]:
     """Mark as cached what a digest lists and what open requests have or will compute, and
     everything else as evicted. What is routed or ends during a pause is newer than the digest."""
     number, origins, works = replica.number, replica.origins, replica.works
@@ -124,7 +125,7 @@ def _applying_digest(forest: Forest, replica: Replica, report: EngineReport) -> 
     yield from _evicting_others(forest, replica, opened)
 
 
-def _evicting_others(forest: Forest, replica: Replica, opened: Container[str]) -> Iterator[None]:
+def _evicting_others(forest: Forest, replica: Replica, opened: Container[str]) -> Slices[None]:
     """Mark as evicted what neither the digest that is being applied nor anything since it began has
     confirmed. opened: ids of the requests that were open when it began."""
     origins, works = replica.origins, replica.works
@@ -305,10 +306,9 @@ class Fleet:
     def apply_report(self, replica: int, report: EngineReport, now: float) -> None:
         """Update the forest from a report of a replica. Reports may come in any order, twice or not
         at all: the next digest corrects the forest."""
-        for _ in self.applying_report(replica, report, now):
-            pass
+        whole(self.applying_report(replica, report, now))
 
-    def applying_report(self, replica: int, report: EngineReport, now: float) -> Iterator[None]:
+    def applying_report(self, replica: int, report: EngineReport, now: float) -> Slices[None]:
         """`apply_report` in slices: it pauses where the caller may let other work run, but not
         apply another report of the replica."""
         found = self.state.replicas.get(replica)

@@ -14,7 +14,7 @@ import enum
 import functools
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -39,6 +39,7 @@ from bros.core.request import (
     ServiceClass,
     Slo,
 )
+from bros.core.slices import Slices
 from bros.engine.client import OutputStream
 from bros.router.fleet import Fleet
 from bros.router.state import ReplicaFacts
@@ -233,7 +234,7 @@ class ReplicaHandle:
     stats: EngineStats | None = None
     stats_before: EngineStats = field(default_factory=EngineStats)
     report: EngineReport = field(default_factory=lambda: EngineReport(version=0))
-    applying: deque[Iterator[None]] = field(default_factory=deque)
+    applying: deque[Slices[None]] = field(default_factory=deque)
     open: dict[str, RoutedRequest] = field(default_factory=dict)
     routed: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0

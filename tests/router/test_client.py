@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -27,6 +26,7 @@ from bros.core.request import (
     ServiceClass,
     Slo,
 )
+from bros.core.slices import Slices
 from bros.engine.client import OutputStream
 from bros.router.fleet import Fleet, make_fleet
 from bros.router.replica_set import ReplicaState, counters, total_stats
@@ -110,7 +110,7 @@ class PausingFleet(TurnFleet):
         super().__init__()
         self.done: list[int] = []
 
-    def applying_report(self, replica: int, report: EngineReport, now: float) -> Iterator[None]:
+    def applying_report(self, replica: int, report: EngineReport, now: float) -> Slices[None]:
         yield from (None, None, None)
         self.done.append(report.version)
 
@@ -137,7 +137,7 @@ async def test_reports_are_applied_in_their_order_with_pauses() -> None:
 class FailingFleet(PausingFleet):
     """It fails in the report with version 11."""
 
-    def applying_report(self, replica: int, report: EngineReport, now: float) -> Iterator[None]:
+    def applying_report(self, replica: int, report: EngineReport, now: float) -> Slices[None]:
         yield from super().applying_report(replica, report, now)
         assert report.version != 11
 

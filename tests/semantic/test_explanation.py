@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bros.core.slices import whole
 from bros.router.client import RouterClient
 from bros.semantic.core.explanation import Forecast, explain, forecast
 from bros.semantic.core.nodes import LlmCall, NewCall
 from bros.semantic.core.session import SessionStateMachine
-from bros.semantic.core.slices import whole
 from bros.semantic.errors import ConflictError
 from bros.semantic.schema import Criteria, Perf
 from bros.simulator.virtual_loop import LoopClock

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from bros.core.errors import EngineDeadError
 from bros.core.interfaces import EngineReport
 from bros.core.request import EngineRequest
+from bros.core.slices import Slices
 from bros.router.balance import PlanReport
 from bros.router.fleet import Fleet
 from bros.router.state import Decision, ReplicaFacts
@@ -85,7 +86,7 @@ class TurnFleet(Fleet):
         if cached:
             self.kept[request_id] = tuple(output_ids)
 
-    def applying_report(self, replica: int, report: EngineReport, now: float) -> Iterator[None]:
+    def applying_report(self, replica: int, report: EngineReport, now: float) -> Slices[None]:
         self._pass(now)
         assert replica in self.facts
         self.reports.append((replica, report))

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
+from bros.core.slices import Slices
 from bros.semantic.core.nodes import Call, Level, LlmCall, Promotion, Variable, earliest
-from bros.semantic.core.slices import Slices
 from bros.semantic.schema import CallKind, Perf
 
 _BY_STRICTNESS = (Perf.TTFT, Perf.TPOT, Perf.LATENCY)

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from bros.core.slices import Slices, whole
 from bros.semantic.core.nodes import Call, InputPiece, LlmCall, NewCall, OutputPiece, Variable
-from bros.semantic.core.slices import Slices, whole
 from bros.semantic.errors import ConflictError
 from bros.semantic.schema import CallKind, CallState, VariableState
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bros.core.errors import InvalidRequestError, NotFoundError
+from bros.core.slices import Slices, whole
 from bros.semantic.core.graph import Graph, already_set
 from bros.semantic.core.nodes import (
     Call,
@@ -33,7 +34,6 @@ from bros.semantic.core.objectives import (
     wanted_dependents,
 )
 from bros.semantic.core.retention import Demand, Retention, SessionLimits
-from bros.semantic.core.slices import Slices, whole
 from bros.semantic.errors import (
     Cause,
     ConflictError,

@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 from bros.core.errors import InvalidRequestError
 from bros.core.grammars import FIELDS, from_fields
 from bros.core.request import SamplingParams
+from bros.core.slices import Slices, whole
 from bros.semantic.core.nodes import InputPiece, NewCall, OutputPiece
 from bros.semantic.core.nodes import Piece as GraphPiece
-from bros.semantic.core.slices import Slices, whole
 from bros.semantic.core.template import (
     MAX_OPENINGS,
     Piece,

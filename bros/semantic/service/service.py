@@ -26,6 +26,7 @@ from bros.core.errors import InvalidRequestError, NotFoundError
 from bros.core.fair import FairMemory, FairThreads
 from bros.core.interfaces import EngineClient
 from bros.core.request import IdGenerator
+from bros.core.slices import Slices, in_slices, whole
 from bros.core.tenants import Resource, TenantAccounts
 from bros.semantic.core.matching import EMPTY_PROMPT, PlainPrompt, find_inputs
 from bros.semantic.core.nodes import (
@@ -38,7 +39,6 @@ from bros.semantic.core.nodes import (
 )
 from bros.semantic.core.prompt import Prompt, PromptSharing, RequestedPrefixes
 from bros.semantic.core.session import SessionStateMachine
-from bros.semantic.core.slices import Slices, in_slices, whole
 from bros.semantic.core.submission import (
     LONG_CHARS,
     Submission,

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Protocol
 
 from bros.core.interfaces import GroupCosts, Placement
 from bros.core.request import ServiceClass
+from bros.core.slices import Slices
 from bros.semantic.core.explanation import CriticalPath, Forecast, explain, forecast, strictest
 from bros.semantic.core.nodes import Call, Level, LlmCall, Variable
-from bros.semantic.core.slices import Slices
 from bros.semantic.schema import (
     CallKind,
     CallView,
