@@ -35,7 +35,7 @@ _PREFIX = "bros-"
 def _lock_name() -> str:
     """Name of the lock of a folder. It names this machine since its start: a file system that
     several machines share may not show one of them the locks of the others. So may a sandbox that
-    hides the id of its kernel: there this raises OSError, and nobody removes a folder."""
+    hides the id of its kernel: there this raises OSError, and no server removes a folder."""
     if sys.platform != "linux":
         return "owner"
     return f"owner-{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
@@ -45,9 +45,9 @@ def _take_lock(folder: Path) -> BinaryIO:
     """Lock a new folder until the file is closed or this process ends, however it ends."""
     new = folder / "owner.new"
     lock = new.open("xb")
-    with contextlib.suppress(OSError):  # where there are no locks or names nobody removes it
+    with contextlib.suppress(OSError):  # without locks or names no server removes the folder
         fcntl.flock(lock, fcntl.LOCK_EX)
-        new.rename(folder / _lock_name())  # nobody sees it before it is held
+        new.rename(folder / _lock_name())  # no server finds the lock before it is held
     return lock
 
 
