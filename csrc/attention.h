@@ -54,6 +54,9 @@ using RunTask = void (*)(const Problem&, const Task&, float, const ThreadScratch
 RunTask task_runner(KvType type, int64_t dim) {
   switch (type) {
     case KvType::kBf16:
+#if defined(BROS_MULTIPLIES_TILES)
+      if (dim % Bf16TilePairs::kStep == 0) return run_task<Bf16, Bf16TilePairs>;
+#endif
 #if defined(BROS_MULTIPLIES_PAIRS)
       if (dim % Bf16Pairs::kPerWord == 0) return run_task<Bf16, Bf16Pairs>;
 #endif

@@ -1,6 +1,7 @@
 // Attention of a few lanes (typically one token): bound by memory bandwidth, reads K and V once.
 #pragma once
 
+#include "attention_registers.h"
 #include "attention_tasks.h"
 #include "attention_words.h"
 
@@ -33,7 +34,8 @@ struct DecodeScratch {
   float* run;      // [lanes, stride], of the record so far
   float* o;        // [lanes, stride], of all records
   float* weights;  // [lanes, kTileKeys]: scores first, then weights in words of keys
-  float* columns;  // words of head_dim, [stride, kTileKeys]: the tile's K transposed
+  float* columns;  // words of head_dim, [stride, kTileKeys]: the tile's K transposed. For tile
+                   // registers then words of keys, [kTileKeys / 2, stride]: its V
   float* chunk;    // [2, kDecodeLanes, head_dim] or less: K and V of the chunk in the cache's type
   const void** k;  // [kDecodeSplit + kDecodeLanes]
   const void** v;
@@ -205,6 +207,42 @@ void weigh_values_block(const float* weights, const T* const* v, int64_t count, 
   }
 }
 
+#if defined(BROS_MULTIPLIES_TILES)
+// Both by tile registers, for all lanes, all keys of a tile and all elements of head_dim.
+inline void scores_by_tiles(const DecodeScratch& s, int64_t stride, int64_t count, int64_t words) {
+  int64_t key = 0;
+  for (; key + (kKeyBlock - 1) * kLanes < count; key += kKeyBlock * kLanes) {
+    multiply_words<kKeyBlock>(s.q, stride, s.columns + key, kTileKeys, words);
+    store_sums<kKeyBlock>(s.weights + key, kTileKeys);
+  }
+  for (; key < count; key += kLanes) {
+    multiply_words<1>(s.q, stride, s.columns + key, kTileKeys, words);
+    store_sums<1>(s.weights + key, kTileKeys);
+  }
+}
+
+template <class Words, class T>
+void values_by_tiles(const DecodeScratch& s, int64_t stride, const T* const* v, int64_t count,
+                     int64_t dim) {
+  constexpr int kDims = 2;
+  static_assert(Words::kStep % (kDims * kLanes) == 0, "a multiple of this is head_dim");
+  float* words = s.columns;
+  for (int64_t key = 0; key < count; key += Words::kPerWord, words += stride) {
+    for (int64_t d = 0; d < dim; d += kLanes) {
+      store(words + d, Words::load_column(v + key, count - key, d, 0));
+    }
+  }
+  const int64_t num_words = round_up(count, Words::kStep) / Words::kPerWord;
+  for (const float* end = s.columns + num_words * stride; words < end; words += stride) {
+    __builtin_memset(words, 0, dim * sizeof *words);
+  }
+  for (int64_t d = 0; d < dim; d += kDims * kLanes) {
+    multiply_words<kDims>(s.weights, kTileKeys, s.columns + d, stride, num_words);
+    store_sums<kDims>(s.tile + d, stride);
+  }
+}
+#endif
+
 // Calls body.run<LANES>(first lane) for blocks of up to kLaneBlock lanes.
 template <class Body>
 BROS_INLINE void for_lane_blocks(int64_t lanes, const Body& body) {
@@ -269,7 +307,7 @@ struct ValueBody {
 // from the first to the last. Without a finite score, all weights are 0.
 template <class Words>
 BROS_INLINE void softmax_lane(float* scores, int64_t n, float* max, float* sum) {
-  const int64_t padded = round_up(n, kLanes);
+  const int64_t padded = round_up(n, max_of<int64_t>(kLanes, Words::kStep));
   for (int64_t i = n; i < padded; ++i) scores[i] = -kInfinity;
   Vec top = load(scores);
   for (int64_t i = kLanes; i < padded; i += kLanes) top = vmax(load(scores + i), top);
@@ -339,6 +377,11 @@ BROS_INLINE void score_tile(const Problem& p, const T* const* k, const T* const*
   }
 #endif
   transpose_keys<Words>(k, count, p.dim, v, count, s.columns);
+#if defined(BROS_MULTIPLIES_TILES)
+  if constexpr (Words::kByTiles) {
+    return scores_by_tiles(s, stride, count, p.dim / Words::kPerWord);
+  }
+#endif
   for_lane_blocks(lanes, ScoreBody<Words>{s, stride, count, ceil_div(p.dim, Words::kPerWord)});
 }
 
@@ -358,6 +401,11 @@ void decode_tile(const Problem& p, const Task& task, const Keys<T>& keys, int64_
     softmax_lane<Words>(scores, count, tile.m + lane, tile.l + lane);
   }
   for (int64_t i = 0; i < next; ++i) prefetch_row(keys.k[first + count + i], p.dim);
+#if defined(BROS_MULTIPLIES_TILES)
+  if constexpr (Words::kByTiles) {
+    return values_by_tiles<Words>(s, stride, keys.v + first, count, p.dim);
+  }
+#endif
   for_lane_blocks(lanes, ValueBody<Words, T>{s, stride, keys.v + first, count, p.dim});
 }
 
@@ -366,6 +414,10 @@ void decode_task(const Problem& p, const Task& task, float q_scale, const Decode
                  float* partials) {
   const int64_t lanes = task.num_queries * p.group;
   const int64_t stride = round_up(p.dim, kLanes);
+#if defined(BROS_MULTIPLIES_TILES)
+  ThreadTiles tiles;
+  if (Words::kByTiles) tiles.configure(attention_shapes(lanes));
+#endif
   start_lanes<Words>(p, task, q_scale, s, stride);
   const Keys<T> keys = list_keys<T>(p, task, s);
   Results tile(s.tile, stride), run(s.run, stride), all(s.o, stride);

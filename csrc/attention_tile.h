@@ -10,6 +10,7 @@
 // its last query. K, V, Q' and weights are words (attention_words.h), of neighbours along the sums.
 #pragma once
 
+#include "attention_registers.h"
 #include "attention_tasks.h"
 #include "attention_words.h"
 
@@ -32,6 +33,7 @@ struct TileScratch {
   int64_t key_stride;  // of k and v: head_dim, rounded up to kRows
   float* k;            // words of head_dim, [kTileKeys, key_stride]
   float* v;            // words of keys, [kTileKeys, key_stride]
+  float* turned;       // v transposed, [key_stride, kTileKeys], for tile registers
   float* scores;       // [kTileKeys, kPanel], then weights in words of keys
   float* alpha;        // [kPanel]: factors of the tiles so far
   float* beta;         // [kPanel]: and of this tile
@@ -50,6 +52,7 @@ struct TileScratch {
     const int64_t panels = ceil_div(most_lanes, kPanel);
     k = arena->take<float>(kTileKeys * key_stride);
     v = arena->take<float>(kTileKeys * key_stride);
+    turned = arena->take<float>(key_stride * kTileKeys);
     scores = arena->take<float>(kTileKeys * kPanel);
     alpha = arena->take<float>(kPanel);
     beta = arena->take<float>(kPanel);
@@ -109,6 +112,34 @@ BROS_INLINE void value_block(const float* __restrict v, int64_t v_stride,
   }
 }
 
+#if defined(BROS_MULTIPLIES_TILES)
+// Both by tile registers, for all keys of a tile and all elements of head_dim.
+template <int VECS>
+BROS_INLINE void scores_by_tiles(const TileScratch& s, const float* q, int64_t num_keys,
+                                 int64_t words) {
+  for (int64_t key = 0; key < num_keys; key += kMostTileRows) {
+    multiply_words<VECS>(s.k + key * s.key_stride, s.key_stride, q, kPanel, words);
+    store_sums<VECS>(s.scores + key * kPanel, kPanel);
+  }
+}
+
+template <int VECS>
+BROS_INLINE void values_by_tiles(const TileScratch& s, int64_t words, int64_t dim, float* o) {
+  float* sums = s.scores + kTileKeys / 2 * kPanel;  // behind the words of the weights
+  for (int64_t d = 0; d < dim; d += kMostTileRows, o += kMostTileRows * kPanel) {
+    multiply_words<VECS>(s.turned + d * kTileKeys, kTileKeys, s.scores, kPanel, words);
+    store_sums<VECS>(sums, kPanel);
+    for (int j = 0; j < VECS; ++j) {
+      const Vec before = load(s.alpha + j * kLanes), next = load(s.beta + j * kLanes);
+      for (int i = 0; i < kMostTileRows; ++i) {
+        float* out = o + i * kPanel + j * kLanes;
+        store(out, mul_add(load(sums + i * kPanel + j * kLanes), next, load(out) * before));
+      }
+    }
+  }
+}
+#endif
+
 // Replaces the scores of a tile by weights relative to their maximum, in words of keys, and adds the
 // maximum and the sum to m and l; alpha and beta are the factors of o and of this tile's. visible:
 // keys that each lane attends to, null for all; base: index of the tile's first key.
@@ -152,6 +183,10 @@ BROS_INLINE void softmax_block(float* __restrict scores, int64_t num_keys, const
       store(words + j * kLanes, word);
     }
   }
+  for (const float* end = scores + round_up(num_keys, Words::kStep) / Words::kPerWord * kPanel;
+       words < end; words += kPanel) {
+    for (int j = 0; j < VECS; ++j) store(words + j * kLanes, Vec{});
+  }
   for (int j = 0; j < VECS; ++j) {
     const Partial::Rescaling by(load(m + j * kLanes), top[j]);
     store(alpha + j * kLanes, by.alpha);
@@ -168,13 +203,23 @@ void tile_panel(const Problem& p, const TileScratch& s, int64_t panel, int64_t n
   const float* q = s.q + panel * p.dim * kPanel;
   float* o = s.o + panel * s.key_stride * kPanel;
   const int64_t dim_words = ceil_div(p.dim, Words::kPerWord);
-  const int64_t key_words = ceil_div(num_keys, Words::kPerWord);
+  const int64_t key_words = round_up(num_keys, Words::kStep) / Words::kPerWord;
+  const auto softmax = [&] {
+    softmax_block<VECS, Words>(s.scores, num_keys, masked ? s.visible + panel * kPanel : nullptr,
+                               base, s.m + panel * kPanel, s.l + panel * kPanel, s.alpha, s.beta);
+  };
+#if defined(BROS_MULTIPLIES_TILES)
+  if constexpr (Words::kByTiles) {
+    scores_by_tiles<VECS>(s, q, num_keys, dim_words);
+    softmax();
+    return values_by_tiles<VECS>(s, key_words, p.dim, o);
+  }
+#endif
   for (int64_t key = 0; key < num_keys; key += kRows) {
     score_block<VECS, Words>(s.k + key * s.key_stride, s.key_stride, q, dim_words,
                              s.scores + key * kPanel);
   }
-  softmax_block<VECS, Words>(s.scores, num_keys, masked ? s.visible + panel * kPanel : nullptr,
-                             base, s.m + panel * kPanel, s.l + panel * kPanel, s.alpha, s.beta);
+  softmax();
   for (int64_t d = 0; d < p.dim; d += kRows) {
     value_block<VECS, Words>(s.v + d, s.key_stride, s.scores, key_words, s.alpha, s.beta,
                              o + d * kPanel);
@@ -212,6 +257,7 @@ class KeyStream {
            p_.chunk_value(token, task_.kv_head), p_.columns);
       chunk_ += count - row;
     }
+    if constexpr (Words::kByTiles) turn_values(s, count);
   }
 
  private:
@@ -231,6 +277,22 @@ class KeyStream {
         ++i;
       }
       for (int64_t d = p_.dim; d < s.key_stride; ++d) values[d] = 0.0f;
+    }
+  }
+
+  // s.turned[d][word] = s.v[word][d], and 0 for what the last step lacks.
+  void turn_values(const TileScratch& s, int64_t count) {
+    const int64_t words = round_up(count, Words::kStep) / Words::kPerWord;
+    for (int64_t word = ceil_div(count, Words::kPerWord); word < words; ++word) {
+      __builtin_memset(s.v + word * s.key_stride, 0, p_.dim * sizeof *s.v);
+    }
+    for (int64_t word = 0; word < words; word += kLanes) {
+      for (int64_t d = 0; d < p_.dim; d += kLanes) {
+        Vec block[kLanes];
+        for (int i = 0; i < kLanes; ++i) block[i] = load(s.v + (word + i) * s.key_stride + d);
+        transpose(block);
+        for (int i = 0; i < kLanes; ++i) store(s.turned + (d + i) * kTileKeys + word, block[i]);
+      }
     }
   }
 
@@ -370,6 +432,10 @@ void tile_task(const Problem& p, const Task& task, float q_scale, const TileScra
                float* partials) {
   const int64_t lanes = task.num_queries * p.group;
   const int64_t panels = ceil_div(lanes, kPanel);
+#if defined(BROS_MULTIPLIES_TILES)
+  ThreadTiles tiles;
+  if (Words::kByTiles) tiles.configure(attention_shapes(kMostTileRows));
+#endif
   start_panels<Words>(p, task, q_scale, s, panels);
   for (int64_t panel = 0; panel < panels; ++panel) clear_panel(s, panel);
   const int64_t num_keys =

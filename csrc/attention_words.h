@@ -1,5 +1,9 @@
 // What attention multiplies: words of 32 bits, each with one number or with several neighbours along
 // a sum. Words are as floats in memory, whatever they hold.
+//
+//     kPerWord    numbers of a word
+//     kStep       numbers that a product adds to a sum at once; what is missing from the last ones is 0
+//     kByTiles    whether tile registers multiply them (attention_registers.h)
 #pragma once
 
 #include <type_traits>
@@ -19,6 +23,8 @@ BROS_INLINE Vec splat_word(const float* word) {
 // A number in fp32.
 struct Floats {
   static constexpr int kPerWord = 1;
+  static constexpr int kStep = kPerWord;
+  static constexpr bool kByTiles = false;
 
   // sum plus the products of the numbers of a and b, in their order.
   BROS_INLINE static Vec add_product(Vec sum, Vec a, Vec b) { return mul_add(a, b, sum); }
@@ -64,6 +70,8 @@ struct Floats {
 // Two numbers in bf16, the first in the low half.
 struct Bf16Pairs {
   static constexpr int kPerWord = 2;
+  static constexpr int kStep = kPerWord;
+  static constexpr bool kByTiles = false;
 
   BROS_INLINE static Vec add_product(Vec sum, Vec a, Vec b) {
     return _mm512_dpbf16_ps(sum, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b));

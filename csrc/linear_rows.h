@@ -60,11 +60,6 @@ constexpr bool is_same = false;
 template <class A>
 constexpr bool is_same<A, A> = true;
 
-template <int N>
-struct Number {
-  static constexpr int value = N;
-};
-
 BROS_INLINE void copy_floats(float* to, const float* from, int64_t n) {
   __builtin_memcpy(to, from, n * sizeof(float));
 }

@@ -76,14 +76,6 @@ namespace {
 constexpr int64_t kTileRows = kMostTileRows, kTileOutputs = kLanes;
 constexpr int64_t kTileInputs = 32;  // of bf16
 
-template <int N, class Body>
-BROS_INLINE void unrolled(const Body& body) {
-  if constexpr (N > 0) {
-    unrolled<N - 1>(body);
-    body(Number<N - 1>());
-  }
-}
-
 constexpr int c_tile(int row_tile, int column, int columns) { return row_tile * columns + column; }
 constexpr int a_tile(int row_tile) { return 4 + row_tile; }
 constexpr int b_tile(int column) { return 6 + column % 2; }

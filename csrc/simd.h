@@ -60,6 +60,20 @@ BROS_INLINE A bit_cast(const B& b) {
   return a;
 }
 
+template <int N>
+struct Number {
+  static constexpr int value = N;
+};
+
+// body(Number<0>()), .. body(Number<N - 1>()).
+template <int N, class Body>
+BROS_INLINE void unrolled(const Body& body) {
+  if constexpr (N > 0) {
+    unrolled<N - 1>(body);
+    body(Number<N - 1>());
+  }
+}
+
 template <class T>
 BROS_INLINE constexpr T min_of(T a, T b) {
   return a < b ? a : b;
