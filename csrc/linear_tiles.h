@@ -119,7 +119,7 @@ BROS_INLINE void for_row_tiles(int64_t count, const Run& run) {
 constexpr int64_t kBlockRows = 64, kBlockPanels = 2, kBlockInputs = 512;
 constexpr int64_t kBlockXBytes = 24 * 1024;
 #else
-constexpr int64_t kBlockRows = 256, kBlockPanels = 16, kBlockInputs = 2048;
+constexpr int64_t kBlockRows = 256, kBlockPanels = 16, kBlockInputs = 576;
 constexpr int64_t kBlockXBytes = 1024 * 1024;
 #endif
 
@@ -317,13 +317,18 @@ struct Bf16Steps {
 constexpr int64_t kStreamAhead = 8192;
 
 // The C tiles += kRowTiles row tiles times kPanels panels. before_step(weights) comes first.
-template <int kRowTiles, int kPanels, class BeforeStep>
+template <int kRowTiles, int kPanels, bool kManyRows, class BeforeStep>
 BROS_INLINE void add_bf16(Bf16Steps steps, const BeforeStep& before_step) {
   constexpr int kColumns = 2 * kPanels;
   const char* x = steps.x;
   const auto step = [&](const char* weights, int64_t panel_bytes) {
     unrolled<kRowTiles>([&](auto r) {
-      load_tile<a_tile(r.value)>(x + r.value * steps.x_tile, kTileRowBytes);
+      const char* from = x + r.value * steps.x_tile;
+      if constexpr (kManyRows) {
+        load_tile_once<a_tile(r.value)>(from, kTileRowBytes);
+      } else {
+        load_tile<a_tile(r.value)>(from, kTileRowBytes);
+      }
     });
     unrolled<kColumns>([&](auto j) {
       load_tile<b_tile(j.value)>(weights + j.value / 2 * panel_bytes + j.value % 2 * kTileRowBytes,
@@ -418,13 +423,22 @@ class Bf16Blocks {
         load_tile<c.value>(sums + r * kPanelOutputs + output, kPanelOutputs * sizeof(float));
       }
     });
-    Ahead ahead = block->ahead;  // in registers
-    add_bf16<kRowTiles, 1>(steps, [&](const char*) { ahead.fetch(lines); });
-    block->ahead = ahead;
     const bool whole = count == kRowTiles * kTileRows && block->width == kPanelOutputs;
     const bool at_once = block->is_last() && whole;
     float* to = at_once ? block->rows.out + row * block->outputs : sums;
     const int64_t stride = at_once ? block->outputs : kPanelOutputs;
+    Ahead ahead = block->ahead;  // in registers
+    const float* next = to;
+    const float* end = to + kRowTiles * kTileRows * stride;
+    const int64_t rows_per_step = ceil_div(kRowTiles * kTileRows, max_of<int64_t>(steps.count-2, 1));
+    add_bf16<kRowTiles, 1, true>(steps, [&](const char*) {
+      ahead.fetch(lines);
+      for (int64_t i = 0; i < rows_per_step && next < end; ++i, next += stride) {
+        __builtin_prefetch(next, 1);
+        __builtin_prefetch(next + kTileOutputs, 1);
+      }
+    });
+    block->ahead = ahead;
     for_sums<kRowTiles, 2>([&](auto c, int64_t r, int64_t output) {
       store_tile<c.value>(to + r * stride + output, stride * sizeof(float));
     });
@@ -438,6 +452,11 @@ struct BlocksOf<Bf16Tiles> {
 
 using Bf16Format = Bf16Tiles;
 
+#ifndef A4
+#define A4 10240
+#endif
+constexpr int64_t kInt4Ahead = A4;
+typedef uint32_t WordsVec __attribute__((vector_size(4 * kLanes)));
 // ---- int4: products of bf16, too. Activations are rounded to bf16, and weights are widened to it, a
 // ---- block of a panel at a time, in the layout of a panel of bf16.
 //
@@ -452,8 +471,12 @@ struct Int4Tiles : Bf16Tiles {
   // out [inputs / 2][out]: as a panel of bf16. weights: of the group of the first of `inputs`
   // inputs, whole groups. value = code * scale + minimum, with one rounding to fp32 of
   // minimum - 16 * scale, one of the sum, and one to bf16, halves away from zero.
+  template <bool kFetches = false>
   static void widen(const char* weights, int64_t inputs, uint32_t* out) {
     for (int64_t g = 0; g < groups_of(inputs); ++g, weights += Int4Panel::kGroupBytes) {
+      for (int64_t i = 0; kFetches && i < Int4Panel::kGroupBytes; i += 64) {
+        __builtin_prefetch(weights + kInt4Ahead + i, 0, 2);
+      }
       const Fp16* halves = reinterpret_cast<const Fp16*>(weights);
       const uint32_t* eights = reinterpret_cast<const uint32_t*>(weights + 4 * kPanelOutputs);
 #pragma GCC unroll 2
@@ -481,7 +504,8 @@ struct Int4Tiles : Bf16Tiles {
     constexpr int kHalf = 0x8000;  // what rounds
     const IntVec first = bit_cast<IntVec>(value<kFirst>(raw, scale, base)) + kHalf;
     const IntVec second = bit_cast<IntVec>(value<kSecond>(raw, scale, base)) + kHalf;
-    const IntVec pair = ((first >> 16) & 0xffff) | (second & static_cast<int32_t>(0xffff0000));
+    const IntVec low = bit_cast<IntVec>(bit_cast<WordsVec>(first) >> 16);
+    const IntVec pair = low | (second & static_cast<int32_t>(0xffff0000));
     __builtin_memcpy(to, &pair, sizeof pair);
   }
 
@@ -504,13 +528,14 @@ constexpr int64_t kWidened = 256;
 
 inline char* room_for_widened() {
   static thread_local Scratch scratch;
-  char* room = static_cast<char*>(scratch.reserve(Bf16Tiles::bytes(2 * kWidened)));
-  if (!room) __builtin_trap();  // 32 KB
+  constexpr int64_t kMost = max_of(2 * kWidened, kBlockInputs);
+  char* room = static_cast<char*>(scratch.reserve(Bf16Tiles::bytes(kMost)));
+  if (!room) __builtin_trap();  // 36 KB
   return room;
 }
 
 struct Int4Blocks {
-  static constexpr int64_t kInputs = 2 * kWidened;
+  static constexpr int64_t kInputs = kBlockInputs;
 
   static void multiply(const TileBlock& block) {
     char* widened = room_for_widened();
@@ -538,7 +563,7 @@ BROS_INLINE void add_panels(const LinearArgs& a, const Rows& rows, int64_t panel
     const LastStep<kPanels> last(weights, a.inputs);
     const Bf16Steps steps = {rows.x, x_tile, x_step,
                              weights, bytes, a.inputs / Bf16Tiles::kStep, last.get()};
-    add_bf16<kRowTiles, kPanels>(steps, [&](const char* at) {
+    add_bf16<kRowTiles, kPanels, false>(steps, [&](const char* at) {
       unrolled<kPanels>([&](auto p) {
         for (int64_t i = 0; i < Bf16Tiles::kStepWeights; i += 64) {
           __builtin_prefetch(at + p.value * bytes + kStreamAhead + i, 0, 2);
@@ -551,11 +576,11 @@ BROS_INLINE void add_panels(const LinearArgs& a, const Rows& rows, int64_t panel
     for (int64_t k = 0; k < a.inputs; k += kWidened) {
       const int64_t count = min_of(kWidened, a.inputs - k);
       for (int p = 0; p < kPanels; ++p) {
-        Panel::widen(weights + p * bytes + Panel::bytes(k), count,
-                     reinterpret_cast<uint32_t*>(widened + p * kBytes));
+        Panel::template widen<true>(weights + p * bytes + Panel::bytes(k), count,
+                                    reinterpret_cast<uint32_t*>(widened + p * kBytes));
       }
       const int64_t first = k / Bf16Tiles::kStep;
-      add_bf16<kRowTiles, kPanels>({rows.x + first * x_step, x_tile, x_step, widened, kBytes,
+      add_bf16<kRowTiles, kPanels, false>({rows.x + first * x_step, x_tile, x_step, widened, kBytes,
                                     count / Bf16Tiles::kStep, nullptr},
                                    [](const char*) {});
     }

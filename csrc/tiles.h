@@ -109,6 +109,11 @@ inline void load_tile(const void* from, int64_t stride) {
 }
 
 template <int kTile>
+inline void load_tile_once(const void* from, int64_t stride) {
+  load_tile<kTile>(from, stride);
+}
+
+template <int kTile>
 inline void store_tile(void* to, int64_t stride) {
   const TileRegister& t = configured_tile(kTile);
   for (int r = 0; r < t.rows; ++r) {
@@ -197,6 +202,13 @@ BROS_INLINE void zero_tile() {
 template <int kTile>
 BROS_INLINE void load_tile(const void* from, int64_t stride) {
   __asm__ volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(kTile), "r"(from), "r"(stride) : "memory");
+}
+
+// As load_tile. What is loaded should not push other data out of the first cache.
+template <int kTile>
+BROS_INLINE void load_tile_once(const void* from, int64_t stride) {
+  __asm__ volatile("tileloaddt1 (%1,%2,1), %%tmm%c0" ::"i"(kTile), "r"(from), "r"(stride)
+                   : "memory");
 }
 
 template <int kTile>
