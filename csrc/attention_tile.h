@@ -28,15 +28,21 @@ constexpr int kRows = 4, kVecs = 2;  // 8 of 16
 constexpr int64_t kPanel = kVecs * kLanes;
 constexpr int32_t kSeesAll = 1 << 30;
 static_assert(kTileKeys % kRows == 0, "");
+constexpr int64_t kTurned = kTileKeys / 2;  // words of two keys each
+
+// Of a panel in a tile of keys.
+struct TileWork {
+  float* scores;  // [kTileKeys, kPanel], then weights in words of keys
+  float* alpha;   // [kPanel]: factors of the tiles so far
+  float* beta;    // [kPanel]: and of this tile
+};
 
 struct TileScratch {
-  int64_t key_stride;  // of k and v: head_dim, rounded up to kRows
-  float* k;            // words of head_dim, [kTileKeys, key_stride]
+  int64_t key_stride;  // head_dim, rounded up to kRows
+  float* k;            // words of head_dim, [kTileKeys, as many as head_dim has]
   float* v;            // words of keys, [kTileKeys, key_stride]
-  float* turned;       // v transposed, [key_stride, kTileKeys], for tile registers
-  float* scores;       // [kTileKeys, kPanel], then weights in words of keys
-  float* alpha;        // [kPanel]: factors of the tiles so far
-  float* beta;         // [kPanel]: and of this tile
+  float* turned;       // v transposed, [key_stride, kTurned], for tile registers
+  TileWork work[2];    // of the panels in turns, for tile registers; else the first one of all
   float* q;            // per panel words of head_dim, [head_dim, kPanel]
   float* o;            // per panel [key_stride, kPanel], of the record so far
   float* m;            // per panel [kPanel]
@@ -52,10 +58,11 @@ struct TileScratch {
     const int64_t panels = ceil_div(most_lanes, kPanel);
     k = arena->take<float>(kTileKeys * key_stride);
     v = arena->take<float>(kTileKeys * key_stride);
-    turned = arena->take<float>(key_stride * kTileKeys);
-    scores = arena->take<float>(kTileKeys * kPanel);
-    alpha = arena->take<float>(kPanel);
-    beta = arena->take<float>(kPanel);
+    turned = arena->take<float>(key_stride * kTurned);
+    for (TileWork& each : work) {
+      each = {arena->take<float>(kTileKeys * kPanel), arena->take<float>(kPanel),
+              arena->take<float>(kPanel)};
+    }
     q = arena->take<float>(panels * p.dim * kPanel);
     o = arena->take<float>(panels * key_stride * kPanel);
     m = arena->take<float>(panels * kPanel);
@@ -69,15 +76,15 @@ struct TileScratch {
 
 // scores[i][lane] = k[i] . q[.][lane] for kRows keys of `words` words.
 template <int VECS, class Words>
-BROS_INLINE void score_block(const float* __restrict k, int64_t k_stride, const float* __restrict q,
-                             int64_t words, float* __restrict scores) {
+BROS_INLINE void score_block(const float* __restrict k, const float* __restrict q, int64_t words,
+                             float* __restrict scores) {
   Vec sum[kRows][VECS] = {};
   for (int64_t word = 0; word < words; ++word) {
     Vec x[VECS];
     for (int j = 0; j < VECS; ++j) x[j] = load(q + word * kPanel + j * kLanes);
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
-      const Vec key = splat_word(k + i * k_stride + word);
+      const Vec key = splat_word(k + i * words + word);
       for (int j = 0; j < VECS; ++j) sum[i][j] = Words::add_product(sum[i][j], key, x[j]);
     }
   }
@@ -116,21 +123,22 @@ BROS_INLINE void value_block(const float* __restrict v, int64_t v_stride,
 // Both by tile registers, for all keys of a tile and all elements of head_dim.
 template <int VECS>
 BROS_INLINE void scores_by_tiles(const TileScratch& s, const float* q, int64_t num_keys,
-                                 int64_t words) {
+                                 int64_t words, float* scores) {
   for (int64_t key = 0; key < num_keys; key += kMostTileRows) {
-    multiply_words<VECS>(s.k + key * s.key_stride, s.key_stride, q, kPanel, words);
-    store_sums<VECS>(s.scores + key * kPanel, kPanel);
+    multiply_words<VECS>(s.k + key * words, words, q, kPanel, words);
+    store_sums<VECS>(scores + key * kPanel, kPanel);
   }
 }
 
 template <int VECS>
-BROS_INLINE void values_by_tiles(const TileScratch& s, int64_t words, int64_t dim, float* o) {
-  float* sums = s.scores + kTileKeys / 2 * kPanel;  // behind the words of the weights
+BROS_INLINE void values_by_tiles(const TileScratch& s, const TileWork& work, int64_t words,
+                                 int64_t dim, float* o) {
+  float* sums = work.scores + kTileKeys / 2 * kPanel;  // behind the words of the weights
   for (int64_t d = 0; d < dim; d += kMostTileRows, o += kMostTileRows * kPanel) {
-    multiply_words<VECS>(s.turned + d * kTileKeys, kTileKeys, s.scores, kPanel, words);
+    multiply_words<VECS>(s.turned + d * kTurned, kTurned, work.scores, kPanel, words);
     store_sums<VECS>(sums, kPanel);
     for (int j = 0; j < VECS; ++j) {
-      const Vec before = load(s.alpha + j * kLanes), next = load(s.beta + j * kLanes);
+      const Vec before = load(work.alpha + j * kLanes), next = load(work.beta + j * kLanes);
       for (int i = 0; i < kMostTileRows; ++i) {
         float* out = o + i * kPanel + j * kLanes;
         store(out, mul_add(load(sums + i * kPanel + j * kLanes), next, load(out) * before));
@@ -196,32 +204,49 @@ BROS_INLINE void softmax_block(float* __restrict scores, int64_t num_keys, const
   }
 }
 
-// One panel over the num_keys keys of the tile; `masked` if some lane attends to fewer of them.
+// The first num_keys keys of a tile of keys, of which a panel may attend to fewer.
+struct PanelKeys {
+  int64_t panel;
+  int64_t num_keys;
+  int64_t base;  // index of the tile's first key in the task
+  bool masked;   // whether some lane attends to fewer
+};
+
+// Three steps of a panel, each of which needs the results of the one before.
+
 template <int VECS, class Words>
-void tile_panel(const Problem& p, const TileScratch& s, int64_t panel, int64_t num_keys,
-                int32_t base, bool masked) {
-  const float* q = s.q + panel * p.dim * kPanel;
-  float* o = s.o + panel * s.key_stride * kPanel;
-  const int64_t dim_words = ceil_div(p.dim, Words::kPerWord);
-  const int64_t key_words = round_up(num_keys, Words::kStep) / Words::kPerWord;
-  const auto softmax = [&] {
-    softmax_block<VECS, Words>(s.scores, num_keys, masked ? s.visible + panel * kPanel : nullptr,
-                               base, s.m + panel * kPanel, s.l + panel * kPanel, s.alpha, s.beta);
-  };
+void score_panel(const Problem& p, const TileScratch& s, const PanelKeys& keys,
+                 const TileWork& work) {
+  const float* q = s.q + keys.panel * p.dim * kPanel;
+  const int64_t words = ceil_div(p.dim, Words::kPerWord);
 #if defined(BROS_MULTIPLIES_TILES)
   if constexpr (Words::kByTiles) {
-    scores_by_tiles<VECS>(s, q, num_keys, dim_words);
-    softmax();
-    return values_by_tiles<VECS>(s, key_words, p.dim, o);
+    return scores_by_tiles<VECS>(s, q, keys.num_keys, words, work.scores);
   }
 #endif
-  for (int64_t key = 0; key < num_keys; key += kRows) {
-    score_block<VECS, Words>(s.k + key * s.key_stride, s.key_stride, q, dim_words,
-                             s.scores + key * kPanel);
+  for (int64_t key = 0; key < keys.num_keys; key += kRows) {
+    score_block<VECS, Words>(s.k + key * words, q, words, work.scores + key * kPanel);
   }
-  softmax();
+}
+
+template <int VECS, class Words>
+void softmax_panel(const TileScratch& s, const PanelKeys& keys, const TileWork& work) {
+  const int64_t first = keys.panel * kPanel;
+  softmax_block<VECS, Words>(work.scores, keys.num_keys, keys.masked ? s.visible + first : nullptr,
+                             static_cast<int32_t>(keys.base), s.m + first, s.l + first, work.alpha,
+                             work.beta);
+}
+
+template <int VECS, class Words>
+void value_panel(const Problem& p, const TileScratch& s, const PanelKeys& keys,
+                 const TileWork& work) {
+  float* o = s.o + keys.panel * s.key_stride * kPanel;
+  const int64_t words = round_up(keys.num_keys, Words::kStep) / Words::kPerWord;
+#if defined(BROS_MULTIPLIES_TILES)
+  if constexpr (Words::kByTiles) return values_by_tiles<VECS>(s, work, words, p.dim, o);
+#endif
   for (int64_t d = 0; d < p.dim; d += kRows) {
-    value_block<VECS, Words>(s.v + d, s.key_stride, s.scores, key_words, s.alpha, s.beta,
+    value_block<VECS, Words>(s.v + d, s.key_stride, work.scores, words, work.alpha, work.beta,
                              o + d * kPanel);
   }
 }
@@ -263,8 +288,9 @@ class KeyStream {
  private:
   template <class S>
   void copy(const TileScratch& s, int64_t row, int64_t n, const S* k, const S* v, int64_t stride) {
+    const int64_t words = ceil_div(p_.dim, Words::kPerWord);
     for (int64_t i = 0; i < n; ++i) {
-      Words::template put_row<S, T>(s.k + (row + i) * s.key_stride, k + i * stride, p_.dim);
+      Words::template put_row<S, T>(s.k + (row + i) * words, k + i * stride, p_.dim);
     }
     for (int64_t i = 0; i < n;) {
       float* values = s.v + (row + i) / Words::kPerWord * s.key_stride;
@@ -291,7 +317,7 @@ class KeyStream {
         Vec block[kLanes];
         for (int i = 0; i < kLanes; ++i) block[i] = load(s.v + (word + i) * s.key_stride + d);
         transpose(block);
-        for (int i = 0; i < kLanes; ++i) store(s.turned + (d + i) * kTileKeys + word, block[i]);
+        for (int i = 0; i < kLanes; ++i) store(s.turned + (d + i) * kTurned + word, block[i]);
       }
     }
   }
@@ -411,19 +437,65 @@ void finish_panels(const Problem& p, const Task& task, const TileScratch& s) {
   }
 }
 
-// Adds the first `seen` keys of a tile to a panel. base: index of the tile's first key in the task.
-template <class Words>
-void add_tile(const Problem& p, const TileScratch& s, int64_t panel, int64_t lanes, int64_t seen,
-              int64_t base) {
-  const bool masked = s.visible[panel * kPanel] - base < seen;
-  const int32_t from = static_cast<int32_t>(base);
-  switch (ceil_div(min_of(kPanel, lanes - panel * kPanel), kLanes)) {
+// Calls body(Number<vectors of the panel>()), of so many lanes that there are from the panel on.
+template <class Body>
+BROS_INLINE void with_vectors(int64_t lanes, const Body& body) {
+  switch (ceil_div(min_of(kPanel, lanes), kLanes)) {
     case 1:
-      return tile_panel<1, Words>(p, s, panel, seen, from, masked);
+      return body(Number<1>());
     case 2:
-      return tile_panel<2, Words>(p, s, panel, seen, from, masked);
+      return body(Number<2>());
     default:
-      return tile_panel<kVecs, Words>(p, s, panel, seen, from, masked);
+      return body(Number<kVecs>());
+  }
+}
+
+// Adds keys [base, base + count) of the task to all panels; then calls finish(panel) for each.
+template <class Words, class Finish>
+void add_tile(const Problem& p, const TileScratch& s, int64_t lanes, int64_t base, int64_t count,
+              const Finish& finish) {
+  const auto step = [&](int64_t panel, const auto& body) {
+    const int32_t* visible = s.visible + panel * kPanel;
+    const int64_t seen = min_of<int64_t>(count, visible[kPanel - 1] - base);
+    if (seen <= 0) return;
+    const PanelKeys keys = {panel, seen, base, visible[0] - base < seen};
+    with_vectors(lanes - panel * kPanel, [&](auto vectors) {
+      body(vectors, keys, s.work[Words::kByTiles ? panel % 2 : 0]);
+    });
+  };
+  const auto score = [&](int64_t panel) {
+    step(panel, [&](auto vectors, const PanelKeys& keys, const TileWork& work) {
+      score_panel<vectors.value, Words>(p, s, keys, work);
+    });
+  };
+  const auto softmax = [&](int64_t panel) {
+    step(panel, [&](auto vectors, const PanelKeys& keys, const TileWork& work) {
+      softmax_panel<vectors.value, Words>(s, keys, work);
+    });
+  };
+  const auto add_values = [&](int64_t panel) {
+    step(panel, [&](auto vectors, const PanelKeys& keys, const TileWork& work) {
+      value_panel<vectors.value, Words>(p, s, keys, work);
+    });
+    finish(panel);
+  };
+  const int64_t panels = ceil_div(lanes, kPanel);
+  if constexpr (!Words::kByTiles) {
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      score(panel);
+      softmax(panel);
+      add_values(panel);
+    }
+    return;
+  }
+  // What vectors have just stored is not loaded into tiles, and what tiles have stored not into
+  // vectors, before another panel has been at it: the load would wait until the store has left the
+  // core's buffer.
+  score(0);
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    softmax(panel);
+    if (panel + 1 < panels) score(panel + 1);
+    add_values(panel);
   }
 }
 
@@ -448,18 +520,15 @@ void tile_task(const Problem& p, const Task& task, float q_scale, const TileScra
   for (int64_t at = task.position; at < end;) {
     const int64_t next = min_of(tile_end(at), end), base = at - task.position;
     stream.fill(s, next - at);
-    for (int64_t panel = 0; panel < panels; ++panel) {
-      const int32_t* visible = s.visible + panel * kPanel;
-      const int64_t seen = min_of<int64_t>(next - at, visible[kPanel - 1] - base);
-      if (seen > 0) add_tile<Words>(p, s, panel, lanes, seen, base);
-      if (next < record) continue;
+    add_tile<Words>(p, s, lanes, base, next - at, [&](int64_t panel) {
+      if (next < record) return;
       if (task.partial < 0) {
         add_record(s, panel, first);
       } else {
         write_record(p, task, s, panel, out);
       }
       clear_panel(s, panel);
-    }
+    });
     if (next == record) {
       record = record_end(next, end);
       out += task.record_step;
