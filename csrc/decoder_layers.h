@@ -153,9 +153,8 @@ class DecoderLayers {
     if (!a_.keeps_all && layer + 1 == a_.end) attended = keep_rows();
     product(w.attention_out, attended, odd_, tokens_);
     norm(w.mlp_norm, odd_, even_);
-    product(w.gate_up, even_, odd_, tokens_);
-    call(kernels_.silu_and_mul, SiluArgs{even_, odd_, tokens_, w.down.inputs, threads()});
-    product(w.down, even_, a_.new_delta, tokens_);
+    call(kernels_.mlp, MlpArgs{a_.new_delta, even_, weights_of(w.gate_up), weights_of(w.down), odd_,
+                               even_, tokens_, threads()});
     a_.delta = a_.new_delta;
     return error_;
   }
@@ -186,6 +185,10 @@ class DecoderLayers {
     const float* x = delta ? delta : a_.residual;
     call(kernels_.rms_norm,
          RmsNormArgs{out, sum, x, weight, tokens_, hidden(), a_.rope.eps, threads()});
+  }
+
+  static Weights weights_of(const Product& p) {
+    return {p.weights, p.bias, static_cast<WeightFormat>(p.format), p.inputs, p.outputs};
   }
 
   void product(const Product& p, const float* x, float* out, int64_t rows) {

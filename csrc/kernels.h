@@ -103,6 +103,26 @@ struct LinearArgs {
   int threads;
 };
 
+// Of a linear layer, as LinearArgs has them.
+struct Weights {
+  const void* data;
+  const float* bias;
+  WeightFormat format;
+  int64_t inputs;
+  int64_t outputs;
+};
+
+struct MlpArgs {
+  float* out;          // [rows, down.outputs]
+  const float* x;      // [rows, gate_up.inputs]
+  Weights gate_up;     // outputs: 2 * size, the gates first
+  Weights down;        // inputs: size
+  float* gate_up_out;  // memory for [rows, 2 * size]
+  float* gated;        // memory for [rows, size]; may be x
+  int64_t rows;
+  int threads;
+};
+
 // Rows of packed weights, widened exactly: the embeddings of tokens.
 struct EmbedArgs {
   float* out;             // [count, inputs]
@@ -191,6 +211,7 @@ struct KernelTable {
   const char* (*attention)(const AttentionArgs&);
   const char* (*silu_and_mul)(const SiluArgs&);
   const char* (*linear)(const LinearArgs&);
+  const char* (*mlp)(const MlpArgs&);
   const char* (*embed)(const EmbedArgs&);
   int64_t panel_outputs;  // of packed weights
   const char* (*sample)(const SampleArgs&);

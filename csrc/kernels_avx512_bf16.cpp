@@ -4,6 +4,6 @@
 
 namespace bros {
 const KernelTable kAvx512Bf16Kernels = {rms_norm, rope_and_cache, attention, silu_and_mul,
-                                        linear, embed, kPanelOutputs, sample};
+                                        linear, mlp, embed, kPanelOutputs, sample};
 }  // namespace bros
 #endif

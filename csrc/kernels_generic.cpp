@@ -3,5 +3,5 @@
 
 namespace bros {
 const KernelTable kGenericKernels = {rms_norm, rope_and_cache, attention, silu_and_mul,
-                                     linear, embed, kPanelOutputs, sample};
+                                     linear, mlp, embed, kPanelOutputs, sample};
 }  // namespace bros

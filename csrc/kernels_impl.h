@@ -5,4 +5,5 @@
 #include "elementwise.h"
 #include "embedding.h"
 #include "linear.h"
+#include "mlp.h"
 #include "sampling.h"

@@ -323,8 +323,7 @@ void many_rows(const LinearArgs& a, const Rows& all, int64_t begin, int64_t end)
 template <class Panel>
 void panels_of(const LinearArgs& a, const Rows& rows, int64_t begin, int64_t end) {
   if constexpr (Panel::kHasOutliers) {
-    // AVX-512 was not measured.
-    if (rows.count == 1 && kLanes == 8) return one_row<Panel>(a, rows, begin, end);
+    if (rows.count == 1) return one_row<Panel>(a, rows, begin, end);
     return many_rows<Panel>(a, rows, begin, end);
   }
   constexpr int kOne = Panel::kPanels, kTwo = min_of(kOne, 2);
@@ -352,6 +351,11 @@ BROS_INLINE void add_bias(const LinearArgs& a, int64_t begin, int64_t end) {
   }
 }
 
+// For parallel_for.
+BROS_INLINE int64_t work_of(const LinearArgs& a) {
+  return a.inputs * a.outputs * ceil_div(a.rows, 4);
+}
+
 template <class Panel>
 const char* product(const LinearArgs& a) {
   Rows rows = {reinterpret_cast<const char*>(a.x), a.inputs * int64_t{sizeof(float)}, a.out,
@@ -376,8 +380,7 @@ const char* product(const LinearArgs& a) {
     rows.x = rounded;
   }
   const int64_t panels = ceil_div(a.outputs, kPanelOutputs);
-  const int64_t work = a.inputs * a.outputs * ceil_div(a.rows, 4);
-  parallel_for(panels, work, a.threads, [&](int64_t begin, int64_t end) {
+  parallel_for(panels, work_of(a), a.threads, [&](int64_t begin, int64_t end) {
     if constexpr (kAllByTiles<Panel>) {
       tile_panels<Panel>(a, rows, begin, end);
     } else {

@@ -100,10 +100,10 @@ struct Fp32Panel : ExactProducts<Fp32Panel> {
   static constexpr int kTileRows = 6;  // 12 of 16
 #endif
   static constexpr int kPanels = 4;
-  static constexpr int kAheadRows = kLanes == 16 ? 9 : 5, kL2Rows = 18;
+  static constexpr int kAheadRows = 5, kL2Rows = 18;
   static constexpr bool kHasOutliers = false;
   static constexpr int kStep = 1, kStepBytes = 4;
-  static constexpr int kStepsPerPrefetch = kLanes == 16 ? 1 : 16;
+  static constexpr int kStepsPerPrefetch = 16;
   static int64_t bytes(int64_t inputs) { return inputs * kPanelOutputs * 4; }
 
   BROS_INLINE void seek(const char* weights, int64_t k) {
