@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 Prompts = list[list[int]]
@@ -115,7 +116,10 @@ def llama_cpp(model: str, precision: str, tokens: int) -> Generate:
     import numpy as np
 
     lib.llama_backend_init()
-    weights = lib.llama_model_load_from_file(model.encode(), lib.llama_model_default_params())
+    options = lib.llama_model_default_params()
+    # Without its kernels for AMX, which end in a segmentation fault (llama-cpp-python 0.3.36).
+    options.use_extra_bufts = "amx_tile" not in Path("/proc/cpuinfo").read_text()
+    weights = lib.llama_model_load_from_file(model.encode(), options)
     vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(weights))
     contexts: dict[tuple[int, int], Any] = {}
     threads = len(os.sched_getaffinity(0))

@@ -255,6 +255,17 @@ def test_a_whole_step_has_the_bits_of_all_kernels(
     check_same(found, whole, (caches, expected))
 
 
+@each_level
+@pytest.mark.parametrize("form", ["bf16", "int4"])
+@pytest.mark.parametrize("tokens", [33, 65, 129, 257, 2049])
+def test_blocks_of_rows_have_the_bits_of_all_rows(level: str, form: str, tokens: int) -> None:
+    """Also the last one, which has one row: of 64 rows where AMX is emulated, else of 256."""
+    case = make_case([(tokens, 0)], kv_heads=1, group=1, head_dim=16)
+    model = Model(cpu_kernels(level), case, form, biases=False, head_norms=False)
+    with torch_threads(2):
+        check(model, [])
+
+
 def small(level: str) -> Model:
     rows = [(1, 20), (7, 0), (3, 40)]
     case = make_case(rows, parts=[([0, 2], 32)])
