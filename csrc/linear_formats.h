@@ -18,8 +18,9 @@
 //     kPanels                 panels that one row is multiplied with at once: 1 for groups, since
 //                             two take 1.4 times as long (AVX2) or twice as long (VNNI)
 //     kAheadRows              a single tile of at least so many rows prefetches its own weights
-//                             (`ahead` in linear.h). With fewer it takes as long, or longer: one row
-//                             of int4 by VNNI 1.05 to 1.18 times
+//                             (`ahead` in linear.h): 8 rows of fp32 take 0.65 of the time so (Xeon).
+//                             With fewer it takes as long, or longer: one row of int4 by VNNI 1.05 to
+//                             1.18 times
 //     kL2Rows                 several tiles prefetch the next block to L2 with up to so many rows,
 //                             which wait for memory: 16 rows of bf16 take 0.81 of the time so, and
 //                             1.04 with L1. With more rows L1 is better: 32 take 0.81, and 0.85
@@ -27,7 +28,8 @@
 //                             of 8 lanes is 12 multiply-adds, which take less time than to test and
 //                             count a prefetch beside them: with 16 instead of 1, and loops of 4
 //                             steps, 8 and 16 rows take 0.85 of the time, 32 take 0.90, 64 take 0.97
-//                             and 256 as long (Zen 3, two threads). AVX-512 was not measured
+//                             and 256 as long (Zen 3, two threads). In vectors of 16 lanes 16 rows take
+//                             1.04, 32 take 0.92 and 256 take 0.88 (Xeon)
 //     kHasOutliers            whether some groups of a row have second bytes, for add_low and
 //                             multiply_row
 //     bytes(inputs)           of a panel

@@ -23,8 +23,10 @@
 //
 // Four sums hide the latency of a product (52 cycles of Sapphire Rapids, 16 until the next can
 // start). With two row tiles, every tile that is loaded is multiplied twice: 4 loads of 1 KB (32
-// cycles, of the first cache) for 4 products (64 cycles). Blocks of 512 inputs, whose weights stay in
-// the first cache, carry sums four times as often: they took 1.05 to 1.15 times as long.
+// cycles, of the first cache) for 4 products (64 cycles). From the second cache, whose limit is 1 KB
+// in 16 cycles, they would take as long as the products. So the weights of a block stay in the first
+// one, and x is loaded by instructions that leave them there (load_tile_once): products of 1,024 rows
+// take 0.8 of the time so.
 //
 // Up to 32 rows keep their sums in registers for all inputs: each weight is read once. More rows are
 // multiplied in blocks, as the caches have room, from the outermost loop to the innermost:
@@ -33,9 +35,9 @@
 //     group of panels    16                have sums of 512 KB, carried from part to part
 //     part of inputs     about 2,048       x of the block of rows, 1 MB, stays in the second cache
 //     panel              32 outputs
-//     block of inputs    2,048, int4 512   all row tiles read its weights, 128 KB, which were fetched
+//     block of inputs    up to 576         all row tiles read its weights, 36 KB, which were fetched
 //                                          into the second cache during the block before, or were
-//                                          widened, 32 KB
+//                                          widened
 //     two row tiles      32                four sums in registers
 //
 //                    part of inputs                          group of panels
@@ -51,9 +53,11 @@
 //
 // Sums are carried in a buffer of [rows, 32], not in `out`, whose rows are a power of two apart in
 // many layers: the rows of a tile would share one or two sets of the first cache. The last block of
-// inputs stores to `out` at once, tile by tile, so that its misses are spread among products. Tiles
-// are always full in a block: rows behind the last are multiplied, too, and dropped, since a product
-// of fewer rows takes as long and another configuration takes longer.
+// inputs stores to `out` at once, tile by tile, so that its misses are spread among products. The
+// lines of `out` are fetched for writing while the sums are made: where a thread waits for them when
+// it stores, products of 1,024 rows take 1.3 times as long. Tiles are always full in a block: rows
+// behind the last are multiplied, too, and dropped, since a product of fewer rows takes as long and
+// another configuration takes longer.
 //
 // **Same bits.** An output of bf16 is, step by step of 32 inputs, increased by the sum of its even
 // and the sum of its odd products. These depend on nothing but the row and the output: the other
@@ -317,6 +321,8 @@ struct Bf16Steps {
 constexpr int64_t kStreamAhead = 8192;
 
 // The C tiles += kRowTiles row tiles times kPanels panels. before_step(weights) comes first.
+// kManyRows: other rows are multiplied with these weights next, but other weights with these rows
+// not before the caches have forgotten them.
 template <int kRowTiles, int kPanels, bool kManyRows, class BeforeStep>
 BROS_INLINE void add_bf16(Bf16Steps steps, const BeforeStep& before_step) {
   constexpr int kColumns = 2 * kPanels;
@@ -427,13 +433,14 @@ class Bf16Blocks {
     const bool at_once = block->is_last() && whole;
     float* to = at_once ? block->rows.out + row * block->outputs : sums;
     const int64_t stride = at_once ? block->outputs : kPanelOutputs;
-    Ahead ahead = block->ahead;  // in registers
+    constexpr int64_t kRows = kRowTiles * kTileRows, kStepsBefore = 2;
+    const int64_t fetched = ceil_div(kRows, max_of<int64_t>(steps.count - kStepsBefore, 1));
     const float* next = to;
-    const float* end = to + kRowTiles * kTileRows * stride;
-    const int64_t rows_per_step = ceil_div(kRowTiles * kTileRows, max_of<int64_t>(steps.count-2, 1));
+    const float* const end = to + kRows * stride;
+    Ahead ahead = block->ahead;  // in registers
     add_bf16<kRowTiles, 1, true>(steps, [&](const char*) {
       ahead.fetch(lines);
-      for (int64_t i = 0; i < rows_per_step && next < end; ++i, next += stride) {
+      for (int64_t i = 0; i < fetched && next < end; ++i, next += stride) {
         __builtin_prefetch(next, 1);
         __builtin_prefetch(next + kTileOutputs, 1);
       }

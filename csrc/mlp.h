@@ -1,10 +1,11 @@
 // The MLP of a layer: out = down(silu(gate) * up), where gate and up are one product of x.
 //
 // In general these are three kernels, whose results lie in memory between them. Many rows by tile
-// registers (linear_tiles.h) take another way, since storing and reading [rows, 2 * size] numbers of
-// fp32 takes a fifth of their time: block of rows after block of rows, a thread multiplies a panel of
-// gates and the panel of the same outputs of up, joins their sums while these are in the cache, and
-// rounds the results to the tiles that `down` multiplies. A panel is as wide as a tile:
+// registers (linear_tiles.h) take another way, since prompts took 1.13 to 1.2 times as long with
+// these [rows, 2 * size] numbers of fp32 in memory. Block of rows after block of rows, a thread
+// multiplies a panel of gates and the panel of up with the same outputs, joins their sums while these
+// are in the cache, and rounds the results to the tiles that `down` multiplies. A panel has as many
+// outputs as a tile of `down` has inputs:
 //
 //     x, tiles     gate    up            tiles of `down`
 //     [ rows ]  .  [ p ]  [ p ]   ─▶   [ ..  | p | .. ]   a column of tiles, 32 inputs, for each p
@@ -24,7 +25,7 @@ LinearArgs linear_of(const MlpArgs& a, const Weights& w, const float* x, float* 
 
 #if defined(BROS_MULTIPLIES_TILES)
 
-// Products of a block of rows: x in tiles, `rows` of them, in a row of memory of x_stride bytes each.
+// Many rows of a format whose products consist of tiles.
 template <class Panel>
 class GatedTiles {
   using Blocks = typename BlocksOf<Panel>::Type;
@@ -39,7 +40,7 @@ class GatedTiles {
     most_ = round_up(ceil_div(a.rows, parts), 2 * kTileRows);
   }
 
-  // Whether this is the way for these arguments.
+  // Whether this is possible, and x of a block stays in the second cache in one part (TileWalk).
   static bool fits(const MlpArgs& a) {
     return a.rows > 2 * kTileRows && !a.gate_up.bias && a.down.inputs % kPanelOutputs == 0 &&
            a.gate_up.inputs % Panel::kStep == 0 &&
@@ -82,7 +83,7 @@ class GatedTiles {
     static thread_local Scratch scratch;
     const int64_t size = round_up(rows.count, kTileRows) * kPanelOutputs;
     float* gate = static_cast<float*>(scratch.reserve(2 * size * sizeof(float)));
-    if (!gate) __builtin_trap();  // 64 KB at most
+    if (!gate) __builtin_trap();  // 64 KB
     float* up = gate + size;
     ThreadTiles tiles;
     tiles.configure(product_shapes(2, 2, 2 * kTileRows));
@@ -134,9 +135,9 @@ class GatedTiles {
   }
 
   const MlpArgs& a_;
-  const int64_t x_stride_, gated_stride_;
-  const int64_t panels_;  // of the gates
-  int64_t most_;          // rows of a block
+  const int64_t x_stride_, gated_stride_;  // bytes of a row in tiles
+  const int64_t panels_;                    // of the gates
+  int64_t most_;                            // rows of a block
 };
 
 #endif
