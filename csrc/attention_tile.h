@@ -480,22 +480,21 @@ void add_tile(const Problem& p, const TileScratch& s, int64_t lanes, int64_t bas
     finish(panel);
   };
   const int64_t panels = ceil_div(lanes, kPanel);
-  if constexpr (!Words::kByTiles) {
+  if constexpr (Words::kByTiles) {
+    // Products of the next panel come between what vectors store and the tiles that load it, which
+    // would wait until it has left the core's buffer.
+    score(0);
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      softmax(panel);
+      if (panel + 1 < panels) score(panel + 1);
+      add_values(panel);
+    }
+  } else {
     for (int64_t panel = 0; panel < panels; ++panel) {
       score(panel);
       softmax(panel);
       add_values(panel);
     }
-    return;
-  }
-  // What vectors have just stored is not loaded into tiles, and what tiles have stored not into
-  // vectors, before another panel has been at it: the load would wait until the store has left the
-  // core's buffer.
-  score(0);
-  for (int64_t panel = 0; panel < panels; ++panel) {
-    softmax(panel);
-    if (panel + 1 < panels) score(panel + 1);
-    add_values(panel);
   }
 }
 
