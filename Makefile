@@ -79,8 +79,8 @@ lint: $(INSTALLED) ## check style and formatting
 type: $(INSTALLED) ## check types
 	$(BIN)/mypy
 
-bench: $(INSTALLED) ## compare the engine's speed with transformers (on an idle machine)
-	$(BIN)/python benchmarks/engine_speed.py $(ARGS)
+bench: $(INSTALLED) ## compare speed with transformers, and other engines by ARGS, idle machine
+	$(BIN)/python benchmarks/peers/compare_engines.py $(ARGS)
 
 gpu-results: $(GPU_INSTALLED) ## run GPU tests and benchmarks, 9 min, into OUT=gpu-results
 	@PYTHON="$(GPU_PYTHON)" bash benchmarks/gpu_all.sh "$(OUT)" $(ARGS)

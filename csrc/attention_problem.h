@@ -14,7 +14,8 @@
 // It depends neither on the cut of the prompt into chunks nor on who reads a part of the context,
 // as long as shared parts begin and end at tiles. Keys and values of the chunk are rounded to the
 // type of the cache before they are used. Where that is bf16 and the CPU multiplies pairs of bf16,
-// q and the weights are rounded to bf16, too; d and keys are then taken two by two.
+// q and the weights are rounded to bf16, too; d and keys are then taken two by two, or by tile
+// registers 32 at a time (attention_registers.h).
 //
 // What does not compute all keys of a lane writes records: the first tiles of a run in one, because
 // further ones can be added to that, and every other tile in one of its own.

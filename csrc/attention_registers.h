@@ -8,15 +8,15 @@
 //     scores [16 keys][lanes]   =  K [16 keys][32 of the head]  .  Q' [32 of the head][lanes]
 //     output [16 of d][lanes]   =  V' [16 of d][32 keys]        .  weights [32 keys][lanes]
 //
-// A few lanes (attention_decode.h) lie along the rows of A and C, so that a product takes as many
-// cycles as there are lanes:
+// A few lanes (attention_decode.h) lie along the rows of A and C, as their scores do in memory:
 //
 //     scores [lanes][16 keys]   =  Q [lanes][32 of the head]    .  K' [32 of the head][16 keys]
 //     output [lanes][16 of d]   =  weights [lanes][32 keys]     .  V [32 keys][16 of d]
 //
 // **Same bits.** Both are, 32 numbers at a time from the first on, increased by the sum of the even
-// and the sum of the odd products (tiles.h), whichever operand is A. Keys that are missing from the
-// last 32 of a tile have weights and values of 0, which change no sum.
+// and the sum of the odd products (tiles.h), whichever operand is A. Keys of the last 32 that a lane
+// does not attend to have weights of 0, and the values of later keys or 0. So they change no sum, as
+// long as values are finite.
 #pragma once
 
 #include "attention_words.h"

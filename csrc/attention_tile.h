@@ -5,9 +5,10 @@
 //   scores [key][lane]  = sum over d of    K [key][d] (broadcast) * Q' [d][lane]
 //   output [d][lane]   += sum over key of  V [key][d] (broadcast) * weights [key][lane]
 //
-// so K and V need no transposition, and the maxima, sums and rescaling of the softmax are vertical
-// operations. A panel is kPanel lanes. Lanes are ordered by query, so a panel skips the keys after
-// its last query. K, V, Q' and weights are words (attention_words.h), of neighbours along the sums.
+// so K and V need no transposition (but V for tile registers), and the maxima, sums and rescaling of
+// the softmax are vertical operations. A panel is kPanel lanes. Lanes are ordered by query, so a
+// panel skips the keys after its last query. K, V, Q' and weights are words (attention_words.h), of
+// neighbours along the sums.
 #pragma once
 
 #include "attention_registers.h"
@@ -30,19 +31,14 @@ constexpr int32_t kSeesAll = 1 << 30;
 static_assert(kTileKeys % kRows == 0, "");
 constexpr int64_t kTurned = kTileKeys / 2;  // words of two keys each
 
-// Of a panel in a tile of keys.
-struct TileWork {
-  float* scores;  // [kTileKeys, kPanel], then weights in words of keys
-  float* alpha;   // [kPanel]: factors of the tiles so far
-  float* beta;    // [kPanel]: and of this tile
-};
-
 struct TileScratch {
   int64_t key_stride;  // head_dim, rounded up to kRows
   float* k;            // words of head_dim, [kTileKeys, as many as head_dim has]
   float* v;            // words of keys, [kTileKeys, key_stride]
   float* turned;       // v transposed, [key_stride, kTurned], for tile registers
-  TileWork work[2];    // of the panels in turns, for tile registers; else the first one of all
+  float* scores;       // [kTileKeys, kPanel], then weights in words of keys
+  float* alpha;        // [kPanel]: factors of the tiles so far
+  float* beta;         // [kPanel]: and of this tile
   float* q;            // per panel words of head_dim, [head_dim, kPanel]
   float* o;            // per panel [key_stride, kPanel], of the record so far
   float* m;            // per panel [kPanel]
@@ -59,10 +55,9 @@ struct TileScratch {
     k = arena->take<float>(kTileKeys * key_stride);
     v = arena->take<float>(kTileKeys * key_stride);
     turned = arena->take<float>(key_stride * kTurned);
-    for (TileWork& each : work) {
-      each = {arena->take<float>(kTileKeys * kPanel), arena->take<float>(kPanel),
-              arena->take<float>(kPanel)};
-    }
+    scores = arena->take<float>(kTileKeys * kPanel);
+    alpha = arena->take<float>(kPanel);
+    beta = arena->take<float>(kPanel);
     q = arena->take<float>(panels * p.dim * kPanel);
     o = arena->take<float>(panels * key_stride * kPanel);
     m = arena->take<float>(panels * kPanel);
@@ -123,22 +118,21 @@ BROS_INLINE void value_block(const float* __restrict v, int64_t v_stride,
 // Both by tile registers, for all keys of a tile and all elements of head_dim.
 template <int VECS>
 BROS_INLINE void scores_by_tiles(const TileScratch& s, const float* q, int64_t num_keys,
-                                 int64_t words, float* scores) {
+                                 int64_t words) {
   for (int64_t key = 0; key < num_keys; key += kMostTileRows) {
     multiply_words<VECS>(s.k + key * words, words, q, kPanel, words);
-    store_sums<VECS>(scores + key * kPanel, kPanel);
+    store_sums<VECS>(s.scores + key * kPanel, kPanel);
   }
 }
 
 template <int VECS>
-BROS_INLINE void values_by_tiles(const TileScratch& s, const TileWork& work, int64_t words,
-                                 int64_t dim, float* o) {
-  float* sums = work.scores + kTileKeys / 2 * kPanel;  // behind the words of the weights
+BROS_INLINE void values_by_tiles(const TileScratch& s, int64_t words, int64_t dim, float* o) {
+  float* sums = s.scores + kTileKeys / 2 * kPanel;  // behind the words of the weights
   for (int64_t d = 0; d < dim; d += kMostTileRows, o += kMostTileRows * kPanel) {
-    multiply_words<VECS>(s.turned + d * kTurned, kTurned, work.scores, kPanel, words);
+    multiply_words<VECS>(s.turned + d * kTurned, kTurned, s.scores, kPanel, words);
     store_sums<VECS>(sums, kPanel);
     for (int j = 0; j < VECS; ++j) {
-      const Vec before = load(work.alpha + j * kLanes), next = load(work.beta + j * kLanes);
+      const Vec before = load(s.alpha + j * kLanes), next = load(s.beta + j * kLanes);
       for (int i = 0; i < kMostTileRows; ++i) {
         float* out = o + i * kPanel + j * kLanes;
         store(out, mul_add(load(sums + i * kPanel + j * kLanes), next, load(out) * before));
@@ -215,38 +209,34 @@ struct PanelKeys {
 // Three steps of a panel, each of which needs the results of the one before.
 
 template <int VECS, class Words>
-void score_panel(const Problem& p, const TileScratch& s, const PanelKeys& keys,
-                 const TileWork& work) {
+void score_panel(const Problem& p, const TileScratch& s, const PanelKeys& keys) {
   const float* q = s.q + keys.panel * p.dim * kPanel;
   const int64_t words = ceil_div(p.dim, Words::kPerWord);
 #if defined(BROS_MULTIPLIES_TILES)
-  if constexpr (Words::kByTiles) {
-    return scores_by_tiles<VECS>(s, q, keys.num_keys, words, work.scores);
-  }
+  if constexpr (Words::kByTiles) return scores_by_tiles<VECS>(s, q, keys.num_keys, words);
 #endif
   for (int64_t key = 0; key < keys.num_keys; key += kRows) {
-    score_block<VECS, Words>(s.k + key * words, q, words, work.scores + key * kPanel);
+    score_block<VECS, Words>(s.k + key * words, q, words, s.scores + key * kPanel);
   }
 }
 
 template <int VECS, class Words>
-void softmax_panel(const TileScratch& s, const PanelKeys& keys, const TileWork& work) {
+void softmax_panel(const TileScratch& s, const PanelKeys& keys) {
   const int64_t first = keys.panel * kPanel;
-  softmax_block<VECS, Words>(work.scores, keys.num_keys, keys.masked ? s.visible + first : nullptr,
-                             static_cast<int32_t>(keys.base), s.m + first, s.l + first, work.alpha,
-                             work.beta);
+  softmax_block<VECS, Words>(s.scores, keys.num_keys, keys.masked ? s.visible + first : nullptr,
+                             static_cast<int32_t>(keys.base), s.m + first, s.l + first, s.alpha,
+                             s.beta);
 }
 
 template <int VECS, class Words>
-void value_panel(const Problem& p, const TileScratch& s, const PanelKeys& keys,
-                 const TileWork& work) {
+void value_panel(const Problem& p, const TileScratch& s, const PanelKeys& keys) {
   float* o = s.o + keys.panel * s.key_stride * kPanel;
   const int64_t words = round_up(keys.num_keys, Words::kStep) / Words::kPerWord;
 #if defined(BROS_MULTIPLIES_TILES)
-  if constexpr (Words::kByTiles) return values_by_tiles<VECS>(s, work, words, p.dim, o);
+  if constexpr (Words::kByTiles) return values_by_tiles<VECS>(s, words, p.dim, o);
 #endif
   for (int64_t d = 0; d < p.dim; d += kRows) {
-    value_block<VECS, Words>(s.v + d, s.key_stride, work.scores, words, work.alpha, work.beta,
+    value_block<VECS, Words>(s.v + d, s.key_stride, s.scores, words, s.alpha, s.beta,
                              o + d * kPanel);
   }
 }
@@ -450,51 +440,22 @@ BROS_INLINE void with_vectors(int64_t lanes, const Body& body) {
   }
 }
 
-// Adds keys [base, base + count) of the task to all panels; then calls finish(panel) for each.
+// Adds keys [base, base + count) of the task to all panels, and calls finish(panel) for each.
 template <class Words, class Finish>
 void add_tile(const Problem& p, const TileScratch& s, int64_t lanes, int64_t base, int64_t count,
               const Finish& finish) {
-  const auto step = [&](int64_t panel, const auto& body) {
+  for (int64_t panel = 0; panel < ceil_div(lanes, kPanel); ++panel) {
     const int32_t* visible = s.visible + panel * kPanel;
     const int64_t seen = min_of<int64_t>(count, visible[kPanel - 1] - base);
-    if (seen <= 0) return;
-    const PanelKeys keys = {panel, seen, base, visible[0] - base < seen};
-    with_vectors(lanes - panel * kPanel, [&](auto vectors) {
-      body(vectors, keys, s.work[Words::kByTiles ? panel % 2 : 0]);
-    });
-  };
-  const auto score = [&](int64_t panel) {
-    step(panel, [&](auto vectors, const PanelKeys& keys, const TileWork& work) {
-      score_panel<vectors.value, Words>(p, s, keys, work);
-    });
-  };
-  const auto softmax = [&](int64_t panel) {
-    step(panel, [&](auto vectors, const PanelKeys& keys, const TileWork& work) {
-      softmax_panel<vectors.value, Words>(s, keys, work);
-    });
-  };
-  const auto add_values = [&](int64_t panel) {
-    step(panel, [&](auto vectors, const PanelKeys& keys, const TileWork& work) {
-      value_panel<vectors.value, Words>(p, s, keys, work);
-    });
+    if (seen > 0) {
+      const PanelKeys keys = {panel, seen, base, visible[0] - base < seen};
+      with_vectors(lanes - panel * kPanel, [&](auto vectors) {
+        score_panel<vectors.value, Words>(p, s, keys);
+        softmax_panel<vectors.value, Words>(s, keys);
+        value_panel<vectors.value, Words>(p, s, keys);
+      });
+    }
     finish(panel);
-  };
-  const int64_t panels = ceil_div(lanes, kPanel);
-  if constexpr (Words::kByTiles) {
-    // Products of the next panel come between what vectors store and the tiles that load it, which
-    // would wait until it has left the core's buffer.
-    score(0);
-    for (int64_t panel = 0; panel < panels; ++panel) {
-      softmax(panel);
-      if (panel + 1 < panels) score(panel + 1);
-      add_values(panel);
-    }
-  } else {
-    for (int64_t panel = 0; panel < panels; ++panel) {
-      score(panel);
-      softmax(panel);
-      add_values(panel);
-    }
   }
 }
 

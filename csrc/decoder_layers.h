@@ -11,8 +11,8 @@
 //   even   | norm      | attended | norm         | gated  |
 //   odd    |   q, k, v |      out |     gate, up |        |  ─▶ delta
 //
-// These are the kernels that decoder.py calls for such a layer, with the same arguments. So the
-// results have the same bits.
+// These are the kernels that decoder.py calls for such a layer, with the same arguments, but for the
+// MLP, which is one kernel with the bits of three (mlp.h). So the results have the same bits.
 #pragma once
 
 #include <string.h>

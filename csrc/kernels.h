@@ -113,7 +113,7 @@ struct Weights {
 };
 
 struct MlpArgs {
-  float* out;          // [rows, down.outputs]
+  float* out;          // [rows, down.outputs]; not x
   const float* x;      // [rows, gate_up.inputs]
   Weights gate_up;     // outputs: 2 * size, the gates first
   Weights down;        // inputs: size

@@ -225,8 +225,8 @@ void add_outliers(const LinearArgs& a, const Rows& rows, const OutlierRows& outl
 // leaves memory idle. The second bytes are added behind the block all the same, since the order of
 // sums is that of any number of rows. Products of int4 take 0.82 to 0.87 of the time in layers that
 // are 576 wide, 0.73 to 0.82 with 2,048 and 8,192. The same for 2 rows gained 7 to 13 %, and for 3
-// rows, whose sums do not fit in the registers, it took 1.18 times as long (Zen 3, two threads). With
-// AVX-512 VNNI one row takes 0.91 of the time (Xeon).
+// rows, whose sums do not fit in the registers, it took 1.18 times as long (Zen 3, two threads). By
+// AVX-512 VNNI one row takes 0.91 of the time (Xeon); AVX-512 without VNNI was not measured.
 template <class Panel>
 void one_row(const LinearArgs& a, const Rows& row, int64_t begin, int64_t end) {
   typename Panel::Low low[kInputBlock / kGroup];

@@ -33,7 +33,7 @@
 //
 //     block of rows      about 256         read each weight from memory once
 //     group of panels    16                have sums of 512 KB, carried from part to part
-//     part of inputs     about 2,048       x of the block of rows, 1 MB, stays in the second cache
+//     part of inputs     about 1,700       x of the block of rows, 1 MB, stays in the second cache
 //     panel              32 outputs
 //     block of inputs    up to 576         all row tiles read its weights, 36 KB, which were fetched
 //                                          into the second cache during the block before, or were
@@ -46,16 +46,16 @@
 //     rows         │       │       │            inputs    ├────┼────┼────┼───
 //                  ├───────┼───────┤                      │    │    │    │
 //
-// If all inputs are one part, a group is one panel. A layer of 8,192 inputs has four parts: with the
+// If all inputs are one part, a group is one panel. A layer of 8,192 inputs has five parts: with the
 // x of all inputs in the cache, a block would have 64 rows, and weights would be read four times as
-// often, which takes more time than products do. For a part, sums of a panel are loaded and stored
-// once more, 64 KB, while its products take 32,768 cycles.
+// often, which takes more time than products do. From block to block of inputs the sums of a panel
+// are stored and loaded again, 64 KB, while its products take 9,216 cycles.
 //
 // Sums are carried in a buffer of [rows, 32], not in `out`, whose rows are a power of two apart in
 // many layers: the rows of a tile would share one or two sets of the first cache. The last block of
 // inputs stores to `out` at once, tile by tile, so that its misses are spread among products. The
 // lines of `out` are fetched for writing while the sums are made: where a thread waits for them when
-// it stores, products of 1,024 rows take 1.3 times as long. Tiles are always full in a block: rows
+// it stores, products of 1,024 rows take 1.4 times as long. Tiles are always full in a block: rows
 // behind the last are multiplied, too, and dropped, since a product of fewer rows takes as long and
 // another configuration takes longer.
 //
@@ -120,7 +120,7 @@ BROS_INLINE void for_row_tiles(int64_t count, const Run& run) {
 
 #if defined(BROS_MODEL)
 // Small ones, so that small shapes, which tests use, have several blocks of each kind.
-constexpr int64_t kBlockRows = 64, kBlockPanels = 2, kBlockInputs = 512;
+constexpr int64_t kBlockRows = 64, kBlockPanels = 2, kBlockInputs = 32;
 constexpr int64_t kBlockXBytes = 24 * 1024;
 #else
 constexpr int64_t kBlockRows = 256, kBlockPanels = 16, kBlockInputs = 576;
@@ -159,7 +159,9 @@ struct TileBlock {
   bool is_last() const { return k + count == inputs; }
   float* sums_of(int64_t row) const { return sums + row * kPanelOutputs; }
 
+  // To `out`, which may be the sums themselves.
   void copy_sums(int64_t row, int64_t n) const {
+    if (rows.out == sums) return;
     for (int64_t r = row; r < row + n; ++r) {
       copy_floats(rows.out + r * outputs, sums_of(r), width);
     }
@@ -322,7 +324,7 @@ constexpr int64_t kStreamAhead = 8192;
 
 // The C tiles += kRowTiles row tiles times kPanels panels. before_step(weights) comes first.
 // kManyRows: other rows are multiplied with these weights next, but other weights with these rows
-// not before the caches have forgotten them.
+// not before they have left the first cache.
 template <int kRowTiles, int kPanels, bool kManyRows, class BeforeStep>
 BROS_INLINE void add_bf16(Bf16Steps steps, const BeforeStep& before_step) {
   constexpr int kColumns = 2 * kPanels;
@@ -433,10 +435,11 @@ class Bf16Blocks {
     const bool at_once = block->is_last() && whole;
     float* to = at_once ? block->rows.out + row * block->outputs : sums;
     const int64_t stride = at_once ? block->outputs : kPanelOutputs;
-    constexpr int64_t kRows = kRowTiles * kTileRows, kStepsBefore = 2;
-    const int64_t fetched = ceil_div(kRows, max_of<int64_t>(steps.count - kStepsBefore, 1));
+    // The last steps are the time that the last lines take to come.
+    constexpr int64_t kRows = kRowTiles * kTileRows, kLastSteps = 2;
+    const int64_t fetched = ceil_div(kRows, max_of<int64_t>(steps.count - kLastSteps, 1));
     const float* next = to;
-    const float* const end = to + kRows * stride;
+    const float* const end = at_once ? to + kRows * stride : to;
     Ahead ahead = block->ahead;  // in registers
     add_bf16<kRowTiles, 1, true>(steps, [&](const char*) {
       ahead.fetch(lines);
@@ -587,8 +590,8 @@ BROS_INLINE void add_panels(const LinearArgs& a, const Rows& rows, int64_t panel
       }
       const int64_t first = k / Bf16Tiles::kStep;
       add_bf16<kRowTiles, kPanels, false>({rows.x + first * x_step, x_tile, x_step, widened, kBytes,
-                                    count / Bf16Tiles::kStep, nullptr},
-                                   [](const char*) {});
+                                           count / Bf16Tiles::kStep, nullptr},
+                                          [](const char*) {});
     }
   }
 }

@@ -412,12 +412,13 @@ BROS_INLINE Vec exp2_nonpositive(Vec x) {
   const __mmask16 is_in_range = _mm512_cmp_ps_mask(x, splat(-126.0f), _CMP_GE_OQ);
   const Vec rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return _mm512_maskz_scalef_ps(is_in_range, exp2_fraction(rest), x - rest);
-#endif
+#else
   const IntVec in_range = x >= splat(-126.0f);
   const Vec clamped = vmax(x, splat(-126.0f));
   const Vec shifted = clamped + kRoundMagic;
   const Vec y = scale_exp2(shifted, clamped - (shifted - kRoundMagic));
   return bit_cast<Vec>(in_range & bit_cast<IntVec>(y));
+#endif
 }
 
 // 2^(x - top) for x <= top, exactly 1 if they are equal.

@@ -21,7 +21,8 @@ after its last request. Figures are medians of all rounds; "of PEER" is the medi
 ratios, of bros to the peer.
 
 int4: all engines have the weights of one GGUF file (Q4_1); bros packs them into groups of 32. There
-is no such file of random weights: with --shape, int4 is that of bros alone. The ceilings are
+is no such file of random weights: with --shape, int4 is that of bros alone. So is int8, which needs
+--shape, since layers that are stored in 4 bits keep them. The ceilings are
 measured before each case: bytes of weights over the bandwidth of a sum, and multiplications over
 the speed of one large product (torch, of this precision, bf16 as fp32 where the CPU does not
 multiply it; int4: the faster of both). They leave out attention, the KV cache and, for prompts, the
@@ -64,9 +65,14 @@ ROOT = HERE.parents[1]
 PROMPT_TOKENS = 64
 SHORT, LONG = 8, 72
 DECODE_ROWS = (1, 8, 32)
-# Bytes of a weight of layers and of the vocabulary. int4: those of the file, in Q4_1 and Q8_0;
-# engines may hold more.
-BYTES = {"fp32": (4.0, 4.0), "bf16": (2.0, 2.0), "int4": (20 / 32, 34 / 32)}
+# Bytes of a weight of layers and of the vocabulary. int8: with a scale in fp32 for each 32. int4:
+# those of the file, in Q4_1 and Q8_0; engines may hold more.
+BYTES = {
+    "fp32": (4.0, 4.0),
+    "bf16": (2.0, 2.0),
+    "int8": (36 / 32, 36 / 32),
+    "int4": (20 / 32, 34 / 32),
+}
 PEERS = {
     "transformers": ("fp32", "bf16"),
     "vllm": ("fp32", "bf16"),
@@ -296,7 +302,8 @@ class Work:
 
 
 def bandwidth() -> float:
-    """Bytes per second of a sum over a quarter of a gigabyte, which no cache holds."""
+    """Bytes per second of a sum over a quarter of a gigabyte, which no cache of one machine holds,
+    but perhaps one that virtual machines share."""
     numbers = torch.ones(64 * 1024 * 1024)
     return numbers.nbytes / least_seconds(numbers.sum)
 

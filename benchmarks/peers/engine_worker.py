@@ -117,8 +117,11 @@ def llama_cpp(model: str, precision: str, tokens: int) -> Generate:
 
     lib.llama_backend_init()
     options = lib.llama_model_default_params()
-    # Without its kernels for AMX, which end in a segmentation fault (llama-cpp-python 0.3.36).
-    options.use_extra_bufts = "amx_tile" not in Path("/proc/cpuinfo").read_text()
+    # Its kernels for AMX end in a segmentation fault (llama-cpp-python 0.3.36). Those for repacked
+    # weights are left out with them.
+    cpu = Path("/proc/cpuinfo")
+    if cpu.exists() and "amx_tile" in cpu.read_text():
+        options.use_extra_bufts = False
     weights = lib.llama_model_load_from_file(model.encode(), options)
     vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(weights))
     contexts: dict[tuple[int, int], Any] = {}

@@ -65,11 +65,19 @@ BUILT = pytest.mark.skipif(not compiled_levels(), reason="the CPU kernels were n
 class Model:
     """Layers with random weights, and a step with random inputs, for the shapes of a case.
 
-    Weights are in `form`, but in bf16 where the inputs are no groups of it.
+    Weights are in `form`, but in bf16 where the inputs are no groups of it. mlp_bias: of the last
+    product of the MLP, also without biases elsewhere.
     """
 
     def __init__(
-        self, kernels: Kernels, case: AttentionCase, form: str, *, biases: bool, head_norms: bool
+        self,
+        kernels: Kernels,
+        case: AttentionCase,
+        form: str,
+        *,
+        biases: bool,
+        head_norms: bool,
+        mlp_bias: bool = False,
     ) -> None:
         self.kernels, self.form, self.biases = kernels, form, biases
         self.generator = torch.Generator().manual_seed(len(case.qkv))
@@ -106,7 +114,11 @@ class Model:
                     EPS,
                 ),
                 self.linear(HIDDEN, layout.q_size),
-                GatedMlp(kernels, self.linear(2 * INNER, HIDDEN), self.linear(HIDDEN, INNER)),
+                GatedMlp(
+                    kernels,
+                    self.linear(2 * INNER, HIDDEN),
+                    self.linear(HIDDEN, INNER, bias=biases or mlp_bias),
+                ),
                 RmsNorm(kernels, self.normal(HIDDEN), EPS),
                 RmsNorm(kernels, self.normal(HIDDEN), EPS),
                 pre_norm=True,
@@ -142,7 +154,7 @@ class Model:
     def head_norm(self) -> Tensor:
         return self.normal(self.case.layout.head_dim)
 
-    def linear(self, outputs: int, inputs: int) -> PanelLinear:
+    def linear(self, outputs: int, inputs: int, bias: bool | None = None) -> PanelLinear:
         assert self.kernels.products is not None
         width = self.kernels.products.panel_width
         weight = self.normal(outputs, inputs) / inputs**0.5
@@ -152,8 +164,10 @@ class Model:
             panels = Panels.int4(groups.codes, groups.scale, groups.minimum, width)
         else:
             panels = getattr(Panels, form)(weight, width)
-        bias = self.normal(outputs) if self.biases else None
-        return PanelLinear(self.kernels.products, panels, bias)
+        has_bias = self.biases if bias is None else bias
+        return PanelLinear(
+            self.kernels.products, panels, self.normal(outputs) if has_bias else None
+        )
 
     def native(self) -> NativeLayers:
         assert self.kernels.products is not None
@@ -259,11 +273,13 @@ def test_a_whole_step_has_the_bits_of_all_kernels(
 @pytest.mark.parametrize("form", ["bf16", "int4"])
 @pytest.mark.parametrize("tokens", [33, 65, 129, 257, 2049])
 def test_blocks_of_rows_have_the_bits_of_all_rows(level: str, form: str, tokens: int) -> None:
-    """Also the last one, which has one row: of 64 rows where AMX is emulated, else of 256."""
+    """Also a last one that has one row: blocks have 64 rows where AMX is emulated, else 256."""
     case = make_case([(tokens, 0)], kv_heads=1, group=1, head_dim=16)
-    model = Model(cpu_kernels(level), case, form, biases=False, head_norms=False)
-    with torch_threads(2):
-        check(model, [])
+    kernels = cpu_kernels(level)
+    for mlp_bias in (False, True):
+        model = Model(kernels, case, form, biases=False, head_norms=False, mlp_bias=mlp_bias)
+        with torch_threads(2):
+            check(model, [])
 
 
 def small(level: str) -> Model:

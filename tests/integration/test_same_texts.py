@@ -72,10 +72,14 @@ def exact() -> list[ChoiceResult]:
     return ask_questions("fp32", "auto")
 
 
-MULTIPLIES_PAIRS = select_kernels("auto", CPU).name.removeprefix("cpu-") in PAIR_LEVELS
+LEVEL = select_kernels("auto", CPU).name.removeprefix("cpu-")
+MULTIPLIES_PAIRS = LEVEL in PAIR_LEVELS
 """Then the KV cache is in bf16 by default, else in fp16, if weights are not in fp32."""
+MULTIPLIES_TILES = LEVEL == "avx512-amx"
+"""Then weights in 4 bits are rounded to bf16, and bf16 is summed in another order."""
 
 
+@pytest.mark.skipif(MULTIPLIES_TILES, reason="near-ties differ with AMX: the test below")
 @pytest.mark.parametrize("weights", FORMATS[1:])
 def test_plain_questions_are_answered_the_same_in_every_format(
     weights: str, exact: list[ChoiceResult]
@@ -92,12 +96,15 @@ def test_plain_questions_are_answered_the_same_in_every_format(
 MOST_MARGIN, MOST_OTHERS = 0.2, 4
 """int8 and int4 change log-probabilities by 0.03 on average, so near-ties are decided otherwise. In
 so many answers another token may follow, where fp32 prefers its own by less than this. Measured
-with a KV cache in fp16 (AVX2): two answers, 0.07 and 0.12; docs/decisions/0004 has the others."""
+with a KV cache in fp16 (AVX2): two answers, 0.07 and 0.12; with AMX one, 0.015 or 0.08, and with a
+cache in fp32 two, 0.011 and 0.015. docs/decisions/0004 has the others."""
 
 
-@pytest.mark.skipif(MULTIPLIES_PAIRS, reason="the cache is in bf16, as in the test above")
+@pytest.mark.skipif(
+    MULTIPLIES_PAIRS and not MULTIPLIES_TILES, reason="texts are the same: the test above"
+)
 @pytest.mark.parametrize("weights", FORMATS[1:])
-def test_a_cache_in_fp16_changes_no_right_answer(weights: str, exact: list[ChoiceResult]) -> None:
+def test_rounding_changes_no_right_answer(weights: str, exact: list[ChoiceResult]) -> None:
     found = ask_questions(weights, "auto")
     assert right(exact)[0] and sum(right(exact)) >= LEAST_RIGHT, right(exact)
     pairs = zip(right(exact), right(found), strict=True)

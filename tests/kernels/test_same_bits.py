@@ -141,8 +141,11 @@ def test_the_cut_of_a_prompt_changes_no_bit(
 
 @each_level
 @pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
-def test_the_cut_of_a_long_prompt_changes_no_bit(level: str, dtype: torch.dtype) -> None:
-    check_cuts(level, Texts(HeadLayout(3, 1, 16), [2500, 1100, 1024], 0, dtype, 1), 1)
+@pytest.mark.parametrize("head_dim", [16, 32])  # tile registers take 32
+def test_the_cut_of_a_long_prompt_changes_no_bit(
+    level: str, dtype: torch.dtype, head_dim: int
+) -> None:
+    check_cuts(level, Texts(HeadLayout(3, 1, head_dim), [2500, 1100, 1024], 0, dtype, 1), 1)
 
 
 def check_cuts(level: str, texts: Texts, seed: int) -> None:
@@ -162,14 +165,15 @@ def check_cuts(level: str, texts: Texts, seed: int) -> None:
 @each_level
 @pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
 @pytest.mark.parametrize("prefix", [4, 15, 16, 20, 37])
+@pytest.mark.parametrize("head_dim", [16, 32])  # tile registers take 32
 def test_reading_a_prefix_together_changes_no_bit(
-    level: str, dtype: torch.dtype, prefix: int
+    level: str, dtype: torch.dtype, prefix: int, head_dim: int
 ) -> None:
     """prefix: tiles of it. Some rows read all of it, some also read more together."""
     step = TILE_KEYS // BLOCK_SIZE
     tokens = prefix * TILE_KEYS
     lengths = [tokens + extra for extra in (1, 2, 65, 300, 64, 100, 1100, 33, 7)]
-    texts = Texts(HeadLayout(3, 1, 16), lengths, tokens, dtype, prefix)
+    texts = Texts(HeadLayout(3, 1, head_dim), lengths, tokens, dtype, prefix)
     last = [Chunk(text, length - 1, length) for text, length in enumerate(lengths)]
     last[2] = Chunk(2, lengths[2] - 20, lengths[2])
     inner = prefix // 2 * step
