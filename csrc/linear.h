@@ -265,7 +265,7 @@ BROS_INLINE int64_t row_block(int64_t rows, int64_t x_stride) {
   constexpr int64_t kRows = Panel::Wide::kTileRows;
   const int64_t inputs = kInputBlock / Panel::kStep * Panel::kStepBytes;
   const int64_t most = max_of(kRowBlockBytes / min_of(inputs, x_stride), kRows);
-  return round_up(ceil_div(rows, ceil_div(rows, most)), kRows);  // about equal blocks
+  return about_equal(rows, most, kRows);
 }
 
 // Panels [begin, end) of many rows: block by block of rows and of inputs.

@@ -60,6 +60,12 @@ constexpr bool is_same = false;
 template <class A>
 constexpr bool is_same<A, A> = true;
 
+// The size of about equal parts of `total` rows or inputs, a multiple of `unit`: as many parts as
+// parts of at most `most` would be.
+BROS_INLINE int64_t about_equal(int64_t total, int64_t most, int64_t unit) {
+  return round_up(ceil_div(total, ceil_div(total, most)), unit);
+}
+
 BROS_INLINE void copy_floats(float* to, const float* from, int64_t n) {
   __builtin_memcpy(to, from, n * sizeof(float));
 }

@@ -176,7 +176,7 @@ class TileWalk {
   TileWalk(const Rows& rows, int64_t inputs, int64_t begin, int64_t end, int64_t most_inputs)
       : inputs_(inputs), end_(end), group_(begin), panel_(begin) {
     const int64_t blocks = ceil_div(inputs, most_inputs);
-    block_ = round_up(ceil_div(inputs, blocks), kTileInputs);
+    block_ = about_equal(inputs, most_inputs, kTileInputs);
     const int64_t most =
         max_of<int64_t>(kBlockXBytes * blocks / (rows.count * rows.x_stride), 1);
     const int64_t parts = ceil_div(blocks, most);
@@ -224,8 +224,7 @@ void many_rows_by_tiles(const LinearArgs& a, const Rows& all, int64_t begin, int
   static thread_local Scratch scratch;
   ThreadTiles tiles;
   tiles.configure(product_shapes(2, 2, 2 * kTileRows));
-  const int64_t parts = ceil_div(all.count, kBlockRows);
-  const int64_t most = round_up(ceil_div(all.count, parts), 2 * kTileRows);
+  const int64_t most = about_equal(all.count, kBlockRows, 2 * kTileRows);
   const int64_t panel_bytes = Panel::bytes(a.inputs);
   for (int64_t row = 0; row < all.count; row += most) {
     const Rows rows = {all.x + row * all.x_stride, all.x_stride, all.out + row * a.outputs,
@@ -784,7 +783,7 @@ inline void int8_panel(const LinearArgs& a, const Rows& rows, int64_t panel, Thr
 inline void int8_panels(const LinearArgs& a, const Rows& all, int64_t begin, int64_t end) {
   ThreadTiles tiles;
   const int64_t most = max_of(kBlockXBytes / all.x_stride, 2 * kTileRows);
-  const int64_t block = round_up(ceil_div(all.count, ceil_div(all.count, most)), 2 * kTileRows);
+  const int64_t block = about_equal(all.count, most, 2 * kTileRows);
   for (int64_t row = 0; row < all.count; row += block) {
     const Rows rows = {all.x + row * all.x_stride, all.x_stride, all.out + row * a.outputs,
                        min_of(block, all.count - row)};

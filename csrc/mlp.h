@@ -35,10 +35,8 @@ class GatedTiles {
       : a_(a),
         x_stride_(stride_of(a.gate_up.inputs)),
         gated_stride_(stride_of(a.down.inputs)),
-        panels_(a.down.inputs / kPanelOutputs) {
-    const int64_t parts = ceil_div(a.rows, kBlockRows);
-    most_ = round_up(ceil_div(a.rows, parts), 2 * kTileRows);
-  }
+        panels_(a.down.inputs / kPanelOutputs),
+        most_(about_equal(a.rows, kBlockRows, 2 * kTileRows)) {}
 
   // Whether this is possible, and x of a block stays in the second cache in one part (TileWalk).
   static bool fits(const MlpArgs& a) {
@@ -105,8 +103,7 @@ class GatedTiles {
   // sums = rows times the panel. Fetches the panel after it.
   void multiply_panel(Rows rows, const char* panel, const char* after, float* sums) const {
     const int64_t inputs = a_.gate_up.inputs;
-    const int64_t blocks = ceil_div(inputs, Blocks::kInputs);
-    const int64_t most = round_up(ceil_div(inputs, blocks), kTileInputs);
+    const int64_t most = about_equal(inputs, Blocks::kInputs, kTileInputs);
     rows.out = sums;
     for (int64_t k = 0; k < inputs; k += most) {
       const int64_t count = min_of(most, inputs - k), next = k + count;
@@ -137,7 +134,7 @@ class GatedTiles {
   const MlpArgs& a_;
   const int64_t x_stride_, gated_stride_;  // bytes of a row in tiles
   const int64_t panels_;                    // of the gates
-  int64_t most_;                            // rows of a block
+  const int64_t most_;                      // rows of a block
 };
 
 #endif
