@@ -28,7 +28,7 @@ from bros.kernels.interface import (
     Product,
     SharedParts,
 )
-from bros.kernels.panels import Panels
+from bros.kernels.panels import PanelFormat, Panels
 from bros.kernels.row_padding import empty_with_padding
 
 DRAW = struct.Struct("=2Q 7q 3d 3f 3i")
@@ -42,6 +42,18 @@ ENDS = struct.Struct("=2Q3qQ2Q3q")
 
 NOTHING_ALLOWED = -2
 """A token of `sample`: its mask allows none. Any other negative one: no logit is finite."""
+
+FEW_ROWS = 8
+"""Up to so many rows of int4 are computed by CpuKernels.few_rows_level.
+
+AMX has to widen codes to bf16, which takes as long for one row as for 16; VNNI multiplies them as
+they are. A whole step by VNNI, of the time with AMX (SmolLM2-135M, two cores of a Xeon):
+
+    rows    1     2     4     8    12    16    32
+         0.66  0.79  0.80  0.94  1.02  1.15  1.25
+"""
+
+_FEW_ROWS_LEVELS = {"avx512-amx": "avx512-bf16"}
 
 _SAMPLED = np.dtype([("token", np.int32), ("peak", np.float32), ("logprob", np.float64)])
 _TOKEN_LOGPROB = np.dtype([("token", np.int64), ("logprob", np.float64)])
@@ -58,6 +70,15 @@ _TILE_PRODUCTS = {
 def levels() -> list[str]:
     """The instruction sets that this machine has kernels for, fastest first, `generic` last."""
     return [name for name, available, emulated in _C.levels() if available and not emulated]
+
+
+def few_rows_level(weights: str) -> str | None:
+    """The level that multiplies up to FEW_ROWS rows faster than the first of `levels`, in another
+    order; None if there is none.
+
+    weights: as in Target.
+    """
+    return _FEW_ROWS_LEVELS.get(levels()[0]) if weights == "int4" else None
 
 
 def emulated_levels() -> list[str]:
@@ -142,23 +163,33 @@ class CpuKernels:
     range raise IndexError before anything is written.
     """
 
-    def __init__(self, level: str | None = None) -> None:
+    def __init__(self, level: str | None = None, few_rows_level: str | None = None) -> None:
         """level: one of levels(), by default the fastest, or of emulated_levels().
+        few_rows_level: another one, with as wide panels, for products of int4 of up to FEW_ROWS
+            rows, and for steps of so many tokens with such weights; by default `level`. A row then
+            has other bits among few rows than among many.
 
-        Raises ConfigError for any other.
+        Raises ConfigError if a level is none of these.
         """
         available = levels()
         self.level = available[0] if level is None else level
-        if self.level not in available + emulated_levels():
-            raise ConfigError(
-                f"CPU kernels: level {level!r} is not one of {', '.join(available)} (this machine)"
-            )
+        self.few_rows_level = self.level if few_rows_level is None else few_rows_level
+        for each in (self.level, self.few_rows_level):
+            if each not in available + emulated_levels():
+                raise ConfigError(
+                    f"CPU kernels: level {each!r} is not one of {', '.join(available)} "
+                    "(this machine)"
+                )
         self._level = _level_index(self.level)
+        self._few_rows_level = _level_index(self.few_rows_level)
         self.panel_width = _C.panel_outputs(self._level)  # see Products
+        assert _C.panel_outputs(self._few_rows_level) == self.panel_width
 
     @property
     def name(self) -> str:
-        return f"cpu-{self.level}"
+        if self.few_rows_level == self.level:
+            return f"cpu-{self.level}"
+        return f"cpu-{self.level}+{self.few_rows_level}"
 
     def graph_buffers(
         self, limits: GraphLimits, layout: HeadLayout, device: torch.device
@@ -282,8 +313,9 @@ class CpuKernels:
         assert inputs == weight.inputs and weight.width == self.panel_width
         assert bias is None or bias.shape == (weight.outputs,)
         out = torch.empty(rows, weight.outputs)
+        few = rows <= FEW_ROWS and weight.format is PanelFormat.INT4
         _C.linear(
-            self._level,
+            self._few_rows_level if few else self._level,
             out.data_ptr(),
             _address(x.contiguous()),
             _address(weight.data, torch.uint8),
@@ -322,7 +354,11 @@ class CpuKernels:
         ends: DecoderEnds | None = None,
     ) -> CpuLayers | None:
         """See Products."""
-        return CpuLayers(self._level, self.panel_width, weights, layout, cos_sin, eps, ends)
+        in_int4 = weights[0].qkv.weight.format is PanelFormat.INT4
+        few_rows_level = self._few_rows_level if in_int4 else self._level
+        return CpuLayers(
+            (self._level, few_rows_level), self.panel_width, weights, layout, cos_sin, eps, ends
+        )
 
     def sample(
         self, logits: Tensor, draws: DrawBuffers, most: int
@@ -378,7 +414,7 @@ class CpuLayers:
 
     def __init__(
         self,
-        level: int,
+        levels: tuple[int, int],
         panel_width: int,
         weights: Sequence[LayerWeights],
         layout: HeadLayout,
@@ -386,9 +422,10 @@ class CpuLayers:
         eps: float,
         ends: DecoderEnds | None,
     ) -> None:
-        """level, panel_width: of the kernels. Everything else: see Products.layers."""
+        """levels: of the kernels, in general and for up to FEW_ROWS rows; panel_width: of both.
+        Everything else: see Products.layers."""
         assert weights and layout.num_heads % layout.num_kv_heads == 0
-        self._level = level
+        self._level, self._few_rows_level = levels
         self._weights = tuple(weights), ends  # the tables have only their addresses
         self._hidden, inner = weights[0].qkv.weight.inputs, weights[0].down.weight.inputs
         packed = [_layer_record(each, layout, self._hidden, inner, panel_width) for each in weights]
@@ -434,7 +471,7 @@ class CpuLayers:
             hidden = torch.empty(len(new_residual), self._hidden)
             logits = torch.empty(samples, self._vocab)
         layer = _C.run_layers(
-            self._level,
+            self._few_rows_level if tokens <= FEW_ROWS else self._level,
             self._table,
             self._kv,
             self._ends,

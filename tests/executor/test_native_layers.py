@@ -282,6 +282,38 @@ def test_blocks_of_rows_have_the_bits_of_all_rows(level: str, form: str, tokens:
             check(model, [])
 
 
+@BUILT
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("more", [0, 1])
+def test_few_rows_of_int4_may_be_computed_by_another_level(form: str, more: int) -> None:
+    """Products, and steps, of up to FEW_ROWS rows; all else has the bits of the first level."""
+    from bros.kernels.cpu_ops import FEW_ROWS, CpuKernels
+
+    level = "amx-emulated"
+    width = CpuKernels(level).panel_width
+    others = [name for name in compiled_levels() if CpuKernels(name).panel_width == width]
+    if not others:
+        pytest.skip("no other level of this machine has panels as wide as those of AMX")
+    other = others[-1]
+    tokens = FEW_ROWS + more
+    case = make_case([(tokens, 5)], kv_heads=1, group=1, head_dim=32)
+    by_level, by_other, by_both = (
+        Model(kernels, case, form, biases=True, head_norms=False)
+        for kernels in (CpuKernels(level), CpuKernels(other), CpuKernels(level, other))
+    )
+    expected = by_other if form == "int4" and not more else by_level
+    caches, found_caches = expected.caches(), by_both.caches()
+    whole, found = (
+        model.native()(range(LAYERS), model.state(), model.inputs, each, None)
+        for model, each in ((expected, caches), (by_both, found_caches))
+    )
+    check_same(found, whole, (found_caches, caches))
+    product = by_both.blocks[0].attention_out
+    assert isinstance(product, PanelLinear)
+    x, (weight, bias) = by_both.normal(tokens, case.layout.q_size), product.product
+    assert same(product(x), expected.kernels.products.linear(x, weight, bias))
+
+
 def small(level: str) -> Model:
     rows = [(1, 20), (7, 0), (3, 40)]
     case = make_case(rows, parts=[([0, 2], 32)])
