@@ -21,11 +21,14 @@ from bros.executor.kv_storage import KV_BLOCK_SIZE
 from bros.executor.loader import check_max_model_len, model_settings
 from bros.executor.model_store import ModelFiles
 from bros.executor.models.encoder import Encoder, EncoderSpec, build_encoder
+from bros.executor.models.layers import has_products
 from bros.executor.models.pooling import embedding_info, longest_text
 from bros.executor.parallel.ranks import SINGLE_RANK, Ranks
 from bros.executor.readout import pool_hidden
-from bros.executor.target import choose_target, device_name, find_cuda
+from bros.executor.target import Target, choose_target, device_name, find_cuda
 from bros.executor.weights import WeightSource
+from bros.kernels.dispatch import compiled_kernels
+from bros.kernels.interface import Kernels
 from bros.kernels.offsets import offsets
 
 
@@ -107,14 +110,16 @@ def load_encoder(
     embedding = embedding_info(
         config.pooling, files.folder, settings, spec.hidden_size, default, scores=spec.scores
     )
+    kernels = _kernels_with_products(config, target)
+    products = None if kernels is None else kernels.products
     with WeightSource(files.folder) as source, torch.inference_mode():
-        encoder = build_encoder(spec, source, target)
+        encoder = build_encoder(spec, source, target, products)
     bounds = config.step_bounds(target.device.type)
     tokens = max(bounds.tokens, length)
     info = EngineInfo(
         model=files.name,
         weights=target.weights,
-        kernels="torch",
+        kernels="torch" if kernels is None else kernels.name,
         kv_dtype="none",
         device=device_name(target.device),
         max_model_len=length,
@@ -128,3 +133,11 @@ def load_encoder(
         whole_prompts=True,
     )
     return EncoderRunner(encoder, target.device), info
+
+
+def _kernels_with_products(config: EngineConfig, target: Target) -> Kernels | None:
+    """The kernels that multiply in linear layers; None if torch does."""
+    if not target.packed or config.kernels not in ("auto", "cpu"):
+        return None
+    kernels = compiled_kernels()
+    return kernels if kernels is not None and has_products(kernels.name, target.weights) else None

@@ -25,7 +25,9 @@ from bros.executor.encoder_runner import EncoderRunner, load_encoder
 from bros.executor.loader import is_encoder, model_settings
 from bros.executor.model_store import ModelFiles
 from bros.executor.models.encoder import EncoderSpec, text_groups
+from bros.executor.models.layers import has_products
 from bros.executor.parallel.ranks import SingleRank
+from bros.kernels.dispatch import compiled_kernels
 from support.encoders import hidden_states, save_encoder, save_modules
 from support.tier import examples
 
@@ -62,14 +64,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Pa
     return save_encoder(folder), folder
 
 
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
 @settings(max_examples=examples(25), deadline=None)
 @given(lengths=st.lists(st.integers(1, 64), min_size=1, max_size=12), seed=st.integers(0, 2**16))
 def test_any_texts_together_match_transformers(
-    saved: tuple[torch.nn.Module, Path], lengths: list[int], seed: int
+    saved: tuple[torch.nn.Module, Path], kernels: str, lengths: list[int], seed: int
 ) -> None:
     model, folder = saved
     rng = random.Random(seed)
-    runner, _ = load(folder)
+    runner, _ = load(folder, kernels=kernels)
     texts = [[rng.randrange(27) for _ in range(length)] for length in lengths]
     kinds = [rng.choice([Pooling.MEAN, Pooling.LAST, Pooling.FIRST]) for _ in texts]
     seconds = [rng.choice([None, rng.randrange(length)]) for length in lengths]
@@ -84,6 +87,14 @@ def test_any_texts_together_match_transformers(
             Pooling.FIRST: states[0],
         }[kinds[index]]
         np.testing.assert_allclose(found[str(index)], expected.numpy(), atol=TOLERANCE, rtol=1e-5)
+
+
+def test_linear_layers_are_our_own_products(saved: tuple[torch.nn.Module, Path]) -> None:
+    compiled = compiled_kernels()
+    own = compiled is not None and has_products(compiled.name, "fp32")
+    infos = [load(saved[1], kernels=kernels)[1] for kernels in ("auto", "reference")]
+    names = [info.kernels for info in infos]  # type: ignore[attr-defined]
+    assert names == [compiled.name if own else "torch", "torch"]
 
 
 @pytest.mark.parametrize("activation", ["gelu_new", "relu"])

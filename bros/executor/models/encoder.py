@@ -24,6 +24,7 @@ from bros.core.errors import ModelError
 from bros.executor.models.layers import LayerNorm, Linear, Norm, make_linear
 from bros.executor.target import Target
 from bros.executor.weights import Weights, refuse_unused
+from bros.kernels.interface import Products
 
 ENCODERS = ("BertModel", "BertForMaskedLM", "BertForSequenceClassification")
 """Architectures that this module computes."""
@@ -227,20 +228,28 @@ class Encoder:
 # ---- Building it from a checkpoint.
 
 
-def build_encoder(spec: EncoderSpec, source: Weights, target: Target) -> Encoder:
-    """Raises ModelError if a tensor is missing or has the wrong shape, or if the checkpoint has
-    layers or embeddings that this model does not use."""
-    encoder = _Builder(spec, source, target).build()
+def build_encoder(
+    spec: EncoderSpec, source: Weights, target: Target, products: Products | None = None
+) -> Encoder:
+    """products: of the linear layers; None if torch multiplies.
+
+    Raises ModelError if a tensor is missing or has the wrong shape, or if the checkpoint has
+    layers or embeddings that this model does not use.
+    """
+    encoder = _Builder(spec, source, target, products).build()
     unused = [name for name in source.unread if _COMPUTED.match(name)]
     refuse_unused(unused, spec.architecture)
     return encoder
 
 
 class _Builder:
-    def __init__(self, spec: EncoderSpec, source: Weights, target: Target) -> None:
+    def __init__(
+        self, spec: EncoderSpec, source: Weights, target: Target, products: Products | None
+    ) -> None:
         self._spec = spec
         self._source = source
         self._target = target
+        self._products = products
         has_root = any(name.startswith("bert.") for name in source.unread)
         self._root = "bert." if has_root else ""
 
@@ -283,7 +292,7 @@ class _Builder:
         """One layer from matrices of `rows` rows each, concatenated."""
         bias = [self._vector(f"{name}.bias", rows) for name in names]
         parts = [(f"{name}.weight", rows) for name in names]
-        return make_linear(self._source, parts, columns, bias, self._target)
+        return make_linear(self._source, parts, columns, bias, self._target, self._products)
 
     def _norm(self, name: str) -> Norm:
         size = self._spec.hidden_size
