@@ -271,9 +271,7 @@ def main() -> None:
         title = f"Attention of a decode step, microseconds, {kernels[-1].name}"
         console.print(table_of(title, headings, results["shared"]))
     compiled = {
-        each.name: each.products
-        for each in kernels
-        if each.products and has_products(each.name, "int4")
+        each.name: each.products for each in kernels if each.products and has_products(each.name)
     }
     if args.only in (None, "products") and compiled:
         headings = ("weights, rows", *compiled, f"{[*compiled][-1]} rate")

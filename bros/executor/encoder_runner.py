@@ -140,4 +140,4 @@ def _kernels_with_products(config: EngineConfig, target: Target) -> Kernels | No
     if not target.packed or config.kernels not in ("auto", "cpu"):
         return None
     kernels = compiled_kernels()
-    return kernels if kernels is not None and has_products(kernels.name, target.weights) else None
+    return kernels if kernels is not None and has_products(kernels.name) else None

@@ -27,8 +27,8 @@ class Target:
     """The device and precision that a decoder is built for.
 
     weights: "fp32", "bf16", "fp16", "int8" or "int4".
-    packed: True on a CPU: linear layers use packed formats, and activations are fp32. Otherwise
-        weights are plain matrices, and activations have their dtype.
+    packed: True on a CPU: weights are packed where the kernels have products, and activations are
+        fp32. Otherwise weights are plain matrices, and activations have their dtype.
     """
 
     device: torch.device

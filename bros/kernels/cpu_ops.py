@@ -29,7 +29,6 @@ from bros.kernels.interface import (
     SharedParts,
 )
 from bros.kernels.panels import PanelFormat, Panels
-from bros.kernels.row_padding import empty_with_padding
 
 DRAW = struct.Struct("=2Q 7q 3d 3f 3i")
 """One draw of `sample`, as in csrc/kernels.h."""
@@ -223,7 +222,7 @@ class CpuKernels:
     def _norm(self, residual: int, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows, size = x.shape
         assert weight.shape == (size,)
-        out = empty_with_padding(rows, size)
+        out = torch.empty(rows, size)
         _C.rms_norm(
             self._level,
             out.data_ptr(),
@@ -281,7 +280,7 @@ class CpuKernels:
     ) -> Tensor:
         """See Kernels."""
         assert qkv.shape[1] == layout.qkv_size and layout.num_heads % layout.num_kv_heads == 0
-        out = empty_with_padding(qkv.shape[0], layout.q_size)
+        out = torch.empty(qkv.shape[0], layout.q_size)
         _C.attention(
             self._level,
             out.data_ptr(),
@@ -394,7 +393,7 @@ class CpuKernels:
         """See Kernels."""
         tokens, double = gate_up.shape
         assert double % 2 == 0
-        out = empty_with_padding(tokens, double // 2)
+        out = torch.empty(tokens, double // 2)
         _C.silu_and_mul(
             self._level,
             out.data_ptr(),

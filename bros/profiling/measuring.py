@@ -20,7 +20,6 @@ from bros.core.machine import available_cores
 from bros.core.plan import Chunk, KvCopies, SampleSpec, SharedPrefix, StepPlan
 from bros.core.request import SamplingParams
 from bros.executor.cuda.graphs import MIXED_PADDING
-from bros.executor.models.layers import token_padding
 from bros.kernels.dispatch import compiled_digest
 from bros.profiling.fitting import ChunkShape, CopySample, Fit, Sample, StepShape, fit, with_copies
 from bros.profiling.profiles import (
@@ -700,10 +699,9 @@ def full_profile(
 
 
 def step_padding(config: EngineConfig, info: EngineInfo) -> tuple[tuple[int, int], ...]:
-    """How the tokens of a step are rounded up, as CostModel.padding: by layers on a CPU, by the
-    graphs of mixed steps on a GPU."""
+    """How the graphs of mixed steps round up the tokens of a step, as CostModel.padding."""
     if info.device == "cpu":
-        return token_padding(info.device, info.kernels, info.weights)
+        return ()  # it has no graphs
     if config.cuda_graphs == "off" or config.async_scheduling == "off":
         return ()  # steps that may be suspended are not replayed
     if info.kernels != "triton":

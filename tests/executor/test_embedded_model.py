@@ -79,8 +79,8 @@ def test_one_copy_of_the_weights_is_in_memory(
     most: megabytes.
     """
     runner, info = load(embedded, weights)
-    if not has_products(info.kernels, weights):
-        pytest.skip("oneDNN has the weights, where their size is not known")
+    if not has_products(info.kernels):
+        pytest.skip("torch multiplies weights in fp32 here")
     assert 0.9 * most < tensor_bytes(runner._decoder) / 1e6 < most
 
 

@@ -91,7 +91,7 @@ def test_any_texts_together_match_transformers(
 
 def test_linear_layers_are_our_own_products(saved: tuple[torch.nn.Module, Path]) -> None:
     compiled = compiled_kernels()
-    own = compiled is not None and has_products(compiled.name, "fp32")
+    own = compiled is not None and has_products(compiled.name)
     infos = [load(saved[1], kernels=kernels)[1] for kernels in ("auto", "reference")]
     names = [info.kernels for info in infos]  # type: ignore[attr-defined]
     assert names == [compiled.name if own else "torch", "torch"]

@@ -11,11 +11,10 @@ from bros.executor.models.decoder import GatedMlp
 from bros.executor.models.layers import (
     NativeLinear,
     PlainLinear,
+    dense_linear,
     fp32_product,
     has_products,
     make_lm_head,
-    pack,
-    token_padding,
     vocabulary_panels,
 )
 from bros.executor.target import CPU, Target
@@ -66,24 +65,14 @@ def test_on_cuda_sums_are_not_rounded_to_16_bits(rows: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 5, 40])
-def test_weights_are_packed_on_every_cpu(rows: int, dtype: torch.dtype) -> None:
-    """Also where oneDNN has no bf16: that takes AVX-512."""
-    x, weight = matrices(rows, dtype)
+def test_without_products_torch_multiplies_in_fp32(rows: int, dtype: torch.dtype) -> None:
+    x, weight = matrices(rows, torch.float32)
+    weight = weight.to(dtype)
     bias = torch.arange(100.0)
-    out = pack(weight, bias)(x.float())
-    exact = F.linear(x.double(), weight.double(), bias.double())
+    out = dense_linear(weight, bias)(x)
     assert out.dtype == torch.float32
-    tolerance = 1e-4 if dtype is torch.float32 else 64 * 2**-8
-    torch.testing.assert_close(out.double(), exact, rtol=0, atol=tolerance)
-
-
-def test_bf16_is_packed_as_fp32_where_there_is_nothing_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("bros.executor.models.layers._has_packed", lambda dtype: False)
-    x, weight = matrices(3, torch.bfloat16)
-    out = pack(weight)(x.float())
-    torch.testing.assert_close(out, F.linear(x.float(), weight.float()), rtol=0, atol=1e-4)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("weights", ["fp32", "bf16", "int8", "int4"])
@@ -103,24 +92,11 @@ def test_logits_are_not_rounded_to_16_bits(weights: str, compiled: bool) -> None
     torch.testing.assert_close(out, F.linear(x, weight), rtol=0, atol=0.5)
 
 
-@pytest.mark.parametrize("amx", [True, False])
-def test_onednn_multiplies_bf16_where_only_it_has_amx_and_where_there_is_no_avx2(
-    monkeypatch: pytest.MonkeyPatch, amx: bool
-) -> None:
-    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
-    monkeypatch.setattr("bros.executor.models.layers._has_onednn", lambda: True)
-    for kernels in ("cpu-avx512-bf16", "cpu-avx512-vnni", "cpu-avx512", "cpu-avx2"):
-        assert has_products(kernels, "fp32") and has_products(kernels, "int4")
-        assert has_products(kernels, "bf16") is not amx
-        assert token_padding("cpu", kernels, "int4") == token_padding("cpu", kernels, "int8") == ()
-        assert bool(token_padding("cpu", kernels, "bf16")) is amx
-    for weights in ("fp32", "bf16", "int8", "int4"):
-        assert has_products("cpu-avx512-amx", weights)
-        assert token_padding("cpu", "cpu-avx512-amx", weights) == ()
-    for kernels in ("cpu-generic", "reference"):
-        assert not has_products(kernels, "fp32")
-        assert token_padding("cpu", kernels, "fp32")
-    assert token_padding("cuda", "triton", "bf16") == ()
+def test_kernels_for_avx2_and_later_have_products() -> None:
+    for level in ("avx2", "avx512", "avx512-vnni", "avx512-bf16", "avx512-amx"):
+        assert has_products(f"cpu-{level}")
+    for kernels in ("cpu-generic", "reference", "triton"):
+        assert not has_products(kernels)
 
 
 class FewRows:

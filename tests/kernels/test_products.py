@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bros.executor.models.layers import pack, vocabulary_panels
+from bros.executor.models.layers import dense_linear, vocabulary_panels
 from bros.executor.target import CPU, Target
 from bros.kernels.panels import GROUP, Panels
 from support.kernel_cases import (
@@ -145,7 +145,7 @@ def test_an_odd_number_of_inputs(level: str) -> None:
     kernels = cpu_kernels(level)
     weight, x = normal(0, 20, 33), normal(1, 3, 33)
     for values in (weight, weight.bfloat16()):
-        layer = pack(values, None, kernels)
+        layer = dense_linear(values, None, kernels)
         exact = x.double() @ values.double().T
         torch.testing.assert_close(layer(x).double(), exact, rtol=0, atol=1e-5)
 

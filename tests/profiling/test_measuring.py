@@ -18,7 +18,6 @@ from bros.core.errors import ConfigError
 from bros.core.interfaces import EngineInfo, Grouping
 from bros.core.plan import StepPlan, StepResult
 from bros.executor.cuda.graphs import MIXED_PADDING
-from bros.executor.models.layers import token_padding
 from bros.profiling.fitting import Sample, StepShape, error_of, fit, load_of, with_copies
 from bros.profiling.measuring import (
     COPIED_TOKENS,
@@ -64,7 +63,6 @@ MODEL = CostModel(
     pair_s=4e-7,
     context_s=2.4e-6,
     hinges=((8, 0.0008),),
-    padding=token_padding("cpu", "cpu-generic", "fp32"),
 )
 
 
@@ -291,7 +289,7 @@ def test_steps_are_timed_as_the_engine_runs_them(ahead: bool, seconds: float) ->
     assert executor.in_flight == 0
 
 
-def test_mixed_steps_of_a_gpu_are_padded_to_those_that_are_recorded() -> None:
+def test_mixed_steps_are_padded_to_those_that_a_gpu_has_recorded() -> None:
     gpu = dataclasses.replace(INFO, device="NVIDIA H100", kernels="triton")
     assert step_padding(EngineConfig(), gpu) == MIXED_PADDING
     largest = MIXED_PADDING[-1][0]
@@ -299,6 +297,7 @@ def test_mixed_steps_of_a_gpu_are_padded_to_those_that_are_recorded() -> None:
     assert step_padding(longer, gpu) == (*MIXED_PADDING, (2 * largest, 1))
     assert step_padding(EngineConfig(cuda_graphs="off"), gpu) == ()
     assert step_padding(EngineConfig(async_scheduling="off"), gpu) == ()
+    assert step_padding(EngineConfig(), INFO) == ()
 
 
 def test_progress_ends_with_everything_done() -> None:

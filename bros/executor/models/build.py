@@ -146,6 +146,8 @@ class _Builder:
         spec = self._spec = shards[ranks.rank].local
         self._source: Weights = ShardedWeights(source, shards[ranks.rank])
         self._kernels = kernels
+        own = target.packed and has_products(kernels.name)
+        self._products = kernels.products if own else None
         self._target = target
         self._names = _names_of(spec.family, source)
         self._layout = HeadLayout(spec.num_heads, spec.num_kv_heads, spec.head_dim)
@@ -164,13 +166,11 @@ class _Builder:
         """In one native call where the kernels have one for layers of this form."""
         blocks = [self._block(index) for index in range(self._spec.num_layers)]
         native = None
-        if self._kernels.products is not None:
+        if self._products is not None:
             ends = embedding.tokens, final_norm, lm_head
             has_positions = embedding.positions is not None
             eps = self._spec.norm_eps
-            native = native_layers(
-                blocks, self._kernels.products, eps, None if has_positions else ends
-            )
+            native = native_layers(blocks, self._products, eps, None if has_positions else ends)
         return native or Blocks(blocks)
 
     def _vocabulary(self, name: str) -> tuple[TokenLookup, Linear]:
@@ -180,7 +180,7 @@ class _Builder:
         name: of the embedding's tensor.
         """
         spec, target, ranks = self._spec, self._target, self._ranks
-        products = self._kernels.products if target.packed else None
+        products = self._products
         weight = head_weight = self._embedding(name, spec.vocab_size)
         tied = spec.tied
         if not tied or "lm_head.weight" in self._source.unread:
@@ -268,16 +268,13 @@ class _Builder:
                 for name, count in zip(names, rows, strict=True)
             ]
         parts = [(f"{prefix}{name}.weight", n) for name, n in zip(names, rows, strict=True)]
-        products = None
-        if has_products(self._kernels.name, self._target.weights):
-            products = self._kernels.products
         return make_linear(
             self._source,
             parts,
             columns,
             stacked_bias,
             self._target,
-            products,
+            self._products,
             self._kernels.row_products,
         )
 

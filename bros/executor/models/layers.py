@@ -1,8 +1,9 @@
 """Linear layers, embeddings and norms: packed weights on a CPU, plain matrices on a GPU.
 
 A linear layer maps activations [tokens, in_features] to [tokens, out_features]. On a CPU both are
-fp32, whatever the precision of the weights; on a GPU they have the weights' dtype. Packed weights
-are multiplied by our own kernels (PanelLinear) or by oneDNN (PackedLinear); `has_products` chooses.
+fp32, whatever the precision of the weights; on a GPU they have the weights' dtype. On a CPU our own
+kernels multiply packed weights (PanelLinear); where `has_products` finds none, torch multiplies
+plain matrices in fp32 (PlainLinear).
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bros.executor.target import Target, multiplies_bf16
+from bros.executor.target import Target
 from bros.executor.weights import Int4Groups, Weights
 from bros.kernels.interface import Kernels, Product, Products, RowProducts
 from bros.kernels.panels import GROUP, Panels, int8_groups
-from bros.kernels.row_padding import ROW_PADDING, with_padding
 
 
 class Linear(Protocol):
@@ -55,7 +55,8 @@ class NativeLinear:
 
 
 class PlainLinear:
-    """F.linear with fp32 results: for logits on a GPU, and for all layers if torch lacks oneDNN."""
+    """F.linear with fp32 results: for logits on a GPU, and for all layers on a CPU without
+    products."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight = weight
@@ -88,23 +89,6 @@ class PanelLinear:
         return self._products.linear(x, *self.product)
 
 
-class PackedLinear:
-    """fp32 or bf16 weights in oneDNN's blocked layout. The packed copy replaces the weight."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        # The row count is only a hint for the layout; any number of rows works.
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
-        self._dtype = weight.dtype
-        self._bias = None if bias is None else bias.to(weight.dtype)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        rows = x.shape[0]
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(
-            with_padding(x).to(self._dtype), self._packed, self._bias, "none", [], ""
-        )
-        return out.float()[:rows]
-
-
 def make_linear(
     source: Weights,
     parts: Sequence[tuple[str, int]],
@@ -121,8 +105,7 @@ def make_linear(
     With int8 weights, a layer whose matrices are all stored in 4 bits keeps these: 8 bits would
     round them again.
     With int8 or int4 weights, a shape that these do not support is kept in bf16. Without products,
-    int4 weights are held in bf16 or fp32, and int8 weights in fp32: the same values, in the memory
-    of these.
+    a CPU holds the same values in fp32, which takes the memory of fp32.
     """
     stacked_bias = None if bias is None else torch.cat(list(bias))
     if not target.packed:
@@ -134,8 +117,7 @@ def make_linear(
     if in_4_bits and columns % GROUP == 0:
         groups = Int4Groups.concatenate([source.int4(name, (n, columns)) for name, n in parts])
         if products is None:
-            dtype = torch.bfloat16 if multiplies_bf16() else torch.float32
-            return pack(groups.dequantize().to(dtype), stacked_bias)
+            return dense_linear(groups.dequantize(), stacked_bias)
         width = products.panel_width
         panels = Panels.int4(groups.codes, groups.scale, groups.minimum, width)
         return PanelLinear(products, panels, stacked_bias)
@@ -143,7 +125,7 @@ def make_linear(
     if target.weights == "int8" and columns % GROUP == 0:
         return _int8_linear(weight, stacked_bias, products)
     weight = weight if target.weights == "fp32" else weight.bfloat16()
-    return pack(weight, stacked_bias, products)
+    return dense_linear(weight, stacked_bias, products)
 
 
 def vocabulary_panels(weight: Tensor, target: Target, products: Products) -> Panels:
@@ -163,19 +145,19 @@ def vocabulary_panels(weight: Tensor, target: Target, products: Products) -> Pan
 def make_lm_head(weight: Tensor, target: Target) -> Linear:
     """The layer of logits on a CPU without products. weight: fp32 [vocab, hidden].
 
-    Logits are sums in fp32: oneDNN would round those of bf16 weights to bf16, so that many of the
-    best are equal. Weights are rounded to bf16 with int4, and else as `vocabulary_panels` does.
+    Weights are rounded to bf16 with int4, and else as `vocabulary_panels` does. Logits are not
+    rounded: in bf16 many of the best would be equal.
     """
     if target.weights == "int8" and weight.shape[1] % GROUP == 0:
         return _int8_linear(weight, None, None)
-    return pack(weight if target.weights == "fp32" else weight.bfloat16().float())
+    return dense_linear(weight if target.weights == "fp32" else weight.bfloat16())
 
 
 def _int8_linear(weight: Tensor, bias: Tensor | None, products: Products | None) -> Linear:
     if products is not None:
         return PanelLinear(products, Panels.int8(weight, products.panel_width), bias)
     codes, scale = int8_groups(weight)
-    return pack((codes * scale[..., None]).flatten(1), bias)
+    return dense_linear((codes * scale[..., None]).flatten(1), bias)
 
 
 def load_matrix(
@@ -191,60 +173,27 @@ def load_matrix(
     return weight
 
 
-def has_products(kernels: str, weights: str) -> bool:
-    """Whether linear layers use the products of these kernels (Kernels.name) or those of oneDNN.
+def has_products(kernels: str) -> bool:
+    """Whether linear layers use the products of these kernels (Kernels.name) or those of torch.
 
-    weights: as in Target.
-
-    All linear layers of SmolLM2-135M but the lm_head, one thread of a Zen 4 (AVX-512 BF16), ms:
-
-        rows            1      8     32    256
-        oneDNN fp32  32.7   34.5   77.6    512
-        fp32         17.6   22.2   67.3    502
-        oneDNN bf16  18.4   20.3   43.6    277
-        bf16          9.3   11.7   36.0    259
-        int4          3.6    9.4   30.5    247
-
-    On a CPU with AMX oneDNN multiplies bf16 by it, and so do ours if they were built with it and
-    the system allows it. Without AVX2, ours were not measured.
+    The portable kernels ("cpu-generic") have products as well, but only tests use them.
     """
-    if weights == "bf16" and torch.cpu._is_amx_tile_supported():
-        return kernels == "cpu-avx512-amx"
     return kernels.startswith("cpu-avx")
 
 
-def token_padding(device: str, kernels: str, weights: str) -> tuple[tuple[int, int], ...]:
-    """How the layers round up the tokens of a step, as `padding` of scheduler.cost_model.CostModel.
+def dense_linear(
+    weight: Tensor, bias: Tensor | None = None, products: Products | None = None
+) -> Linear:
+    """A layer of fp32 or bf16 weights [rows, columns] on a CPU.
 
-    Empty where oneDNN is not used. device, kernels, weights: as in EngineInfo.
+    products: see Kernels. Without them, bf16 weights are held in fp32: torch would round the
+    results of products of bf16 to bf16, and a CPU that does not multiply bf16 natively would take
+    minutes for a prompt.
     """
-    if device != "cpu" or not _has_onednn() or has_products(kernels, weights):
-        return ()
-    return ROW_PADDING
-
-
-def pack(weight: Tensor, bias: Tensor | None = None, products: Products | None = None) -> Linear:
-    """The fastest exact layer for an fp32 or bf16 weight [rows, columns] on this machine.
-
-    products: see Kernels.
-
-    oneDNN has bf16 products only for CPUs with AVX-512 or newer; on other CPUs bf16 weights are
-    converted to fp32, with the time and the memory of fp32.
-    """
-    if products is not None:
-        panels = Panels.fp32 if weight.dtype is torch.float32 else Panels.bf16
-        return PanelLinear(products, panels(weight, products.panel_width), bias)
-    if not _has_onednn():
-        return PlainLinear(weight, bias)
-    return PackedLinear(weight if _has_packed(weight.dtype) else weight.float(), bias)
-
-
-def _has_packed(dtype: torch.dtype) -> bool:
-    return dtype is torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def _has_onednn() -> bool:
-    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    if products is None:
+        return PlainLinear(weight.float(), bias)
+    panels = Panels.fp32 if weight.dtype is torch.float32 else Panels.bf16
+    return PanelLinear(products, panels(weight, products.panel_width), bias)
 
 
 # ---- Embeddings of tokens.
