@@ -2,13 +2,13 @@
 
     python benchmarks/engine_speed.py [--rounds 5] [--json benchmarks/results/engine_speed.json]
 
-Everything is measured in one run on the embedded model. Back ends alternate within each round, so
-that a slow minute of the machine affects all of them; figures are medians. Decode: all rows have a
-64-token prompt and generate greedily. Prefill: one prompt in one step. Host overhead: scheduling
-(schedule + apply) and building the inputs; steps include it. "LLM" is `bros.LLM.generate`, in a
-process of its own, because two engines in one process slow each other down (see
-ThreadEngineClient): a decode step is what a further token of each row takes. Run nothing else on
-the machine.
+Everything is measured in one run on the embedded model. Back ends alternate within each case, so
+that a slow minute of the machine affects all of them; figures are medians of the rounds. Each case
+first runs once without being measured: memory that was not read for a while is slow at first.
+Decode: all rows have a 64-token prompt and generate greedily; a figure is the mean of some steps.
+Prefill: one prompt in one step. Host overhead: scheduling (schedule + apply) and building the
+inputs; steps include it. "LLM" is `bros.LLM.generate`, in a process of its own, as offline programs
+run it: a decode step is what a further token of each row takes. Run nothing else on the machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import multiprocessing
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
 import torch
@@ -78,7 +78,7 @@ class BrosTarget:
         self.host_ms: Samples = {}
 
     def decode(self, rows: int) -> list[float]:
-        """Milliseconds per decode step of all rows.
+        """Milliseconds per decode step of all rows, the mean of DECODE_STEPS.
 
         Raises RuntimeError if rows end before all have begun and enough steps are measured.
         """
@@ -103,7 +103,7 @@ class BrosTarget:
             self._engine.abort(name)
         finish(self._engine)
         self.host_ms.setdefault(f"decode {rows}", []).append(statistics.median(host))
-        return times
+        return [statistics.fmean(times)]
 
     def prefill(self, tokens: int) -> list[float]:
         """Milliseconds to the first token of one prompt."""
@@ -187,7 +187,7 @@ class TransformersTarget:
             ids = out.logits[:, -1:].argmax(-1)
             out = self._model(ids, past_key_values=out.past_key_values, use_cache=True)
             times.append((time.perf_counter() - began) * 1e3)
-        return times
+        return [statistics.fmean(times)]
 
     @torch.inference_mode()
     def prefill(self, tokens: int) -> list[float]:
@@ -212,15 +212,16 @@ def measure(files: ModelFiles, rounds: int, report: Callable[[str], None]) -> di
     samples: dict[str, Samples] = {name: {} for name in targets}
     for number in range(rounds + 1):
         report(f"round {number} of {rounds}")
-        for name, target in targets.items():
-            cases = [(f"decode {rows}", target.decode, rows) for rows in DECODE_ROWS]
-            cases += [(f"prefill {count}", target.prefill, count) for count in PREFILL_TOKENS]
-            for case, run, size in cases:
-                times = run(size)
-                if number > 0:
-                    samples[name].setdefault(case, []).extend(times)
+        for kind, sizes in (("decode", DECODE_ROWS), ("prefill", PREFILL_TOKENS)):
+            for size in sizes:
+                for name, target in targets.items():
+                    run = target.decode if kind == "decode" else target.prefill
+                    run(size)
+                    times = run(size)
+                    if number > 0:
+                        samples[name].setdefault(f"{kind} {size}", []).extend(times)
     samples["host overhead"] = {
-        case: times[1:] for case, times in bros["bros fp32"].host_ms.items()
+        case: times[2:] for case, times in bros["bros fp32"].host_ms.items()
     }
     return samples
 
@@ -237,7 +238,18 @@ def show(medians: dict[str, dict[str, float]], console: Console) -> None:
         return f"{judged(ms, target_ms, '.4g')} ({target_ms:g})"
 
     rows = [(name, *(cell(name, case) for case in cases)) for name in medians]
+    rows += [
+        (f"LLM / bros, {form}", *(f"{ratio:.3f}" for ratio in llm_of_engine(medians, form, cases)))
+        for form in FORMATS
+    ]
     console.print(table_of("milliseconds per step, median (target: at most)", ("", *cases), rows))
+
+
+def llm_of_engine(
+    medians: dict[str, dict[str, float]], form: str, cases: Sequence[str]
+) -> list[float]:
+    """The times of bros.LLM, of those of an engine that is stepped by hand."""
+    return [medians[f"LLM {form}"][case] / medians[f"bros {form}"][case] for case in cases]
 
 
 def main() -> None:

@@ -19,6 +19,8 @@ from bros.kernels.interface import (
     AttentionBatch,
     HeadLayout,
     Kernels,
+    LayerWeights,
+    Product,
     Products,
     RowProducts,
     SharedParts,
@@ -133,6 +135,7 @@ def _elementwise(kernels: Kernels, inputs: _Inputs) -> Iterator[Check]:
     yield inputs.compared("silu_and_mul", kernels.silu_and_mul(gate_up), expected)
     if kernels.products is not None:
         yield from _products(kernels.products, inputs)
+        yield from _layers(kernels, kernels.products, inputs)
     if kernels.row_products is not None:
         yield from _row_products(kernels.row_products, inputs)
 
@@ -188,6 +191,60 @@ def _products(products: Products, inputs: _Inputs) -> Iterator[Check]:
                 tokens = torch.arange(0, outputs, 9, dtype=torch.int32, device=inputs.device)
                 found = products.embed(tokens, panels)
                 yield inputs.compared(f"embedding, {name}", found, _exact(values)[tokens.long()])
+
+
+def _layers(kernels: Kernels, products: Products, inputs: _Inputs) -> Iterator[Check]:
+    """A layer as one native call, compared with one kernel after the other: the same sums."""
+    hidden, inner, width = _LAYOUT.q_size, 3 * GROUP, products.panel_width
+    ones = torch.ones(hidden)
+    for form in ("fp32", "bf16", "int8", "int4"):
+
+        def linear(outputs: int, size: int, form: str = form) -> Product:
+            weight = inputs.normal(outputs, size) / size**0.5
+            if form != "int4":
+                return Product(getattr(Panels, form)(weight, width), None)
+            codes = torch.randint(0, 16, (outputs, size), generator=inputs.generator)
+            step, minimum = (torch.full((outputs, size // GROUP), x) for x in (0.01, -0.075))
+            return Product(Panels.int4(codes, step, minimum, width), None)
+
+        layer = LayerWeights(
+            attention_norm=ones,
+            qkv=linear(_LAYOUT.qkv_size, hidden),
+            q_norm=None,
+            k_norm=None,
+            rotates=False,
+            attention_out=linear(hidden, _LAYOUT.q_size),
+            mlp_norm=ones,
+            gate_up=linear(2 * inner, hidden),
+            down=linear(hidden, inner),
+        )
+        native = products.layers([layer], _LAYOUT, None, _EPS)
+        if native is None:
+            return
+        for rows in (1, 40):  # the MLP of many rows has a kernel of its own
+            x = inputs.normal(rows, hidden)
+            positions = torch.arange(rows, dtype=torch.int32)
+            batch = AttentionBatch(
+                torch.tensor([0, rows], dtype=torch.int32),
+                torch.zeros(2, dtype=torch.int32),
+                torch.empty(0, 3, dtype=torch.int32),
+            )
+            cache = _caches(inputs, torch.float32, -(-rows // _BLOCK_SIZE))
+            _, residual, delta = native(
+                range(1), None, x.clone(), None, positions, positions, [cache], batch, None, None,
+                None,
+            )  # fmt: skip
+            assert delta is not None
+            expected, qkv = x.clone(), products.linear(kernels.rms_norm(x, ones, _EPS), *layer.qkv)
+            kernels.rope_and_cache_(qkv, _LAYOUT, positions, positions, None, *cache)
+            scale = _LAYOUT.head_dim**-0.5
+            attended = kernels.attention(qkv, _LAYOUT, *cache, batch, scale)
+            out = products.linear(attended, *layer.attention_out)
+            normalized = kernels.add_rms_norm_(expected, out, ones, _EPS)
+            gated = kernels.silu_and_mul(products.linear(normalized, *layer.gate_up))
+            both = torch.cat([residual, delta])
+            wanted = torch.cat([expected, products.linear(gated, *layer.down)])
+            yield inputs.compared(f"layer, {form}, {rows} rows", both, wanted)
 
 
 def _rope(kernels: Kernels, inputs: _Inputs, cache: torch.dtype, norm: bool) -> Check:

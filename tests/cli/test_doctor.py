@@ -33,11 +33,12 @@ OPERATIONS = {
     *("rms_norm", "add_rms_norm_", "silu_and_mul", "attention", "attention, shared"),
     *("rope_and_cache_", "rope_and_cache_, norms"),
 }
-PRODUCTS = {
-    f"linear, {form}, {rows} rows"
-    for form in ("fp32", "bf16", "int8", "int4")
-    for rows in (1, 9, 40)
-} | {f"embedding, {form}" for form in ("fp32", "bf16", "int8")}
+FORMATS = ("fp32", "bf16", "int8", "int4")
+PRODUCTS = (
+    {f"linear, {form}, {rows} rows" for form in FORMATS for rows in (1, 9, 40)}
+    | {f"embedding, {form}" for form in FORMATS[:3]}
+    | {f"layer, {form}, {rows} rows" for form in FORMATS for rows in (1, 40)}
+)
 """Of kernels that have products (Kernels.products)."""
 
 FP32 = [(torch.float32, torch.float32)]
