@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import platform
 import shutil
-import sys
 import zlib
 from pathlib import Path
 
@@ -25,11 +24,10 @@ COMMON_FLAGS = [
     "-fno-exceptions",
     "-fno-rtti",
     "-fvisibility=hidden",
+    "-pthread",
     "-Wno-psabi",
     *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # false alarms in GCC 12's headers
 ]
-# Apple's clang has no OpenMP: there the kernels run on one thread.
-OPENMP_FLAGS = [] if sys.platform == "darwin" else ["-fopenmp"]
 AVX512_FLAGS = [
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
     *("-mfma", "-mf16c", "-mprefer-vector-width=512"),
@@ -72,7 +70,7 @@ class BuildKernels(build_ext):
         objects = []
         digest = sources_digest()
         for source in ext.sources:
-            flags = COMMON_FLAGS + OPENMP_FLAGS + EMULATED_FLAGS.get(source, [])
+            flags = COMMON_FLAGS + EMULATED_FLAGS.get(source, [])
             if platform.machine().lower() in ("x86_64", "amd64"):
                 flags = flags + self.known(X86_FLAGS.get(source, []))
             objects += self.compiler.compile(
@@ -103,7 +101,7 @@ class BuildKernels(build_ext):
         self.compiler.link_shared_object(
             objects,
             self.get_ext_fullpath(ext.name),
-            extra_postargs=OPENMP_FLAGS,
+            extra_postargs=["-pthread"],
             build_temp=self.build_temp,
             target_lang="c++",
         )
@@ -137,6 +135,7 @@ setup(
             "bros.kernels._C",
             sources=[
                 "csrc/module.cpp",
+                "csrc/team.cpp",
                 "csrc/kernels_generic.cpp",
                 "csrc/kernels_avx2.cpp",
                 "csrc/kernels_avx512.cpp",

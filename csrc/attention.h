@@ -96,26 +96,16 @@ const char* attention(const AttentionArgs& a) {
 
   const RunTask run = task_runner(a.cache.type, p.dim);
   const float q_scale = a.scale * 1.44269504f;  // scores in base 2
-  if (!parallel) {
-    Arena own(base);
-    const ThreadScratch scratch(&own, p, counted.most_lanes);
-    for (int64_t i = 0; i < list.num_tasks; ++i) run(p, tasks[i], q_scale, scratch, partials);
-    for (int64_t i = 0; i < list.num_merges; ++i) {
-      merge_parts(p, merges[i], sources, partials, scratch.run);
-    }
-    return nullptr;
-  }
-#pragma omp parallel num_threads(threads)
-  {
-    Arena own(static_cast<char*>(base) + thread_number() * thread_bytes);
-    const ThreadScratch scratch(&own, p, counted.most_lanes);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < list.num_tasks; ++i) run(p, tasks[i], q_scale, scratch, partials);
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < list.num_merges; ++i) {
-      merge_parts(p, merges[i], sources, partials, scratch.run);
-    }
-  }
+  const auto scratch_of = [&](int slot) {
+    Arena own(static_cast<char*>(base) + slot * thread_bytes);
+    return ThreadScratch(&own, p, counted.most_lanes);
+  };
+  parallel_tasks(list.num_tasks, threads, [&](int64_t i, int slot) {
+    run(p, tasks[i], q_scale, scratch_of(slot), partials);
+  });
+  parallel_tasks(list.num_merges, threads, [&](int64_t i, int slot) {
+    merge_parts(p, merges[i], sources, partials, scratch_of(slot).run);
+  });
   return nullptr;
 }
 

@@ -1,47 +1,46 @@
-// Splitting work over OpenMP threads, and scratch memory that is reused across calls.
+// Splitting work over threads, and scratch memory that is reused across calls.
 #pragma once
 
 #include <stdlib.h>
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
 
 #include "simd.h"
+#include "team.h"
 
 namespace bros {
 namespace {
 
-inline int thread_number() {
-#if defined(_OPENMP)
-  return omp_get_thread_num();
-#else
-  return 0;
-#endif
-}
-
-// With less work (about 5 microseconds of one thread) starting a parallel region costs more than it
-// saves. In elements read or written; attention counts multiply-adds / 2: with 8 instead of 2, one
-// row with 110 cached tokens, or with 200, took 1.2 times as long (Zen 3, two threads).
+// With less work (about 5 microseconds of one thread) telling other threads costs more than it saves.
+// In elements read or written; attention counts multiply-adds / 2: with 8 instead of 2, one row with
+// 110 cached tokens, or with 200, took 1.2 times as long (Zen 3, two threads).
 constexpr int64_t kMinParallelWork = 32768;
 
-// Calls body(begin, end) on consecutive parts of [0, n), one per thread. Callers compute each index
-// independently of the split, so results do not depend on the number of threads.
+// Calls body(index, slot) for each index in [0, count), on up to `threads` threads with different
+// slots in [0, threads), see team.h.
+template <class Body>
+inline void parallel_tasks(int64_t count, int threads, const Body& body) {
+  run_tasks(
+      count, threads,
+      [](void* context, int64_t index, int slot) {
+        (*static_cast<const Body*>(context))(index, slot);
+      },
+      const_cast<Body*>(&body));
+}
+
+// Calls body(begin, end) on consecutive parts of [0, n), as many as threads. Callers compute each
+// index independently of the split, so results do not depend on the number of threads.
 //
 // Smaller parts that threads take as they finish others (a quarter of what is left, four panels at
-// least) made prompts 2 to 3 % slower and decode steps no faster. Beside a busy process they gained
-// 1 to 4 %, where steps take 1.5 to 2 times as long: a thread that has lost its core holds a part in
-// any case (Zen 4, two threads).
+// least) made prompts 2 to 3 % slower and decode steps no faster (Zen 4, two threads of OpenMP).
 template <class Body>
 inline void parallel_for(int64_t n, int64_t work, int threads, const Body& body) {
-  const int64_t parts = min_of<int64_t>(threads, n);
+  const int64_t parts = min_of<int64_t>(min_of(threads, kMostThreads), n);
   if (parts <= 1 || work < kMinParallelWork) {
     body(int64_t{0}, n);
     return;
   }
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-  for (int64_t part = 0; part < parts; ++part) {
+  parallel_tasks(parts, threads, [&](int64_t part, int) {
     body(n * part / parts, n * (part + 1) / parts);
-  }
+  });
 }
 
 // A block of memory that grows and never shrinks: fresh pages for every layer would cost more than

@@ -510,28 +510,16 @@ const char* sample(const SampleArgs& a) {
   Arena measured(nullptr);
   SampleScratch(&measured, a.vocab);
   const int64_t thread_bytes = round_up(measured.used(), 4096);
-  // All threads even for fewer draws: OpenMP ends the threads that a smaller team has no use for.
   const bool parallel = a.num_draws > 1 && a.num_draws * a.vocab >= kMinParallelWork;
   const int threads = parallel ? max_of(a.threads, 1) : 1;
   thread_local Scratch memory;
   char* base = static_cast<char*>(memory.reserve(threads * thread_bytes));
   if (!base) return "no memory for sampling";
-  const auto run = [&](int64_t i, const SampleScratch& scratch) {
+  parallel_tasks(a.num_draws, threads, [&](int64_t i, int slot) {
+    Arena own(base + slot * thread_bytes);
+    const SampleScratch scratch(&own, a.vocab);
     sample_row(a, a.draws[i], scratch, a.sampled + i, a.tops + i * a.top);
-  };
-  if (threads == 1) {
-    Arena own(base);
-    const SampleScratch scratch(&own, a.vocab);
-    for (int64_t i = 0; i < a.num_draws; ++i) run(i, scratch);
-    return nullptr;
-  }
-#pragma omp parallel num_threads(threads)
-  {
-    Arena own(base + thread_number() * thread_bytes);
-    const SampleScratch scratch(&own, a.vocab);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < a.num_draws; ++i) run(i, scratch);
-  }
+  });
   return nullptr;
 }
 

@@ -234,11 +234,10 @@ BROS_INLINE void add_product() {
 
 // Tiles of this thread, configured at first use and released at the end of its part of the work.
 //
-// The configuration is state of a thread, not of a process: each thread of a parallel region has
-// its own. It is released since the thread is not ours alone: it belongs to the pool of OpenMP,
-// where other libraries run next, which expect no tiles or set their own; and as long as tiles are
-// in use, the system saves 8 KB more at each switch of threads, and the core cannot enter its deep
-// sleep.
+// The configuration is state of a thread, not of a process: each thread of a team has its own. It is
+// released since the caller's thread runs other libraries next, which expect no tiles or set their
+// own; and as long as tiles are in use, the system saves 8 KB more at each switch of threads, and the
+// core cannot enter its deep sleep.
 class ThreadTiles {
  public:
   ThreadTiles() = default;

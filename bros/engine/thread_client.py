@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 class ThreadEngineClient(MessageClient):
     """Builds an engine, steps it and closes it, all on one thread.
 
-    OpenMP keeps a team of threads for each thread that has computed, as building does. With two
-    teams it counts more threads than cores, and the threads of each then sleep after every product
-    instead of waiting for the next one, which is 100 microseconds away.
+    Kernels, and OpenMP in torch, keep a team of threads for each thread that has computed, as
+    building does. With two teams OpenMP counts more threads than cores, and those of each then
+    sleep at once instead of waiting for the next operation.
 
     If a step hangs, everything open fails with EngineDeadError. Python cannot end a thread, so no
     other engine takes its place, unlike that of a process: the thread keeps its memory, and ends if

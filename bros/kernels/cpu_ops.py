@@ -1,6 +1,6 @@
 """The compiled CPU kernels. Importing this raises ImportError if they were not built.
 
-torch must be imported first: it loads the OpenMP library whose threads the kernels share.
+They share their work among threads of their own (csrc/team.cpp), as many as torch has.
 """
 
 from __future__ import annotations

@@ -352,7 +352,7 @@ async def test_close_waits_for_the_thread_that_watches(
 
 
 async def test_one_thread_builds_steps_and_closes() -> None:
-    """OpenMP has a team of threads for each thread that computes."""
+    """There is a team of threads for each thread that computes."""
     threads: list[int] = []
 
     class Watched(ToyModel):

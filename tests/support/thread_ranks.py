@@ -138,7 +138,7 @@ def team(runners: Sequence[ModelRunner], ranks: list[ThreadRanks] | None = None)
     ranks = ranks or ThreadRanks.of(len(runners))
     errors: list[Exception] = []
 
-    # Each thread has its own number of OpenMP threads, and sums depend on it in the last bit.
+    # Each thread has its own number of torch threads, and sums depend on it in the last bit.
     num_threads = torch.get_num_threads()
 
     def run(rank: int) -> None:
