@@ -5,7 +5,7 @@
 Everything is measured in one run on the embedded model. Back ends alternate within each case, so
 that a slow minute of the machine affects all of them; figures are medians of the rounds. Each case
 first runs once without being measured: memory that was not read for a while is slow at first.
-Decode: all rows have a 64-token prompt and generate greedily; a figure is the mean of some steps.
+Decode: all rows have a 64-token prompt and generate greedily; of a round, the mean of all steps.
 Prefill: one prompt in one step. Host overhead: scheduling (schedule + apply) and building the
 inputs; steps include it. "LLM" is `bros.LLM.generate`, in a process of its own, as offline programs
 run it: a decode step is what a further token of each row takes. Run nothing else on the machine.
@@ -66,7 +66,7 @@ Samples = dict[str, list[float]]
 class BrosTarget:
     """A bros engine that the benchmark steps."""
 
-    def __init__(self, files: ModelFiles, weights: str, policy: str = "bros") -> None:
+    def __init__(self, files: ModelFiles, weights: str, policy: str = "fcfs") -> None:
         config = EngineConfig(
             device="cpu", weights=weights, policy=policy, max_batch_tokens=4096, max_model_len=2048
         )
@@ -221,7 +221,7 @@ def measure(files: ModelFiles, rounds: int, report: Callable[[str], None]) -> di
                     if number > 0:
                         samples[name].setdefault(f"{kind} {size}", []).extend(times)
     samples["host overhead"] = {
-        case: times[2:] for case, times in bros["bros fp32"].host_ms.items()
+        case: times[3::2] for case, times in bros["bros fp32"].host_ms.items()
     }
     return samples
 

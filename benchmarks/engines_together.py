@@ -71,6 +71,7 @@ class EngineProcess:
         arguments = (there, files, weights, threads)
         self._process = context.Process(target=_run_engine, args=arguments, daemon=True)
         self._process.start()
+        there.close()  # so that `recv` fails if the process does
         self._connection.recv()  # it is ready
 
     def begin(self, rows: int, seconds: float) -> None:
@@ -88,7 +89,12 @@ class EngineProcess:
 
 def _run_engine(connection: Connection, files: ModelFiles, weights: str, threads: int) -> None:
     config = EngineConfig(
-        device="cpu", weights=weights, threads=threads, policy="fcfs", max_model_len=2048
+        device="cpu",
+        weights=weights,
+        threads=threads,
+        policy="fcfs",
+        max_model_len=2048,
+        kv_memory="256MiB",
     )
     engine = build_engine(config, files, SystemClock())
     rng, count = random.Random(1), 0

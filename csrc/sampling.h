@@ -511,7 +511,8 @@ const char* sample(const SampleArgs& a) {
   SampleScratch(&measured, a.vocab);
   const int64_t thread_bytes = round_up(measured.used(), 4096);
   const bool parallel = a.num_draws > 1 && a.num_draws * a.vocab >= kMinParallelWork;
-  const int threads = parallel ? max_of(a.threads, 1) : 1;
+  const int64_t most = parallel ? min_of<int64_t>(a.threads, a.num_draws) : 1;
+  const int threads = static_cast<int>(max_of<int64_t>(most, 1));
   thread_local Scratch memory;
   char* base = static_cast<char*>(memory.reserve(threads * thread_bytes));
   if (!base) return "no memory for sampling";

@@ -1,4 +1,4 @@
-// A team of threads per calling thread. Nobody waits for a thread that has not begun.
+// A team of threads per calling thread. The caller waits only for tasks that have begun.
 //
 // Each slot (a thread's place in the team) has a share of the tasks of a job. A thread first takes
 // those of its own slot, then what the others have left:
@@ -71,11 +71,11 @@ std::atomic<uint32_t> forks{0};
 [[maybe_unused]] const int counts_forks =
     pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
 
-// Where one thread sleeps.
-class Bed {
+// The sleep of one thread.
+class Sleep {
  public:
   template <class Ready>
-  void sleep_until(const Ready& ready) {
+  void until(const Ready& ready) {
     pthread_mutex_lock(&mutex_);
     for (;;) {
       asleep_.store(true);  // before `ready`: a thread that makes it true looks at asleep_ after
@@ -107,7 +107,7 @@ class Team {
   // Ends the threads. They must have no task.
   ~Team() {
     ends_.store(true);
-    for (int slot = 1; slot < size_; ++slot) members_[slot].bed.wake();
+    for (int slot = 1; slot < size_; ++slot) members_[slot].sleep.wake();
     for (int slot = 1; slot < size_; ++slot) pthread_join(members_[slot].thread, nullptr);
   }
 
@@ -126,16 +126,16 @@ class Team {
       left_[slot].store(job << 32 | share(slot), std::memory_order_release);
     }
     announced_.store(job << 32 | static_cast<uint32_t>(width));
-    for (int slot = 1; slot < width; ++slot) members_[slot].bed.wake();
+    for (int slot = 1; slot < width; ++slot) members_[slot].sleep.wake();
     work(job, width, 0);
     const auto all_done = [&] { return done_.load(std::memory_order_acquire) == count; };
     if (spins_until(all_done)) return;
-    members_[0].bed.sleep_until([&] { return done_.load() == count; });
+    members_[0].sleep.until([&] { return done_.load() == count; });
   }
 
  private:
   struct alignas(64) Member {
-    Bed bed;
+    Sleep sleep;
     Team* team;
     int slot;
     pthread_t thread;
@@ -185,7 +185,7 @@ class Team {
       const uint64_t job = announced_.load();
       return (job != *seen && slot < static_cast<int>(job & UINT32_MAX)) || ends_.load();
     };
-    if (!spins_until(has_come)) members_[slot].bed.sleep_until(has_come);
+    if (!spins_until(has_come)) members_[slot].sleep.until(has_come);
     *seen = announced_.load(std::memory_order_acquire);  // perhaps a later one, without this slot
     if (slot >= static_cast<int>(*seen & UINT32_MAX)) *seen = 0;
     return !ends_.load();
@@ -199,7 +199,7 @@ class Team {
       while (take(job, owner, &number)) {
         task_(context_, owner + number * width, slot);
         const int64_t count = count_;  // of this job as long as this task is not counted
-        if (done_.fetch_add(1) + 1 == count) members_[0].bed.wake();
+        if (done_.fetch_add(1) + 1 == count) members_[0].sleep.wake();
       }
     }
   }

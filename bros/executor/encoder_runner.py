@@ -27,7 +27,7 @@ from bros.executor.parallel.ranks import SINGLE_RANK, Ranks
 from bros.executor.readout import pool_hidden
 from bros.executor.target import Target, choose_target, device_name, find_cuda
 from bros.executor.weights import WeightSource
-from bros.kernels.dispatch import compiled_kernels
+from bros.kernels.dispatch import select_kernels
 from bros.kernels.interface import Kernels
 from bros.kernels.offsets import offsets
 
@@ -136,8 +136,11 @@ def load_encoder(
 
 
 def _kernels_with_products(config: EngineConfig, target: Target) -> Kernels | None:
-    """The kernels that multiply in linear layers; None if torch does."""
+    """The kernels that multiply in linear layers; None if torch does.
+
+    Raises ConfigError if config.kernels names kernels that are not available.
+    """
     if not target.packed or config.kernels not in ("auto", "cpu"):
         return None
-    kernels = compiled_kernels()
-    return kernels if kernels is not None and has_products(kernels.name) else None
+    kernels = select_kernels(config.kernels, target.device)
+    return kernels if has_products(kernels.name) else None

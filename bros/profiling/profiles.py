@@ -132,7 +132,7 @@ class Profile:
         parts = [_file_part(key.model), key.weights]
         if key.kv_dtype not in ("fp32", key.weights):
             parts.append(f"kv-{key.kv_dtype}")
-        if key.kernels == "reference":
+        if key.kernels in ("reference", "torch"):
             parts.append(key.kernels)
         if "+" in key.kernels:  # --deterministic off
             parts.append("few-rows")

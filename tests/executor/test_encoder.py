@@ -113,10 +113,11 @@ def test_a_score_head_matches_transformers(tmp_path: Path, activation: str) -> N
         np.testing.assert_allclose(found[str(index)], expected.numpy(), atol=TOLERANCE)
 
 
-def test_bf16_weights_stay_close(saved: tuple[torch.nn.Module, Path]) -> None:
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+def test_rounded_weights_stay_close(saved: tuple[torch.nn.Module, Path], weights: str) -> None:
     model, folder = saved
     tokens = list(range(20))
-    found = vectors(load(folder, weights="bf16")[0].execute(StepPlan(1, (
+    found = vectors(load(folder, weights=weights)[0].execute(StepPlan(1, (
         text("a", tokens, Pooling.MEAN),
     ))))["a"]  # fmt: skip
     expected = hidden_states(model, tokens).mean(0).numpy()  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,13 @@ from bros.kernels.panels import Panels
 from support.kernel_cases import attend, compiled_levels, cpu_kernels, make_case, torch_threads
 
 pytestmark = pytest.mark.skipif(not compiled_levels(), reason="the CPU kernels were not built")
+
+
+@pytest.fixture(autouse=True)
+def torch_threads_of_later_tests() -> Iterator[None]:
+    """The number that a thread sets is that of all threads that begin to compute later."""
+    with torch_threads(torch.get_num_threads()):
+        yield
 
 
 class Product:
