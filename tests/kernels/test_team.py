@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -150,3 +151,17 @@ def test_the_child_of_a_fork_computes_without_the_threads_of_its_parent() -> Non
         command, cwd=folder, capture_output=True, text=True, timeout=120, check=False
     )
     assert found.returncode == 7, found.stderr
+
+
+_COMPILER = shutil.which("g++") or shutil.which("clang++")
+
+
+@pytest.mark.skipif(_COMPILER is None, reason="there is no C++ compiler")
+def test_nobody_waits_for_a_thread_that_is_held_up(tmp_path: Path) -> None:
+    """Its tasks are done by the others, and later it takes part again."""
+    assert _COMPILER is not None
+    source, program = Path(__file__).with_name("held_member.cpp"), tmp_path / "held_member"
+    command = [_COMPILER, "-std=c++17", "-O1", "-pthread", str(source), "-o", str(program)]
+    subprocess.run(command, check=True, timeout=120)
+    found = subprocess.run([str(program)], capture_output=True, text=True, timeout=60, check=False)
+    assert (found.returncode, found.stdout) == (0, "ended\n")
