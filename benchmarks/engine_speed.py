@@ -13,7 +13,6 @@ run it: a decode step is what a further token of each row takes. Run nothing els
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import statistics
 import time
@@ -26,6 +25,7 @@ from harness import (
     benchmark_parser,
     finish,
     greedy_request,
+    in_process,
     judged,
     random_tokens,
     save,
@@ -130,11 +130,7 @@ class LlmTarget:
     """bros.LLM in another process, which is idle while other targets are measured."""
 
     def __init__(self, files: ModelFiles, weights: str) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, there = context.Pipe()
-        arguments = (there, str(files.folder), weights)
-        context.Process(target=_run_llm, args=arguments, daemon=True).start()
-        self._connection.recv()  # it is ready
+        self._connection = in_process(_run_llm, str(files.folder), weights)
 
     def decode(self, rows: int) -> list[float]:
         """Milliseconds per decode step, the mean of DECODE_STEPS."""

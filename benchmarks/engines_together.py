@@ -11,7 +11,6 @@ together, in turns, medians of the rounds. Run nothing else on the machine.
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import statistics
 import subprocess
@@ -22,7 +21,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from harness import benchmark_parser, finish, greedy_request, random_tokens, save, table_of
+from harness import (
+    benchmark_parser,
+    finish,
+    greedy_request,
+    in_process,
+    random_tokens,
+    save,
+    table_of,
+)
 from rich.console import Console
 
 from bros.core.clock import SystemClock
@@ -66,13 +73,7 @@ class EngineProcess:
     """An engine in another process, which is idle but for calls of `begin`."""
 
     def __init__(self, files: ModelFiles, weights: str, threads: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, there = context.Pipe()
-        arguments = (there, files, weights, threads)
-        self._process = context.Process(target=_run_engine, args=arguments, daemon=True)
-        self._process.start()
-        there.close()  # so that `recv` fails if the process does
-        self._connection.recv()  # it is ready
+        self._connection = in_process(_run_engine, files, weights, threads)
 
     def begin(self, rows: int, seconds: float) -> None:
         self._connection.send((rows, seconds))
@@ -81,10 +82,6 @@ class EngineProcess:
         """Of what `begin` began, when it has ended."""
         rate: float = self._connection.recv()
         return rate
-
-    def close(self) -> None:
-        self._connection.close()
-        self._process.join()
 
 
 def _run_engine(connection: Connection, files: ModelFiles, weights: str, threads: int) -> None:
@@ -102,7 +99,7 @@ def _run_engine(connection: Connection, files: ModelFiles, weights: str, threads
     while True:
         try:
             rows, seconds = connection.recv()
-        except EOFError:  # the benchmark has closed it
+        except EOFError:  # the benchmark has ended
             return
         names = [str(count + row) for row in range(rows)]
         count += rows
@@ -150,23 +147,18 @@ def main() -> None:
     files = resolve_model(None, default_cache_dir(), console.print)
     cores = available_cores()
     samples: dict[str, dict[int, list[float]]] = {}
+    most = max(setting.engines for setting in SETTINGS)
     engines = {
-        setting.name: [
-            EngineProcess(files, args.weights, setting.threads(cores))
-            for _ in range(setting.engines)
-        ]
-        for setting in SETTINGS
+        threads: [EngineProcess(files, args.weights, threads) for _ in range(most)]
+        for threads in {setting.threads(cores) for setting in SETTINGS}
     }
     for number in range(args.rounds + 1):  # the first one is a warm-up
         for rows in ROWS:
             for setting in SETTINGS:
-                name = setting.name
-                value = rate(engines[name], rows, args.seconds, setting.busy)
+                group = engines[setting.threads(cores)][: setting.engines]
+                value = rate(group, rows, args.seconds, setting.busy)
                 if number > 0:
-                    samples.setdefault(name, {}).setdefault(rows, []).append(value)
-    for group in engines.values():
-        for engine in group:
-            engine.close()
+                    samples.setdefault(setting.name, {}).setdefault(rows, []).append(value)
     medians = {
         name: {rows: statistics.median(values) for rows, values in by_rows.items()}
         for name, by_rows in samples.items()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import operator
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,20 @@ def profile_named(
         return read_profile(text, folders)
     except ConfigError as error:
         parser.error(f"argument {option}: {str(error).removeprefix('--profile: ')}")
+
+
+def in_process(run: Callable[..., None], *arguments: Any) -> Connection:
+    """Call run(connection, *arguments) in another process; returns the other end of the connection
+    when `run` has sent that it is ready. `run` returns when its `recv` raises EOFError.
+
+    Raises EOFError if the process ends before that.
+    """
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    context.Process(target=run, args=(there, *arguments), daemon=True).start()
+    there.close()  # so that `recv` fails if the process ends
+    here.recv()
+    return here
 
 
 def environment() -> dict[str, object]:

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import re
 import select
 import socket
@@ -43,7 +42,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from harness import benchmark_parser, chosen, greedy_request, save, table_of
+from harness import benchmark_parser, chosen, greedy_request, in_process, save, table_of
 from rich.console import Console
 from stream_speed import DONE, Server, unchunked
 
@@ -114,11 +113,7 @@ class Alone:
     """An engine in a process of its own, which is idle while others are measured."""
 
     def __init__(self, weights: str, data_dir: Path) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, there = context.Pipe()
-        arguments = (there, weights, data_dir)
-        context.Process(target=_step_by_hand, args=arguments, daemon=True).start()
-        self._connection.recv()  # it is ready
+        self._connection = in_process(_step_by_hand, weights, data_dir)
 
     def run(self, mode: str, numbers: range, tokens: int) -> Run:
         self._connection.send((mode, numbers, tokens))
