@@ -30,7 +30,7 @@ from bros.executor.inputs import with_shared_parts
 from bros.executor.models.layers import has_products
 from bros.executor.weights import Int4Groups
 from bros.kernels.interface import AttentionBatch, HeadLayout, Kernels, Products
-from bros.kernels.panels import PanelFormat, Panels
+from bros.kernels.panels import PanelFormat, PanelLayout, Panels
 from bros.kernels.reference import ReferenceKernels
 
 LAYOUT = HeadLayout(num_heads=9, num_kv_heads=3, head_dim=64)
@@ -177,18 +177,18 @@ def shared_rows(kernels: Kernels, repeats: int) -> Iterator[list[str]]:
         yield [f"{rows} rows, {prefix} shared, {kv_dtype}", *times, f"{ratio:.2f}"]
 
 
-def packed(form: PanelFormat, outputs: int, inputs: int, width: int) -> Panels:
+def packed(form: PanelFormat, outputs: int, inputs: int, layout: PanelLayout) -> Panels:
     """Random weights."""
     weight = torch.randn(outputs, inputs)
     if form is PanelFormat.INT4:
         four = Int4Groups.from_dense(weight)
-        return Panels.int4(four.codes, four.scale, four.minimum, width)
+        return Panels.int4(four.codes, four.scale, four.minimum, layout)
     pack = {
         PanelFormat.FP32: Panels.fp32,
         PanelFormat.BF16: Panels.bf16,
         PanelFormat.INT8: Panels.int8,
     }
-    return pack[form](weight, width)
+    return pack[form](weight, layout)
 
 
 def product_rows(products: Sequence[Products], repeats: int) -> Iterator[list[str]]:
@@ -196,13 +196,13 @@ def product_rows(products: Sequence[Products], repeats: int) -> Iterator[list[st
     for (name, (outputs, inputs)), form in itertools.product(PRODUCT_SHAPES.items(), PanelFormat):
         count = max(2, PRODUCT_WEIGHTS // (outputs * inputs))
         matrices = {}
-        for width in {each.panel_width for each in products}:
-            one = packed(form, outputs, inputs, width)
+        for layout in {each.panel_layout for each in products}:
+            one = packed(form, outputs, inputs, layout)
             copies = [dataclasses.replace(one, data=one.data.clone()) for _ in range(count)]
-            matrices[width] = itertools.cycle(copies)
+            matrices[layout] = itertools.cycle(copies)
 
         def multiply(by: Products, x: Tensor, matrices: Mapping[int, Iterator[Panels]]) -> None:
-            by.linear(x, next(matrices[by.panel_width]), None)
+            by.linear(x, next(matrices[by.panel_layout]), None)
 
         for rows in PRODUCT_ROWS:
             x = torch.randn(rows, inputs)

@@ -42,7 +42,7 @@ class TimedKernels:
         self.products = None
         if inner.products is not None:
             self.linear = self._timed("linear")
-            self.panel_width = inner.products.panel_width
+            self.panel_layout = inner.products.panel_layout
             self.products = self
 
     def layers(self, *args: Any) -> None:

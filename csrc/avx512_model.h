@@ -69,7 +69,6 @@ typedef uint16_t __m512bh __attribute__((vector_size(64)));
 typedef int32_t __m256i __attribute__((vector_size(32)));
 typedef uint16_t __m256bh __attribute__((vector_size(32)));
 typedef uint16_t __mmask16;
-typedef uint16_t WordVec __attribute__((vector_size(64)));
 
 BROS_INLINE __mmask16 _cvtu32_mask16(uint32_t bits) { return static_cast<__mmask16>(bits); }
 

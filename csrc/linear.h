@@ -369,15 +369,15 @@ const char* product(const LinearArgs& a) {
     const int64_t room = kAllByTiles<Panel> ? round_up(a.rows, kFewestTileRows) : a.rows;
     char* rounded = static_cast<char*>(scratch.reserve(room * rows.x_stride));
     if (!rounded) return "no memory for rounded activations";
-    parallel_for(a.rows, a.rows * a.inputs, a.threads, [&](int64_t begin, int64_t end) {
-      if constexpr (kRoundsTiles<Panel>) {
-        Panel::round_rows(a, begin, end, rounded);
-      } else {
+    if constexpr (kRoundsTiles<Panel>) {
+      Panel::round_all(a, rounded);
+    } else {
+      parallel_for(a.rows, a.rows * a.inputs, a.threads, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {
           Panel::round(a.x + r * a.inputs, a.inputs, rounded + r * rows.x_stride);
         }
-      }
-    });
+      });
+    }
     rows.x = rounded;
   }
   const int64_t panels = ceil_div(a.outputs, kPanelOutputs);

@@ -10,6 +10,8 @@
 //     int4   [panels][groups]                 group of 32 inputs, value = code * scale + minimum:
 //                scale [out] f16, minimum [out] f16, codes [4][out] u32: inputs 8i .. 8i + 3 in the
 //                low halves of the bytes, from the low byte on, 8i + 4 .. 8i + 7 in the high halves
+//            for tile registers (linear_tiles.h) codes [out / 4][32] u16: an input of outputs 4i ..
+//                4i + 3, from the low four bits on
 //
 // A format is a struct with
 //

@@ -75,7 +75,7 @@ BROS_INLINE void copy_floats(float* to, const float* from, int64_t n) {
 template <class Panel>
 constexpr bool kAllByTiles = false;
 
-// Whether activations are rounded to tiles of several rows, by Panel::round_rows.
+// Whether activations are rounded to tiles of several rows, by Panel::round_all.
 template <class Panel>
 constexpr bool kRoundsTiles = false;
 

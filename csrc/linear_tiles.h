@@ -270,6 +270,13 @@ struct Bf16Tiles {
   static constexpr int64_t bytes(int64_t inputs) { return inputs * kPanelOutputs * 2; }
   static int64_t tile_bytes(int64_t rows) { return min_of(rows, kTileRows) * kTileRowBytes; }
 
+  // All rows of a.x.
+  static void round_all(const LinearArgs& a, char* out) {
+    parallel_for(a.rows, a.rows * a.inputs, a.threads, [&](int64_t begin, int64_t end) {
+      round_rows(a, begin, end, out);
+    });
+  }
+
   // Rows [begin, end) of a.x, part by part of the inputs, so that the lines of a tile are written
   // one after the other.
   static void round_rows(const LinearArgs& a, int64_t begin, int64_t end, char* out) {
@@ -289,7 +296,7 @@ struct Bf16Tiles {
     }
   }
 
- private:
+ protected:
   BROS_INLINE static void round(const float* x, int64_t inputs, char* to, int64_t step_bytes) {
     for (int64_t k = 0; k < inputs; k += kStep, to += step_bytes) {
       for (int64_t j = 0; j < kStep; j += kLanes) {
@@ -462,67 +469,115 @@ struct BlocksOf<Bf16Tiles> {
 using Bf16Format = Bf16Tiles;
 
 // ---- int4: products of bf16, too. Activations are rounded to bf16, and weights are widened to it, a
-// ---- block of a panel at a time, in the layout of a panel of bf16.
+// ---- block of a panel at a time.
 //
 // Tiles of codes would have to be scaled output by output, group by group, with vectors, and one code
 // of 8 bits for an activation needs a second one where it is large: that took 2 to 5 times as long for
-// 64 rows and more, and half as long for one (docs/decisions/0025). Widening takes about 6 cycles for
-// 32 weights, whatever the number of rows is.
-
-// Weights of few rows that are fetched ahead of the codes that are widened, in bytes: products of the
-// layers of SmolLM2-135M with 1 and 8 rows take 0.77 of the time, and 0.81 with 5,120.
-constexpr int64_t kCodesAhead = 10240;
+// 64 rows and more (docs/decisions/0025).
+//
+// An output has at most 16 values in a group. They are computed as a vector of fp32, whose upper
+// halves are the table in which 32 codes are looked up at once, by VPERMW: five instructions for 32
+// weights, where code by code took ten, and products of one row took 1.5 times as long. So codes lie
+// input by input:
+//
+//     panel of tiles, int4, of each group      scale [out] f16, minimum [out] f16,
+//                                              codes [out / 4][32] u16: of outputs 4q .. 4q + 3, from
+//                                              the low four bits on
+//
+//     table, words       [ .. value 0 | .. value 1 |     ..     | .. value 15 ]
+//     places, words      [ 2 * code of input 0 + 1 | .. of input 1 |   ..   | .. of input 31 ]
+//     inputs, bf16       [ input 0 | input 1 |   ..   | input 31 ]     a row of a tile, of one output
+//
+// That is a row of an A tile. Few rows multiply it as it is, with x in B tiles, so that outputs are the
+// rows of C; the sums have the same bits. Many rows want weights in B tiles, for which 16 outputs at a
+// time are transposed.
 
 struct Int4Tiles : Bf16Tiles {
   static int64_t bytes(int64_t inputs) { return Int4Panel::bytes(inputs); }
 
-  // out [inputs / 2][out]: as a panel of bf16. weights: of the group of the first of `inputs`
-  // inputs, whole groups. value = code * scale + minimum, with one rounding to fp32 of
-  // minimum - 16 * scale, one of the sum, and one to bf16, halves away from zero.
-  template <bool kFetches = false>
-  static void widen(const char* weights, int64_t inputs, uint32_t* out) {
-    for (int64_t g = 0; g < groups_of(inputs); ++g, weights += Int4Panel::kGroupBytes) {
-      for (int64_t i = 0; kFetches && i < Int4Panel::kGroupBytes; i += 64) {
-        __builtin_prefetch(weights + kCodesAhead + i, 0, 2);
-      }
-      const Fp16* halves = reinterpret_cast<const Fp16*>(weights);
-      const uint32_t* eights = reinterpret_cast<const uint32_t*>(weights + 4 * kPanelOutputs);
-#pragma GCC unroll 2
-      for (int j = 0; j < 2; ++j) {
-        const Vec scale = load(halves + j * kLanes);
-        const Vec base =
-            mul_add(splat(-16.0f), scale, load(halves + kPanelOutputs + j * kLanes));
-#pragma GCC unroll 4
-        for (int eight = 0; eight < kGroup / 8; ++eight) {
-          const IntVec raw = load_int(eights + eight * kPanelOutputs + j * kLanes);
-          uint32_t* to = out + (g * (kGroup / 2) + eight * 4) * kPanelOutputs + j * kLanes;
-          store_pair<0, 8>(raw, scale, base, to);
-          store_pair<16, 24>(raw, scale, base, to + kPanelOutputs);
-          store_pair<4, 12>(raw, scale, base, to + 2 * kPanelOutputs);
-          store_pair<20, 28>(raw, scale, base, to + 3 * kPanelOutputs);
+  // Up to two row tiles are rounded to B tiles, of [16 pairs of inputs, rows] each; more to A tiles.
+  static void round_all(const LinearArgs& a, char* out) {
+    if (a.rows > 2 * kTileRows) return Bf16Tiles::round_all(a, out);
+    const int64_t steps = ceil_div(a.inputs, kStep), bytes = tile_bytes(a.rows);
+    // Not by rows: threads would write to the same lines.
+    parallel_for(steps, a.rows * a.inputs, a.threads, [&](int64_t begin, int64_t end) {
+      for (int64_t row = 0; row < a.rows; row += kTileRows) {
+        char* tiles = out + row / kTileRows * steps * bytes;
+        const int64_t rows = min_of(kTileRows, a.rows - row);
+        for (int64_t step = begin; step < end; ++step) {
+          round_b_tile(a.x + row * a.inputs + step * kStep, a.inputs, rows,
+                       min_of(kTileRows, a.rows), tiles + step * bytes);
         }
       }
+    });
+  }
+
+  // put(Number<o>, numbers) for each output of a panel: its inputs of a group, 32 numbers of bf16.
+  // value = code * scale + minimum, rounded to fp32 once, and to bf16, halves away from zero.
+  // between(Number<q>) follows each four outputs, 4q .. 4q + 3.
+  template <class Put, class Between>
+  BROS_INLINE static void widen_group(const char* group, const Put& put, const Between& between) {
+    const Vec codes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    alignas(64) float scales[kPanelOutputs], minima[kPanelOutputs];
+    const Fp16* halves = reinterpret_cast<const Fp16*>(group);
+    for (int j = 0; j < kPanelOutputs; j += kLanes) {
+      store(scales + j, load(halves + j));
+      store(minima + j, load(halves + kPanelOutputs + j));
+    }
+    // Otherwise the compiler would take the numbers from registers, by permutations, which need the
+    // port of the look-ups: 1.25 times as long.
+    __asm__ volatile("" : "+m"(scales), "+m"(minima));
+    unrolled<kPanelOutputs / 4>([&](auto quad) {
+      WordVec words;
+      __builtin_memcpy(&words, group + 4 * kPanelOutputs + quad.value * sizeof words,
+                       sizeof words);
+      unrolled<4>([&](auto i) {
+        constexpr int kOutput = 4 * quad.value + i.value, kBit = 4 * i.value;
+        const Vec values = mul_add(codes, splat(scales[kOutput]), splat(minima[kOutput]));
+        const IntVec table = bit_cast<IntVec>(values) + 0x8000;  // what rounds
+        const WordVec places = (kBit ? words >> max_of(kBit - 1, 0) : words << 1) | 1;
+        put(Number<kOutput>(),
+            _mm512_permutexvar_epi16(bit_cast<__m512i>(places), bit_cast<__m512i>(table)));
+      });
+      between(quad);
+    });
+  }
+
+  // out [inputs / 2][out]: as a panel of bf16. weights: of the group of the first of `inputs`
+  // inputs, whole groups.
+  static void widen(const char* weights, int64_t inputs, uint32_t* out) {
+    for (int64_t g = 0; g < groups_of(inputs); ++g, weights += Int4Panel::kGroupBytes) {
+      Vec tile[kTileOutputs];
+      const auto put = [&](auto output, __m512i numbers) {
+        constexpr int kAt = output.value % kTileOutputs;
+        tile[kAt] = bit_cast<Vec>(numbers);
+        if constexpr (kAt == kTileOutputs - 1) {
+          transpose(tile);
+          float* to = reinterpret_cast<float*>(out) + output.value - kAt;
+          for (int i = 0; i < kGroup / 2; ++i) store(to + i * kPanelOutputs, tile[i]);
+        }
+      };
+      widen_group(weights, put, [](auto) {});
+      out += kGroup / 2 * kPanelOutputs;
     }
   }
 
  private:
-  // The codes at these bits of `raw`, as a pair of bf16.
-  template <int kFirst, int kSecond>
-  BROS_INLINE static void store_pair(IntVec raw, Vec scale, Vec base, uint32_t* to) {
-    constexpr int kHalf = 0x8000;  // what rounds
-    const IntVec first = bit_cast<IntVec>(value<kFirst>(raw, scale, base)) + kHalf;
-    const IntVec second = bit_cast<IntVec>(value<kSecond>(raw, scale, base)) + kHalf;
-    const IntVec low = bit_cast<IntVec>(bit_cast<UintVec>(first) >> 16);
-    const IntVec pair = low | (second & static_cast<int32_t>(0xffff0000));
-    __builtin_memcpy(to, &pair, sizeof pair);
-  }
-
-  // The code is put into the upper bits of the fraction of 16, so that no conversion is needed.
-  template <int kBit>
-  BROS_INLINE static Vec value(IntVec raw, Vec scale, Vec base) {
-    constexpr int kPlace = 19, kSixteen = 0x41800000;
-    const IntVec at = kBit < kPlace ? raw << (kPlace - kBit) : raw >> (kBit - kPlace);
-    return mul_add(bit_cast<Vec>((at & (15 << kPlace)) | kSixteen), scale, base);
+  // 32 inputs of `rows` rows, which lie x_stride numbers apart. `columns`: rows that the tile has room
+  // for.
+  BROS_INLINE static void round_b_tile(const float* x, int64_t x_stride, int64_t rows,
+                                       int64_t columns, char* out) {
+    Vec pairs[kTileRows];
+    for (int64_t r = 0; r < rows; ++r) {
+      round(x + r * x_stride, kStep, reinterpret_cast<char*>(pairs + r), kStepBytes);
+    }
+    if (columns == 1) {
+      __builtin_memcpy(out, pairs, sizeof *pairs);
+      return;
+    }
+    transpose(pairs);
+    float* to = reinterpret_cast<float*>(out);
+    for (int i = 0; i < kTileRows; ++i, to += columns) store_first(to, pairs[i], rows);
   }
 };
 template <>
@@ -530,23 +585,11 @@ constexpr bool kAllByTiles<Int4Tiles> = true;
 template <>
 constexpr bool kRoundsTiles<Int4Tiles> = true;
 
-// Inputs that are widened at once for few rows: 16 KB of a panel, of which two stay in the first
-// cache.
-constexpr int64_t kWidened = 256;
-
-inline char* room_for_widened() {
-  static thread_local Scratch scratch;
-  constexpr int64_t kMost = max_of(2 * kWidened, kBlockInputs);
-  char* room = static_cast<char*>(scratch.reserve(Bf16Tiles::bytes(kMost)));
-  if (!room) __builtin_trap();  // 36 KB
-  return room;
-}
-
 struct Int4Blocks {
   static constexpr int64_t kInputs = kBlockInputs;
 
   static void multiply(const TileBlock& block) {
-    char* widened = room_for_widened();
+    alignas(64) char widened[Bf16Tiles::bytes(kBlockInputs)];
     Int4Tiles::widen(block.weights + Int4Tiles::bytes(block.k), block.count,
                      reinterpret_cast<uint32_t*>(widened));
     Bf16Blocks::multiply(block, widened, nullptr);
@@ -559,50 +602,163 @@ struct BlocksOf<Int4Tiles> {
 
 using Int4Format = Int4Tiles;
 
-// ---- Few rows of bf16 and int4: each weight is read once, from memory, and sums stay in registers.
+// Weights of few rows that are fetched ahead of the codes that are widened, in bytes. With 1,920 and
+// 2,560 instead, products of 1 to 32 rows take 1.02 to 1.12 times as long; with 6,400 as long.
+constexpr int64_t kCodesAhead = 4096;
 
-// The C tiles += kRowTiles row tiles times kPanels panels from `panel` on, for all inputs.
-template <class Panel, int kRowTiles, int kPanels>
-BROS_INLINE void add_panels(const LinearArgs& a, const Rows& rows, int64_t panel) {
-  const int64_t bytes = Panel::bytes(a.inputs), x_tile = kTileRows * rows.x_stride;
-  const int64_t x_step = Bf16Tiles::tile_bytes(rows.count);
-  const char* weights = static_cast<const char*>(a.weights) + panel * bytes;
-  if constexpr (is_same<Panel, Bf16Tiles>) {
-    const LastStep<kPanels> last(weights, a.inputs);
-    const Bf16Steps steps = {rows.x, x_tile, x_step,
-                             weights, bytes, a.inputs / Bf16Tiles::kStep, last.get()};
-    add_bf16<kRowTiles, kPanels, false>(steps, [&](const char* at) {
-      unrolled<kPanels>([&](auto p) {
-        for (int64_t i = 0; i < Bf16Tiles::kStepWeights; i += 64) {
-          __builtin_prefetch(at + p.value * bytes + kStreamAhead + i, 0, 2);
-        }
-      });
-    });
-  } else {
-    char* widened = room_for_widened();
-    constexpr int64_t kBytes = Bf16Tiles::bytes(kWidened);
-    for (int64_t k = 0; k < a.inputs; k += kWidened) {
-      const int64_t count = min_of(kWidened, a.inputs - k);
-      for (int p = 0; p < kPanels; ++p) {
-        Panel::template widen<true>(weights + p * bytes + Panel::bytes(k), count,
-                                    reinterpret_cast<uint32_t*>(widened + p * kBytes));
+// Panels of up to kRowTiles row tiles. Registers:
+//
+//                            B 6         B 7         x of rows 0 .. 15, 16 .. 31
+//     A 4 (outputs 0 .. 15)  C 0         C 1
+//     A 5 (16 .. 31)         C 2         C 3
+template <int kRowTiles>
+class FewRowsOfInt4 {
+ public:
+  FewRowsOfInt4(const LinearArgs& a, const Rows& rows)
+      : a_(a), rows_(rows), x_row_bytes_(row_bytes(0)) {
+    TileShapes shapes;
+    for (int i = 0; i < 2; ++i) shapes.set(a_tile(i), kTileOutputs, kTileRowBytes);
+    for (int j = 0; j < kRowTiles; ++j) {
+      shapes.set(b_tile(j), kTileRows, row_bytes(j));
+      for (int i = 0; i < 2; ++i) {
+        shapes.set(c_tile(i, j, kRowTiles), kTileOutputs, row_bytes(j));
       }
-      const int64_t first = k / Bf16Tiles::kStep;
-      add_bf16<kRowTiles, kPanels, false>({rows.x + first * x_step, x_tile, x_step, widened, kBytes,
-                                           count / Bf16Tiles::kStep, nullptr},
-                                          [](const char*) {});
+    }
+    tiles_.configure(shapes);
+  }
+
+  void multiply(int64_t begin, int64_t end) const {
+    for (int64_t p = begin; p < end; ++p) multiply_panel(p);
+  }
+
+ private:
+  // Groups are multiplied two later than they are widened, since a tile cannot be loaded before what
+  // was stored there has left for the cache, and part by part between those that are widened, since
+  // tiles and vectors take turns otherwise: 0.89 of the time with 1 row, 0.93 with 8 and 32.
+  static constexpr int kDelay = 2, kGroups = 4;
+
+  struct alignas(64) WidenedGroup {
+    char rows[kPanelOutputs][kTileRowBytes];
+  };
+
+  int64_t rows_of(int j) const { return min_of(kTileRows, rows_.count - j * kTileRows); }
+  int64_t row_bytes(int j) const { return 4 * rows_of(j); }
+
+  void multiply_panel(int64_t panel) const {
+    const int64_t groups = groups_of(a_.inputs);
+    const char* group = static_cast<const char*>(a_.weights) + panel * Int4Tiles::bytes(a_.inputs);
+    const char* x = rows_.x;
+    WidenedGroup widened[kGroups];
+    for_sums<2, kRowTiles>([&](auto c, int64_t, int64_t) { zero_tile<c.value>(); });
+    const int64_t ahead = min_of<int64_t>(kDelay, groups);
+    for (int64_t g = 0; g < ahead; ++g, group += Int4Panel::kGroupBytes) {
+      widen(group, widened + g, [](auto) {});
+    }
+    for (int64_t g = 0; g < groups - ahead; ++g, group += Int4Panel::kGroupBytes) {
+      const WidenedGroup& from = widened[g % kGroups];
+      widen(group, widened + (g + ahead) % kGroups,
+            [&](auto quad) { multiply_part<quad.value>(from, x); });
+      x += Int4Tiles::tile_bytes(rows_.count);
+    }
+    for (int64_t g = groups - ahead; g < groups; ++g, x += Int4Tiles::tile_bytes(rows_.count)) {
+      unrolled<8>([&](auto part) { multiply_part<part.value>(widened[g % kGroups], x); });
+    }
+    store_sums(panel);
+  }
+
+  template <class Between>
+  BROS_INLINE static void widen(const char* group, WidenedGroup* to, const Between& between) {
+    Int4Tiles::widen_group(
+        group,
+        [&](auto output, __m512i numbers) {
+          __builtin_memcpy(to->rows[output.value], &numbers, sizeof numbers);
+        },
+        [&](auto quad) {
+          __builtin_prefetch(group + kCodesAhead + quad.value * 64, 0, 2);
+          if constexpr (quad.value < 2) {
+            __builtin_prefetch(group + kCodesAhead + (8 + quad.value) * 64, 0, 2);
+          }
+          between(quad);
+        });
+  }
+
+  // The products of a group in eight parts, one after each four outputs of another that is widened.
+  template <int kPart>
+  BROS_INLINE void multiply_part(const WidenedGroup& group, const char* x) const {
+    constexpr int i = kPart / 4;
+    if constexpr (kPart == 0 || (kPart == 2 && kRowTiles == 2)) {
+      load_tile<b_tile(kPart / 2)>(x + kPart / 2 * kTileRows * rows_.x_stride, x_row_bytes_);
+    }
+    if constexpr (kPart == 0 || kPart == 4) {
+      load_tile<a_tile(i)>(group.rows[i * kTileOutputs], kTileRowBytes);
+    }
+    if constexpr (kPart % 4 == 1) {
+      add_product<TileProduct::kBf16, c_tile(i, 0, kRowTiles), a_tile(i), b_tile(0)>();
+    }
+    if constexpr (kPart % 4 == 3 && kRowTiles == 2) {
+      add_product<TileProduct::kBf16, c_tile(i, 1, kRowTiles), a_tile(i), b_tile(1)>();
     }
   }
+
+  // A C tile is [outputs, rows].
+  void store_sums(int64_t panel) const {
+    for_sums<2, kRowTiles>([&](auto c, int64_t output, int64_t row) {
+      const int64_t first = panel * kPanelOutputs + output;
+      const int64_t width = min_of<int64_t>(kTileOutputs, a_.outputs - first);
+      if (width <= 0) return;
+      float* out = rows_.out + row * a_.outputs + first;
+      Vec sums[kTileRows];
+      const int64_t count = rows_of(static_cast<int>(row / kTileRows));
+      store_tile<c.value>(sums, 4 * (count == 1 ? 1 : kTileRows));
+      if (count > 1) transpose(sums);
+      for (int64_t r = 0; r < count; ++r, out += a_.outputs) {
+        if (width == kTileOutputs) {
+          store(out, sums[r]);
+        } else {
+          store_first(out, sums[r], width);
+        }
+      }
+    });
+  }
+
+  const LinearArgs& a_;
+  const Rows& rows_;
+  const int64_t x_row_bytes_;  // of a B tile
+  ThreadTiles tiles_;
+};
+
+// ---- Few rows of bf16: each weight is read once, from memory, and sums stay in registers.
+
+// The C tiles += kRowTiles row tiles times kPanels panels from `panel` on, for all inputs.
+template <int kRowTiles, int kPanels>
+BROS_INLINE void add_panels(const LinearArgs& a, const Rows& rows, int64_t panel) {
+  const int64_t bytes = Bf16Tiles::bytes(a.inputs);
+  const char* weights = static_cast<const char*>(a.weights) + panel * bytes;
+  const LastStep<kPanels> last(weights, a.inputs);
+  const Bf16Steps steps = {rows.x,
+                           kTileRows * rows.x_stride,
+                           Bf16Tiles::tile_bytes(rows.count),
+                           weights,
+                           bytes,
+                           a.inputs / Bf16Tiles::kStep,
+                           last.get()};
+  add_bf16<kRowTiles, kPanels, false>(steps, [&](const char* at) {
+    unrolled<kPanels>([&](auto p) {
+      for (int64_t i = 0; i < Bf16Tiles::kStepWeights; i += 64) {
+        __builtin_prefetch(at + p.value * bytes + kStreamAhead + i, 0, 2);
+      }
+    });
+  });
 }
 
 // kPanels panels from `panel` on, for all rows, up to kRowTiles row tiles.
-template <class Panel, int kRowTiles, int kPanels>
+template <int kRowTiles, int kPanels>
 void few_rows_by_tiles(const LinearArgs& a, const Rows& rows, int64_t panel, ThreadTiles* tiles) {
   constexpr int kColumns = 2 * kPanels;
   constexpr int64_t kWidth = kPanels * kPanelOutputs;
   tiles->configure(product_shapes(kRowTiles, kColumns, rows.count));
   for_sums<kRowTiles, kColumns>([&](auto c, int64_t, int64_t) { zero_tile<c.value>(); });
-  add_panels<Panel, kRowTiles, kPanels>(a, rows, panel);
+  add_panels<kRowTiles, kPanels>(a, rows, panel);
   const auto store_to = [&](float* out, int64_t stride) {
     for_sums<kRowTiles, kColumns>([&](auto c, int64_t row, int64_t output) {
       store_tile<c.value>(out + row * stride + output, stride * sizeof(float));
@@ -800,15 +956,18 @@ void tile_panels(const LinearArgs& a, const Rows& rows, int64_t begin, int64_t e
     int8_panels(a, rows, begin, end);
   } else if (rows.count > 2 * kTileRows) {
     many_rows_by_tiles<Panel>(a, rows, begin, end);
+  } else if constexpr (is_same<Panel, Int4Tiles>) {
+    if (rows.count > kTileRows) return FewRowsOfInt4<2>(a, rows).multiply(begin, end);
+    FewRowsOfInt4<1>(a, rows).multiply(begin, end);
   } else {
     ThreadTiles tiles;
     int64_t p = begin;
     if (rows.count > kTileRows) {
-      for (; p < end; ++p) few_rows_by_tiles<Panel, 2, 1>(a, rows, p, &tiles);
+      for (; p < end; ++p) few_rows_by_tiles<2, 1>(a, rows, p, &tiles);
       return;
     }
-    for (; p + 2 <= end; p += 2) few_rows_by_tiles<Panel, 1, 2>(a, rows, p, &tiles);
-    if (p < end) few_rows_by_tiles<Panel, 1, 1>(a, rows, p, &tiles);
+    for (; p + 2 <= end; p += 2) few_rows_by_tiles<1, 2>(a, rows, p, &tiles);
+    if (p < end) few_rows_by_tiles<1, 1>(a, rows, p, &tiles);
   }
 }
 

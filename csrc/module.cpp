@@ -544,11 +544,13 @@ PyObject* concatenate_chunks(PyObject*, PyObject* const* values, Py_ssize_t coun
   return step.read(chunks) ? step.result() : nullptr;
 }
 
-// panel_outputs(level): outputs per panel of packed weights.
-PyObject* panel_outputs(PyObject*, PyObject* const* values, Py_ssize_t count) {
+// panel_layout(level): how it wants weights to be packed, as in PanelLayout (kernels/panels.py).
+PyObject* panel_layout(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   const KernelTable* table = in.table();
-  return in.ok() ? PyLong_FromLongLong(table->panel_outputs) : nullptr;
+  if (!in.ok()) return nullptr;
+  return Py_BuildValue("LN", static_cast<long long>(table->panel_outputs),
+                       PyBool_FromLong(table->tile_product != nullptr));
 }
 
 // The int32 numbers of arguments with the buffer protocol. Errors show in PyErr_Occurred().
@@ -720,7 +722,7 @@ PyMethodDef methods[] = {
     method<embed>("embed"),
     method<run_layers>("run_layers"),
     method<sample>("sample"),
-    method<panel_outputs>("panel_outputs"),
+    method<panel_layout>("panel_layout"),
     method<tile_product>("tile_product"),
     method<segment_changes>("segment_changes"),
     method<changed_segments>("changed_segments"),

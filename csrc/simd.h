@@ -43,6 +43,7 @@ constexpr float kRoundMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a
 
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t WordVec __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t UintVec __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * kLanes)));
 
@@ -255,6 +256,9 @@ BROS_INLINE Vec load_first(const T* p, int64_t n) {
 
 template <class T>
 BROS_INLINE void store_first(T* p, Vec v, int64_t n) {
+#if defined(__AVX512F__)
+  if (sizeof(T) == 4) return _mm512_mask_storeu_ps(p, (1u << n) - 1, v);
+#endif
   T padded[kLanes];
   store(padded, v);
   __builtin_memcpy(p, padded, n * sizeof(T));

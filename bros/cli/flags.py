@@ -355,7 +355,6 @@ _NOT_SIMULATED = (
     *("pooling", "tenant_weights", "tenant_rt_slowdowns"),
     *("device", "gpu_memory_utilization"),
     *("self_attention", "shared_attention", "cuda_graphs", "async_scheduling"),
-    "deterministic",
 )
 ONE_ENGINE = (
     *("--rt-rate", "--rt-lengths", "--trace-speed", "--be", "--be-batches"),

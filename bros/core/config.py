@@ -186,11 +186,6 @@ class EngineConfig(_Checked):
         "compute the attention over a shared prefix once for all its requests",
         choices=SHARED_ATTENTION,
     )
-    deterministic: str = option(
-        "on",
-        "CPU only: same bits in any batch; off: few rows of int4 with AMX are faster, and differ",
-        choices=("on", "off"),
-    )
     kv_dtype: str = option("auto", "precision of the KV cache", choices=KV_DTYPES)
     kv_memory: str | None = option(
         None,

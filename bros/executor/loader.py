@@ -278,12 +278,7 @@ class _Loader:
         chunk_attention = xformers_for(config, self._target, self._kernels_name, self._layout)
         # Chunks are computed by xformers only in steps that are not recorded.
         self._records_chunks = chunk_attention is None
-        self._kernels = select_kernels(
-            self._kernels_name,
-            self._device,
-            chunk_attention,
-            faster_few_rows_of=self._target.weights if config.deterministic == "off" else None,
-        )
+        self._kernels = select_kernels(self._kernels_name, self._device, chunk_attention)
         self._kv_dtype = kv_dtype_for(config, self._target, self._kernels.name)
         self._share_prefixes = config.shared_attention == "on"
         self._grouping = (

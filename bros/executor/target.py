@@ -172,7 +172,7 @@ def kv_dtype_for(config: EngineConfig, target: Target, kernels: str) -> str:
         return config.kv_dtype
     if not target.packed or target.weights == "fp32":
         return target.weights
-    if kernels.startswith(("cpu-avx512-bf16", "cpu-avx512-amx")):
+    if kernels in ("cpu-avx512-bf16", "cpu-avx512-amx"):
         return "bf16"
     return "fp16" if kernels.startswith("cpu-avx") else "fp32"
 

@@ -28,7 +28,7 @@ from bros.kernels.interface import (
     Product,
     SharedParts,
 )
-from bros.kernels.panels import PanelFormat, Panels
+from bros.kernels.panels import PanelLayout, Panels
 
 DRAW = struct.Struct("=2Q 7q 3d 3f 3i")
 """One draw of `sample`, as in csrc/kernels.h."""
@@ -41,19 +41,6 @@ ENDS = struct.Struct("=2Q3qQ2Q3q")
 
 NOTHING_ALLOWED = -2
 """A token of `sample`: its mask allows none. Any other negative one: no logit is finite."""
-
-FEW_ROWS = 8
-"""Up to so many rows of int4 are computed by CpuKernels.few_rows_level.
-
-AMX has to widen codes to bf16, which takes as long for one row as for 16; VNNI multiplies them as
-they are. A whole step by VNNI, of the time with AMX (SmolLM2-135M with 64 to 136 tokens per row,
-two cores of a Xeon):
-
-    rows    1     2     4     8    12    16    32
-         0.66  0.79  0.80  0.94  1.02  1.15  1.25
-"""
-
-_FEW_ROWS_LEVELS = {"avx512-amx": "avx512-bf16"}
 
 _SAMPLED = np.dtype([("token", np.int32), ("peak", np.float32), ("logprob", np.float64)])
 _TOKEN_LOGPROB = np.dtype([("token", np.int64), ("logprob", np.float64)])
@@ -70,15 +57,6 @@ _TILE_PRODUCTS = {
 def levels() -> list[str]:
     """The instruction sets that this machine has kernels for, fastest first, `generic` last."""
     return [name for name, available, emulated in _C.levels() if available and not emulated]
-
-
-def few_rows_level(weights: str) -> str | None:
-    """The level that multiplies up to FEW_ROWS rows faster than the first of `levels`, in another
-    order; None if there is none.
-
-    weights: as in Target.
-    """
-    return _FEW_ROWS_LEVELS.get(levels()[0]) if weights == "int4" else None
 
 
 def emulated_levels() -> list[str]:
@@ -163,33 +141,23 @@ class CpuKernels:
     range raise IndexError before anything is written.
     """
 
-    def __init__(self, level: str | None = None, few_rows_level: str | None = None) -> None:
+    def __init__(self, level: str | None = None) -> None:
         """level: one of levels(), by default the fastest, or of emulated_levels().
-        few_rows_level: another one, with as wide panels, for products of int4 of up to FEW_ROWS
-            rows, and for steps of so many tokens with such weights; by default `level`. A row then
-            has other bits among few rows than among many.
 
-        Raises ConfigError if a level is none of these.
+        Raises ConfigError for any other.
         """
         available = levels()
         self.level = available[0] if level is None else level
-        self.few_rows_level = self.level if few_rows_level is None else few_rows_level
-        for each in (self.level, self.few_rows_level):
-            if each not in available + emulated_levels():
-                raise ConfigError(
-                    f"CPU kernels: level {each!r} is not one of {', '.join(available)} "
-                    "(this machine)"
-                )
+        if self.level not in available + emulated_levels():
+            raise ConfigError(
+                f"CPU kernels: level {level!r} is not one of {', '.join(available)} (this machine)"
+            )
         self._level = _level_index(self.level)
-        self._few_rows_level = _level_index(self.few_rows_level)
-        self.panel_width = _C.panel_outputs(self._level)  # see Products
-        assert _C.panel_outputs(self._few_rows_level) == self.panel_width
+        self.panel_layout = PanelLayout(*_C.panel_layout(self._level))  # see Products
 
     @property
     def name(self) -> str:
-        if self.few_rows_level == self.level:
-            return f"cpu-{self.level}"
-        return f"cpu-{self.level}+{self.few_rows_level}"
+        return f"cpu-{self.level}"
 
     def graph_buffers(
         self, limits: GraphLimits, layout: HeadLayout, device: torch.device
@@ -310,12 +278,11 @@ class CpuKernels:
     def linear(self, x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:
         """See Products."""
         rows, inputs = x.shape
-        assert inputs == weight.inputs and weight.width == self.panel_width
+        assert inputs == weight.inputs and weight.layout == self.panel_layout
         assert bias is None or bias.shape == (weight.outputs,)
         out = torch.empty(rows, weight.outputs)
-        few = rows <= FEW_ROWS and weight.format is PanelFormat.INT4
         _C.linear(
-            self._few_rows_level if few else self._level,
+            self._level,
             out.data_ptr(),
             _address(x.contiguous()),
             _address(weight.data, torch.uint8),
@@ -330,7 +297,7 @@ class CpuKernels:
 
     def embed(self, token_ids: Tensor, weight: Panels) -> Tensor:
         """See Products."""
-        assert weight.width == self.panel_width
+        assert weight.layout == self.panel_layout
         out = torch.empty(len(token_ids), weight.inputs)
         _C.embed(
             self._level,
@@ -354,11 +321,7 @@ class CpuKernels:
         ends: DecoderEnds | None = None,
     ) -> CpuLayers | None:
         """See Products."""
-        in_int4 = weights[0].qkv.weight.format is PanelFormat.INT4
-        few_rows_level = self._few_rows_level if in_int4 else self._level
-        return CpuLayers(
-            (self._level, few_rows_level), self.panel_width, weights, layout, cos_sin, eps, ends
-        )
+        return CpuLayers(self._level, self.panel_layout, weights, layout, cos_sin, eps, ends)
 
     def sample(
         self, logits: Tensor, draws: DrawBuffers, most: int
@@ -414,24 +377,25 @@ class CpuLayers:
 
     def __init__(
         self,
-        levels: tuple[int, int],
-        panel_width: int,
+        level: int,
+        panel_layout: PanelLayout,
         weights: Sequence[LayerWeights],
         layout: HeadLayout,
         cos_sin: Tensor | None,
         eps: float,
         ends: DecoderEnds | None,
     ) -> None:
-        """levels: of the kernels, in general and for up to FEW_ROWS rows; panel_width: of both.
-        Everything else: see Products.layers."""
+        """level, panel_layout: of the kernels. Everything else: see Products.layers."""
         assert weights and layout.num_heads % layout.num_kv_heads == 0
-        self._level, self._few_rows_level = levels
+        self._level = level
         self._weights = tuple(weights), ends  # the tables have only their addresses
         self._hidden, inner = weights[0].qkv.weight.inputs, weights[0].down.weight.inputs
-        packed = [_layer_record(each, layout, self._hidden, inner, panel_width) for each in weights]
+        packed = [
+            _layer_record(each, layout, self._hidden, inner, panel_layout) for each in weights
+        ]
         self._table = b"".join(packed)
         self._vocab = 0 if ends is None else ends.lm_head.weight.outputs
-        self._ends = b"" if ends is None else _ends_record(ends, self._hidden, panel_width)
+        self._ends = b"" if ends is None else _ends_record(ends, self._hidden, panel_layout)
         self._layout = layout
         self._cos_sin = cos_sin
         self._eps = eps
@@ -471,7 +435,7 @@ class CpuLayers:
             hidden = torch.empty(len(new_residual), self._hidden)
             logits = torch.empty(samples, self._vocab)
         layer = _C.run_layers(
-            self._few_rows_level if tokens <= FEW_ROWS else self._level,
+            self._level,
             self._table,
             self._kv,
             self._ends,
@@ -510,14 +474,14 @@ class CpuLayers:
 
 
 def _layer_record(
-    layer: LayerWeights, layout: HeadLayout, hidden: int, inner: int, panel_width: int
+    layer: LayerWeights, layout: HeadLayout, hidden: int, inner: int, panel_layout: PanelLayout
 ) -> bytes:
     """One LAYER. It has addresses only: the weights must be kept as long as it is used."""
     products = (
-        *_product_record(layer.qkv, layout.qkv_size, hidden, panel_width),
-        *_product_record(layer.attention_out, hidden, layout.q_size, panel_width),
-        *_product_record(layer.gate_up, 2 * inner, hidden, panel_width),
-        *_product_record(layer.down, hidden, inner, panel_width),
+        *_product_record(layer.qkv, layout.qkv_size, hidden, panel_layout),
+        *_product_record(layer.attention_out, hidden, layout.q_size, panel_layout),
+        *_product_record(layer.gate_up, 2 * inner, hidden, panel_layout),
+        *_product_record(layer.down, hidden, inner, panel_layout),
     )
     assert layer.attention_norm.shape == layer.mlp_norm.shape == (hidden,)
     for norm in (layer.q_norm, layer.k_norm):
@@ -532,23 +496,23 @@ def _layer_record(
     )
 
 
-def _ends_record(ends: DecoderEnds, hidden: int, panel_width: int) -> bytes:
+def _ends_record(ends: DecoderEnds, hidden: int, panel_layout: PanelLayout) -> bytes:
     """One ENDS, as above."""
     assert ends.final_norm.shape == (hidden,)
     vocab = ends.lm_head.weight.outputs
     return ENDS.pack(
-        *_product_record(Product(ends.embedding, None), vocab, hidden, panel_width),
+        *_product_record(Product(ends.embedding, None), vocab, hidden, panel_layout),
         _address(ends.final_norm),
-        *_product_record(ends.lm_head, vocab, hidden, panel_width),
+        *_product_record(ends.lm_head, vocab, hidden, panel_layout),
     )
 
 
 def _product_record(
-    product: Product, outputs: int, inputs: int, panel_width: int
+    product: Product, outputs: int, inputs: int, panel_layout: PanelLayout
 ) -> tuple[int, int, int, int, int]:
     """A Product of csrc/decoder_layers.h."""
     weight, bias = product
-    assert (weight.outputs, weight.inputs, weight.width) == (outputs, inputs, panel_width)
+    assert (weight.outputs, weight.inputs, weight.layout) == (outputs, inputs, panel_layout)
     assert bias is None or bias.shape == (outputs,)
     data = _address(weight.data, torch.uint8)
     return data, _optional_address(bias), weight.format, outputs, inputs

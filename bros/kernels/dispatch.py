@@ -30,18 +30,12 @@ _HOW_TO_GET_TRITON = (
 
 
 def select_kernels(
-    name: str,
-    device: torch.device | None = None,
-    chunk_attention: XformersAttention | None = None,
-    *,
-    faster_few_rows_of: str | None = None,
+    name: str, device: torch.device | None = None, chunk_attention: XformersAttention | None = None
 ) -> Kernels:
     """The backend `name`: auto, reference, cpu or triton.
 
     device: by default, a CUDA device for triton if there is one, else the CPU.
     chunk_attention: for triton, see TritonKernels.
-    faster_few_rows_of: precision of the weights of which the kernels for the CPU compute few rows
-        with other bits, where that is faster; None: a row has the same bits in any batch.
 
     auto selects triton for CUDA. For the CPU it selects cpu if the extension was compiled, else it
     logs a warning and selects reference. Raises ConfigError if the name is unknown, or if the
@@ -58,7 +52,7 @@ def select_kernels(
     if cuda:
         raise ConfigError("--kernels cpu: these kernels are for the CPU, not for a CUDA device")
     try:
-        return _load_cpu_kernels(faster_few_rows_of)
+        return _load_cpu_kernels()
     except ImportError as error:
         if name == "cpu":
             raise ConfigError(f"--kernels cpu: {_HOW_TO_BUILD} ({error})") from error
@@ -86,14 +80,13 @@ def compiled_digest() -> str:
     return getattr(_C, "SOURCES", "")
 
 
-def _load_cpu_kernels(faster_few_rows_of: str | None = None) -> CpuKernels:
+def _load_cpu_kernels() -> CpuKernels:
     """Raises what check_compiled raises."""
     check_compiled()
     # Imported late: the extension is optional, it is not built without a compiler.
-    from bros.kernels.cpu_ops import CpuKernels, few_rows_level
+    from bros.kernels.cpu_ops import CpuKernels
 
-    few = None if faster_few_rows_of is None else few_rows_level(faster_few_rows_of)
-    return CpuKernels(few_rows_level=few)
+    return CpuKernels()
 
 
 def check_compiled() -> None:

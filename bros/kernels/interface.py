@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from bros.kernels.panels import Panels
+from bros.kernels.panels import PanelLayout, Panels
 
 TILE_KEYS = 64
 """The CPU kernels add what tiles of so many keys give in the order of their positions. Shared parts
@@ -138,8 +138,8 @@ class Products(Protocol):
     """
 
     @property
-    def panel_width(self) -> int:
-        """The width of panels that `linear` takes."""
+    def panel_layout(self) -> PanelLayout:
+        """The layout of panels that the products take."""
         ...
 
     def linear(self, x: Tensor, weight: Panels, bias: Tensor | None) -> Tensor:

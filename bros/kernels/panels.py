@@ -1,6 +1,6 @@
 """Packed weights of linear layers for the products of CpuKernels; csrc/linear.h has their layout.
 
-A panel holds `width` outputs of a layer, as many as two vectors of the instruction set. Values are
+A panel holds some outputs of a layer, as many as two vectors of the instruction set. Values are
 fp32, bf16, or codes in groups of 32 inputs that share a scale:
 
     int8   value = code * scale             code -128..127, scale fp32
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -35,64 +35,84 @@ class PanelFormat(enum.IntEnum):
     INT4 = 3
 
 
+class PanelLayout(NamedTuple):
+    """How the kernels of an instruction set want weights to be packed.
+
+    width: outputs per panel; the last panel is zero-padded.
+    tiles: whether four codes of int4 that lie together are those of four outputs, from which tile
+        registers are filled; else those of four inputs, for products of vectors.
+    """
+
+    width: int
+    tiles: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Panels:
     """A weight matrix [outputs, inputs].
 
     data: uint8, the panels one after the other, in huge pages.
-    width: outputs per panel; the last panel is zero-padded.
     """
 
     format: PanelFormat
     data: Tensor
     outputs: int
     inputs: int
-    width: int
+    layout: PanelLayout
 
     @classmethod
-    def fp32(cls, weight: Tensor, width: int) -> Self:
+    def fp32(cls, weight: Tensor, layout: PanelLayout) -> Self:
         """weight: [outputs, inputs]."""
-        panels = _split(weight.float(), width)
-        return cls._of(PanelFormat.FP32, [panels.transpose(1, 2)], weight, width)
+        panels = _split(weight.float(), layout.width)
+        return cls._of(PanelFormat.FP32, [panels.transpose(1, 2)], weight, layout)
 
     @classmethod
-    def bf16(cls, weight: Tensor, width: int) -> Self:
+    def bf16(cls, weight: Tensor, layout: PanelLayout) -> Self:
         """weight: [outputs, inputs], rounded to bf16. An odd number of inputs is kept as fp32."""
         if weight.shape[1] % 2:
-            return cls.fp32(weight.bfloat16(), width)
-        panels = _split(weight.bfloat16(), width)
+            return cls.fp32(weight.bfloat16(), layout)
+        panels = _split(weight.bfloat16(), layout.width)
         pairs = panels.view(*panels.shape[:2], -1, 2).transpose(1, 2)
-        return cls._of(PanelFormat.BF16, [pairs], weight, width)
+        return cls._of(PanelFormat.BF16, [pairs], weight, layout)
 
     @classmethod
-    def int8(cls, weight: Tensor, width: int) -> Self:
+    def int8(cls, weight: Tensor, layout: PanelLayout) -> Self:
         """weight: [outputs, inputs], inputs a multiple of 32; rounded to 255 even steps of a group.
 
         Values that have been rounded so before, as those of GGUF's Q8_0, keep their codes.
         """
         groups, scale = int8_groups(weight)
         codes = groups.to(torch.int8).flatten(1)
-        panels = _split(codes, width)
+        panels = _split(codes, layout.width)
         quads = panels.view(*panels.shape[:2], -1, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
-        scales = _split(scale, width).transpose(1, 2)
-        return cls._of(PanelFormat.INT8, [scales, quads], codes, width)
+        scales = _split(scale, layout.width).transpose(1, 2)
+        return cls._of(PanelFormat.INT8, [scales, quads], codes, layout)
 
     @classmethod
-    def int4(cls, codes: Tensor, scale: Tensor, minimum: Tensor, width: int) -> Self:
+    def int4(cls, codes: Tensor, scale: Tensor, minimum: Tensor, layout: PanelLayout) -> Self:
         """codes: [outputs, inputs] in 0..15; scale, minimum: [outputs, inputs / 32]."""
-        panels = _split(codes.to(torch.uint8), width)
-        nibbles = panels.view(*panels.shape[:2], -1, GROUP // 8, 2, 4)
-        eights = (nibbles[..., 0, :] | nibbles[..., 1, :] << 4).permute(0, 2, 3, 1, 4)
-        scales = [_split(each.half(), width).transpose(1, 2) for each in (scale, minimum)]
-        return cls._of(PanelFormat.INT4, [*scales, eights], codes, width)
+        panels = _split(codes.to(torch.uint8), layout.width)
+        if layout.tiles:
+            # [panels, groups, quads of outputs, inputs of a group, bytes of a word, their halves]
+            fours = panels.view(len(panels), layout.width // 4, 2, 2, -1, GROUP)
+            nibbles = fours.permute(0, 4, 1, 5, 2, 3)
+        else:
+            # [panels, groups, eights of inputs, outputs, bytes, their halves]
+            eights = panels.view(*panels.shape[:2], -1, GROUP // 8, 2, 4)
+            nibbles = eights.permute(0, 2, 3, 1, 5, 4)
+        packed = nibbles[..., 0] | nibbles[..., 1] << 4
+        scales = [_split(each.half(), layout.width).transpose(1, 2) for each in (scale, minimum)]
+        return cls._of(PanelFormat.INT4, [*scales, packed], codes, layout)
 
     @classmethod
-    def _of(cls, form: PanelFormat, parts: list[Tensor], weight: Tensor, width: int) -> Self:
+    def _of(
+        cls, form: PanelFormat, parts: list[Tensor], weight: Tensor, layout: PanelLayout
+    ) -> Self:
         """parts: [panels, groups, ...] each; a panel has them in this order, group by group."""
         flat = [part.contiguous().flatten(2).view(torch.uint8) for part in parts]
         data = flat[0] if len(flat) == 1 else torch.cat(flat, dim=2)
         outputs, inputs = weight.shape
-        return cls(form, _MEMORY.keep(data.flatten()), outputs, inputs, width)
+        return cls(form, _MEMORY.keep(data.flatten()), outputs, inputs, layout)
 
 
 def int8_groups(weight: Tensor) -> tuple[Tensor, Tensor]:

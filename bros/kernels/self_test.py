@@ -165,7 +165,7 @@ def _products(products: Products, inputs: _Inputs) -> Iterator[Check]:
 
     The last group of activations is an outlier, for which int4 has codes of 16 bits.
     """
-    outputs, size, width = 70, 5 * GROUP, products.panel_width
+    outputs, size, layout = 70, 5 * GROUP, products.panel_layout
     codes = torch.randint(0, 16, (outputs, size), generator=inputs.generator)
     codes[:, ::GROUP] = 0  # every group has the whole range, so that int8 has these steps
     codes[:, 1::GROUP] = 15
@@ -179,10 +179,10 @@ def _products(products: Products, inputs: _Inputs) -> Iterator[Check]:
         steps[:, -GROUP:] *= 2
         x = (steps / 16.0).to(inputs.device, inputs.dtype)
         for name, panels, values in (
-            ("fp32", Panels.fp32(weight, width), weight),
-            ("bf16", Panels.bf16(weight, width), weight),
-            ("int8", Panels.int8(eighths, width), eighths),
-            ("int4", Panels.int4(codes, scale, minimum, width), weight),
+            ("fp32", Panels.fp32(weight, layout), weight),
+            ("bf16", Panels.bf16(weight, layout), weight),
+            ("int8", Panels.int8(eighths, layout), eighths),
+            ("int4", Panels.int4(codes, scale, minimum, layout), weight),
         ):
             out = products.linear(x, panels, None)
             expected = _exact(x) @ _exact(values).T
@@ -195,17 +195,17 @@ def _products(products: Products, inputs: _Inputs) -> Iterator[Check]:
 
 def _layers(kernels: Kernels, products: Products, inputs: _Inputs) -> Iterator[Check]:
     """A layer as one native call, compared with one kernel after the other: the same sums."""
-    hidden, inner, width = _LAYOUT.q_size, 3 * GROUP, products.panel_width
+    hidden, inner, layout = _LAYOUT.q_size, 3 * GROUP, products.panel_layout
     ones = torch.ones(hidden)
     for form in ("fp32", "bf16", "int8", "int4"):
 
         def linear(outputs: int, size: int, form: str = form) -> Product:
             weight = inputs.normal(outputs, size) / size**0.5
             if form != "int4":
-                return Product(getattr(Panels, form)(weight, width), None)
+                return Product(getattr(Panels, form)(weight, layout), None)
             codes = torch.randint(0, 16, (outputs, size), generator=inputs.generator)
             step, minimum = (torch.full((outputs, size // GROUP), x) for x in (0.01, -0.075))
-            return Product(Panels.int4(codes, step, minimum, width), None)
+            return Product(Panels.int4(codes, step, minimum, layout), None)
 
         layer = LayerWeights(
             attention_norm=ones,

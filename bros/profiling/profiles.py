@@ -134,8 +134,6 @@ class Profile:
             parts.append(f"kv-{key.kv_dtype}")
         if key.kernels in ("reference", "torch"):
             parts.append(key.kernels)
-        if "+" in key.kernels:  # --deterministic off
-            parts.append("few-rows")
         if not key.device.endswith(f"-{key.threads}-threads") and key.threads:
             parts.append(f"on-{key.threads}")
         if key.tp > 1:

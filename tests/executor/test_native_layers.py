@@ -156,14 +156,14 @@ class Model:
 
     def linear(self, outputs: int, inputs: int, bias: bool | None = None) -> PanelLinear:
         assert self.kernels.products is not None
-        width = self.kernels.products.panel_width
+        layout = self.kernels.products.panel_layout
         weight = self.normal(outputs, inputs) / inputs**0.5
         form = self.form if inputs % GROUP == 0 or self.form == "fp32" else "bf16"
         if form == "int4":
             groups = Int4Groups.from_dense(weight)
-            panels = Panels.int4(groups.codes, groups.scale, groups.minimum, width)
+            panels = Panels.int4(groups.codes, groups.scale, groups.minimum, layout)
         else:
-            panels = getattr(Panels, form)(weight, width)
+            panels = getattr(Panels, form)(weight, layout)
         has_bias = self.biases if bias is None else bias
         return PanelLinear(
             self.kernels.products, panels, self.normal(outputs) if has_bias else None
@@ -280,45 +280,6 @@ def test_blocks_of_rows_have_the_bits_of_all_rows(level: str, form: str, tokens:
         model = Model(kernels, case, form, biases=False, head_norms=False, mlp_bias=mlp_bias)
         with torch_threads(2):
             check(model, [])
-
-
-@BUILT
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("more", [0, 1])
-def test_few_rows_of_int4_may_be_computed_by_another_level(form: str, more: int) -> None:
-    """Products, and steps, of up to FEW_ROWS rows; all else has the bits of the first level."""
-    from bros.kernels.cpu_ops import FEW_ROWS, CpuKernels
-
-    level = "amx-emulated"
-    width = CpuKernels(level).panel_width
-    others = [name for name in compiled_levels() if CpuKernels(name).panel_width == width]
-    if not others:
-        pytest.skip("no other level of this machine has panels as wide as those of AMX")
-    other = "avx512-bf16" if "avx512-bf16" in others else others[-1]
-    tokens = FEW_ROWS + more
-    case = make_case([(tokens, 5)], kv_heads=1, group=1, head_dim=32)
-    by_level, by_other, by_both = (
-        Model(kernels, case, form, biases=True, head_norms=False)
-        for kernels in (CpuKernels(level), CpuKernels(other), CpuKernels(level, other))
-    )
-    expected = by_other if form == "int4" and not more else by_level
-    caches, found_caches = expected.caches(), by_both.caches()
-    whole, found = (
-        model.native()(range(LAYERS), model.state(), model.inputs, each, None)
-        for model, each in ((expected, caches), (by_both, found_caches))
-    )
-    check_same(found, whole, (found_caches, caches))
-    if form == "int4":
-        first, second = (
-            model.native()(range(LAYERS), model.state(), model.inputs, model.caches(), None)
-            for model in (by_level, by_other)
-        )
-        assert not isinstance(first, Stopped) and not isinstance(second, Stopped)
-        assert not same(first[0], second[0]), "else nothing is tested here"
-    product = by_both.blocks[0].attention_out
-    assert isinstance(product, PanelLinear)
-    x, (weight, bias) = by_both.normal(tokens, case.layout.q_size), product.product
-    assert same(product(x), expected.kernels.products.linear(x, weight, bias))
 
 
 def small(level: str) -> Model:

@@ -124,7 +124,6 @@ def test_kernels_on_a_gpu() -> None:
         ({"weights": "int8"}, NO_GPU, "cpu-avx512-bf16", "bf16"),
         ({"weights": "bf16"}, NO_GPU, "cpu-avx512-bf16", "bf16"),
         ({"weights": "bf16"}, NO_GPU, "cpu-avx512-amx", "bf16"),
-        ({"weights": "int4"}, NO_GPU, "cpu-avx512-amx+avx512-bf16", "bf16"),
         ({"weights": "bf16"}, NO_GPU, "cpu-avx2", "fp16"),
         ({"weights": "int4"}, NO_GPU, "cpu-avx512-vnni", "fp16"),
         ({"weights": "fp32"}, NO_GPU, "cpu-avx2", "fp32"),

@@ -82,7 +82,9 @@ def test_a_chunk_that_was_begun_while_a_model_was_loaded_takes_other_weights() -
 def test_panels_are_kept_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SmallChunks()
     monkeypatch.setattr(panels, "_MEMORY", memory)
-    first, second = (panels.Panels.fp32(torch.ones(32, 4), 32).data for _ in range(2))
+    first, second = (
+        panels.Panels.fp32(torch.ones(32, 4), panels.PanelLayout(32)).data for _ in range(2)
+    )
     assert second.data_ptr() - first.data_ptr() == 512
 
 

@@ -87,21 +87,3 @@ def test_a_level_the_machine_lacks_is_refused() -> None:
     assert "amx-emulated" not in cpu_ops.levels()
     assert cpu_ops.CpuKernels("amx-emulated").name == "cpu-amx-emulated"
     assert cpu_ops.CpuKernels("generic").name == "cpu-generic"
-
-
-def test_only_int4_with_amx_computes_few_rows_faster_in_another_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cpu_ops = pytest.importorskip("bros.kernels.cpu_ops", exc_type=ImportError)
-    here = cpu_ops.levels()
-    for found in ("avx512-amx", "avx512-bf16", "avx2", "generic"):
-        monkeypatch.setattr(cpu_ops, "levels", lambda first=found: [first])
-        for weights in ("fp32", "bf16", "int8", "int4"):
-            expected = "avx512-bf16" if (found, weights) == ("avx512-amx", "int4") else None
-            assert cpu_ops.few_rows_level(weights) == expected
-    monkeypatch.undo()
-    chosen = select_kernels("cpu", faster_few_rows_of="int4").name
-    assert chosen == f"cpu-{here[0]}" + "+avx512-bf16" * (here[0] == "avx512-amx")
-    assert select_kernels("cpu", faster_few_rows_of="bf16").name == f"cpu-{here[0]}"
-    with pytest.raises(ConfigError, match="level 'mmx' is not one of"):
-        cpu_ops.CpuKernels("generic", "mmx")

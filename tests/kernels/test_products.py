@@ -55,7 +55,7 @@ def rounded(x: Tensor, level: str, form: str) -> Tensor:
 
 def panels_of(level: str, form: str, weight: Tensor) -> tuple[Panels, Tensor]:
     """The panels of a weight, and the values that the level multiplies."""
-    panels, values = packed(form, weight, cpu_kernels(level).panel_width)
+    panels, values = packed(form, weight, cpu_kernels(level).panel_layout)
     return panels, widened(weight) if form == "int4" and level in TILE_LEVELS else values
 
 
@@ -108,7 +108,7 @@ def test_a_row_has_the_same_bits_in_any_batch(
 ) -> None:
     """Whatever the other rows are, and on any number of threads."""
     kernels, inputs = cpu_kernels(level), groups * GROUP
-    panels, _ = packed(form, normal(seed, outputs, inputs), kernels.panel_width)
+    panels, _ = packed(form, normal(seed, outputs, inputs), kernels.panel_layout)
     x = activations(seed + 1, rows, inputs)
     with torch_threads(data.draw(st.integers(1, 3))):
         whole = kernels.linear(x, panels, None)
@@ -123,7 +123,7 @@ def test_a_row_has_the_same_bits_in_any_batch(
 @pytest.mark.parametrize("rows", [13, 20])
 def test_a_row_that_is_not_finite_stays_alone(level: str, form: str, rows: int) -> None:
     kernels = cpu_kernels(level)
-    panels, _ = packed(form, normal(0, 70, 96), kernels.panel_width)
+    panels, _ = packed(form, normal(0, 70, 96), kernels.panel_layout)
     x = normal(1, rows, 96)
     clean = kernels.linear(x, panels, None)
     x[4, 7], x[5, 9] = torch.nan, torch.inf
@@ -136,7 +136,7 @@ def test_a_row_that_is_not_finite_stays_alone(level: str, form: str, rows: int) 
 @each_level
 def test_nothing_is_multiplied_without_rows(level: str) -> None:
     kernels = cpu_kernels(level)
-    panels, _ = packed("fp32", normal(0, 20, 32), kernels.panel_width)
+    panels, _ = packed("fp32", normal(0, 20, 32), kernels.panel_layout)
     assert kernels.linear(torch.empty(0, 32), panels, None).shape == (0, 20)
 
 
@@ -185,7 +185,7 @@ def test_few_rows_have_the_bits_of_more(level: str, form: str) -> None:
 def test_activations_of_any_size(level: str, form: str, rows: int) -> None:
     """Groups as large and as small as fp32 allows without overflow of a sum."""
     kernels = cpu_kernels(level)
-    panels, _ = packed(form, normal(0, 40, 96), kernels.panel_width)
+    panels, _ = packed(form, normal(0, 40, 96), kernels.panel_layout)
     x = activations(1, rows, 96)
     plain = kernels.linear(x, panels, None)
     for exponent in (-60, 60):
@@ -226,7 +226,7 @@ def test_embeddings_are_the_packed_values(
     level: str, form: str, vocab: int, groups: int, tokens: list[int], threads: int, seed: int
 ) -> None:
     kernels = cpu_kernels(level)
-    panels, values = packed(form, normal(seed, vocab, groups * GROUP), kernels.panel_width)
+    panels, values = packed(form, normal(seed, vocab, groups * GROUP), kernels.panel_layout)
     ids = torch.tensor([token % vocab for token in tokens], dtype=torch.int32)
     with torch_threads(threads):
         assert torch.equal(kernels.embed(ids, panels), values[ids.long()].float())
@@ -236,7 +236,7 @@ def test_embeddings_are_the_packed_values(
 def test_embeddings_with_an_odd_number_of_inputs(level: str) -> None:
     kernels = cpu_kernels(level)
     weight = normal(0, 20, 33)
-    panels = Panels.bf16(weight, kernels.panel_width)
+    panels = Panels.bf16(weight, kernels.panel_layout)
     rows = kernels.embed(torch.tensor([19, 0, 7], dtype=torch.int32), panels)
     assert torch.equal(rows, weight.bfloat16().float()[[19, 0, 7]])
 
@@ -245,7 +245,7 @@ def test_embeddings_with_an_odd_number_of_inputs(level: str) -> None:
 @pytest.mark.parametrize("token", [-1, 20, 10**6])
 def test_a_token_outside_the_vocabulary_is_refused(level: str, token: int) -> None:
     kernels = cpu_kernels(level)
-    panels, _ = packed("fp32", normal(0, 20, 32), kernels.panel_width)
+    panels, _ = packed("fp32", normal(0, 20, 32), kernels.panel_layout)
     with pytest.raises(IndexError, match="outside the vocabulary"):
         kernels.embed(torch.tensor([3, token], dtype=torch.int32), panels)
 
@@ -253,6 +253,6 @@ def test_a_token_outside_the_vocabulary_is_refused(level: str, token: int) -> No
 @each_level
 def test_embeddings_are_never_int4(level: str) -> None:
     kernels = cpu_kernels(level)
-    panels, _ = packed("int4", normal(0, 20, 32), kernels.panel_width)
+    panels, _ = packed("int4", normal(0, 20, 32), kernels.panel_layout)
     with pytest.raises(IndexError, match="int4"):
         kernels.embed(torch.tensor([3], dtype=torch.int32), panels)

@@ -37,7 +37,7 @@ class Product:
         self._kernels = CpuKernels()
         generator = torch.Generator().manual_seed(outputs)
         weight = torch.randn(outputs, inputs, generator=generator)
-        self._panels = Panels.fp32(weight, self._kernels.panel_width)
+        self._panels = Panels.fp32(weight, self._kernels.panel_layout)
         self._x = torch.randn(3, inputs, generator=generator)
 
     def __call__(self) -> Tensor:

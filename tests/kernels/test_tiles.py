@@ -197,7 +197,7 @@ def test_products_have_the_bits_of_the_model(
     x = activations(seed, rows, groups * GROUP)
     weight = normal(seed + 1, outputs, groups * GROUP)
     found, expected = (
-        kernels.linear(x, packed(form, weight, kernels.panel_width)[0], None)
+        kernels.linear(x, packed(form, weight, kernels.panel_layout)[0], None)
         for kernels in (cpu_kernels(level), cpu_kernels(other))
     )
     assert torch.equal(found, expected)
@@ -222,7 +222,7 @@ def test_many_rows_of_int8_have_the_bits_of_few(level: str, groups: int, rows: i
     weight = normal(groups, outputs, inputs)
     weight[::3] = weight[::3].sign()
     weight[1] = 1
-    panels, _ = packed("int8", weight, kernels.panel_width)
+    panels, _ = packed("int8", weight, kernels.panel_layout)
     few = torch.cat([kernels.linear(part, panels, None) for part in x.split(5)])
     assert torch.equal(kernels.linear(x, panels, None), few)
 
@@ -247,7 +247,7 @@ def test_bf16_of_any_shape(
     kernels, inputs = cpu_kernels(level), 2 * pairs
     x, weight = normal(seed, rows, inputs), normal(seed + 1, outputs, inputs)
     bias = normal(seed + 2, outputs)
-    panels, values = packed("bf16", weight, kernels.panel_width)
+    panels, values = packed("bf16", weight, kernels.panel_layout)
     with torch_threads(threads):
         out = kernels.linear(x, panels, bias)
     exact = x.bfloat16().double() @ values.double().T + bias.double()
@@ -262,7 +262,7 @@ def test_outputs_of_bf16_are_sums_of_tiles_in_their_order(rows: int) -> None:
     """Inputs of two blocks, the last tile of them padded."""
     kernels, inputs, outputs = cpu_kernels(MODEL), 512 + 32 + 10, 40
     x, weight = normal(0, rows, inputs), normal(1, outputs, inputs)
-    panels, values = packed("bf16", weight, kernels.panel_width)
+    panels, values = packed("bf16", weight, kernels.panel_layout)
     found = kernels.linear(x, panels, None)
     row = torch.zeros(1, 544 + 32)
     row[:, :inputs] = x[-1].bfloat16().float()
@@ -303,7 +303,7 @@ def test_rows_of_blocks_have_the_bits_of_few(
     kernels = cpu_kernels(level)
     x = activations(rows, rows, inputs)
     bias = normal(inputs + 1, outputs)
-    panels, _ = packed(form, normal(inputs, outputs, inputs), kernels.panel_width)
+    panels, _ = packed(form, normal(inputs, outputs, inputs), kernels.panel_layout)
     with torch_threads(threads):
         out = kernels.linear(x, panels, bias)
     some = sorted(
@@ -320,6 +320,6 @@ def test_blocks_of_bf16_with_any_number_of_inputs(level: str, rows: int, inputs:
     """The last step of 32 inputs is padded, in the only block or in one of several."""
     kernels, outputs = cpu_kernels(level), 70
     x = normal(rows, rows, inputs)
-    panels, _ = packed("bf16", normal(inputs, outputs, inputs), kernels.panel_width)
+    panels, _ = packed("bf16", normal(inputs, outputs, inputs), kernels.panel_layout)
     few = torch.cat([kernels.linear(part, panels, None) for part in x.split(16)])
     assert torch.equal(kernels.linear(x, panels, None), few)

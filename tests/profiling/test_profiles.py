@@ -225,10 +225,6 @@ def test_a_profile_is_saved_in_its_place_and_found_there(tmp_path: Path) -> None
         ({"weights": "bf16", "kv_dtype": "bf16"}, "org-model-1B-bf16.json"),
         ({"kernels": "reference"}, "org-model-1B-fp32-reference.json"),
         ({"kernels": "torch"}, "org-model-1B-fp32-torch.json"),
-        (
-            {"kernels": "cpu-avx512-amx+avx512-bf16", "weights": "int4"},
-            "org-model-1B-int4-few-rows.json",
-        ),
         ({"threads": 1}, "org-model-1B-fp32-on-1.json"),
         ({"threads": 1, "tp": 2}, "org-model-1B-fp32-on-1-tp2.json"),
         ({"model": "../../etc/x"}, "etc-x-fp32.json"),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bros.executor.weights import Int4Groups
-from bros.kernels.panels import GROUP, Panels
+from bros.kernels.panels import GROUP, PanelLayout, Panels
 
 
 def normal(seed: int, *shape: int) -> Tensor:
@@ -20,27 +20,26 @@ def activations(seed: int, rows: int, inputs: int) -> Tensor:
     return x * factors.repeat_interleave(GROUP, dim=1)
 
 
-def packed(form: str, weight: Tensor, width: int) -> tuple[Panels, Tensor]:
+def packed(form: str, weight: Tensor, layout: PanelLayout) -> tuple[Panels, Tensor]:
     """The panels of a weight, and the values that they hold."""
     if form == "fp32":
-        return Panels.fp32(weight, width), weight
+        return Panels.fp32(weight, layout), weight
     if form == "bf16":
-        return Panels.bf16(weight, width), weight.bfloat16()
+        return Panels.bf16(weight, layout), weight.bfloat16()
     if form == "int8":
         groups = weight.unflatten(1, (-1, GROUP))
         scale = groups.abs().amax(2, keepdim=True) / 127
         codes = (groups / scale.clamp(min=1e-30)).round()
-        return Panels.int8(weight, width), (codes.double() * scale).flatten(1)
+        return Panels.int8(weight, layout), (codes.double() * scale).flatten(1)
     four = Int4Groups.from_dense(weight)
     scale, minimum = (each.half().double()[..., None] for each in (four.scale, four.minimum))
     values = four.codes.unflatten(1, (-1, GROUP)) * scale + minimum
-    return Panels.int4(four.codes, four.scale, four.minimum, width), values.flatten(1)
+    return Panels.int4(four.codes, four.scale, four.minimum, layout), values.flatten(1)
 
 
 def widened(weight: Tensor) -> Tensor:
-    """The values of int4 panels as tiles multiply them: Int4Tiles::widen of csrc/linear_tiles.h."""
+    """The values of int4 panels as tiles multiply them: Int4Tiles of csrc/linear_tiles.h."""
     four = Int4Groups.from_dense(weight)
     scale, minimum = (each.half().double()[..., None] for each in (four.scale, four.minimum))
-    base = (minimum - 16 * scale).float().double()
-    values = ((16 + four.codes.unflatten(1, (-1, GROUP))) * scale + base).float()
+    values = (four.codes.unflatten(1, (-1, GROUP)) * scale + minimum).float()
     return ((values.flatten(1).view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)

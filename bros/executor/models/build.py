@@ -196,7 +196,7 @@ class _Builder:
         else:
             packed = vocabulary_panels(head_weight, target, products)
             # An embedding of its own is not rounded: only a product gains by groups of codes.
-            panels = packed if tied else Panels.fp32(weight, products.panel_width)
+            panels = packed if tied else Panels.fp32(weight, products.panel_layout)
             tokens = PanelEmbedding(products, panels)
             head = PanelLinear(products, packed)
         lookup = vocab_parallel_embedding(tokens, self._vocabs[ranks.rank], ranks)

@@ -118,8 +118,8 @@ def make_linear(
         groups = Int4Groups.concatenate([source.int4(name, (n, columns)) for name, n in parts])
         if products is None:
             return dense_linear(groups.dequantize(), stacked_bias)
-        width = products.panel_width
-        panels = Panels.int4(groups.codes, groups.scale, groups.minimum, width)
+        layout = products.panel_layout
+        panels = Panels.int4(groups.codes, groups.scale, groups.minimum, layout)
         return PanelLinear(products, panels, stacked_bias)
     weight = torch.cat([source.dense(name, (n, columns)) for name, n in parts])
     if target.weights == "int8" and columns % GROUP == 0:
@@ -134,12 +134,12 @@ def vocabulary_panels(weight: Tensor, target: Target, products: Products) -> Pan
     Never int4: rounding the lm_head changes logits more than rounding any other layer. With int8 or
     int4 weights it has int8 groups.
     """
-    width = products.panel_width
+    layout = products.panel_layout
     if target.weights == "fp32":
-        return Panels.fp32(weight, width)
+        return Panels.fp32(weight, layout)
     if target.weights == "bf16" or weight.shape[1] % GROUP:
-        return Panels.bf16(weight, width)
-    return Panels.int8(weight, width)
+        return Panels.bf16(weight, layout)
+    return Panels.int8(weight, layout)
 
 
 def make_lm_head(weight: Tensor, target: Target) -> Linear:
@@ -155,7 +155,7 @@ def make_lm_head(weight: Tensor, target: Target) -> Linear:
 
 def _int8_linear(weight: Tensor, bias: Tensor | None, products: Products | None) -> Linear:
     if products is not None:
-        return PanelLinear(products, Panels.int8(weight, products.panel_width), bias)
+        return PanelLinear(products, Panels.int8(weight, products.panel_layout), bias)
     codes, scale = int8_groups(weight)
     return dense_linear((codes * scale[..., None]).flatten(1), bias)
 
@@ -193,7 +193,7 @@ def dense_linear(
     if products is None:
         return PlainLinear(weight.float(), bias)
     panels = Panels.fp32 if weight.dtype is torch.float32 else Panels.bf16
-    return PanelLinear(products, panels(weight, products.panel_width), bias)
+    return PanelLinear(products, panels(weight, products.panel_layout), bias)
 
 
 # ---- Embeddings of tokens.
