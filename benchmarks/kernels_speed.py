@@ -201,7 +201,9 @@ def product_rows(products: Sequence[Products], repeats: int) -> Iterator[list[st
             copies = [dataclasses.replace(one, data=one.data.clone()) for _ in range(count)]
             matrices[layout] = itertools.cycle(copies)
 
-        def multiply(by: Products, x: Tensor, matrices: Mapping[int, Iterator[Panels]]) -> None:
+        def multiply(
+            by: Products, x: Tensor, matrices: Mapping[PanelLayout, Iterator[Panels]]
+        ) -> None:
             by.linear(x, next(matrices[by.panel_layout]), None)
 
         for rows in PRODUCT_ROWS:

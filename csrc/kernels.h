@@ -215,7 +215,8 @@ struct KernelTable {
   const char* (*embed)(const EmbedArgs&);
   int64_t panel_outputs;  // of packed weights
   const char* (*sample)(const SampleArgs&);
-  const char* (*tile_product)(const TileProductArgs&);  // null without tiles
+  // Null without tiles. With it, panels of int4 have the layout for them (linear_formats.h).
+  const char* (*tile_product)(const TileProductArgs&);
 };
 
 extern const KernelTable kGenericKernels;

@@ -75,7 +75,8 @@ BROS_INLINE void copy_floats(float* to, const float* from, int64_t n) {
 template <class Panel>
 constexpr bool kAllByTiles = false;
 
-// Whether activations are rounded to tiles of several rows, by Panel::round_all.
+// Whether activations are rounded to tiles of several rows: by Panel::round_all to those that the
+// product of so many rows takes, by Panel::round_rows to A tiles.
 template <class Panel>
 constexpr bool kRoundsTiles = false;
 

@@ -1,6 +1,6 @@
 // Products by tile registers (tiles.h): bf16 and int4 for any number of rows, int8 for many.
 //
-// A panel has the layout of tiles already. Of bf16, 16 pairs of inputs and all 32 outputs are two B
+// A panel of bf16 or int8 has the layout of tiles already. Of bf16, 16 pairs of inputs and all 32 outputs are two B
 // tiles side by side. Activations are rounded to A tiles, each in one piece:
 //
 //     panel, bf16         outputs 0 .. 15    outputs 16 .. 31
@@ -13,7 +13,8 @@
 //     rows  0 .. 15    [ A tile, 1 KB      | A tile   | .. ]
 //     rows 16 .. 31    [ A tile            | A tile   | .. ]
 //
-// Registers, for up to 32 rows of one panel, or up to 16 rows of two:
+// Registers, for up to 32 rows of one panel, or up to 16 rows of two (few rows of int4 have others,
+// see FewRowsOfInt4):
 //
 //     R = 2 row tiles, 1 panel              R = 1 row tile, 2 panels
 //
@@ -62,9 +63,10 @@
 // **Same bits.** An output of bf16 is, step by step of 32 inputs, increased by the sum of its even
 // and the sum of its odd products. These depend on nothing but the row and the output: the other
 // rows of a tile, their number and the blocks only decide which register holds a sum. AVX-512's
-// products of bf16 are rounded otherwise, so there is no second kernel for few rows, also of int4,
-// whose weights are widened to bf16. Sums of the codes of a group are exact, so int8 has the bits of
-// its kernel of vectors (linear_formats.h), which few rows use.
+// products of bf16 are rounded otherwise, so no row is multiplied by vectors, also of int4, whose
+// weights are widened to bf16. (Few rows of int4 are B instead of A, which changes no sum.) Sums of
+// the codes of a group are exact, so int8 has the bits of its kernel of vectors (linear_formats.h),
+// which few rows use.
 #pragma once
 
 #include "linear_formats.h"
@@ -514,7 +516,7 @@ struct Int4Tiles : Bf16Tiles {
 
   // put(Number<o>, numbers) for each output of a panel: its inputs of a group, 32 numbers of bf16.
   // value = code * scale + minimum, rounded to fp32 once, and to bf16, halves away from zero.
-  // between(Number<q>) follows each four outputs, 4q .. 4q + 3.
+  // between(Number<q>) follows each four outputs, 4q .. 4q + 3, for what runs beside them.
   template <class Put, class Between>
   BROS_INLINE static void widen_group(const char* group, const Put& put, const Between& between) {
     const Vec codes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -682,7 +684,8 @@ class FewRowsOfInt4 {
         });
   }
 
-  // The products of a group in eight parts, one after each four outputs of another that is widened.
+  // The products of a group in eight parts, one after each four outputs of the group that is widened
+  // meanwhile.
   template <int kPart>
   BROS_INLINE void multiply_part(const WidenedGroup& group, const char* x) const {
     constexpr int i = kPart / 4;

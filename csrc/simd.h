@@ -254,6 +254,7 @@ BROS_INLINE Vec load_first(const T* p, int64_t n) {
   return load(padded);
 }
 
+// The first n <= kLanes elements.
 template <class T>
 BROS_INLINE void store_first(T* p, Vec v, int64_t n) {
 #if defined(__AVX512F__)

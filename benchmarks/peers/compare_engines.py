@@ -17,7 +17,9 @@ one machine, bros through `bros.LLM`.
 Engines of a precision take turns within each case of a round, in a random order, since the speed of
 a machine that others share differs by a quarter from one minute to the next. So all of them are in
 memory at once. Before each turn the machine has to be idle: vLLM keeps a core busy for a second
-after its last request. Figures are medians of all rounds; "of PEER" is the median of the rounds'
+after its last request. An idle machine is slow at first (a prompt of 256 tokens took 83 ms after a
+second of rest where the next one took 44, on a virtual machine), so each turn begins with a run
+that is not measured. Figures are medians of all rounds; "of PEER" is the median of the rounds'
 ratios, of bros to the peer.
 
 int4: all engines have the weights of one GGUF file (Q4_1); bros packs them into groups of 32. There
@@ -65,6 +67,8 @@ ROOT = HERE.parents[1]
 PROMPT_TOKENS = 64
 SHORT, LONG = 8, 72
 DECODE_ROWS = (1, 8, 32)
+# Shorter prompts are repeated until their tokens are as many, since one of them takes little time.
+ENOUGH_TOKENS = 1024
 # Bytes of a weight of layers and of the vocabulary. int8: with a scale in fp32 for each 32. int4:
 # those of the file, in Q4_1 and Q8_0; engines may hold more.
 BYTES = {
@@ -180,6 +184,7 @@ Case = Callable[[Worker], float]
 def cases_of(prompts: Sequence[int]) -> dict[str, Case]:
     def decode(rows: int) -> Case:
         def run(worker: Worker) -> float:
+            worker.seconds(rows, PROMPT_TOKENS, SHORT)  # not measured
             long_s = worker.seconds(rows, PROMPT_TOKENS, LONG)
             short_s = worker.seconds(rows, PROMPT_TOKENS, SHORT)
             return 1e3 * (long_s - short_s) / (LONG - SHORT)
@@ -187,7 +192,12 @@ def cases_of(prompts: Sequence[int]) -> dict[str, Case]:
         return run
 
     def prefill(tokens: int) -> Case:
-        return lambda worker: 1e3 * worker.seconds(1, tokens, 1)
+        def run(worker: Worker) -> float:
+            worker.seconds(1, tokens, 1)  # not measured
+            times = max(1, ENOUGH_TOKENS // tokens)
+            return 1e3 * statistics.mean(worker.seconds(1, tokens, 1) for _ in range(times))
+
+        return run
 
     return {f"decode {rows}": decode(rows) for rows in DECODE_ROWS} | {
         f"prefill {tokens}": prefill(tokens) for tokens in prompts

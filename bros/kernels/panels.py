@@ -1,4 +1,5 @@
-"""Packed weights of linear layers for the products of CpuKernels; csrc/linear.h has their layout.
+"""Packed weights of linear layers for the products of CpuKernels; csrc/linear_formats.h has
+the layouts.
 
 A panel holds some outputs of a layer, as many as two vectors of the instruction set. Values are
 fp32, bf16, or codes in groups of 32 inputs that share a scale:
@@ -39,8 +40,8 @@ class PanelLayout(NamedTuple):
     """How the kernels of an instruction set want weights to be packed.
 
     width: outputs per panel; the last panel is zero-padded.
-    tiles: whether four codes of int4 that lie together are those of four outputs, from which tile
-        registers are filled; else those of four inputs, for products of vectors.
+    tiles: whether 16 bits of int4 codes are those of one input for four outputs, as products of
+        tile registers want them; else 32 bits are those of eight inputs for one output.
     """
 
     width: int

@@ -323,3 +323,47 @@ def test_blocks_of_bf16_with_any_number_of_inputs(level: str, rows: int, inputs:
     panels, _ = packed("bf16", normal(inputs, outputs, inputs), kernels.panel_layout)
     few = torch.cat([kernels.linear(part, panels, None) for part in x.split(16)])
     assert torch.equal(kernels.linear(x, panels, None), few)
+
+
+# ---- Few rows: those of int4 are B instead of A, and x is rounded to other tiles.
+
+
+@each_amx_level
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 18, 31, 32])
+@pytest.mark.parametrize("outputs", [1, 15, 16, 17, 32, 48, 70])
+def test_few_rows_of_int4_have_the_bits_of_many(level: str, rows: int, outputs: int) -> None:
+    kernels = cpu_kernels(level)
+    for groups in (1, 2, 3, 5):
+        weight = normal(groups, outputs, groups * GROUP)
+        panels, _ = packed("int4", weight, kernels.panel_layout)
+        x = activations(rows, 40, groups * GROUP)
+        few, many = (kernels.linear(part, panels, None) for part in (x[:rows], x))
+        assert torch.equal(few, many[:rows])
+
+
+@each_amx_level
+@pytest.mark.parametrize("form", ["bf16", "int4"])
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 32])
+def test_threads_round_all_of_x(level: str, form: str, threads: int, rows: int) -> None:
+    """x has so many numbers that threads share it. Other numbers come first, since memory for
+    rounded ones is used again."""
+    kernels, inputs, outputs = cpu_kernels(level), -(-32768 // rows) // GROUP * GROUP + GROUP, 40
+    panels, _ = packed(form, normal(rows, outputs, inputs), kernels.panel_layout)
+    x = activations(rows, rows, inputs)
+    found = []
+    for count in (1, threads):
+        with torch_threads(count):
+            kernels.linear(torch.zeros_like(x), panels, None)
+            found.append(kernels.linear(x, panels, None))
+    assert torch.equal(*found)
+
+
+@each_amx_level
+def test_int4_in_the_layout_for_vectors_is_refused(level: str) -> None:
+    kernels = cpu_kernels(level)
+    layout = kernels.panel_layout
+    assert layout.tiles
+    panels, _ = packed("int4", normal(0, 40, 32), layout._replace(tiles=False))
+    with pytest.raises(AssertionError):
+        kernels.linear(normal(1, 2, 32), panels, None)
