@@ -304,6 +304,8 @@ def test_rows_of_blocks_have_the_bits_of_few(
     x = activations(rows, rows, inputs)
     bias = normal(inputs + 1, outputs)
     panels, _ = packed(form, normal(inputs, outputs, inputs), kernels.panel_layout)
+    with torch_threads(1):  # the memory for what is rounded must not have this x already
+        kernels.linear(torch.zeros_like(x), panels, bias)
     with torch_threads(threads):
         out = kernels.linear(x, panels, bias)
     some = sorted(
@@ -346,15 +348,16 @@ def test_few_rows_of_int4_have_the_bits_of_many(level: str, rows: int, outputs: 
 @pytest.mark.parametrize("threads", [2, 3])
 @pytest.mark.parametrize("rows", [1, 5, 16, 17, 32])
 def test_threads_round_all_of_x(level: str, form: str, threads: int, rows: int) -> None:
-    """x has so many numbers that threads share it. Other numbers come first, since memory for
-    rounded ones is used again."""
+    """x has so many numbers that threads share it. One thread rounds zeros first, since the memory
+    for what is rounded still has what it had."""
     kernels, inputs, outputs = cpu_kernels(level), -(-32768 // rows) // GROUP * GROUP + GROUP, 40
     panels, _ = packed(form, normal(rows, outputs, inputs), kernels.panel_layout)
     x = activations(rows, rows, inputs)
     found = []
     for count in (1, threads):
-        with torch_threads(count):
+        with torch_threads(1):
             kernels.linear(torch.zeros_like(x), panels, None)
+        with torch_threads(count):
             found.append(kernels.linear(x, panels, None))
     assert torch.equal(*found)
 
