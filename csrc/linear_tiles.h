@@ -1,7 +1,7 @@
 // Products by tile registers (tiles.h): bf16 and int4 for any number of rows, int8 for many.
 //
-// A panel of bf16 or int8 has the layout of tiles already. Of bf16, 16 pairs of inputs and all 32 outputs are two B
-// tiles side by side. Activations are rounded to A tiles, each in one piece:
+// A panel of bf16 or int8 has the layout of tiles already. Of bf16, 16 pairs of inputs and all 32
+// outputs are two B tiles side by side. Activations are rounded to A tiles, each in one piece:
 //
 //     panel, bf16         outputs 0 .. 15    outputs 16 .. 31
 //     inputs  0,  1    [ 16 pairs, 64 bytes | 16 pairs, 64 bytes ]  ┐
