@@ -480,11 +480,7 @@ using Bf16Format = Bf16Tiles;
 // An output has at most 16 values in a group. They are computed as a vector of fp32, whose upper
 // halves are the table in which 32 codes are looked up at once, by VPERMW: five instructions for 32
 // weights, where code by code took ten, and products of one row took 1.5 times as long. So codes lie
-// input by input:
-//
-//     panel of tiles, int4, of each group      scale [out] f16, minimum [out] f16,
-//                                              codes [out / 4][32] u16: of outputs 4q .. 4q + 3, from
-//                                              the low four bits on
+// input by input (linear_formats.h):
 //
 //     table, words       [ .. value 0 | .. value 1 |     ..     | .. value 15 ]
 //     places, words      [ 2 * code of input 0 + 1 | .. of input 1 |   ..   | .. of input 31 ]
@@ -714,13 +710,7 @@ class FewRowsOfInt4 {
       const int64_t count = rows_of(static_cast<int>(row / kTileRows));
       store_tile<c.value>(sums, 4 * (count == 1 ? 1 : kTileRows));
       if (count > 1) transpose(sums);
-      for (int64_t r = 0; r < count; ++r, out += a_.outputs) {
-        if (width == kTileOutputs) {
-          store(out, sums[r]);
-        } else {
-          store_first(out, sums[r], width);
-        }
-      }
+      for (int64_t r = 0; r < count; ++r) store_first(out + r * a_.outputs, sums[r], width);
     });
   }
 

@@ -18,9 +18,9 @@ Engines of a precision take turns within each case of a round, in a random order
 a machine that others share differs by a quarter from one minute to the next. So all of them are in
 memory at once. Before each turn the machine has to be idle: vLLM keeps a core busy for a second
 after its last request. An idle machine is slow at first (a prompt of 256 tokens took 83 ms after a
-second of rest where the next one took 44, on a virtual machine), so each turn begins with a run
-that is not measured. Figures are medians of all rounds; "of PEER" is the median of the rounds'
-ratios, of bros to the peer.
+second of rest where the next one took 44, on a virtual machine), and engines prepare something for
+a new shape, so each turn begins with a run that is not measured. Figures are medians of all rounds;
+"of PEER" is the median of the rounds' ratios, of bros to the peer.
 
 int4: all engines have the weights of one GGUF file (Q4_1); bros packs them into groups of 32. There
 is no such file of random weights: with --shape, int4 is that of bros alone. So is int8, which needs
@@ -240,11 +240,6 @@ def measure(
 
     prompts: their lengths in tokens.
     """
-    for worker in workers.values():  # what an engine prepares for a shape takes no time later
-        for rows in DECODE_ROWS:
-            worker.seconds(rows, PROMPT_TOKENS, SHORT)
-        for tokens in prompts:
-            worker.seconds(1, tokens, 1)
     names, found, rng = list(workers), Measured(), random.Random(0)
     for _ in range(rounds):
         for case, run in cases_of(prompts).items():

@@ -39,9 +39,9 @@ from bros.executor.models.native import NativeLayers, native_layers
 from bros.executor.models.spec import ModelSpec
 from bros.executor.parallel.ranks import SINGLE_RANK
 from bros.executor.target import CPU, Target
-from bros.executor.weights import Int4Groups, RandomWeights
+from bros.executor.weights import RandomWeights
 from bros.kernels.interface import Kernels
-from bros.kernels.panels import GROUP, Panels
+from bros.kernels.panels import GROUP
 from support.device_runners import OPT, family_plans, tiny_spec
 from support.kernel_cases import (
     ATTENTION_CASES,
@@ -54,6 +54,7 @@ from support.kernel_cases import (
     make_case,
     torch_threads,
 )
+from support.packed_weights import packed
 from support.same_bits import needs_one_order, runner_of
 from support.tier import by_tier, examples
 
@@ -156,14 +157,9 @@ class Model:
 
     def linear(self, outputs: int, inputs: int, bias: bool | None = None) -> PanelLinear:
         assert self.kernels.products is not None
-        layout = self.kernels.products.panel_layout
         weight = self.normal(outputs, inputs) / inputs**0.5
         form = self.form if inputs % GROUP == 0 or self.form == "fp32" else "bf16"
-        if form == "int4":
-            groups = Int4Groups.from_dense(weight)
-            panels = Panels.int4(groups.codes, groups.scale, groups.minimum, layout)
-        else:
-            panels = getattr(Panels, form)(weight, layout)
+        panels, _ = packed(form, weight, self.kernels.products.panel_layout)
         has_bias = self.biases if bias is None else bias
         return PanelLinear(
             self.kernels.products, panels, self.normal(outputs) if has_bias else None
