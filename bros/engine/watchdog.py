@@ -86,6 +86,7 @@ class Watchdog:
         self._compiles = compiles
         self._iterations = -1  # when it was last asked
         self._counted_s = 0.0  # of the present iteration
+        self._limit_s = 0.0  # of the present iteration
 
     @classmethod
     def of_engine(
@@ -113,21 +114,22 @@ class Watchdog:
         iterations, idle = self._progress.iterations, self._progress.idle
         starved_s = 0.0 if idle else self._starved_s()
         if idle or iterations != self._iterations:
-            self._iterations, self._counted_s = iterations, 0.0
+            self._iterations, self._counted_s, self._limit_s = iterations, 0.0, 0.0
             return None
         # Checks and not a clock: a process that was stopped or suspended has missed the checks.
         self._counted_s += max(0.0, self._every_s - starved_s)
         # The iteration had lasted for half a check, on average, when the first check saw it.
         lasted_s = self._counted_s + self._every_s / 2
-        if lasted_s < self._least_s:
-            return None
         expected = self._expected()
-        if lasted_s < self._limit_s(expected):
+        # The highest limit of the iteration: when its step has ended nothing runs that would be
+        # expected to last, and the check may see that before it sees the next iteration.
+        self._limit_s = max(self._limit_s, self._limit_of(expected))
+        if lasted_s < self._limit_s:
             return None
         usual = f"; {expected.seconds:.2g} s were expected" if expected.seconds else ""
         return f"A step of the engine has not ended after {lasted_s:.3g} s{usual}."
 
-    def _limit_s(self, expected: ExpectedTime) -> float:
+    def _limit_of(self, expected: ExpectedTime) -> float:
         least_s = self._least_s
         if expected.is_start:
             least_s = max(least_s, _START_S)

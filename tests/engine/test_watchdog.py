@@ -76,6 +76,21 @@ def test_an_iteration_hangs_once_it_has_taken_much_longer_than_expected(
     assert checks_until_hung(watchdog) == math.ceil(limit_s / EVERY_S - 0.5 - 1e-9)
 
 
+@pytest.mark.parametrize("lasting", [ExpectedTime(0.0, is_start=True), ExpectedTime(10.0)])
+def test_the_end_of_a_long_step_is_no_hang(lasting: ExpectedTime) -> None:
+    """A check that falls between the end of the step and the next iteration sees the time that the
+    step has taken, and no step that would be expected to take it."""
+    progress = Progress(iterations=1, idle=False)
+    running = [lasting]
+    watchdog = make(progress, lambda: running[0])
+    for _ in range(100):
+        assert watchdog.check() is None
+    running[0] = USUAL
+    assert watchdog.check() is None
+    progress.iterations += 1
+    assert checks_until_hung(watchdog) == LEAST_S / EVERY_S
+
+
 def test_the_reason_says_what_was_expected() -> None:
     watchdog = make(Progress(iterations=1, idle=False), lambda: ExpectedTime(0.5))
     for _ in range(10):

@@ -154,7 +154,10 @@ def test_a_job_goes_on_when_a_rank_is_killed(model: Path) -> None:
         for n in range(60)
     ]
     content = "".join(json.dumps(row) + "\n" for row in rows)
-    with shared_server(model, "--tp") as server, httpx.Client(base_url=server.url) as client:
+    with (
+        shared_server(model, "--tp") as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
         upload = {"file": ("rows.jsonl", content)}
         file = client.post("/v1/files", files=upload, data={"purpose": "batch"}).json()
         wanted = {"endpoint": "/v1/completions", "completion_window": "24h"}

@@ -214,7 +214,7 @@ def test_rows_of_a_batch_survive(server: ServerProcess) -> None:
         for n, body in enumerate(BODIES * 4)
     ]
     content = "".join(json.dumps(row) + "\n" for row in rows)
-    with httpx.Client(base_url=server.url) as client:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
         upload = {"file": ("rows.jsonl", content)}
         file = client.post("/v1/files", files=upload, data={"purpose": "batch"}).json()
         wanted = {"endpoint": "/v1/completions", "completion_window": "24h"}

@@ -48,7 +48,7 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
 
 
 def metric(server: ServerProcess, name: str) -> float:
-    text = httpx.get(f"{server.url}/metrics").text
+    text = httpx.get(f"{server.url}/metrics", timeout=60).text
     found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
     assert found, f"no metric {name} in\n{text}"
     return float(found[1])
@@ -192,6 +192,7 @@ def test_malformed_requests_are_refused_in_the_envelope(server: ServerProcess) -
             f"{server.url}/v1/chat/completions",
             content=body,
             headers={"Content-Type": "application/json"},
+            timeout=60,
         )
         assert response.status_code == 400
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}

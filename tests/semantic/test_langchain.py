@@ -274,9 +274,9 @@ class TestChatModel:
             model("unrelated").invoke("What do seals eat?")
             prompt = server.engine.llm_calls()[1].prompt_token_ids
             assert told == long_echo(text_of(prompt))
-            graph = httpx.get(f"{server.url}/v1/sessions/app").json()
-            drawn = httpx.get(f"{server.url}/v1/sessions/app/graph.dot").text
-            page = httpx.get(f"{server.url}/v1/sessions/app/graph").text
+            graph = httpx.get(f"{server.url}/v1/sessions/app", timeout=60).json()
+            drawn = httpx.get(f"{server.url}/v1/sessions/app/graph.dot", timeout=60).text
+            page = httpx.get(f"{server.url}/v1/sessions/app/graph", timeout=60).text
         assert edges(graph) == [("outline", "story")]
         assert [r["depth"] for r in graph["requests"]] == [0, 1, 0]
         assert "c0 -> c1" in drawn and "c0 -> c2" not in drawn and "c1 -> c2" not in drawn

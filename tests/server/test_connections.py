@@ -111,7 +111,7 @@ async def test_http_1_0_has_no_chunks(fields: dict[str, Any]) -> None:
         async with connected(live) as client:
             await client.send(asked)
             head, _, found = (await client.rest()).partition(b"\r\n\r\n")
-        async with httpx.AsyncClient(base_url=live.url) as http:
+        async with live.client() as http:
             newer = await http.post(
                 CHAT, content=body, headers={"content-type": "application/json"}
             )
@@ -203,7 +203,7 @@ async def test_an_idle_connection_is_closed() -> None:
 @hasty
 async def test_a_stream_may_take_longer_than_every_limit() -> None:
     limits: dict[str, Any] = {**SLOW, "idle_timeout": 0.1}
-    async with live_server(**limits) as live, httpx.AsyncClient(base_url=live.url) as client:
+    async with live_server(**limits) as live, live.client() as client:
         engine = live.server.engine
         engine.hold_after = 2
         request = asyncio.ensure_future(
@@ -241,7 +241,7 @@ async def test_a_new_connection_takes_the_place_of_the_longest_silent_one() -> N
     async with live_server(max_connections=4) as live, contextlib.AsyncExitStack() as stack:
         first = await stack.enter_async_context(connected(live))
         await open_silent(live, 20, stack)
-        async with httpx.AsyncClient(base_url=live.url) as client:
+        async with live.client() as client:
             assert (await client.get("/health")).status_code == 200
         assert await first.rest() == b""
         text = live.server.state.metrics.render(None, None, None, None).decode()
@@ -277,7 +277,7 @@ async def test_connections_in_use_are_kept_and_a_new_one_gets_503_with_retry_aft
     async with live_server(max_connections=2) as live, contextlib.AsyncExitStack() as stack:
         engine = live.server.engine
         engine.hold_after = 2
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=live.url))
+        client = await stack.enter_async_context(live.client())
         requests = [
             asyncio.ensure_future(client.post(CHAT, json={"messages": MESSAGES, "stream": True}))
             for _ in range(2)
@@ -296,7 +296,7 @@ async def test_connections_in_use_are_kept_and_a_new_one_gets_503_with_retry_aft
 
 async def test_one_address_has_a_limit_of_its_own() -> None:
     limits: dict[str, Any] = {"max_connections": 100, "max_connections_per_address": 1}
-    async with live_server(**limits) as live, httpx.AsyncClient(base_url=live.url) as client:
+    async with live_server(**limits) as live, live.client() as client:
         engine = live.server.engine
         engine.hold_after = 2
         request = asyncio.ensure_future(client.post(CHAT, json={"messages": MESSAGES}))
@@ -316,7 +316,7 @@ async def test_connections_are_counted_until_they_end() -> None:
 
     async with live_server() as live:
         for _ in range(3):
-            async with httpx.AsyncClient(base_url=live.url) as client:
+            async with live.client() as client:
                 assert (await client.get("/health")).status_code == 200
                 assert count() == 1
         while count():

@@ -7,7 +7,6 @@ import gc
 import json
 from typing import Any
 
-import httpx
 import pytest
 from starlette.requests import ClientDisconnect
 
@@ -161,7 +160,7 @@ async def test_abandoned_choices_are_counted(server: Server) -> None:
 async def test_closed_connection_aborts(live: LiveServer, stream: bool) -> None:
     engine = live.server.engine
     engine.hold_after = 2
-    async with httpx.AsyncClient(base_url=live.url) as client:
+    async with live.client() as client:
         request = asyncio.ensure_future(client.post(CHAT, json=chat(stream=stream)))
         await asyncio.wait_for(engine.holding.wait(), SOON_S)
         request.cancel()

@@ -66,7 +66,7 @@ class Reader:
 async def opened(server: BatchServer, path: str, **fields: Any) -> AsyncIterator[Reader]:
     body = {**STREAMS[path], "stream": True, **fields}
     async with (
-        httpx.AsyncClient(base_url=server.live.url) as http,
+        server.live.client() as http,
         http.stream("POST", path, json=body) as response,
     ):
         yield Reader(response)

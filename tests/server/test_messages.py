@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import pytest
 from pydantic import TypeAdapter
 
@@ -109,7 +108,7 @@ async def test_why_it_stopped(live: LiveServer, client: anthropic.AsyncAnthropic
 async def events_of(live: LiveServer, **fields: Any) -> list[dict[str, Any]]:
     """Each conforms to the client's models."""
     body = {"max_tokens": 200, "messages": HI, "stream": True, **fields}
-    async with httpx.AsyncClient(base_url=live.url, verify=False) as http:
+    async with live.client(verify=False) as http:
         reply = await http.post("/v1/messages", json=body, headers={"x-api-key": "secret"})
     assert reply.status_code == 200, reply.text
     found = []
@@ -306,7 +305,7 @@ async def test_what_cannot_be_honoured_is_refused_by_name(
 
 
 async def test_a_wrong_method_or_media_type_is_no_error_of_the_server(live: LiveServer) -> None:
-    async with httpx.AsyncClient(base_url=live.url, headers={"x-api-key": "secret"}) as http:
+    async with live.client(headers={"x-api-key": "secret"}) as http:
         for response in (
             await http.get("/v1/messages"),
             await http.post("/v1/messages", content=b"{}", headers={"content-type": "text/plain"}),

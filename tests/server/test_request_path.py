@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import httpx
 import pytest
 from stream_speed import CalledFiles
 
@@ -105,7 +104,7 @@ async def files_of_a_chat(live: LiveServer) -> list[str]:
         "stream_options": {"include_usage": True},
     }
     for turn in range(2):
-        async with httpx.AsyncClient(base_url=live.url) as client:
+        async with live.client() as client:
             if turn:
                 gc.collect()  # what earlier tests left must not be finalized within the request
                 called.begin()

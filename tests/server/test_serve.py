@@ -28,7 +28,7 @@ BODY = {"messages": [{"role": "user", "content": "Hi"}]}
 
 async def test_port_zero_gives_the_actual_url(live: LiveServer) -> None:
     assert live.url.startswith("http://127.0.0.1:")
-    async with httpx.AsyncClient(base_url=live.url) as client:
+    async with live.client() as client:
         assert (await client.get("/health")).status_code == 200
 
 
@@ -84,7 +84,7 @@ async def interrupt_twice(caplog: pytest.LogCaptureFixture) -> None:
 async def test_open_requests_are_told_when_the_server_stops(stream: bool) -> None:
     async with (
         live_server(drain_timeout=0.05) as live,
-        httpx.AsyncClient(base_url=live.url) as client,
+        live.client() as client,
     ):
         engine = live.server.engine
         engine.hold_after = 2
@@ -102,7 +102,7 @@ async def test_a_second_sigint_ends_open_requests_like_the_drain_timeout(
 ) -> None:
     async with (
         live_server(drain_timeout=30) as live,
-        httpx.AsyncClient(base_url=live.url) as client,
+        live.client() as client,
     ):
         engine = live.server.engine
         engine.hold_after = 2
@@ -132,7 +132,7 @@ async def test_a_second_sigint_does_not_wait_for_a_client_that_still_sends(
 async def test_requests_that_end_in_time_end_well(caplog: pytest.LogCaptureFixture) -> None:
     async with (
         live_server(drain_timeout=30) as live,
-        httpx.AsyncClient(base_url=live.url) as client,
+        live.client() as client,
     ):
         engine = live.server.engine
         engine.hold_after = 2
@@ -170,7 +170,7 @@ async def test_a_stop_signal_drains_and_returns(number: signal.Signals, sighup: 
 
 @pytest.mark.parametrize("sighup", [signal.SIG_IGN], indirect=True)
 async def test_a_server_under_nohup_outlives_its_terminal(sighup: None) -> None:
-    async with live_server() as live, httpx.AsyncClient(base_url=live.url) as client:
+    async with live_server() as live, live.client() as client:
         signal.raise_signal(signal.SIGHUP)
         assert (await client.get("/health")).status_code == 200
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

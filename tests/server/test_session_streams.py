@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
 
 from bros.semantic.schema import VariableView
@@ -95,10 +94,10 @@ async def test_leaving_ends_the_waiting_and_nothing_else(
 ) -> None:
     engine = live.server.engine
     engine.hold_after = 2
-    async with keeping(live.server), httpx.AsyncClient(base_url=live.url) as http:
+    async with keeping(live.server), live.client() as http:
         session = await SessionClient.open(http)
         variables = await session.call("Go {{output:y}}")
-        async with httpx.AsyncClient(base_url=live.url) as other:
+        async with live.client() as other:
             visitor = SessionClient(other, session.id)
             leaving = asyncio.ensure_future(visitor.look(variables["y"], **query))
             await asyncio.wait_for(engine.holding.wait(), SOON_S)
@@ -116,7 +115,7 @@ async def test_leaving_ends_the_waiting_and_nothing_else(
 async def test_a_server_that_stops_tells_waiting_clients(
     live: LiveServer, query: dict[str, str]
 ) -> None:
-    async with keeping(live.server), httpx.AsyncClient(base_url=live.url) as http:
+    async with keeping(live.server), live.client() as http:
         session = await SessionClient.open(http)
         ok(await session.ask("POST", "/variables", json={"id": "never"}))
         waiting = asyncio.ensure_future(session.look("never", **query))

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
 
 from bros.core.request import ServiceClass
@@ -680,7 +679,7 @@ async def test_what_a_closed_connection_waited_for_is_best_effort(
 ) -> None:
     engine = live.server.engine
     engine.hold_after = 1
-    async with keeping(live.server), httpx.AsyncClient(base_url=live.url) as http:
+    async with keeping(live.server), live.client() as http:
         session = await SessionClient.open(http)
         variables = await session.call("Go {{output:y}}")
         path = f"/variables/{variables['y']}?{query}"

@@ -8,7 +8,6 @@ import logging
 import random
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -265,7 +264,7 @@ async def test_a_socket_carries_the_same_stream(live: LiveServer, fields: dict[s
     """Deltas are written to the socket directly there, without ASGI messages."""
     live.server.engine.text = "Hello wörld, hello"
     body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, **fields}
-    async with httpx.AsyncClient(base_url=live.url) as client:
+    async with live.client() as client:
         over_socket = await client.post("/v1/chat/completions", json=body)
     over_asgi = await live.server.chat(**body)
     streams = []
@@ -315,7 +314,7 @@ async def test_a_client_that_does_not_read_stops_direct_writing(live: LiveServer
     flood = Flood()
     live.server.app.router.routes.append(Route("/flood", lambda request: flood))
     async with (
-        httpx.AsyncClient(base_url=live.url) as client,
+        live.client() as client,
         client.stream("GET", "/flood") as response,
     ):
         await flood.paused.wait()

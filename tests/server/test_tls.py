@@ -49,7 +49,7 @@ async def secure_server(
 async def test_requests_and_streams_over_https(certificate: tuple[str, str]) -> None:
     async with secure_server(certificate) as (live, trust):
         assert live.url.startswith("https://127.0.0.1:")
-        async with httpx.AsyncClient(base_url=live.url, verify=trust) as client:
+        async with live.client(verify=trust) as client:
             assert (await client.post(CHAT, json=BODY)).status_code == 200
             streamed = await client.post(CHAT, json={**BODY, "stream": True})
             assert len(chunks(streamed.text)) > 2
@@ -86,7 +86,7 @@ async def test_silent_handshakes_make_room_for_new_connections(
     async with secure_server(certificate, max_connections=3) as (live, trust):
         url = httpx.URL(live.url)
         silent = [await asyncio.open_connection(url.host, url.port) for _ in range(12)]
-        async with httpx.AsyncClient(base_url=live.url, verify=trust) as client:
+        async with live.client(verify=trust) as client:
             assert (await client.get("/health")).status_code == 200
         for _, writer in silent:
             writer.close()
@@ -97,7 +97,7 @@ async def test_http_on_the_port_of_https_ends_the_connection(certificate: tuple[
         async with httpx.AsyncClient() as plain:
             with pytest.raises(httpx.TransportError):
                 await plain.get(live.url.replace("https", "http") + "/health")
-        async with httpx.AsyncClient(base_url=live.url, verify=trust) as client:
+        async with live.client(verify=trust) as client:
             assert (await client.get("/health")).status_code == 200
 
 

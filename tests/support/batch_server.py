@@ -205,9 +205,7 @@ async def batch_server(
         async with live_server(jobs_in=store, **{"engine": RowEngine, **options}) as live:
             async with (
                 openai_client(live.url, key) as client,
-                httpx.AsyncClient(
-                    base_url=live.url, headers={"authorization": f"Bearer {key}"}, verify=False
-                ) as http,
+                live.client(headers={"authorization": f"Bearer {key}"}, verify=False) as http,
                 working(live, idle=idle),
             ):
                 yield BatchServer(live, store, client, http)

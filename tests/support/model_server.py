@@ -83,7 +83,7 @@ async def model_server(
         try:
             url = await listening
             async with (
-                httpx.AsyncClient(base_url=url) as plain,
+                httpx.AsyncClient(base_url=url, timeout=60) as plain,
                 openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
             ):
                 yield ModelServer(state, local, client, plain, url)

@@ -380,6 +380,13 @@ class LiveServer:
     url: str
     running: asyncio.Task[None]
 
+    def client(self, **options: Any) -> httpx.AsyncClient:
+        """A client that waits for as long as other tests may keep the cores busy.
+
+        options: of httpx.AsyncClient.
+        """
+        return httpx.AsyncClient(**{"base_url": self.url, "timeout": 60.0, **options})
+
 
 def events(text: str) -> list[str]:
     """The data of each server-sent event."""

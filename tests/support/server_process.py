@@ -18,9 +18,10 @@ import httpx
 
 READY = re.compile(r"bros is ready at (http://\S+)")
 
-HTTP = httpx.Client(verify=False, limits=httpx.Limits(max_keepalive_connections=0))
+HTTP = httpx.Client(verify=False, timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 """For requests in a loop: httpx.get would read the certificates of the system for each one, which
-takes 25 ms. It keeps no connections, because servers come and go."""
+takes 25 ms. It keeps no connections, because servers come and go, and waits for as long as other
+tests may keep the cores busy."""
 
 
 class ServerProcess:
