@@ -383,14 +383,22 @@ void start_panels(const Problem& p, const Task& task, float q_scale, const TileS
 template <class Scaled>
 BROS_INLINE void write_lanes(const float* o, int64_t dim, int64_t count, float* const* rows,
                              const Scaled& scaled) {
-  for (int64_t d = 0; d < dim; d += kLanes) {
+  int64_t d = 0;
+  // Whole blocks, in loops of one length, stay in registers.
+  for (; count == kLanes && d + kLanes <= dim; d += kLanes) {
+    Vec block[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) block[i] = scaled(load(o + (d + i) * kPanel));
+    transpose(block);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) store(rows[i] + d, block[i]);
+  }
+  for (; d < dim; d += kLanes) {
     const int64_t width = min_of<int64_t>(kLanes, dim - d);
     Vec block[kLanes] = {};
     for (int64_t i = 0; i < width; ++i) block[i] = scaled(load(o + (d + i) * kPanel));
     transpose(block);
-    for (int64_t i = 0; i < count; ++i) {
-      width == kLanes ? store(rows[i] + d, block[i]) : store_first(rows[i] + d, block[i], width);
-    }
+    for (int64_t i = 0; i < count; ++i) store_first(rows[i] + d, block[i], width);
   }
 }
 

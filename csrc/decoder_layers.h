@@ -11,11 +11,22 @@
 //   even   | norm      | attended | norm         | gated  |
 //   odd    |   q, k, v |      out |     gate, up |        |  ─▶ delta
 //
+// Where there are rows enough for every thread, each computes parts of them alone (PartRows), from
+// norm to norm: threads wait for each other around the attention, which reads K and V of all rows,
+// and not after each of a dozen kernels, and the rows of a part stay in the cache of its core. Only
+// q, k and v, attended and delta are [tokens, features] then:
+//
+//   rows of a part     norm ─▶ q, k, v ─▶ RoPE, K and V cached      all threads wait
+//   queries and heads  attention                                    all threads wait
+//   rows of a part     out ─▶ + residual ─▶ norm ─▶ MLP             all threads wait
+//
 // These are the kernels that decoder.py calls for such a layer, with the same arguments, but for the
 // MLP, which is one kernel with the bits of three (mlp.h). So the results have the same bits.
 #pragma once
 
 #include <string.h>
+
+#include <initializer_list>
 
 #include "checks.h"
 #include "parallel.h"
@@ -111,6 +122,8 @@ void copy_rows(float* to, const float* from, const int32_t* rows, int64_t count,
 // activations take 125 MB (SmolLM2-135M in int4, Zen 4). Huge pages instead gained nothing there.
 constexpr int64_t kKeptBytes = 256 * 1024 * 1024;
 
+constexpr int64_t kPartStep = 16;  // rows of a part are a multiple of it
+
 // One step. Its arguments must have been checked.
 class DecoderLayers {
  public:
@@ -137,8 +150,9 @@ class DecoderLayers {
   // What is behind the last layer.
   const char* finish() {
     if (!a_.hidden) return error_;
-    norm(a_.ends->final_norm, a_.delta, a_.hidden);
-    product(a_.ends->head, a_.hidden, a_.logits, a_.num_logits);
+    const Part all = {0, tokens_, threads(), nullptr, nullptr};
+    if (!error_) error_ = norm(a_.ends->final_norm, a_.delta, a_.hidden, all);
+    if (!error_) error_ = product(a_.ends->head, a_.hidden, a_.logits, a_.num_logits, threads());
     return error_;
   }
 
@@ -146,32 +160,97 @@ class DecoderLayers {
   const char* run(int64_t layer) {
     if (error_) return error_;
     const LayerWeights& w = a_.weights[layer];
-    norm(w.attention_norm, a_.delta, even_);
-    product(w.qkv, even_, odd_, tokens_);
-    attend(w, a_.kv[layer]);
-    float* attended = even_;
+    set_layer(w, a_.kv[layer]);
+    for_parts([&](const Part& part) { return before_attention(w, part); });
+    call(kernels_.attention, a_.attention);
+    const float* attended = even_;
     if (!a_.keeps_all && layer + 1 == a_.end) attended = keep_rows();
-    product(w.attention_out, attended, odd_, tokens_);
-    norm(w.mlp_norm, odd_, even_);
-    call(kernels_.mlp, MlpArgs{a_.new_delta, even_, weights_of(w.gate_up), weights_of(w.down), odd_,
-                               even_, tokens_, threads()});
+    for_parts([&](const Part& part) { return after_attention(w, attended, part); });
     a_.delta = a_.new_delta;
     return error_;
   }
 
  private:
-  int threads() const { return a_.rope.threads; }
+  // Rows [first, first + count).
+  struct Part {
+    int64_t first;
+    int64_t count;
+    int threads;
+    float* even;  // [count, max(hidden, down.inputs)], memory for numbers between two kernels
+    float* odd;   // [count, max(hidden, gate_up.outputs)], likewise
+  };
+
+  int threads() const { return max_of(a_.rope.threads, 1); }
   int64_t hidden() const { return a_.weights->qkv.inputs; }
   int64_t q_size() const { return a_.weights->attention_out.inputs; }
+  int64_t even_size() const { return max_of(hidden(), a_.weights->down.inputs); }
+  int64_t odd_size() const { return max_of(hidden(), a_.weights->gate_up.outputs); }
+
+  // Rows of a part of `tokens` rows, about as many for each; all if they are too few for parts.
+  int64_t rows_of_part(int64_t tokens) const {
+    const PartRows& rows = kernels_.part_rows;
+    if (tokens < threads() * rows.fewest) return tokens;
+    const int64_t parts = ceil_div(tokens, threads() * rows.most) * threads();
+    return min_of(round_up(ceil_div(tokens, parts), kPartStep), tokens);
+  }
 
   void take(Arena* arena) {
-    const LayerWeights& w = *a_.weights;
-    const int64_t even = max_of(q_size(), w.down.inputs);
-    const int64_t odd = max_of(w.qkv.outputs, w.gate_up.outputs);
-    const int64_t most = max_of(tokens_, a_.num_rows);
-    even_ = arena->take<float>(most * max_of(hidden(), even));
-    odd_ = arena->take<float>(most * max_of(hidden(), odd));
+    int64_t whole = 0, of_part = 0;  // most rows that are one part, and that are one of several
+    for (int64_t tokens : {tokens_, a_.num_rows}) {
+      const int64_t rows = rows_of_part(tokens);
+      int64_t& most = rows == tokens ? whole : of_part;
+      most = max_of(most, rows);
+    }
+    even_ = arena->take<float>(max_of(tokens_ * q_size(), whole * even_size()));
+    odd_ = arena->take<float>(max_of(tokens_ * a_.weights->qkv.outputs, whole * odd_size()));
     kept_ = arena->take<float>(a_.num_rows * q_size());
+    even_of_parts_ = arena->take<float>(threads() * of_part * even_size());
+    odd_of_parts_ = arena->take<float>(threads() * of_part * odd_size());
+  }
+
+  // Computes all rows; run(part) returns null or an error.
+  template <class Run>
+  void for_parts(const Run& run) {
+    if (error_) return;
+    const int64_t rows = rows_of_part(tokens_);
+    if (rows == tokens_) {
+      error_ = run(Part{0, tokens_, threads(), even_, odd_});
+      return;
+    }
+    parallel_tasks(ceil_div(tokens_, rows), threads(), [&](int64_t index, int slot) {
+      const int64_t first = index * rows;
+      const char* error = run(Part{first, min_of(rows, tokens_ - first), 1,
+                                   even_of_parts_ + slot * rows * even_size(),
+                                   odd_of_parts_ + slot * rows * odd_size()});
+      if (error) __atomic_store_n(&error_, error, __ATOMIC_RELAXED);
+    });
+  }
+
+  // q, k and v of rows in `odd_`, and in the cache.
+  const char* before_attention(const LayerWeights& w, const Part& part) const {
+    float* qkv = odd_ + part.first * w.qkv.outputs;
+    const float* delta = a_.delta ? a_.delta + part.first * hidden() : nullptr;
+    const char* error = norm(w.attention_norm, delta, part.even, part);
+    if (!error) error = product(w.qkv, part.even, qkv, part.count, part.threads);
+    if (error) return error;
+    RopeArgs rope = a_.rope;
+    rope.qkv = qkv;
+    rope.positions += part.first;
+    rope.slots += part.first;
+    rope.tokens = part.count;
+    rope.threads = part.threads;
+    return kernels_.rope_and_cache(rope);
+  }
+
+  // `new_delta` of rows, and what their residual was before it.
+  const char* after_attention(const LayerWeights& w, const float* attended,
+                              const Part& part) const {
+    attended += part.first * q_size();
+    const char* error = product(w.attention_out, attended, part.odd, part.count, part.threads);
+    if (!error) error = norm(w.mlp_norm, part.odd, part.even, part);
+    if (error) return error;
+    return kernels_.mlp({a_.new_delta + part.first * hidden(), part.even, weights_of(w.gate_up),
+                         weights_of(w.down), part.odd, part.even, part.count, part.threads});
   }
 
   template <class Args>
@@ -179,27 +258,25 @@ class DecoderLayers {
     if (!error_) error_ = kernel(args);
   }
 
-  // out = norm of the residual, to which `delta` is added first unless it is null.
-  void norm(const float* weight, const float* delta, float* out) {
-    float* sum = delta ? a_.residual : nullptr;
-    const float* x = delta ? delta : a_.residual;
-    call(kernels_.rms_norm,
-         RmsNormArgs{out, sum, x, weight, tokens_, hidden(), a_.rope.eps, threads()});
+  // out = norm of the residual of rows, to which their `delta` is added first unless it is null.
+  const char* norm(const float* weight, const float* delta, float* out, const Part& part) const {
+    float* residual = a_.residual + part.first * hidden();
+    return kernels_.rms_norm({out, delta ? residual : nullptr, delta ? delta : residual, weight,
+                              part.count, hidden(), a_.rope.eps, part.threads});
   }
 
   static Weights weights_of(const Product& p) {
     return {p.weights, p.bias, static_cast<WeightFormat>(p.format), p.inputs, p.outputs};
   }
 
-  void product(const Product& p, const float* x, float* out, int64_t rows) {
-    call(kernels_.linear,
-         LinearArgs{out, x, p.weights, p.bias, static_cast<WeightFormat>(p.format), rows,
-                    p.inputs, p.outputs, threads()});
+  const char* product(const Product& p, const float* x, float* out, int64_t rows,
+                      int threads) const {
+    return kernels_.linear({out, x, p.weights, p.bias, static_cast<WeightFormat>(p.format), rows,
+                            p.inputs, p.outputs, threads});
   }
 
-  // even = attention of the q, k and v in `odd`.
-  void attend(const LayerWeights& w, const LayerKv& kv) {
-    a_.rope.qkv = odd_;
+  // `even_` will be the attention of the q, k and v in `odd_`.
+  void set_layer(const LayerWeights& w, const LayerKv& kv) {
     a_.rope.cos_sin = w.rotates ? cos_sin_ : nullptr;
     a_.rope.q_norm = w.q_norm;
     a_.rope.k_norm = w.k_norm;
@@ -207,8 +284,6 @@ class DecoderLayers {
     a_.rope.cache.v = a_.attention.cache.v = kv.v;
     a_.attention.qkv = odd_;
     a_.attention.out = even_;
-    call(kernels_.rope_and_cache, a_.rope);
-    call(kernels_.attention, a_.attention);
   }
 
   // From here on there are only the rows that the last layer keeps. Returns their attention.
@@ -229,6 +304,8 @@ class DecoderLayers {
   float* even_ = nullptr;
   float* odd_ = nullptr;
   float* kept_ = nullptr;
+  float* even_of_parts_ = nullptr;  // [threads, rows of a part, even_size()]
+  float* odd_of_parts_ = nullptr;   // [threads, rows of a part, odd_size()]
   const char* error_ = nullptr;
 };
 

@@ -203,6 +203,11 @@ struct TileProductArgs {
   TileProduct product;
 };
 
+struct PartRows {
+  int64_t fewest;
+  int64_t most;
+};
+
 // Every kernel returns null, or an error message before it writes any memory. RopeArgs,
 // AttentionArgs and EmbedArgs must have been checked (checks.h).
 struct KernelTable {
@@ -214,6 +219,7 @@ struct KernelTable {
   const char* (*mlp)(const MlpArgs&);
   const char* (*embed)(const EmbedArgs&);
   int64_t panel_outputs;  // of packed weights
+  PartRows part_rows;     // that a thread computes alone (decoder_layers.h)
   const char* (*sample)(const SampleArgs&);
   // Null without tiles. With it, panels of int4 have the layout for them (linear_formats.h).
   const char* (*tile_product)(const TileProductArgs&);

@@ -6,5 +6,6 @@
 
 namespace bros {
 const KernelTable kAmxEmulatedKernels = {rms_norm, rope_and_cache, attention, silu_and_mul,
-                                         linear, mlp, embed, kPanelOutputs, sample, tile_product};
+                                         linear, mlp, embed, kPanelOutputs, kPartRows,
+                                         sample, tile_product};
 }  // namespace bros

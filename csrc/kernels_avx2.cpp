@@ -4,6 +4,7 @@
 
 namespace bros {
 const KernelTable kAvx2Kernels = {rms_norm, rope_and_cache, attention, silu_and_mul,
-                                  linear, mlp, embed, kPanelOutputs, sample};
+                                  linear, mlp, embed, kPanelOutputs, kPartRows,
+                                  sample};
 }  // namespace bros
 #endif

@@ -5,7 +5,8 @@
 
 namespace bros {
 const KernelTable kAvx512AmxKernels = {rms_norm, rope_and_cache, attention, silu_and_mul,
-                                       linear, mlp, embed, kPanelOutputs, sample, tile_product};
+                                       linear, mlp, embed, kPanelOutputs, kPartRows,
+                                       sample, tile_product};
 }  // namespace bros
 #else
 #include "kernels.h"

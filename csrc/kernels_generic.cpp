@@ -3,5 +3,6 @@
 
 namespace bros {
 const KernelTable kGenericKernels = {rms_norm, rope_and_cache, attention, silu_and_mul,
-                                     linear, mlp, embed, kPanelOutputs, sample};
+                                     linear, mlp, embed, kPanelOutputs, kPartRows,
+                                     sample};
 }  // namespace bros

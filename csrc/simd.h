@@ -431,14 +431,24 @@ BROS_INLINE Vec exp2_relative(Vec x, Vec top) {
   return select(x == top, splat(1.0f), exp2_nonpositive(x - top));
 }
 
-// e^x with x clamped to [-87, 87]. The reduction x - n ln 2 is done in two parts, so the error
-// stays relative for large |x|.
+// e^x with x clamped to [-87, 87].
 BROS_INLINE Vec exp_clamped(Vec x) {
+#if defined(__AVX512F__)
+  // Four operations less: the gates of a prompt take 0.8 of the time (Xeon). `low` is what rounding
+  // has taken from t. (_mm512_max_ps and _mm512_min_ps return their second operand if it is NaN.)
+  const Vec clamped = _mm512_min_ps(splat(87.0f), _mm512_max_ps(splat(-87.0f), x));
+  const Vec t = clamped * 1.44269504f;
+  const Vec low = mul_add(clamped, splat(1.44269504f), -t);
+  const Vec rest = _mm512_reduce_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return _mm512_scalef_ps(exp2_fraction(rest + low), t - rest);
+#else
+  // x - n ln 2 in two parts, so that the error stays relative for large |x|.
   const Vec clamped = -vmax(-vmax(x, splat(-87.0f)), splat(-87.0f));
   const Vec shifted = clamped * 1.44269504f + kRoundMagic;
   const Vec n = shifted - kRoundMagic;
   const Vec rest = (clamped - n * 0.693145752f) - n * 1.42860677e-6f;
   return scale_exp2(shifted, rest * 1.44269504f);
+#endif
 }
 
 // e^x for x <= 0, within about one rounding, and 1 at 0; 0 below -87. A polynomial of degree 6 with
