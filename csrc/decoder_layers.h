@@ -1,4 +1,4 @@
-// A decoder, or some of its layers, one kernel after the other without Python between them.
+// A decoder, or some of its layers, without Python between its kernels.
 //
 //   tokens ─▶ residual
 //   each layer
@@ -11,17 +11,18 @@
 //   even   | norm      | attended | norm         | gated  |
 //   odd    |   q, k, v |      out |     gate, up |        |  ─▶ delta
 //
-// Where there are rows enough for every thread, each computes parts of them alone (PartRows), from
-// norm to norm: threads wait for each other around the attention, which reads K and V of all rows,
-// and not after each of a dozen kernels, and the rows of a part stay in the cache of its core. Only
-// q, k and v, attended and delta are [tokens, features] then:
+// Where there are rows enough for every thread, each computes parts of them alone (PartRows). Threads
+// then wait for each other three times in a layer and not after each of a dozen kernels, and the rows
+// of a part stay in the cache of its core, if they fit. Only the residual, q, k and v, attended and
+// delta are [tokens, features]; a thread has its own even and odd for a part.
 //
 //   rows of a part     norm ─▶ q, k, v ─▶ RoPE, K and V cached      all threads wait
 //   queries and heads  attention                                    all threads wait
 //   rows of a part     out ─▶ + residual ─▶ norm ─▶ MLP             all threads wait
 //
-// These are the kernels that decoder.py calls for such a layer, with the same arguments, but for the
-// MLP, which is one kernel with the bits of three (mlp.h). So the results have the same bits.
+// These are the kernels that decoder.py calls for such a layer, but for the MLP, which is one kernel
+// with the bits of three (mlp.h), with the same arguments or those of some of the rows. No row
+// depends on others outside of the attention, so the results have the same bits.
 #pragma once
 
 #include <string.h>
@@ -119,10 +120,11 @@ void copy_rows(float* to, const float* from, const int32_t* rows, int64_t count,
 // stays that only a very long prompt needs. The pages of fresh memory have to be mapped and cleared
 // one by one, where malloc gives them back at once, as it does on a thread (`bros.LLM`): 24 ms of
 // CPU time in a prompt of 1,024 tokens, of 1,260, and 2 % of the time of one of 4,000, whose
-// activations take 125 MB (SmolLM2-135M in int4, Zen 4). Huge pages instead gained nothing there.
+// activations took 125 MB before there were parts (SmolLM2-135M in int4, Zen 4). Huge pages instead
+// gained nothing there.
 constexpr int64_t kKeptBytes = 256 * 1024 * 1024;
 
-constexpr int64_t kPartStep = 16;  // rows of a part are a multiple of it
+constexpr int64_t kPartStep = 16;  // a part begins at a multiple of it, which is whole cache lines
 
 // One step. Its arguments must have been checked.
 class DecoderLayers {
@@ -186,47 +188,54 @@ class DecoderLayers {
   int64_t even_size() const { return max_of(hidden(), a_.weights->down.inputs); }
   int64_t odd_size() const { return max_of(hidden(), a_.weights->gate_up.outputs); }
 
-  // Rows of a part of `tokens` rows, about as many for each; all if they are too few for parts.
-  int64_t rows_of_part(int64_t tokens) const {
-    const PartRows& rows = kernels_.part_rows;
-    if (tokens < threads() * rows.fewest) return tokens;
-    const int64_t parts = ceil_div(tokens, threads() * rows.most) * threads();
-    return min_of(round_up(ceil_div(tokens, parts), kPartStep), tokens);
+  // As many for each thread; 1 if the rows are too few.
+  int64_t num_parts(int64_t rows) const {
+    const PartRows& limits = kernels_.part_rows;
+    if (rows < threads() * limits.fewest) return 1;
+    return ceil_div(rows, threads() * limits.most) * threads();
   }
 
   void take(Arena* arena) {
-    int64_t whole = 0, of_part = 0;  // most rows that are one part, and that are one of several
-    for (int64_t tokens : {tokens_, a_.num_rows}) {
-      const int64_t rows = rows_of_part(tokens);
-      int64_t& most = rows == tokens ? whole : of_part;
-      most = max_of(most, rows);
+    // The most rows that are one part alone, and that are one part of several.
+    int64_t alone = 0, shared = 0;
+    for (int64_t rows : {tokens_, a_.num_rows}) {
+      const int64_t parts = num_parts(rows);
+      if (parts == 1) {
+        alone = max_of(alone, rows);
+      } else {
+        shared = max_of(shared, ceil_div(rows, parts) + kPartStep);
+      }
     }
-    even_ = arena->take<float>(max_of(tokens_ * q_size(), whole * even_size()));
-    odd_ = arena->take<float>(max_of(tokens_ * a_.weights->qkv.outputs, whole * odd_size()));
+    even_ = arena->take<float>(max_of(tokens_ * q_size(), alone * even_size()));
+    odd_ = arena->take<float>(max_of(tokens_ * a_.weights->qkv.outputs, alone * odd_size()));
     kept_ = arena->take<float>(a_.num_rows * q_size());
-    even_of_parts_ = arena->take<float>(threads() * of_part * even_size());
-    odd_of_parts_ = arena->take<float>(threads() * of_part * odd_size());
+    part_rows_ = shared;
+    even_of_parts_ = arena->take<float>(threads() * shared * even_size());
+    odd_of_parts_ = arena->take<float>(threads() * shared * odd_size());
   }
 
   // Computes all rows; run(part) returns null or an error.
   template <class Run>
   void for_parts(const Run& run) {
     if (error_) return;
-    const int64_t rows = rows_of_part(tokens_);
-    if (rows == tokens_) {
+    const int64_t parts = num_parts(tokens_);
+    if (parts == 1) {
       error_ = run(Part{0, tokens_, threads(), even_, odd_});
       return;
     }
-    parallel_tasks(ceil_div(tokens_, rows), threads(), [&](int64_t index, int slot) {
-      const int64_t first = index * rows;
-      const char* error = run(Part{first, min_of(rows, tokens_ - first), 1,
-                                   even_of_parts_ + slot * rows * even_size(),
-                                   odd_of_parts_ + slot * rows * odd_size()});
+    const auto first_of = [&](int64_t part) {
+      return part == parts ? tokens_ : tokens_ * part / parts / kPartStep * kPartStep;
+    };
+    parallel_tasks(parts, threads(), [&](int64_t part, int slot) {
+      const int64_t first = first_of(part);
+      const char* error = run(Part{first, first_of(part + 1) - first, 1,
+                                   even_of_parts_ + slot * part_rows_ * even_size(),
+                                   odd_of_parts_ + slot * part_rows_ * odd_size()});
       if (error) __atomic_store_n(&error_, error, __ATOMIC_RELAXED);
     });
   }
 
-  // q, k and v of rows in `odd_`, and in the cache.
+  // q, k and v of rows, to `odd_`; k and v to the cache as well.
   const char* before_attention(const LayerWeights& w, const Part& part) const {
     float* qkv = odd_ + part.first * w.qkv.outputs;
     const float* delta = a_.delta ? a_.delta + part.first * hidden() : nullptr;
@@ -242,7 +251,7 @@ class DecoderLayers {
     return kernels_.rope_and_cache(rope);
   }
 
-  // `new_delta` of rows, and what their residual was before it.
+  // Adds the output of the attention to the residual of rows, and computes their `new_delta`.
   const char* after_attention(const LayerWeights& w, const float* attended,
                               const Part& part) const {
     attended += part.first * q_size();
@@ -304,8 +313,9 @@ class DecoderLayers {
   float* even_ = nullptr;
   float* odd_ = nullptr;
   float* kept_ = nullptr;
-  float* even_of_parts_ = nullptr;  // [threads, rows of a part, even_size()]
-  float* odd_of_parts_ = nullptr;   // [threads, rows of a part, odd_size()]
+  int64_t part_rows_ = 0;           // for which a thread has memory
+  float* even_of_parts_ = nullptr;  // [threads, part_rows_, even_size()]
+  float* odd_of_parts_ = nullptr;   // [threads, part_rows_, odd_size()]
   const char* error_ = nullptr;
 };
 

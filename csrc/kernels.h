@@ -203,9 +203,10 @@ struct TileProductArgs {
   TileProduct product;
 };
 
+// How the rows of a step are divided, see decoder_layers.h.
 struct PartRows {
-  int64_t fewest;
-  int64_t most;
+  int64_t fewest;  // for each thread; with fewer, all threads compute all rows together
+  int64_t most;    // of a part, about
 };
 
 // Every kernel returns null, or an error message before it writes any memory. RopeArgs,
@@ -219,7 +220,7 @@ struct KernelTable {
   const char* (*mlp)(const MlpArgs&);
   const char* (*embed)(const EmbedArgs&);
   int64_t panel_outputs;  // of packed weights
-  PartRows part_rows;     // that a thread computes alone (decoder_layers.h)
+  PartRows part_rows;
   const char* (*sample)(const SampleArgs&);
   // Null without tiles. With it, panels of int4 have the layout for them (linear_formats.h).
   const char* (*tile_product)(const TileProductArgs&);

@@ -12,7 +12,7 @@ namespace bros {
 namespace {
 
 // A part reads all weights of a layer again, so its products have to take longer than that
-// (docs/decisions/0024).
+// (docs/decisions/0024; measured with two threads).
 #if defined(BROS_MODEL)
 constexpr PartRows kPartRows = {33, 80};  // so that small shapes, which tests use, have parts
 #elif defined(BROS_MULTIPLIES_TILES)

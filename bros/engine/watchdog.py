@@ -121,8 +121,8 @@ class Watchdog:
         # The iteration had lasted for half a check, on average, when the first check saw it.
         lasted_s = self._counted_s + self._every_s / 2
         expected = self._expected()
-        # The highest limit of the iteration: when its step has ended nothing runs that would be
-        # expected to last, and the check may see that before it sees the next iteration.
+        # The highest limit so far: once its step has ended, nothing is expected to take long, and a
+        # check may come before the next iteration begins.
         self._limit_s = max(self._limit_s, self._limit_of(expected))
         if lasted_s < self._limit_s:
             return None

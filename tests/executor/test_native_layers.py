@@ -279,15 +279,16 @@ def test_blocks_of_rows_have_the_bits_of_all_rows(level: str, form: str, tokens:
 
 
 @each_level
+@pytest.mark.parametrize("form", ["bf16", "int4"])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize(("tokens", "kept"), [(120, 0), (170, 150), (260, 250), (770, 760)])
 def test_rows_that_a_thread_computes_alone_have_the_bits_of_all_rows(
-    level: str, tokens: int, kept: int, threads: int
+    level: str, form: str, tokens: int, kept: int, threads: int
 ) -> None:
     """With two threads the last layer keeps fewer rows, in larger parts, than those before it have:
     of 170 rows where AMX is emulated, of 260 with vectors, and of 770 with AMX."""
     case = make_case([(tokens - 20, 0), (20, 40)], kv_heads=1, group=1, head_dim=16)
-    model = Model(cpu_kernels(level), case, "bf16", biases=True, head_norms=True)
+    model = Model(cpu_kernels(level), case, form, biases=True, head_norms=True)
     kept_rows = torch.randperm(tokens, generator=model.generator)[:kept].int()
     model.inputs = dataclasses.replace(model.inputs, sample_rows=kept_rows, read_rows=int32([]))
     with torch_threads(threads):
