@@ -166,8 +166,8 @@ async def test_clients_of_others_skip_the_comments(server: BatchServer) -> None:
 
 
 async def test_no_comments_come_while_events_do(tmp_path: Path) -> None:
-    """Events come for twice the time after which a comment would; that is longer than a busy machine
-    holds an event up."""
+    """Events come for twice the time after which a comment would, a time for which a busy machine
+    holds none up."""
     async with batch_server(tmp_path, stream_heartbeat=0.5) as server:
         server.engine.text = "x" * 100
         server.engine.pause_s = 0.01
