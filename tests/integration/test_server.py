@@ -16,7 +16,7 @@ import pytest
 
 from bros.cli.main import main
 from support.machine_speed import slowdown
-from support.server_process import ServerProcess, rss_mib, running_server, wait_until
+from support.server_process import HTTP, ServerProcess, rss_mib, running_server, wait_until
 from support.tier import by_tier
 from support.tiny_tokenizer import save_chat_llama
 
@@ -48,7 +48,7 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
 
 
 def metric(server: ServerProcess, name: str) -> float:
-    text = httpx.get(f"{server.url}/metrics", timeout=60).text
+    text = HTTP.get(f"{server.url}/metrics").text
     found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
     assert found, f"no metric {name} in\n{text}"
     return float(found[1])
@@ -188,11 +188,10 @@ def test_malformed_requests_are_refused_in_the_envelope(server: ServerProcess) -
         (b"\xff\xfe", "utf"),
     ]
     for body, _ in wrong:
-        response = httpx.post(
+        response = HTTP.post(
             f"{server.url}/v1/chat/completions",
             content=body,
             headers={"Content-Type": "application/json"},
-            timeout=60,
         )
         assert response.status_code == 400
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}

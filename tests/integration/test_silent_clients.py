@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from support.held_connections import SLOW_BODY, SLOW_HEADERS, Held, holding
-from support.server_process import ServerProcess, few_descriptors, running_server
+from support.server_process import HTTP, ServerProcess, few_descriptors, running_server
 from support.tiny_tokenizer import save_chat_llama
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.multiprocess]
@@ -42,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 def replaced(server: ServerProcess) -> float:
     """How many connections have ended because there were too many."""
     name = 'bros_http_connections_closed_total{reason="replaced"} '
-    lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+    lines = HTTP.get(f"{server.url}/metrics").text.splitlines()
     return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
 
 

@@ -7,7 +7,6 @@ import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import httpx
 import pytest
 
 pytest.importorskip("langchain_core")
@@ -28,6 +27,7 @@ from bros.langchain import BrosChat, SemanticPrompt, Value
 from support.fake_sessions import FakeBackend, fake_connection, shout
 from support.program_engine import ProgramEngine, echo, text_of
 from support.program_server import ProgramServer, program_server
+from support.server_process import HTTP
 
 
 @pytest.fixture
@@ -274,9 +274,9 @@ class TestChatModel:
             model("unrelated").invoke("What do seals eat?")
             prompt = server.engine.llm_calls()[1].prompt_token_ids
             assert told == long_echo(text_of(prompt))
-            graph = httpx.get(f"{server.url}/v1/sessions/app", timeout=60).json()
-            drawn = httpx.get(f"{server.url}/v1/sessions/app/graph.dot", timeout=60).text
-            page = httpx.get(f"{server.url}/v1/sessions/app/graph", timeout=60).text
+            graph = HTTP.get(f"{server.url}/v1/sessions/app").json()
+            drawn = HTTP.get(f"{server.url}/v1/sessions/app/graph.dot").text
+            page = HTTP.get(f"{server.url}/v1/sessions/app/graph").text
         assert edges(graph) == [("outline", "story")]
         assert [r["depth"] for r in graph["requests"]] == [0, 1, 0]
         assert "c0 -> c1" in drawn and "c0 -> c2" not in drawn and "c1 -> c2" not in drawn
