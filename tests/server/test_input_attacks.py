@@ -331,7 +331,7 @@ def test_no_turn_of_the_loop_is_long(attack: Attack, checker: GrammarChecker) ->
 
 
 def holding_the_interpreter() -> None:
-    sum(range(10_000_000))
+    sum(range(50_000_000))
 
 
 def sleeping() -> None:
