@@ -32,7 +32,7 @@ AVX512_FLAGS = [
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
     *("-mfma", "-mf16c", "-mprefer-vector-width=512"),
 ]
-AMX_FLAGS = ["-mamx-tile", "-mamx-bf16", "-mamx-int8", "-mprfchw"]
+AMX_FLAGS = ["-mamx-tile", "-mamx-bf16", "-mprfchw"]
 X86_FLAGS = {
     "csrc/kernels_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
     "csrc/kernels_avx512.cpp": AVX512_FLAGS,

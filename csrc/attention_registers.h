@@ -52,7 +52,7 @@ BROS_INLINE void multiply_words(const float* a, int64_t a_stride, const float* b
     load_tile<6>(a + word, a_stride * sizeof(float));
     unrolled<N>([&](auto j) {
       load_tile<7>(b + word * b_stride + j.value * kLanes, b_stride * sizeof(float));
-      add_product<TileProduct::kBf16, j.value, 6, 7>();
+      add_product<j.value, 6, 7>();
     });
   }
 }

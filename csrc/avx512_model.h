@@ -1,5 +1,5 @@
 // AVX-512 instructions in plain C++, under the names of their intrinsics, for the object that runs
-// the kernels of AVX-512 VNNI and BF16 on any CPU (kernels_amx_emulated.cpp). Results are those
+// the kernels of AMX on any CPU (kernels_amx_emulated.cpp). Results are those
 // that the manual defines (Intel SDM, volume 2), bit by bit, but for the payloads of NaNs.
 //
 // Only what the kernels use is here: what is missing does not compile.
@@ -66,11 +66,10 @@ BROS_INLINE Vec high_bf16(IntVec pairs) {
 typedef Vec __m512;
 typedef IntVec __m512i;
 typedef uint16_t __m512bh __attribute__((vector_size(64)));
+typedef int8_t __m128i __attribute__((vector_size(16)));
 typedef int32_t __m256i __attribute__((vector_size(32)));
 typedef uint16_t __m256bh __attribute__((vector_size(32)));
 typedef uint16_t __mmask16;
-
-BROS_INLINE __mmask16 _cvtu32_mask16(uint32_t bits) { return static_cast<__mmask16>(bits); }
 
 BROS_MODELLED __m512i _mm512_set1_epi32(int32_t x) { return splat_int(x); }
 
@@ -100,13 +99,10 @@ BROS_MODELLED void _mm512_mask_storeu_epi32(void* p, __mmask16 mask, __m512i v) 
     if (mask >> i & 1) __builtin_memcpy(static_cast<char*>(p) + 4 * i, &x, 4);
   }
 }
-BROS_MODELLED __m512 _mm512_maskz_loadu_ps(__mmask16 mask, const float* p) {
-  return bit_cast<__m512>(_mm512_maskz_loadu_epi32(mask, p));
-}
-BROS_MODELLED void _mm512_mask_storeu_ps(float* p, __mmask16 mask, __m512 v) {
-  _mm512_mask_storeu_epi32(p, mask, bit_cast<__m512i>(v));
-}
 
+BROS_MODELLED __m512i _mm512_cvtepi8_epi32(__m128i v) {
+  return __builtin_convertvector(v, __m512i);
+}
 BROS_MODELLED __m512i _mm512_cvtepu16_epi32(__m256i v) {
   return __builtin_convertvector(bit_cast<HalfVec>(v), __m512i);
 }
@@ -136,27 +132,7 @@ BROS_MODELLED __m512i _mm512_and_si512(__m512i a, __m512i b) { return a & b; }
 BROS_MODELLED __m512i _mm512_or_si512(__m512i a, __m512i b) { return a | b; }
 BROS_MODELLED __m512i _mm512_slli_epi32(__m512i v, int n) { return v << n; }
 
-// ---- Dot products of neighbours, added to `sum`.
-
-// Four bytes of each lane, with a sign or without one.
-template <bool kSignsA, bool kSignsB>
-BROS_MODELLED __m512i add_byte_products(__m512i sum, __m512i a, __m512i b) {
-  for (int at = 0; at < 32; at += 8) {
-    const __m512i x = kSignsA ? a << (24 - at) >> 24 : a >> at & 255;
-    const __m512i y = kSignsB ? b << (24 - at) >> 24 : b >> at & 255;
-    sum += x * y;
-  }
-  return sum;
-}
-BROS_INLINE __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
-  return add_byte_products<false, true>(sum, a, b);
-}
-// Of signed words.
-BROS_MODELLED __m512i _mm512_dpwssd_epi32(__m512i sum, __m512i a, __m512i b) {
-  sum += (a << 16 >> 16) * (b << 16 >> 16);
-  return sum + (a >> 16) * (b >> 16);
-}
-// Of bf16, the second ones first.
+// sum += products of the two bf16 of each lane, the second ones first.
 BROS_MODELLED __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
   const IntVec x = bit_cast<IntVec>(a), y = bit_cast<IntVec>(b);
   sum = bf16_mul_add(high_bf16(x), high_bf16(y), sum);

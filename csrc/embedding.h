@@ -1,8 +1,8 @@
 // Rows of packed weights (linear_formats.h), widened exactly: the embeddings of tokens, from the
 // weights of the lm_head where both are the same matrix.
 //
-// A row of a panel is one column of its table, so it lies in as many cache lines as it has numbers of
-// 32 bits.
+// An output of a panel is one column of its table (of int8 for tiles: one row of each group), so it
+// lies in as many cache lines as it has numbers of 32 bits (groups).
 #pragma once
 
 #include "kernels.h"
@@ -28,13 +28,9 @@ void widen_output(WeightFormat format, const char* panel, int64_t o, int64_t inp
       }
       return;
     case WeightFormat::kInt8:
-      for (int64_t k = 0; k < inputs; k += 4) {
-        if (k % kGroup == 0) {
-          values = reinterpret_cast<const float*>(panel + k / kGroup * Int8Panel::kGroupBytes) + o;
-          words = reinterpret_cast<const uint32_t*>(values) + kPanelOutputs;
-        }
-        const uint32_t quad = words[k % kGroup / 4 * kPanelOutputs];
-        for (int i = 0; i < 4; ++i) out[k + i] = static_cast<int8_t>(quad >> 8 * i) * *values;
+      for (int64_t k = 0; k < inputs; k += kGroup, panel += Int8Panel::kGroupBytes) {
+        const float scale = reinterpret_cast<const float*>(panel)[o];
+        for (int i = 0; i < kGroup; ++i) out[k + i] = int8_code(panel, o, i) * scale;
       }
       return;
     case WeightFormat::kInt4:
@@ -46,8 +42,8 @@ int64_t panel_bytes(WeightFormat format, int64_t inputs) {
   switch (format) {
     case WeightFormat::kFp32: return Fp32Panel::bytes(inputs);
     case WeightFormat::kBf16: return Bf16Format::bytes(inputs);
-    case WeightFormat::kInt8: return Int8Panel::bytes(inputs);
-    case WeightFormat::kInt4: return Int4Panel::bytes(inputs);
+    case WeightFormat::kInt8: return Int8Format::bytes(inputs);
+    case WeightFormat::kInt4: return Int4Format::bytes(inputs);
   }
   return 0;
 }

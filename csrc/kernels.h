@@ -185,22 +185,12 @@ struct SampleArgs {
   int threads;
 };
 
-// What the 4 bytes of an element of A and of B are in a product of tile registers: two of bf16, or
-// four bytes, which are named by their signs in A and in B. kernels/cpu_ops.py has the same numbers.
-enum class TileProduct : int {
-  kBf16 = 0,
-  kSignedUnsigned = 1,
-  kSignedSigned = 2,
-  kUnsignedSigned = 3
-};
-
-// One product of tile registers, for tests: C += A . B as tiles.h has it, of 4 bytes each.
+// One product of tile registers, for tests: C += A . B as tiles.h has it. Elements have 4 bytes each.
 struct TileProductArgs {
   void* c;        // [rows, columns], rows 64 bytes apart like those of a and b
   const void* a;  // [rows, depth]
   const void* b;  // [depth, columns]
   int64_t rows, columns, depth;  // 1 to 16
-  TileProduct product;
 };
 
 // How the rows of a step are divided, see decoder_layers.h.
@@ -222,7 +212,7 @@ struct KernelTable {
   int64_t panel_outputs;  // of packed weights
   PartRows part_rows;
   const char* (*sample)(const SampleArgs&);
-  // Null without tiles. With it, panels of int4 have the layout for them (linear_formats.h).
+  // Null without tiles. With it, panels of codes have the layout for them (linear_formats.h).
   const char* (*tile_product)(const TileProductArgs&);
 };
 

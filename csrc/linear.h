@@ -364,12 +364,10 @@ const char* product(const LinearArgs& a) {
   if constexpr (Panel::kRounds) {
     static thread_local Scratch scratch;
     rows.x_stride = ceil_div(a.inputs, Panel::kStep) * Panel::kStepBytes;
-    // An odd number of cache lines: otherwise the rows of a tile share a few places of a cache.
-    if (kAllByTiles<Panel> && !kRoundsTiles<Panel>) rows.x_stride |= 64;
-    const int64_t room = kAllByTiles<Panel> ? round_up(a.rows, kFewestTileRows) : a.rows;
+    const int64_t room = kByTiles<Panel> ? round_up(a.rows, kRowsOfTile) : a.rows;
     char* rounded = static_cast<char*>(scratch.reserve(room * rows.x_stride));
     if (!rounded) return "no memory for rounded activations";
-    if constexpr (kRoundsTiles<Panel>) {
+    if constexpr (kByTiles<Panel>) {
       Panel::round_all(a, rounded);
     } else {
       parallel_for(a.rows, a.rows * a.inputs, a.threads, [&](int64_t begin, int64_t end) {
@@ -382,7 +380,7 @@ const char* product(const LinearArgs& a) {
   }
   const int64_t panels = ceil_div(a.outputs, kPanelOutputs);
   parallel_for(panels, work_of(a), a.threads, [&](int64_t begin, int64_t end) {
-    if constexpr (kAllByTiles<Panel>) {
+    if constexpr (kByTiles<Panel>) {
       tile_panels<Panel>(a, rows, begin, end);
     } else {
       panels_of<Panel>(a, rows, begin, end);
@@ -397,8 +395,7 @@ const char* linear(const LinearArgs& a) {
   switch (a.format) {
     case WeightFormat::kFp32: return product<Fp32Panel>(a);
     case WeightFormat::kBf16: return product<Bf16Format>(a);
-    case WeightFormat::kInt8:
-      return a.rows < kFewestTileRows ? product<Int8Panel>(a) : product<Int8ManyFormat>(a);
+    case WeightFormat::kInt8: return product<Int8Format>(a);
     case WeightFormat::kInt4: return product<Int4Format>(a);
   }
   return nullptr;

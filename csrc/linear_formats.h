@@ -10,8 +10,11 @@
 //     int4   [panels][groups]                 group of 32 inputs, value = code * scale + minimum:
 //                scale [out] f16, minimum [out] f16, codes [4][out] u32: inputs 8i .. 8i + 3 in the
 //                low halves of the bytes, from the low byte on, 8i + 4 .. 8i + 7 in the high halves
-//            for tile registers (linear_tiles.h) codes [out / 4][32] u16: an input of outputs 4i ..
-//                4i + 3, from the low four bits on
+//
+// Products of tile registers (linear_tiles.h) want codes in another order:
+//
+//     int8       codes [out][32] i8
+//     int4       codes [out / 4][32] u16: an input of outputs 4i .. 4i + 3, from the low four bits on
 //
 // A format is a struct with
 //
@@ -365,6 +368,16 @@ BROS_INLINE void round_block(const float* x, int groups, ActivationBlock* out) {
 BROS_INLINE Vec add_scaled(Vec block, Vec dot, Vec scale) { return mul_add(dot, scale, block); }
 BROS_INLINE Vec add_block(Vec sum, Vec block, float scale) {
   return mul_add(block, splat(scale), sum);
+}
+
+// The code of an input of a group.
+BROS_INLINE int8_t int8_code(const char* group, int64_t output, int64_t input) {
+#if defined(BROS_MULTIPLIES_TILES)
+  const int64_t at = output * kGroup + input;
+#else
+  const int64_t at = (input / 4 * kPanelOutputs + output) * 4 + input % 4;
+#endif
+  return static_cast<int8_t>(group[4 * kPanelOutputs + at]);
 }
 
 struct Int8Panel {

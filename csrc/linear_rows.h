@@ -70,23 +70,17 @@ BROS_INLINE void copy_floats(float* to, const float* from, int64_t n) {
   __builtin_memcpy(to, from, n * sizeof(float));
 }
 
-// Whether products of a format consist of tiles (linear_tiles.h). (int8 has a format of its own for
-// many rows, whose activations lie otherwise.)
+// Whether products of a format consist of tiles (linear_tiles.h). Their activations are rounded to
+// tiles of several rows: by Panel::round_all to those that the product of so many rows takes, by
+// Panel::round_rows to A tiles.
 template <class Panel>
-constexpr bool kAllByTiles = false;
+constexpr bool kByTiles = false;
 
-// Whether activations are rounded to tiles of several rows: by Panel::round_all to those that the
-// product of so many rows takes, by Panel::round_rows to A tiles.
-template <class Panel>
-constexpr bool kRoundsTiles = false;
-
-// The panels [begin, end) of all rows, where kAllByTiles. x has room for a multiple of
-// kFewestTileRows rows.
+// The panels [begin, end) of all rows, where kByTiles. x has room for a multiple of kRowsOfTile rows.
 template <class Panel>
 void tile_panels(const LinearArgs& a, const Rows& rows, int64_t begin, int64_t end);
 
-// Rows from which on int8 is multiplied by tiles.
-constexpr int64_t kFewestTileRows = 16;
+constexpr int64_t kRowsOfTile = 16;
 
 }  // namespace
 }  // namespace bros

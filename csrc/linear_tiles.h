@@ -1,7 +1,8 @@
-// Products by tile registers (tiles.h): bf16 and int4 for any number of rows, int8 for many.
+// Products by tile registers (tiles.h), of any number of rows. fp32 has none.
 //
-// A panel of bf16 or int8 has the layout of tiles already. Of bf16, 16 pairs of inputs and all 32
-// outputs are two B tiles side by side. Activations are rounded to A tiles, each in one piece:
+// All of them are products of bf16. A panel of bf16 has the layout of tiles already: 16 pairs of
+// inputs and all 32 outputs are two B tiles side by side. Codes of int8 and int4 are widened to the
+// same. Activations are rounded to A tiles, each in one piece:
 //
 //     panel, bf16         outputs 0 .. 15    outputs 16 .. 31
 //     inputs  0,  1    [ 16 pairs, 64 bytes | 16 pairs, 64 bytes ]  ┐
@@ -13,8 +14,8 @@
 //     rows  0 .. 15    [ A tile, 1 KB      | A tile   | .. ]
 //     rows 16 .. 31    [ A tile            | A tile   | .. ]
 //
-// Registers, for up to 32 rows of one panel, or up to 16 rows of two (few rows of int4 have others,
-// see FewRowsOfInt4):
+// Registers, for up to 32 rows of one panel, or up to 16 rows of two (few rows of codes have others,
+// see FewRowsOfCodes):
 //
 //     R = 2 row tiles, 1 panel              R = 1 row tile, 2 panels
 //
@@ -63,10 +64,8 @@
 // **Same bits.** An output of bf16 is, step by step of 32 inputs, increased by the sum of its even
 // and the sum of its odd products. These depend on nothing but the row and the output: the other
 // rows of a tile, their number and the blocks only decide which register holds a sum. AVX-512's
-// products of bf16 are rounded otherwise, so no row is multiplied by vectors, also of int4, whose
-// weights are widened to bf16. (Few rows of int4 are B instead of A, which changes no sum.) Sums of
-// the codes of a group are exact, so int8 has the bits of its kernel of vectors (linear_formats.h),
-// which few rows use.
+// products of bf16 are rounded otherwise, so no row is multiplied by vectors. (Few rows of codes are B
+// instead of A, which changes no sum.)
 #pragma once
 
 #include "linear_formats.h"
@@ -313,9 +312,7 @@ struct Bf16Tiles {
   }
 };
 template <>
-constexpr bool kAllByTiles<Bf16Tiles> = true;
-template <>
-constexpr bool kRoundsTiles<Bf16Tiles> = true;
+constexpr bool kByTiles<Bf16Tiles> = true;
 
 // What a sum adds up.
 struct Bf16Steps {
@@ -350,8 +347,7 @@ BROS_INLINE void add_bf16(Bf16Steps steps, const BeforeStep& before_step) {
       load_tile<b_tile(j.value)>(weights + j.value / 2 * panel_bytes + j.value % 2 * kTileRowBytes,
                                  2 * kTileRowBytes);
       unrolled<kRowTiles>([&](auto r) {
-        add_product<TileProduct::kBf16, c_tile(r.value, j.value, kColumns), a_tile(r.value),
-                    b_tile(j.value)>();
+        add_product<c_tile(r.value, j.value, kColumns), a_tile(r.value), b_tile(j.value)>();
       });
     });
     x += steps.x_step;
@@ -470,49 +466,41 @@ struct BlocksOf<Bf16Tiles> {
 
 using Bf16Format = Bf16Tiles;
 
-// ---- int4: products of bf16, too. Activations are rounded to bf16, and weights are widened to it, a
-// ---- block of a panel at a time.
+// ---- int8 and int4: weights are widened to bf16, a block of a panel at a time, and multiplied as
+// ---- these are.
 //
 // Tiles of codes would have to be scaled output by output, group by group, with vectors, and one code
 // of 8 bits for an activation needs a second one where it is large: that took 2 to 5 times as long for
-// 64 rows and more (docs/decisions/0025).
+// 64 rows and more, in int4 and in int8 (docs/decisions/0025).
 //
+// What widens a group makes rows of an A tile, one of each output:
+//
+//     inputs, bf16       [ input 0 | input 1 |   ..   | input 31 ]
+//
+// Few rows multiply it as it is, with x in B tiles, so that outputs are the rows of C; the sums have
+// the same bits. Many rows want weights in B tiles, for which 16 outputs at a time are transposed.
+// Codes lie in the order that this wants (linear_formats.h). A format of them is a struct with
+//
+//     kGroupBytes                   of a group of a panel
+//     kAhead                        bytes of codes that are fetched ahead for few rows
+//     widen_group(group, put, between)
+//                                   put(Number<o>, numbers) for each output of a panel: its inputs of
+//                                   a group, 32 numbers of bf16. between(Number<q>) follows each four
+//                                   outputs, 4q .. 4q + 3, for what runs beside them
+
 // An output has at most 16 values in a group. They are computed as a vector of fp32, whose upper
 // halves are the table in which 32 codes are looked up at once, by VPERMW: five instructions for 32
-// weights, where code by code took ten, and products of one row took 1.5 times as long. So codes lie
-// input by input (linear_formats.h):
+// weights, where code by code took ten, and products of one row took 1.5 times as long:
 //
 //     table, words       [ .. value 0 | .. value 1 |     ..     | .. value 15 ]
 //     places, words      [ 2 * code of input 0 + 1 | .. of input 1 |   ..   | .. of input 31 ]
-//     inputs, bf16       [ input 0 | input 1 |   ..   | input 31 ]     a row of a tile, of one output
-//
-// That is a row of an A tile. Few rows multiply it as it is, with x in B tiles, so that outputs are the
-// rows of C; the sums have the same bits. Many rows want weights in B tiles, for which 16 outputs at a
-// time are transposed.
+struct Int4Codes {
+  static constexpr int64_t kGroupBytes = Int4Panel::kGroupBytes;
+  // With 1,920 and 2,560 instead, products of 1 to 32 rows take 1.02 to 1.12 times as long; with
+  // 6,400 as long.
+  static constexpr int64_t kAhead = 4096;
 
-struct Int4Tiles : Bf16Tiles {
-  static int64_t bytes(int64_t inputs) { return Int4Panel::bytes(inputs); }
-
-  // Up to two row tiles are rounded to B tiles, of [16 pairs of inputs, rows] each; more to A tiles.
-  static void round_all(const LinearArgs& a, char* out) {
-    if (a.rows > 2 * kTileRows) return Bf16Tiles::round_all(a, out);
-    const int64_t steps = ceil_div(a.inputs, kStep), bytes = tile_bytes(a.rows);
-    // Not by rows: threads would write to the same lines.
-    parallel_for(steps, a.rows * a.inputs, a.threads, [&](int64_t begin, int64_t end) {
-      for (int64_t row = 0; row < a.rows; row += kTileRows) {
-        char* tiles = out + row / kTileRows * steps * bytes;
-        const int64_t rows = min_of(kTileRows, a.rows - row);
-        for (int64_t step = begin; step < end; ++step) {
-          round_b_tile(a.x + row * a.inputs + step * kStep, a.inputs, rows,
-                       min_of(kTileRows, a.rows), tiles + step * bytes);
-        }
-      }
-    });
-  }
-
-  // put(Number<o>, numbers) for each output of a panel: its inputs of a group, 32 numbers of bf16.
   // value = code * scale + minimum, rounded to fp32 once, and to bf16, halves away from zero.
-  // between(Number<q>) follows each four outputs, 4q .. 4q + 3, for what runs beside them.
   template <class Put, class Between>
   BROS_INLINE static void widen_group(const char* group, const Put& put, const Between& between) {
     const Vec codes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -540,11 +528,64 @@ struct Int4Tiles : Bf16Tiles {
       between(quad);
     });
   }
+};
+
+// 32 codes of one output lie side by side. value = code * scale, rounded to fp32 and then to bf16, to
+// nearest even.
+struct Int8Codes {
+  static constexpr int64_t kGroupBytes = Int8Panel::kGroupBytes;
+  static constexpr int64_t kAhead = 8192;
+
+  template <class Put, class Between>
+  BROS_INLINE static void widen_group(const char* group, const Put& put, const Between& between) {
+    const float* scales = reinterpret_cast<const float*>(group);
+    unrolled<kPanelOutputs / 4>([&](auto quad) {
+      unrolled<4>([&](auto i) {
+        constexpr int kOutput = 4 * quad.value + i.value;
+        const char* codes = group + 4 * kPanelOutputs + kOutput * kGroup;
+        const Vec scale = splat(scales[kOutput]);
+        const __m512bh numbers = _mm512_cvtne2ps_pbh(values(codes + kLanes) * scale,
+                                                     values(codes) * scale);
+        put(Number<kOutput>(), bit_cast<__m512i>(numbers));
+      });
+      between(quad);
+    });
+  }
+
+ private:
+  BROS_INLINE static Vec values(const char* codes) {
+    __m128i bytes;
+    __builtin_memcpy(&bytes, codes, sizeof bytes);
+    return to_float(bit_cast<IntVec>(_mm512_cvtepi8_epi32(bytes)));
+  }
+};
+
+template <class CodesOfPanel>
+struct CodeTiles : Bf16Tiles {
+  using Codes = CodesOfPanel;
+  static int64_t bytes(int64_t inputs) { return groups_of(inputs) * Codes::kGroupBytes; }
+
+  // Up to two row tiles are rounded to B tiles, of [16 pairs of inputs, rows] each; more to A tiles.
+  static void round_all(const LinearArgs& a, char* out) {
+    if (a.rows > 2 * kTileRows) return Bf16Tiles::round_all(a, out);
+    const int64_t steps = ceil_div(a.inputs, kStep), bytes = tile_bytes(a.rows);
+    // Not by rows: threads would write to the same lines.
+    parallel_for(steps, a.rows * a.inputs, a.threads, [&](int64_t begin, int64_t end) {
+      for (int64_t row = 0; row < a.rows; row += kTileRows) {
+        char* tiles = out + row / kTileRows * steps * bytes;
+        const int64_t rows = min_of(kTileRows, a.rows - row);
+        for (int64_t step = begin; step < end; ++step) {
+          round_b_tile(a.x + row * a.inputs + step * kStep, a.inputs, rows,
+                       min_of(kTileRows, a.rows), tiles + step * bytes);
+        }
+      }
+    });
+  }
 
   // out [inputs / 2][out]: as a panel of bf16. weights: of the group of the first of `inputs`
   // inputs, whole groups.
   static void widen(const char* weights, int64_t inputs, uint32_t* out) {
-    for (int64_t g = 0; g < groups_of(inputs); ++g, weights += Int4Panel::kGroupBytes) {
+    for (int64_t g = 0; g < groups_of(inputs); ++g, weights += Codes::kGroupBytes) {
       Vec tile[kTileOutputs];
       const auto put = [&](auto output, __m512i numbers) {
         constexpr int kAt = output.value % kTileOutputs;
@@ -555,7 +596,7 @@ struct Int4Tiles : Bf16Tiles {
           for (int i = 0; i < kGroup / 2; ++i) store(to + i * kPanelOutputs, tile[i]);
         }
       };
-      widen_group(weights, put, [](auto) {});
+      Codes::widen_group(weights, put, [](auto) {});
       out += kGroup / 2 * kPanelOutputs;
     }
   }
@@ -578,41 +619,37 @@ struct Int4Tiles : Bf16Tiles {
     for (int i = 0; i < kTileRows; ++i, to += columns) store_first(to, pairs[i], rows);
   }
 };
-template <>
-constexpr bool kAllByTiles<Int4Tiles> = true;
-template <>
-constexpr bool kRoundsTiles<Int4Tiles> = true;
+template <class Codes>
+constexpr bool kByTiles<CodeTiles<Codes>> = true;
 
-struct Int4Blocks {
+template <class Codes>
+struct CodeBlocks {
   static constexpr int64_t kInputs = kBlockInputs;
 
   static void multiply(const TileBlock& block) {
     alignas(64) char widened[Bf16Tiles::bytes(kBlockInputs)];
-    Int4Tiles::widen(block.weights + Int4Tiles::bytes(block.k), block.count,
-                     reinterpret_cast<uint32_t*>(widened));
+    CodeTiles<Codes>::widen(block.weights + CodeTiles<Codes>::bytes(block.k), block.count,
+                            reinterpret_cast<uint32_t*>(widened));
     Bf16Blocks::multiply(block, widened, nullptr);
   }
 };
-template <>
-struct BlocksOf<Int4Tiles> {
-  using Type = Int4Blocks;
+template <class Codes>
+struct BlocksOf<CodeTiles<Codes>> {
+  using Type = CodeBlocks<Codes>;
 };
 
-using Int4Format = Int4Tiles;
-
-// Weights of few rows that are fetched ahead of the codes that are widened, in bytes. With 1,920 and
-// 2,560 instead, products of 1 to 32 rows take 1.02 to 1.12 times as long; with 6,400 as long.
-constexpr int64_t kCodesAhead = 4096;
+using Int8Format = CodeTiles<Int8Codes>;
+using Int4Format = CodeTiles<Int4Codes>;
 
 // Panels of up to kRowTiles row tiles. Registers:
 //
 //                            B 6         B 7         x of rows 0 .. 15, 16 .. 31
 //     A 4 (outputs 0 .. 15)  C 0         C 1
 //     A 5 (16 .. 31)         C 2         C 3
-template <int kRowTiles>
-class FewRowsOfInt4 {
+template <class Codes, int kRowTiles>
+class FewRowsOfCodes {
  public:
-  FewRowsOfInt4(const LinearArgs& a, const Rows& rows)
+  FewRowsOfCodes(const LinearArgs& a, const Rows& rows)
       : a_(a), rows_(rows), x_row_bytes_(row_bytes(0)) {
     TileShapes shapes;
     for (int i = 0; i < 2; ++i) shapes.set(a_tile(i), kTileOutputs, kTileRowBytes);
@@ -644,21 +681,22 @@ class FewRowsOfInt4 {
 
   void multiply_panel(int64_t panel) const {
     const int64_t groups = groups_of(a_.inputs);
-    const char* group = static_cast<const char*>(a_.weights) + panel * Int4Tiles::bytes(a_.inputs);
+    const char* group =
+        static_cast<const char*>(a_.weights) + panel * CodeTiles<Codes>::bytes(a_.inputs);
     const char* x = rows_.x;
     WidenedGroup widened[kGroups];
     for_sums<2, kRowTiles>([&](auto c, int64_t, int64_t) { zero_tile<c.value>(); });
     const int64_t ahead = min_of<int64_t>(kDelay, groups);
-    for (int64_t g = 0; g < ahead; ++g, group += Int4Panel::kGroupBytes) {
+    for (int64_t g = 0; g < ahead; ++g, group += Codes::kGroupBytes) {
       widen(group, widened + g, [](auto) {});
     }
-    for (int64_t g = 0; g < groups - ahead; ++g, group += Int4Panel::kGroupBytes) {
+    for (int64_t g = 0; g < groups - ahead; ++g, group += Codes::kGroupBytes) {
       const WidenedGroup& from = widened[g % kGroups];
       widen(group, widened + (g + ahead) % kGroups,
             [&](auto quad) { multiply_part<quad.value>(from, x); });
-      x += Int4Tiles::tile_bytes(rows_.count);
+      x += Bf16Tiles::tile_bytes(rows_.count);
     }
-    for (int64_t g = groups - ahead; g < groups; ++g, x += Int4Tiles::tile_bytes(rows_.count)) {
+    for (int64_t g = groups - ahead; g < groups; ++g, x += Bf16Tiles::tile_bytes(rows_.count)) {
       unrolled<8>([&](auto part) { multiply_part<part.value>(widened[g % kGroups], x); });
     }
     store_sums(panel);
@@ -666,15 +704,15 @@ class FewRowsOfInt4 {
 
   template <class Between>
   BROS_INLINE static void widen(const char* group, WidenedGroup* to, const Between& between) {
-    Int4Tiles::widen_group(
+    Codes::widen_group(
         group,
         [&](auto output, __m512i numbers) {
           __builtin_memcpy(to->rows[output.value], &numbers, sizeof numbers);
         },
         [&](auto quad) {
-          __builtin_prefetch(group + kCodesAhead + quad.value * 64, 0, 2);
-          if constexpr (quad.value < 2) {
-            __builtin_prefetch(group + kCodesAhead + (8 + quad.value) * 64, 0, 2);
+          constexpr int kLines = Codes::kGroupBytes / 64, kQuads = kPanelOutputs / 4;
+          for (int line = quad.value; line < kLines; line += kQuads) {
+            __builtin_prefetch(group + Codes::kAhead + line * 64, 0, 2);
           }
           between(quad);
         });
@@ -692,10 +730,10 @@ class FewRowsOfInt4 {
       load_tile<a_tile(i)>(group.rows[i * kTileOutputs], kTileRowBytes);
     }
     if constexpr (kPart % 4 == 1) {
-      add_product<TileProduct::kBf16, c_tile(i, 0, kRowTiles), a_tile(i), b_tile(0)>();
+      add_product<c_tile(i, 0, kRowTiles), a_tile(i), b_tile(0)>();
     }
     if constexpr (kPart % 4 == 3 && kRowTiles == 2) {
-      add_product<TileProduct::kBf16, c_tile(i, 1, kRowTiles), a_tile(i), b_tile(1)>();
+      add_product<c_tile(i, 1, kRowTiles), a_tile(i), b_tile(1)>();
     }
   }
 
@@ -767,191 +805,15 @@ void few_rows_by_tiles(const LinearArgs& a, const Rows& rows, int64_t panel, Thr
   }
 }
 
-// ---- int8: codes of activations are 256 * high + low, bytes with a sign and without one, so that
-//
-//     sum of w * a = 256 * (sum of w * high) + (sum of w * low)
-//
-// which is exact in int32. The sums of a group come from tiles, and scales are applied with vectors,
-// by the functions that the kernel of vectors calls (linear_formats.h). Weights are multiplied where
-// they lie in the panel, whose rows of four inputs are two B tiles side by side. Activations are
-// rounded to tiles at once, in a format for products of many rows.
-//
-//     A    16 rows x 32 bytes of activations: their two bytes are two tiles
-//     B    8 rows of 4 inputs x 16 outputs: codes of weights, as bytes
-//     C    16 rows x 16 outputs in int32, stored, since vectors cannot read a tile
-//
-// Multiplying the tiles of a group between the vectors that scale the one before took 1.2 times as
-// long (docs/decisions/0025).
-static_assert(kFewestTileRows == kTileRows, "");
-
-// As ActivationBlock in linear_formats.h, with the two bytes of a code apart. A row of a tile lies in
-// one cache line.
-struct alignas(64) ActivationBytes {
-  uint8_t bytes[kBlockGroups][2][kGroup];  // high, low
-  float scale;
-};
-
-struct Int8Tiles {
-  static constexpr bool kRounds = true;
-  static constexpr int kStep = kBlockGroups * kGroup, kStepBytes = sizeof(ActivationBytes);
-
-  static void round(const float* x, int64_t inputs, char* out) {
-    typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-    ActivationBytes* block = reinterpret_cast<ActivationBytes*>(out);
-    for (int64_t k = 0; k < inputs; k += kStep, ++block) {
-      const int groups = static_cast<int>(min_of<int64_t>(kStep, inputs - k) / kGroup);
-      block->scale = round_codes(x + k, groups, [&](int g, int j, IntVec code) {
-        const Bytes high = __builtin_convertvector(code >> 8, Bytes);
-        const Bytes low = __builtin_convertvector(code, Bytes);
-        __builtin_memcpy(block->bytes[g][0] + j * kLanes, &high, sizeof high);
-        __builtin_memcpy(block->bytes[g][1] + j * kLanes, &low, sizeof low);
-      });
-    }
-  }
-};
-template <>
-constexpr bool kAllByTiles<Int8Tiles> = true;
-
-// Sums of products of codes of a group: of the high and of the low bytes, per vector of outputs.
-struct GroupDots {
-  alignas(64) int32_t of[2][2][kTileRows][kTileOutputs];
-};
-
-// Up to kBlockGroups groups of inputs, for up to 16 rows and a panel, whose tiles are configured.
-class Int8Part {
- public:
-  Int8Part(const char* x, int64_t x_stride, const char* weights, int64_t groups)
-      : x_(x), x_stride_(x_stride), weights_(weights), groups_(groups) {}
-
-  // out[r * stride + i] += the sums of `rows` rows, for i < width; from 0 without `carry`. dots
-  // [kBlockGroups]: 16 KB, so that sums of rows are loaded and stored once for four groups.
-  BROS_INLINE void add(float* out, int64_t stride, int64_t width, int64_t rows, bool carry,
-                       GroupDots* dots) const {
-    for (int64_t g = 0; g < groups_; ++g) multiply(g, dots + g);
-    int64_t row = 0;
-    for (; row + 4 <= rows; row += 4) {
-      scale_rows<4>(dots, row, out + row * stride, stride, width, carry);
-    }
-    for (; row < rows; ++row) scale_rows<1>(dots, row, out + row * stride, stride, width, carry);
-  }
-
- private:
-  BROS_INLINE void multiply(int64_t g, GroupDots* dots) const {
-    unrolled<2>([&](auto byte) {
-      load_tile<a_tile(byte.value)>(activations(0).bytes[g][byte.value], x_stride_);
-    });
-    unrolled<2>([&](auto j) {
-      load_tile<b_tile(j.value)>(group(g) + 4 * kPanelOutputs + j.value * kTileRowBytes,
-                                 2 * kTileRowBytes);
-      unrolled<2>([&](auto byte) {
-        constexpr int kC = c_tile(byte.value, j.value, 2);
-        constexpr TileProduct kProduct =
-            byte.value ? TileProduct::kUnsignedSigned : TileProduct::kSignedSigned;
-        zero_tile<kC>();
-        add_product<kProduct, kC, a_tile(byte.value), b_tile(j.value)>();
-      });
-    });
-    unrolled<2>([&](auto byte) {
-      unrolled<2>([&](auto j) {
-        store_tile<c_tile(byte.value, j.value, 2)>(dots->of[byte.value][j.value], kTileRowBytes);
-      });
-    });
-  }
-
-  // Rows [row, row + R), whose sums begin at `out`.
-  template <int R>
-  BROS_INLINE void scale_rows(const GroupDots* dots, int64_t row, float* out, int64_t stride,
-                              int64_t width, bool carry) const {
-    __mmask16 some[2];
-    for (int j = 0; j < 2; ++j) {
-      some[j] = _cvtu32_mask16(
-          width >= kPanelOutputs ? 0xffff : ((1u << width) - 1) >> j * kLanes & 0xffff);
-    }
-    Vec block[R][2] = {};
-    for (int64_t g = 0; g < groups_; ++g) {
-      for (int j = 0; j < 2; ++j) {
-        const Vec scale = load(reinterpret_cast<const float*>(group(g)) + j * kLanes);
-        for (int r = 0; r < R; ++r) {
-          const IntVec high = load_dots(dots[g].of[0][j][row + r]);
-          const IntVec low = load_dots(dots[g].of[1][j][row + r]);
-          block[r][j] = add_scaled(block[r][j], to_float((high << 8) + low), scale);
-        }
-      }
-    }
-    for (int r = 0; r < R; ++r) {
-      for (int j = 0; j < 2; ++j) {
-        float* at = out + r * stride + j * kLanes;
-        const Vec sum = carry ? _mm512_maskz_loadu_ps(some[j], at) : Vec{};
-        _mm512_mask_storeu_ps(at, some[j], add_block(sum, block[r][j], activations(row + r).scale));
-      }
-    }
-  }
-
-  BROS_INLINE static IntVec load_dots(const int32_t (&dots)[kTileOutputs]) {
-    return bit_cast<IntVec>(_mm512_load_si512(dots));
-  }
-  BROS_INLINE const ActivationBytes& activations(int64_t row) const {
-    return *reinterpret_cast<const ActivationBytes*>(x_ + row * x_stride_);
-  }
-  BROS_INLINE const char* group(int64_t g) const { return weights_ + g * Int8Panel::kGroupBytes; }
-
-  const char* x_;
-  int64_t x_stride_;
-  const char* weights_;
-  int64_t groups_;
-};
-
-// One panel for all rows. Its weights for so many inputs, 18 KB, stay in the first cache.
-constexpr int64_t kInt8Inputs = 512;
-
-inline void int8_panel(const LinearArgs& a, const Rows& rows, int64_t panel, ThreadTiles* tiles) {
-  constexpr int64_t kStep = Int8Tiles::kStep;
-  static_assert(kInt8Inputs % kStep == 0, "");
-  const int64_t at = panel * kPanelOutputs;
-  const char* weights = static_cast<const char*>(a.weights) + panel * Int8Panel::bytes(a.inputs);
-  GroupDots dots[kBlockGroups];
-  for (int64_t first = 0; first < a.inputs; first += kInt8Inputs) {
-    const int64_t end = min_of(first + kInt8Inputs, a.inputs);
-    for (int64_t row = 0; row < rows.count; row += kTileRows) {
-      const int64_t count = min_of(kTileRows, rows.count - row);
-      TileShapes shapes;
-      for (int byte = 0; byte < 2; ++byte) set_rows(&shapes, byte, 2, count, kGroup);
-      set_columns(&shapes, kGroup);
-      tiles->configure(shapes);
-      const char* x = rows.x + row * rows.x_stride;
-      float* out = rows.out + row * a.outputs + at;
-      for (int64_t k = first; k < end; k += kStep) {
-        const Int8Part part(x + k / kStep * Int8Tiles::kStepBytes, rows.x_stride,
-                            weights + Int8Panel::bytes(k), min_of(kStep, end - k) / kGroup);
-        part.add(out, a.outputs, a.outputs - at, count, k > 0, dots);
-      }
-    }
-  }
-}
-
-inline void int8_panels(const LinearArgs& a, const Rows& all, int64_t begin, int64_t end) {
-  ThreadTiles tiles;
-  const int64_t most = max_of(kBlockXBytes / all.x_stride, 2 * kTileRows);
-  const int64_t block = about_equal(all.count, most, 2 * kTileRows);
-  for (int64_t row = 0; row < all.count; row += block) {
-    const Rows rows = {all.x + row * all.x_stride, all.x_stride, all.out + row * a.outputs,
-                       min_of(block, all.count - row)};
-    for (int64_t p = begin; p < end; ++p) int8_panel(a, rows, p, &tiles);
-  }
-}
-
-using Int8ManyFormat = Int8Tiles;
-
 // Panels [begin, end) of all rows, of formats whose products consist of tiles.
 template <class Panel>
 void tile_panels(const LinearArgs& a, const Rows& rows, int64_t begin, int64_t end) {
-  if constexpr (is_same<Panel, Int8Tiles>) {
-    int8_panels(a, rows, begin, end);
-  } else if (rows.count > 2 * kTileRows) {
+  if (rows.count > 2 * kTileRows) {
     many_rows_by_tiles<Panel>(a, rows, begin, end);
-  } else if constexpr (is_same<Panel, Int4Tiles>) {
-    if (rows.count > kTileRows) return FewRowsOfInt4<2>(a, rows).multiply(begin, end);
-    FewRowsOfInt4<1>(a, rows).multiply(begin, end);
+  } else if constexpr (!is_same<Panel, Bf16Tiles>) {
+    using Codes = typename Panel::Codes;
+    if (rows.count > kTileRows) return FewRowsOfCodes<Codes, 2>(a, rows).multiply(begin, end);
+    FewRowsOfCodes<Codes, 1>(a, rows).multiply(begin, end);
   } else {
     ThreadTiles tiles;
     int64_t p = begin;
@@ -973,8 +835,8 @@ namespace bros {
 namespace {
 
 using Bf16Format = Bf16Panel;
+using Int8Format = Int8Panel;
 using Int4Format = Int4Panel;
-using Int8ManyFormat = Int8Panel;
 
 }  // namespace
 }  // namespace bros

@@ -145,6 +145,9 @@ const char* mlp(const MlpArgs& a) {
     if (a.down.format == WeightFormat::kBf16 && GatedTiles<Bf16Format>::fits(a)) {
       return GatedTiles<Bf16Format>(a).run();
     }
+    if (a.down.format == WeightFormat::kInt8 && GatedTiles<Int8Format>::fits(a)) {
+      return GatedTiles<Int8Format>(a).run();
+    }
     if (a.down.format == WeightFormat::kInt4 && GatedTiles<Int4Format>::fits(a)) {
       return GatedTiles<Int4Format>(a).run();
     }

@@ -41,12 +41,11 @@ bool has_avx512() {
 bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 bool has_bf16() { return has_vnni() && __builtin_cpu_supports("avx512bf16"); }
 
-// Whether the CPU has tile registers with products of bf16 and of bytes, and the system saves them.
+// Whether the CPU has tile registers with products of bf16, and the system saves them.
 bool cpu_has_tiles() {
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
-  constexpr unsigned kAll = kBf16 | kTile | kInt8;
+  constexpr unsigned kAll = 1u << 22 | 1u << 24;  // AMX-BF16, AMX-TILE
   if ((d & kAll) != kAll) return false;
   unsigned low, high;  // the state that is saved; XGETBV exists where there is AVX
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
@@ -667,7 +666,7 @@ PyObject* changed_segments(PyObject*, PyObject* const* values, Py_ssize_t count)
   return result;
 }
 
-// tile_product(level, c, a, b, rows, columns, depth, product): one product of tile registers, see
+// tile_product(level, c, a, b, rows, columns, depth): one product of tile registers, see
 // TileProductArgs.
 PyObject* tile_product(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
@@ -679,7 +678,6 @@ PyObject* tile_product(PyObject*, PyObject* const* values, Py_ssize_t count) {
   a.rows = in.integer();
   a.columns = in.integer();
   a.depth = in.integer();
-  a.product = static_cast<TileProduct>(in.integer());
   if (!in.ok()) return nullptr;
   if (!table->tile_product) return index_error("this level has no tile registers");
   return call(table->tile_product, a, 0);

@@ -16,8 +16,8 @@
 #define BROS_INLINE inline __attribute__((always_inline))
 
 // Which instructions for products the object has beside FMA: of codes, of pairs of bf16, of tiles.
-// With BROS_MODEL (kernels_amx_emulated.cpp) they are plain C++ (avx512_model.h, tiles.h).
-#if defined(__AVX512VNNI__) || defined(BROS_MODEL)
+// With BROS_MODEL (kernels_amx_emulated.cpp) the last two are plain C++ (avx512_model.h, tiles.h).
+#if defined(__AVX512VNNI__)
 #define BROS_HAS_VNNI
 #endif
 #if defined(__AVX512BF16__) || defined(BROS_MODEL)

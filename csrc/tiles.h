@@ -1,21 +1,17 @@
 // The tile registers of AMX: eight matrices of up to 16 rows of 64 bytes, and products of them.
 //
-// A product adds A times B to C. Elements of A and B are groups of 4 bytes, which lie along the
-// sum:
+// A product adds A times B to C. Elements of A and B are pairs of bf16, which lie along the sum:
 //
-//     C [m][n] 4 bytes  +=  sum over k of  A [m][k] 4 bytes  .  B [k][n] 4 bytes
+//     C [m][n] fp32  +=  sum over k of  A [m][k] pair  .  B [k][n] pair
 //
 //     m rows of A and C <= 16,  n columns of B and C <= 16,  k columns of A, rows of B <= 16
 //
-//     add_product<kBf16>             2 bf16 each. Even and odd ones are summed from 0 over k, each
-//                                    in order, in fp32 with FMA and subnormals as zeros; then
-//                                    C += even + odd
-//     add_product<kSignedUnsigned>   4 bytes each, signed in A, unsigned in B; sums of int32, which
-//                                    wrap. kSignedSigned and kUnsignedSigned likewise
+// Even and odd ones are summed from 0 over k, each in order, in fp32 with FMA and subnormals as zeros;
+// then C += even + odd. Kernels use no products of bytes (docs/decisions/0025).
 //
 // Two implementations have the same functions: instructions, and plain C++ that follows the
-// operation sections of Intel's manual (SDM, volume 2, "LDTILECFG", "TILELOADD", "TDPBF16PS",
-// "TDPBSSD/TDPBSUD/TDPBUSD/TDPBUUD"). The latter stops the process where the instructions would
+// operation sections of Intel's manual (SDM, volume 2, "LDTILECFG", "TILELOADD", "TDPBF16PS"). The
+// latter stops the process where the instructions would
 // raise an exception, so that a kernel that passes its tests with it also uses the instructions as
 // it may.
 #pragma once
@@ -148,7 +144,7 @@ inline void for_each_tile_row(const Product& product) {
 }
 
 template <int kC, int kA, int kB>
-inline void add_pairs_product() {
+inline void add_product() {
   for_each_tile_row<kC, kA, kB>([](IntVec before, int count, const auto& left, const auto& right) {
     Vec even = {}, odd = {};
     for (int k = 0; k < count; ++k) {
@@ -160,26 +156,6 @@ inline void add_pairs_product() {
     return bit_cast<IntVec>(
         without_subnormals(without_subnormals(bit_cast<Vec>(before)) + sum));
   });
-}
-
-template <bool kSignsA, bool kSignsB, int kC, int kA, int kB>
-inline void add_bytes_product() {
-  for_each_tile_row<kC, kA, kB>([](IntVec sum, int count, const auto& left, const auto& right) {
-    for (int k = 0; k < count; ++k) {
-      sum = add_byte_products<kSignsA, kSignsB>(sum, left(k), right(k));
-    }
-    return sum;
-  });
-}
-
-template <TileProduct kProduct, int kC, int kA, int kB>
-inline void add_product() {
-  if constexpr (kProduct == TileProduct::kBf16) {
-    add_pairs_product<kC, kA, kB>();
-  } else {
-    add_bytes_product<kProduct != TileProduct::kUnsignedSigned,
-                      kProduct != TileProduct::kSignedUnsigned, kC, kA, kB>();
-  }
 }
 
 #else
@@ -216,18 +192,9 @@ BROS_INLINE void store_tile(void* to, int64_t stride) {
   __asm__ volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(kTile), "r"(to), "r"(stride) : "memory");
 }
 
-template <TileProduct kProduct, int kC, int kA, int kB>
+template <int kC, int kA, int kB>
 BROS_INLINE void add_product() {
-  if constexpr (kProduct == TileProduct::kBf16) {
-    __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
-  } else if constexpr (kProduct == TileProduct::kSignedUnsigned) {
-    __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
-  } else if constexpr (kProduct == TileProduct::kSignedSigned) {
-    __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
-  } else {
-    static_assert(kProduct == TileProduct::kUnsignedSigned, "");
-    __asm__ volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
-  }
+  __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
 }
 
 #endif
@@ -274,12 +241,7 @@ inline const char* tile_product(const TileProductArgs& a) {
   load_tile<0>(a.c, kTileRowBytes);
   load_tile<1>(a.a, kTileRowBytes);
   load_tile<2>(a.b, kTileRowBytes);
-  switch (a.product) {
-    case TileProduct::kBf16: add_product<TileProduct::kBf16, 0, 1, 2>(); break;
-    case TileProduct::kSignedUnsigned: add_product<TileProduct::kSignedUnsigned, 0, 1, 2>(); break;
-    case TileProduct::kSignedSigned: add_product<TileProduct::kSignedSigned, 0, 1, 2>(); break;
-    case TileProduct::kUnsignedSigned: add_product<TileProduct::kUnsignedSigned, 0, 1, 2>(); break;
-  }
+  add_product<0, 1, 2>();
   store_tile<0>(a.c, kTileRowBytes);
   return nullptr;
 }

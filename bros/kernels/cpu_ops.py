@@ -45,13 +45,6 @@ NOTHING_ALLOWED = -2
 _SAMPLED = np.dtype([("token", np.int32), ("peak", np.float32), ("logprob", np.float64)])
 _TOKEN_LOGPROB = np.dtype([("token", np.int64), ("logprob", np.float64)])
 _KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_TILE_PRODUCTS = {
-    (torch.bfloat16, torch.bfloat16): 0,
-    (torch.int8, torch.uint8): 1,
-    (torch.int8, torch.int8): 2,
-    (torch.uint8, torch.int8): 3,
-}
-"""By the dtypes of A and B, as TileProduct in csrc/kernels.h has them."""
 
 
 def levels() -> list[str]:
@@ -70,14 +63,12 @@ def tile_product(level: str, c: Tensor, a: Tensor, b: Tensor, shape: tuple[int, 
 
     shape: rows, columns and depth, in elements of 4 bytes: 1 to 16 each. Tensors are [16, 16] such
         elements, of which the first rows and columns are used.
-    c: fp32, and two bf16 in an element of a and b; or int32, and four bytes: int8 in a and b, or
-        int8 in one of them and uint8 in the other.
+    c: fp32. a, b: bf16, two in an element.
     """
-    product = _TILE_PRODUCTS[a.dtype, b.dtype]
-    assert c.dtype is (torch.int32 if product else torch.float32)
     assert all(x.numel() * x.element_size() == 1024 for x in (c, a, b))
-    addresses = _address(c, c.dtype), _address(a, a.dtype), _address(b, b.dtype)
-    _C.tile_product(_level_index(level), *addresses, *shape, product)
+    words = torch.bfloat16
+    addresses = _address(c, torch.float32), _address(a, words), _address(b, words)
+    _C.tile_product(_level_index(level), *addresses, *shape)
 
 
 def _level_index(level: str) -> int:

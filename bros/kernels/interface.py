@@ -134,7 +134,8 @@ class Products(Protocol):
     Activations are multiplied in fp32 with fp32 weights, and with bf16 weights unless the CPU has
     AVX-512 BF16 or AMX, for which they are rounded to bf16. For int8 weights they are rounded to 16
     bits in blocks of 128 inputs, for int4 to 8 bits in groups of 32, of which the largest have 16
-    bits; with AMX int4 weights are multiplied as bf16. Rounding depends on the row alone, too.
+    bits; with AMX both are widened to bf16 and multiplied as such. Rounding depends on the row
+    alone, too.
     """
 
     @property
@@ -151,7 +152,7 @@ class Products(Protocol):
         ...
 
     def embed(self, token_ids: Tensor, weight: Panels) -> Tensor:
-        """Rows of packed weights, fp32 [tokens, inputs]: the numbers that `linear` multiplies with.
+        """Rows of packed weights, fp32 [tokens, inputs], exactly.
 
         Raises IndexError if a token is no output of `weight`, or if `weight` is int4.
 

@@ -40,8 +40,9 @@ class PanelLayout(NamedTuple):
     """How the kernels of an instruction set want weights to be packed.
 
     width: outputs per panel; the last panel is zero-padded.
-    tiles: whether 16 bits of int4 codes are those of one input for four outputs, as products of
-        tile registers want them; else 32 bits are those of eight inputs for one output.
+    tiles: whether codes are in the order that products of tile registers want: 32 bytes of int8 are
+        a group of one output, 16 bits of int4 are those of one input for four outputs. Else 32 bits
+        are those of four or eight inputs for one output.
     """
 
     width: int
@@ -85,9 +86,12 @@ class Panels:
         groups, scale = int8_groups(weight)
         codes = groups.to(torch.int8).flatten(1)
         panels = _split(codes, layout.width)
-        quads = panels.view(*panels.shape[:2], -1, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
+        if layout.tiles:
+            ordered = panels.view(*panels.shape[:2], -1, GROUP).transpose(1, 2)
+        else:
+            ordered = panels.view(*panels.shape[:2], -1, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
         scales = _split(scale, layout.width).transpose(1, 2)
-        return cls._of(PanelFormat.INT8, [scales, quads], codes, layout)
+        return cls._of(PanelFormat.INT8, [scales, ordered], codes, layout)
 
     @classmethod
     def int4(cls, codes: Tensor, scale: Tensor, minimum: Tensor, layout: PanelLayout) -> Self:

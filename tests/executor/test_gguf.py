@@ -24,6 +24,7 @@ from bros.executor.runner import ModelRunner
 from bros.text.tokenizer import Tokenizer
 from support.checkpoints import ScatteredRequest, all_logits, save_checkpoint
 from support.gguf_files import NEWLINE, SPACE, TOKENS, write_gguf
+from support.kernel_cases import TILE_LEVELS, compiled_levels
 
 SHAPE = {
     "vocab_size": len(TOKENS),
@@ -97,6 +98,17 @@ def test_every_architecture_matches(tmp_path: Path, kind: str, config: PreTraine
     torch.testing.assert_close(logits, expected_logits(path), atol=1e-4, rtol=0)
 
 
+@pytest.fixture
+def without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of vectors, which multiply codes; those of tiles round weights to bf16."""
+    found = [level for level in compiled_levels() if level not in TILE_LEVELS]
+    if found:
+        from bros.kernels import cpu_ops
+
+        monkeypatch.setattr(cpu_ops, "levels", lambda: found)
+
+
+@pytest.mark.usefixtures("without_tiles")
 @pytest.mark.parametrize(
     ("weights", "stored", "tolerance"),
     [("int4", Type.Q4_0, 0.1), ("int4", Type.Q4_1, 0.1), ("int8", Type.Q8_0, 1e-3)],

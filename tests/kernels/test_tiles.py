@@ -3,7 +3,6 @@ the model where the CPU has them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -20,6 +19,8 @@ from support.kernel_cases import compiled_levels, cpu_kernels, torch_threads
 from support.packed_weights import activations, normal, packed
 from support.tier import examples
 
+each_codes = pytest.mark.parametrize("form", ["int8", "int4"])
+
 SIZE = 16
 """Most rows and columns of a tile."""
 
@@ -29,9 +30,6 @@ needs_amx = pytest.mark.skipif("avx512-amx" not in compiled_levels(), reason="th
 each_amx_level = pytest.mark.parametrize(
     "level", [MODEL, pytest.param("avx512-amx", marks=needs_amx)]
 )
-
-SIGNS = [(torch.int8, torch.uint8), (torch.int8, torch.int8), (torch.uint8, torch.int8)]
-"""Types of bytes in A and in B."""
 
 pytestmark = pytest.mark.skipif(not compiled_levels(), reason="the CPU kernels were not built")
 
@@ -48,32 +46,6 @@ def multiply(level: str, c: Tensor, a: Tensor, b: Tensor, shape: tuple[int, int,
     out = c.clone()
     tile_product(level, out, a, b, shape)
     return out
-
-
-def bytes_of(seed: int, signs: Sequence[torch.dtype]) -> tuple[Tensor, Tensor, Tensor]:
-    """c, a and b of a product of codes; some sums leave int32."""
-    generator = torch.Generator().manual_seed(seed)
-    c = torch.randint(-(2**31), 2**31, (SIZE, SIZE), generator=generator).int()
-    a, b = (
-        torch.randint(0, 256, (SIZE, 4 * SIZE), generator=generator).to(torch.uint8).view(sign)
-        for sign in signs
-    )
-    return c, a, b
-
-
-@pytest.mark.parametrize("signs", SIGNS, ids=str)
-@given(shape=SHAPES, seed=st.integers(0, 2**31))
-@settings(max_examples=examples(40, long=1000))
-def test_sums_of_codes_are_exact_and_wrap(
-    signs: Sequence[torch.dtype], shape: tuple[int, int, int], seed: int
-) -> None:
-    rows, columns, depth = shape
-    c, a, b = bytes_of(seed, signs)
-    quads = a.long().view(SIZE, SIZE, 4)[:rows, :depth], b.long().view(SIZE, SIZE, 4)
-    exact = torch.einsum("mkx,knx->mn", quads[0], quads[1][:depth, :columns])
-    expected = c.clone()
-    expected[:rows, :columns] = (c[:rows, :columns].long() + exact).int()
-    assert torch.equal(multiply(MODEL, c, a, b, shape), expected)
 
 
 def mul_add(a: Any, b: Any, c: Any) -> np.float32:
@@ -146,14 +118,14 @@ def test_products_of_bf16_are_rounded_in_their_order(
 
 
 def test_levels_without_tiles_have_no_products_of_them() -> None:
-    c, a, b = bytes_of(0, SIGNS[0])
+    c, a, b = pairs_of(0, "usual")
     with pytest.raises(IndexError, match="no tile registers"):
         multiply("generic", c, a, b, (1, 1, 1))
 
 
 @pytest.mark.parametrize("shape", [(0, 1, 1), (1, 17, 1), (1, 1, -1)])
 def test_other_shapes_are_refused(shape: tuple[int, int, int]) -> None:
-    c, a, b = bytes_of(0, SIGNS[0])
+    c, a, b = pairs_of(0, "usual")
     with pytest.raises(IndexError, match="1 to 16 rows and columns"):
         multiply(MODEL, c, a, b, shape)
 
@@ -162,13 +134,13 @@ def test_other_shapes_are_refused(shape: tuple[int, int, int]) -> None:
 
 
 @needs_amx
-@pytest.mark.parametrize("kind", [*SIGNS, "usual", "any", "small"], ids=str)
+@pytest.mark.parametrize("kind", ["usual", "any", "small"])
 @given(shape=SHAPES, seed=st.integers(0, 2**31))
 @settings(max_examples=examples(50, long=1000))
 def test_the_instructions_have_the_bits_of_the_model(
-    kind: str | Sequence[torch.dtype], shape: tuple[int, int, int], seed: int
+    kind: str, shape: tuple[int, int, int], seed: int
 ) -> None:
-    parts = pairs_of(seed, kind) if isinstance(kind, str) else bytes_of(seed, kind)
+    parts = pairs_of(seed, kind)
     found, expected = (multiply(level, *parts, shape) for level in ("avx512-amx", MODEL))
     np.testing.assert_array_equal(found.numpy(), expected.numpy())
 
@@ -190,7 +162,7 @@ def test_products_have_the_bits_of_the_model(
     other = MODEL
     if form == "bf16" and level != "avx512-amx":
         pytest.skip("other instructions round products of bf16 in another order")
-    if form == "int4" and level != "avx512-amx":
+    if form != "bf16" and level != "avx512-amx":
         if level == "avx2":
             pytest.skip("the other levels without tiles are compared with this one")
         other = "avx2"  # tiles multiply bf16
@@ -201,30 +173,6 @@ def test_products_have_the_bits_of_the_model(
         for kernels in (cpu_kernels(level), cpu_kernels(other))
     )
     assert torch.equal(found, expected)
-
-
-# ---- int8: codes of many rows, by tiles, beside those of few, by vectors.
-
-
-@each_amx_level
-@pytest.mark.parametrize("groups", [1, 4, 7, 16, 35])
-@pytest.mark.parametrize("rows", [SIZE - 1, SIZE, SIZE + 1, 2 * SIZE + 5, 3 * SIZE])
-def test_many_rows_of_int8_have_the_bits_of_few(level: str, groups: int, rows: int) -> None:
-    """Every second row has codes with the largest bytes and with those beside them."""
-    kernels, inputs, outputs = cpu_kernels(level), groups * GROUP, 41
-    x = activations(rows, rows, inputs)
-    edges = torch.tensor([0, 1, 127, 128, 129, 255, 256, 257, 32511, 32512, 32639, 32766])
-    generator = torch.Generator().manual_seed(groups)
-    some = torch.randint(len(edges), x[1::2].shape, generator=generator)
-    signs = torch.randint(0, 2, x[1::2].shape, generator=generator) * 2 - 1
-    x[1::2] = edges[some] * signs
-    x[1::4] = 32766  # the largest sums
-    weight = normal(groups, outputs, inputs)
-    weight[::3] = weight[::3].sign()
-    weight[1] = 1
-    panels, _ = packed("int8", weight, kernels.panel_layout)
-    few = torch.cat([kernels.linear(part, panels, None) for part in x.split(5)])
-    assert torch.equal(kernels.linear(x, panels, None), few)
 
 
 # ---- Shapes that are no multiples of tiles.
@@ -327,24 +275,27 @@ def test_blocks_of_bf16_with_any_number_of_inputs(level: str, rows: int, inputs:
     assert torch.equal(kernels.linear(x, panels, None), few)
 
 
-# ---- Few rows: those of int4 are B instead of A, and x is rounded to other tiles.
+# ---- Few rows: those of codes are B instead of A, and x is rounded to other tiles.
 
 
 @each_amx_level
+@each_codes
 @pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 18, 31, 32])
 @pytest.mark.parametrize("outputs", [1, 15, 16, 17, 32, 48, 70])
-def test_few_rows_of_int4_have_the_bits_of_many(level: str, rows: int, outputs: int) -> None:
+def test_few_rows_of_codes_have_the_bits_of_many(
+    level: str, form: str, rows: int, outputs: int
+) -> None:
     kernels = cpu_kernels(level)
     for groups in (1, 2, 3, 5):
         weight = normal(groups, outputs, groups * GROUP)
-        panels, _ = packed("int4", weight, kernels.panel_layout)
+        panels, _ = packed(form, weight, kernels.panel_layout)
         x = activations(rows, 40, groups * GROUP)
         few, many = (kernels.linear(part, panels, None) for part in (x[:rows], x))
         assert torch.equal(few, many[:rows])
 
 
 @each_amx_level
-@pytest.mark.parametrize("form", ["bf16", "int4"])
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("threads", [2, 3])
 @pytest.mark.parametrize("rows", [1, 5, 16, 17, 32])
 def test_threads_round_all_of_x(level: str, form: str, threads: int, rows: int) -> None:
@@ -363,10 +314,11 @@ def test_threads_round_all_of_x(level: str, form: str, threads: int, rows: int) 
 
 
 @each_amx_level
-def test_int4_in_the_layout_for_vectors_is_refused(level: str) -> None:
+@each_codes
+def test_codes_in_the_layout_for_vectors_are_refused(level: str, form: str) -> None:
     kernels = cpu_kernels(level)
     layout = kernels.panel_layout
     assert layout.tiles
-    panels, _ = packed("int4", normal(0, 40, 32), layout._replace(tiles=False))
+    panels, _ = packed(form, normal(0, 40, 32), layout._replace(tiles=False))
     with pytest.raises(AssertionError):
         kernels.linear(normal(1, 2, 32), panels, None)

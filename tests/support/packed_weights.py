@@ -37,9 +37,10 @@ def packed(form: str, weight: Tensor, layout: PanelLayout) -> tuple[Panels, Tens
     return Panels.int4(four.codes, four.scale, four.minimum, layout), values.flatten(1)
 
 
-def widened(weight: Tensor) -> Tensor:
-    """The values of int4 panels as tiles multiply them: Int4Tiles of csrc/linear_tiles.h."""
-    four = Int4Groups.from_dense(weight)
-    scale, minimum = (each.half().double()[..., None] for each in (four.scale, four.minimum))
-    values = (four.codes.unflatten(1, (-1, GROUP)) * scale + minimum).float()
-    return ((values.flatten(1).view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
+def widened(form: str, values: Tensor) -> Tensor:
+    """The values of panels as tiles multiply them, in bf16: Int4Codes and Int8Codes of
+    csrc/linear_tiles.h."""
+    values = values.float()
+    if form == "int4":  # halves away from zero
+        values = ((values.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
+    return values.bfloat16() if form in ("int8", "int4") else values
