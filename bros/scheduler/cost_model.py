@@ -62,6 +62,12 @@ class StepLoad:
         self.swap_tokens = 0
         self.swap_out_tokens = 0
 
+    def copy(self) -> StepLoad:
+        load = StepLoad()
+        for name in self.__slots__:
+            setattr(load, name, getattr(self, name))
+        return load
+
     def copy_out(self, tokens: int) -> None:
         """Add tokens that are copied to the host; a negative number takes some back."""
         self.swap_tokens += tokens

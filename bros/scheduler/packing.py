@@ -371,7 +371,7 @@ class _Packer:
         # Whether this step may preempt, so that copies to the host have to be predicted. Ablation:
         # overload, throughput -1 %.
         self._memory_is_tight = memory.is_tight(bounds.rows, bounds.tokens)
-        self._urgent_copied = 0
+        self._urgent_load = StepLoad()
         self._common = CommonContext(memory, predictor)
         self._safety_factor = predictor.safety_factor
         self._first_token_share = predictor.rare_share
@@ -407,7 +407,7 @@ class _Packer:
         self._tokens_left += kept
         packing.num_urgent = len(packing.selected)
         packing.urgent_s = packing.seconds
-        self._urgent_copied = packing.load.swap_out_tokens
+        self._urgent_load = packing.load.copy()
         return go_on
 
     def take_best_effort(self, candidates: Iterable[RequestState]) -> None:
@@ -525,7 +525,9 @@ class _Packer:
         """Update `urgent_s` after urgent rows were replaced, and set `spends_credit`."""
         self.packing.spends_credit = self._has_credit and self.packing.has_best_effort
         if self._replaced:
-            load = self._load_of(self.packing.num_urgent, self._urgent_copied)
+            load = self._urgent_load
+            if self._common.exists:
+                load = self._load_of(self.packing.num_urgent, load.swap_out_tokens)
             self.packing.urgent_s = self._predictor.safe_seconds(load)
 
     def update_shared_context(self) -> None:
@@ -773,7 +775,7 @@ class _Packer:
         if waiting.suspended is not None or candidate.suspended is not None:
             return False
         # Its missing tokens are restored in any case.
-        context = waiting.num_computed_tokens
+        context, missing = waiting.num_computed_tokens, waiting.num_missing
         packing.load.add_rows(-1, -context, -self._common.leave(waiting))
         num_tokens = self._chunk_within(candidate, limit_s)
         after_s = self._seconds_with(candidate, num_tokens) + self._bounds.tbar_s
@@ -784,6 +786,7 @@ class _Packer:
             del packing.selected[index]
             packing.num_urgent -= 1
             self._replaced = True
+            self._urgent_load.add_rows(-1, -context, swapped=-missing)
             packing.passed_over.append((waiting, "rows"))
             self._tokens_left += 1
             self._select(candidate, num_tokens)

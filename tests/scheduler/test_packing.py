@@ -104,6 +104,7 @@ def test_rows_tokens_and_memory_are_never_exceeded(
     packing = run(urgent, best_effort, bounds, memory)
     check_resources(packing, bounds, free)
     assert memory.reserved.keys() == set(names(packing.selected)), "left behind, or not reserved"
+    assert packing.urgent_s == pytest.approx(seconds(urgent_part(packing)), rel=1e-12)
     order = [item.name for item in urgent]
     assert names(urgent_part(packing)) == [n for n in order if n in names(urgent_part(packing))]
     if bounds.best_effort_credit_s == 0.0:
