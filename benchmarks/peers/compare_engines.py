@@ -266,7 +266,7 @@ class Machine:
 
     @classmethod
     def measured(cls) -> Machine:
-        # Elsewhere torch's product of bf16 takes minutes, and bros multiplies such numbers as fp32.
+        # Where bros multiplies bf16 as fp32, torch's product of bf16 takes minutes.
         fp32 = product_speed(torch.float32)
         bf16 = product_speed(torch.bfloat16) if multiplies_bf16() else fp32
         return cls(bandwidth(), {"fp32": fp32, "bf16": bf16})

@@ -13,6 +13,7 @@ from bros.core.config import EngineConfig
 from bros.core.errors import ConfigError
 from bros.core.interfaces import Grouping
 from bros.executor.kv_storage import DTYPES
+from bros.kernels.dispatch import compiled_kernels
 from bros.kernels.interface import TILE_KEYS, HeadLayout
 from bros.kernels.xformers_attention import XformersAttention, load_xformers
 
@@ -20,6 +21,9 @@ CPU = torch.device("cpu")
 
 _NATIVE_BF16 = (8, 0)
 """The first compute capability with bf16 products."""
+
+_BF16_KERNELS = ("cpu-avx512-bf16", "cpu-avx512-amx")
+"""The CPU kernels that multiply bf16 without widening it (Kernels.name)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,8 @@ def choose_target(config: EngineConfig, cuda: Cuda, rank: int = 0, size: int = 1
     """Resolve config.device and config.weights for one of `size` ranks.
 
     weights=auto is bf16 where the device multiplies it natively: it is 1.5 times as fast as fp32 on
-    a CPU with AVX-512 BF16. On other CPUs it is fp32, on other GPUs fp16.
+    a CPU with AVX-512 BF16. On other CPUs it is fp32, on other GPUs fp16. Without the compiled
+    kernels it is fp32 as well: a CPU then holds weights of bf16 in fp32, see `dense_linear`.
     Raises ConfigError if the device does not exist or does not support the weights.
     """
     if config.device == "cuda" and cuda.problem is not None:
@@ -100,8 +105,10 @@ def choose_target(config: EngineConfig, cuda: Cuda, rank: int = 0, size: int = 1
     if config.device == "cpu" or cuda.problem is not None:
         if config.weights == "fp16":
             raise ConfigError("--weights fp16: only on a GPU; on a CPU use bf16 or fp32")
-        auto = "bf16" if multiplies_bf16() else "fp32"
-        return Target(CPU, auto if config.weights == "auto" else config.weights, packed=True)
+        weights = config.weights
+        if weights == "auto":
+            weights = "bf16" if multiplies_bf16(config.kernels) else "fp32"
+        return Target(CPU, weights, packed=True)
     if config.weights in ("int8", "int4"):
         raise ConfigError(
             f"--weights {config.weights}: only on a CPU; use bf16, fp16 or fp32 on the GPU, or "
@@ -117,9 +124,11 @@ def choose_target(config: EngineConfig, cuda: Cuda, rank: int = 0, size: int = 1
     return Target(torch.device("cuda", rank), weights, packed=False)
 
 
-def multiplies_bf16() -> bool:
-    """Whether this CPU multiplies bf16 natively; elsewhere it is slower than fp32."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+def multiplies_bf16(kernels: str = "auto") -> bool:
+    """Whether the CPU multiplies bf16 natively, by the kernels that --kernels chooses; elsewhere
+    bf16 is slower than fp32."""
+    compiled = compiled_kernels() if kernels in ("auto", "cpu") else None
+    return compiled is not None and compiled.name in _BF16_KERNELS
 
 
 def kernels_for(config: EngineConfig, target: Target, cuda: Cuda) -> str:
@@ -172,7 +181,7 @@ def kv_dtype_for(config: EngineConfig, target: Target, kernels: str) -> str:
         return config.kv_dtype
     if not target.packed or target.weights == "fp32":
         return target.weights
-    if kernels in ("cpu-avx512-bf16", "cpu-avx512-amx"):
+    if kernels in _BF16_KERNELS:
         return "bf16"
     return "fp16" if kernels.startswith("cpu-avx") else "fp32"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,18 +52,25 @@ def test_device_and_precision(options: dict[str, Any], cuda: Cuda, target: Targe
 
 
 @pytest.mark.parametrize(
-    ("avx512_bf16", "amx", "weights"),
-    [(True, False, "bf16"), (True, True, "bf16"), (False, False, "fp32")],
+    ("compiled", "weights"),
+    [
+        ("cpu-avx512-amx", "bf16"),
+        ("cpu-avx512-bf16", "bf16"),
+        ("cpu-avx512-vnni", "fp32"),
+        ("cpu-generic", "fp32"),
+        (None, "fp32"),
+    ],
 )
-def test_a_cpu_that_multiplies_bf16_gets_it(
-    avx512_bf16: bool, amx: bool, weights: str, monkeypatch: pytest.MonkeyPatch
+def test_a_cpu_whose_kernels_multiply_bf16_gets_it(
+    compiled: str | None, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: avx512_bf16)
-    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
-    for options, cuda in (({}, NO_GPU), ({"device": "cpu"}, HOPPER)):
+    kernels = compiled and SimpleNamespace(name=compiled)
+    monkeypatch.setattr("bros.executor.target.compiled_kernels", lambda: kernels)
+    for options, cuda in (({}, NO_GPU), ({"device": "cpu", "kernels": "cpu"}, HOPPER)):
         assert choose_target(config(**options), cuda) == Target(CPU, weights, packed=True)
-    fp32 = config(device="cpu", weights="fp32")
-    assert choose_target(fp32, HOPPER) == Target(CPU, "fp32", packed=True)
+    fp32 = Target(CPU, "fp32", packed=True)
+    assert choose_target(config(device="cpu", weights="fp32"), HOPPER) == fp32
+    assert choose_target(config(kernels="reference"), NO_GPU) == fp32, "torch would multiply"
 
 
 def test_activations_have_the_precision_of_weights_on_a_gpu_only() -> None:
