@@ -62,7 +62,8 @@ class StepLoad:
         self.swap_tokens = 0
         self.swap_out_tokens = 0
 
-    def copy(self) -> StepLoad:
+    def snapshot(self) -> StepLoad:
+        """A load with the same numbers."""
         load = StepLoad()
         for name in self.__slots__:
             setattr(load, name, getattr(self, name))

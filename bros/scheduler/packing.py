@@ -371,7 +371,7 @@ class _Packer:
         # Whether this step may preempt, so that copies to the host have to be predicted. Ablation:
         # overload, throughput -1 %.
         self._memory_is_tight = memory.is_tight(bounds.rows, bounds.tokens)
-        self._urgent_load = StepLoad()
+        self._urgent_load = StepLoad()  # without rows that were replaced
         self._common = CommonContext(memory, predictor)
         self._safety_factor = predictor.safety_factor
         self._first_token_share = predictor.rare_share
@@ -407,12 +407,12 @@ class _Packer:
         self._tokens_left += kept
         packing.num_urgent = len(packing.selected)
         packing.urgent_s = packing.seconds
-        self._urgent_load = packing.load.copy()
         return go_on
 
     def take_best_effort(self, candidates: Iterable[RequestState]) -> None:
         """Algorithm 1, lines 17-32."""
         packing, bounds = self.packing, self._bounds
+        self._urgent_load = packing.load.snapshot()
         free_s = self._best_effort_limit_s()
         limit_s = max(free_s, packing.urgent_s + bounds.best_effort_credit_s)
         rows = max(bounds.rows, packing.num_urgent + 2 * self._has_credit)
@@ -526,7 +526,7 @@ class _Packer:
         self.packing.spends_credit = self._has_credit and self.packing.has_best_effort
         if self._replaced:
             load = self._urgent_load
-            if self._common.exists:
+            if self._common.exists or self._common.is_stale:
                 load = self._load_of(self.packing.num_urgent, load.swap_out_tokens)
             self.packing.urgent_s = self._predictor.safe_seconds(load)
 
@@ -774,7 +774,7 @@ class _Packer:
             return False
         if waiting.suspended is not None or candidate.suspended is not None:
             return False
-        # Its missing tokens are restored in any case.
+        # Its missing tokens stay in the load of the step, which restores them in any case.
         context, missing = waiting.num_computed_tokens, waiting.num_missing
         packing.load.add_rows(-1, -context, -self._common.leave(waiting))
         num_tokens = self._chunk_within(candidate, limit_s)

@@ -65,6 +65,24 @@ def test_a_row_whose_copies_would_make_another_late_stays_out() -> None:
         assert packing.seconds <= 0.025
 
 
+class Forgetting(Blocks):
+    """A row that is replaced has no missing tokens any more, as with StepMemory."""
+
+    def cancel(self, item: Item) -> None:
+        super().cancel(item)
+        object.__setattr__(item, "num_missing", 0)
+
+
+def test_the_urgent_part_has_no_missing_tokens_of_a_row_that_was_replaced() -> None:
+    bounds = dataclasses.replace(BOUNDS, rows=2)
+    first, last = row("a"), dataclasses.replace(row("b"), num_missing=3)
+    packing = packed([first, last], [row("f")], Forgetting(), bounds)
+    assert [item.name for item, _ in packing.selected] == ["a", "f"]
+    alone = packed([first], [], Blocks(), bounds)
+    assert packing.urgent_s == pytest.approx(alone.urgent_s)
+    assert packing.load.swap_tokens == 3, "the step restores them"
+
+
 def test_best_effort_is_cut_to_what_fits_with_its_copies() -> None:
     bounds = dataclasses.replace(BOUNDS, best_effort_s=0.120)
     urgent = [dataclasses.replace(row("a", due_s=1.0), num_computed_tokens=6)]
