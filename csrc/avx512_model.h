@@ -1,6 +1,6 @@
 // AVX-512 instructions in plain C++, under the names of their intrinsics, for the object that runs
-// the kernels of AMX on any CPU (kernels_amx_emulated.cpp). Results are those
-// that the manual defines (Intel SDM, volume 2), bit by bit, but for the payloads of NaNs.
+// the kernels of AMX on any CPU (kernels_amx_emulated.cpp). Results are those that the manual defines
+// (Intel SDM, volume 2), bit by bit, but for the payloads of NaNs.
 //
 // Only what the kernels use is here: what is missing does not compile.
 #pragma once

@@ -212,7 +212,7 @@ struct KernelTable {
   int64_t panel_outputs;  // of packed weights
   PartRows part_rows;
   const char* (*sample)(const SampleArgs&);
-  // Null without tiles. With it, panels of codes have the layout for them (linear_formats.h).
+  // Null without tiles. Where it is set, panels of codes have the layout for them (linear_formats.h).
   const char* (*tile_product)(const TileProductArgs&);
 };
 

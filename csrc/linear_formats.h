@@ -200,7 +200,8 @@ struct Bf16Panel {
 #endif
 
 // ---- Codes: activations are rounded to integers, and multiplied with the codes of int8 and int4.
-// ---- The sums of a group are exact, so they are the same for every instruction set.
+// ---- The sums of a group are exact, so they are the same for every instruction set whose products
+// ---- are those of codes (all but tiles).
 
 typedef int16_t ShortVec __attribute__((vector_size(4 * kLanes)));
 constexpr int kGroupVectors = kGroup / kLanes;
@@ -331,46 +332,28 @@ struct ActivationBlock {
 
 constexpr float kMostCode = 32766.0f;  // 258 * 127: steps of 8 bits stay exact
 
-// Rounds `groups` groups of x, which share the scale that is returned: put(g, j, codes) for vector j
-// of group g.
-template <class Put>
-BROS_INLINE float round_codes(const float* x, int groups, const Put& put) {
+// `groups` groups of x; the codes of others remain undefined.
+BROS_INLINE void round_block(const float* x, int groups, ActivationBlock* out) {
   const float largest = largest_magnitude(x, groups * kGroup);
   const bool usable = largest < kInfinity;
   const float to_code = usable && largest > 1e-30f ? kMostCode / largest : 0.0f;
-  for (int g = 0; g < groups; ++g) {
-    for (int j = 0; j < kGroupVectors; ++j) {
-      put(g, j, round_to_int(load(x + g * kGroup + j * kLanes) * to_code));
-    }
-  }
-  return usable ? largest / kMostCode : __builtin_nanf("");
-}
-
-// `groups` groups of x; the codes of others remain undefined.
-BROS_INLINE void round_block(const float* x, int groups, ActivationBlock* out) {
-  out->scale = round_codes(x, groups, [&](int g, int j, IntVec code) {
+  out->scale = usable ? largest / kMostCode : __builtin_nanf("");
+  for (int i = 0; i < groups * kGroup; i += kLanes) {
+    const IntVec codes = round_to_int(load(x + i) * to_code);
     // The first and the third of four come first: one number has them in its halves.
     int32_t fours[kLanes];
-    __builtin_memcpy(fours, &code, sizeof code);
-    int16_t* to = out->codes[g] + j * kLanes;
-    for (int i = 0; i < kLanes; i += 4) {
-      to[i] = static_cast<int16_t>(fours[i]);
-      to[i + 1] = static_cast<int16_t>(fours[i + 2]);
-      to[i + 2] = static_cast<int16_t>(fours[i + 1]);
-      to[i + 3] = static_cast<int16_t>(fours[i + 3]);
+    __builtin_memcpy(fours, &codes, sizeof codes);
+    int16_t* to = out->codes[0] + i;
+    for (int k = 0; k < kLanes; k += 4) {
+      to[k] = static_cast<int16_t>(fours[k]);
+      to[k + 1] = static_cast<int16_t>(fours[k + 2]);
+      to[k + 2] = static_cast<int16_t>(fours[k + 1]);
+      to[k + 3] = static_cast<int16_t>(fours[k + 3]);
     }
-  });
+  }
 }
 
-// The sum of a block, increased by one group, and the sum of a row, increased by one block. Products
-// by vectors and by tiles (linear_tiles.h) call these, so that both have the same bits. dot: the sum
-// of products of codes.
-BROS_INLINE Vec add_scaled(Vec block, Vec dot, Vec scale) { return mul_add(dot, scale, block); }
-BROS_INLINE Vec add_block(Vec sum, Vec block, float scale) {
-  return mul_add(block, splat(scale), sum);
-}
-
-// The code of an input of a group.
+// The code of an input of a group for an output.
 BROS_INLINE int8_t int8_code(const char* group, int64_t output, int64_t input) {
 #if defined(BROS_MULTIPLIES_TILES)
   const int64_t at = output * kGroup + input;
@@ -408,7 +391,7 @@ struct Int8Panel {
     for (int g = 0; g < count / kGroup; ++g) add_group(panels[0].group_, g, rows, block);
     for (int r = 0; r < R; ++r) {
       for (int j = 0; j < 2; ++j) {
-        sum[r][j] = add_block(sum[r][j], block[r][j], rows[r]->scale);
+        sum[r][j] = mul_add(block[r][j], splat(rows[r]->scale), sum[r][j]);
       }
     }
   }
@@ -442,7 +425,7 @@ struct Int8Panel {
       const Vec scale = load(reinterpret_cast<const float*>(group) + j * kLanes);
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
-        block[r][j] = add_scaled(block[r][j], sums[r][j].value(), scale);
+        block[r][j] = mul_add(sums[r][j].value(), scale, block[r][j]);
       }
     }
   }

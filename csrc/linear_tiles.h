@@ -80,6 +80,7 @@ namespace {
 
 constexpr int64_t kTileRows = kMostTileRows, kTileOutputs = kLanes;
 constexpr int64_t kTileInputs = 32;  // of bf16
+static_assert(kRowsOfTile == kTileRows, "");
 
 constexpr int c_tile(int row_tile, int column, int columns) { return row_tile * columns + column; }
 constexpr int a_tile(int row_tile) { return 4 + row_tile; }
@@ -467,7 +468,7 @@ struct BlocksOf<Bf16Tiles> {
 using Bf16Format = Bf16Tiles;
 
 // ---- int8 and int4: weights are widened to bf16, a block of a panel at a time, and multiplied as
-// ---- these are.
+// ---- those of bf16 are.
 //
 // Tiles of codes would have to be scaled output by output, group by group, with vectors, and one code
 // of 8 bits for an activation needs a second one where it is large: that took 2 to 5 times as long for
@@ -479,7 +480,7 @@ using Bf16Format = Bf16Tiles;
 //
 // Few rows multiply it as it is, with x in B tiles, so that outputs are the rows of C; the sums have
 // the same bits. Many rows want weights in B tiles, for which 16 outputs at a time are transposed.
-// Codes lie in the order that this wants (linear_formats.h). A format of them is a struct with
+// Codes lie in the order that this wants (linear_formats.h). A format of codes is a struct with
 //
 //     kGroupBytes                   of a group of a panel
 //     kAhead                        bytes of codes that are fetched ahead for few rows
@@ -534,7 +535,7 @@ struct Int4Codes {
 // nearest even.
 struct Int8Codes {
   static constexpr int64_t kGroupBytes = Int8Panel::kGroupBytes;
-  static constexpr int64_t kAhead = 8192;
+  static constexpr int64_t kAhead = 8192;  // as many groups as of int4, about
 
   template <class Put, class Between>
   BROS_INLINE static void widen_group(const char* group, const Put& put, const Between& between) {

@@ -11,9 +11,8 @@
 //
 // Two implementations have the same functions: instructions, and plain C++ that follows the
 // operation sections of Intel's manual (SDM, volume 2, "LDTILECFG", "TILELOADD", "TDPBF16PS"). The
-// latter stops the process where the instructions would
-// raise an exception, so that a kernel that passes its tests with it also uses the instructions as
-// it may.
+// latter stops the process where the instructions would raise an exception, so that a kernel that
+// passes its tests with it also uses the instructions as it may.
 #pragma once
 
 #include "avx512_model.h"

@@ -66,8 +66,8 @@ def tile_product(level: str, c: Tensor, a: Tensor, b: Tensor, shape: tuple[int, 
     c: fp32. a, b: bf16, two in an element.
     """
     assert all(x.numel() * x.element_size() == 1024 for x in (c, a, b))
-    words = torch.bfloat16
-    addresses = _address(c, torch.float32), _address(a, words), _address(b, words)
+    pairs = torch.bfloat16
+    addresses = _address(c, torch.float32), _address(a, pairs), _address(b, pairs)
     _C.tile_product(_level_index(level), *addresses, *shape)
 
 

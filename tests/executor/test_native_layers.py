@@ -266,7 +266,7 @@ def test_a_whole_step_has_the_bits_of_all_kernels(
 
 
 @each_level
-@pytest.mark.parametrize("form", ["bf16", "int4"])
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("tokens", [33, 65, 129, 257, 2049])
 def test_blocks_of_rows_have_the_bits_of_all_rows(level: str, form: str, tokens: int) -> None:
     """Also a last one that has one row: blocks have 64 rows where AMX is emulated, else 256."""
@@ -279,7 +279,7 @@ def test_blocks_of_rows_have_the_bits_of_all_rows(level: str, form: str, tokens:
 
 
 @each_level
-@pytest.mark.parametrize("form", ["bf16", "int4"])
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize(("tokens", "kept"), [(120, 0), (170, 150), (260, 250), (770, 760)])
 def test_rows_that_a_thread_computes_alone_have_the_bits_of_all_rows(

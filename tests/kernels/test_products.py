@@ -196,7 +196,8 @@ def test_activations_of_any_size(level: str, form: str, rows: int) -> None:
 
 @each_level
 def test_int8_keeps_the_codes_of_values_that_were_rounded_before(level: str) -> None:
-    """So the embedding of a converted GGUF model, Q8_0, is exact, and the lm_head but for AMX."""
+    """So the embedding of a converted GGUF model, Q8_0, is exact, and so is the lm_head, but for
+    AMX."""
     codes = torch.randint(-127, 128, (40, 3, GROUP))
     codes[:, :, 0] = 127
     scale = (torch.rand(40, 3, 1) + 0.1).half().float()

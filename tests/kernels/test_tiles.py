@@ -145,34 +145,47 @@ def test_the_instructions_have_the_bits_of_the_model(
     np.testing.assert_array_equal(found.numpy(), expected.numpy())
 
 
-@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
-@pytest.mark.parametrize("level", ["avx512-amx", "avx512-bf16", "avx512-vnni", "avx512", "avx2"])
-@given(
+def check_same_products(
+    levels: tuple[str, str], form: str, rows: int, outputs: int, groups: int, seed: int
+) -> None:
+    x = activations(seed, rows, groups * GROUP)
+    weight = normal(seed + 1, outputs, groups * GROUP)
+    found, expected = (
+        kernels.linear(x, packed(form, weight, kernels.panel_layout)[0], None)
+        for kernels in map(cpu_kernels, levels)
+    )
+    assert torch.equal(found, expected)
+
+
+products = given(
     rows=st.integers(1, 70),
     outputs=st.integers(1, 100),
     groups=st.integers(1, 40),
     seed=st.integers(0, 2**31),
 )
+
+
+@needs_amx
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
+@products
 @settings(max_examples=examples(15, long=300))
-def test_products_have_the_bits_of_the_model(
+def test_products_of_tiles_have_the_bits_of_the_model(
+    form: str, rows: int, outputs: int, groups: int, seed: int
+) -> None:
+    check_same_products(("avx512-amx", MODEL), form, rows, outputs, groups, seed)
+
+
+@each_codes
+@pytest.mark.parametrize("level", ["avx512-bf16", "avx512-vnni", "avx512"])
+@products
+@settings(max_examples=examples(15, long=300))
+def test_products_of_codes_have_the_same_bits_by_all_vectors(
     level: str, form: str, rows: int, outputs: int, groups: int, seed: int
 ) -> None:
-    if level not in compiled_levels():
-        pytest.skip(f"this CPU has no {level}")
-    other = MODEL
-    if form == "bf16" and level != "avx512-amx":
-        pytest.skip("other instructions round products of bf16 in another order")
-    if form != "bf16" and level != "avx512-amx":
-        if level == "avx2":
-            pytest.skip("the other levels without tiles are compared with this one")
-        other = "avx2"  # tiles multiply bf16
-    x = activations(seed, rows, groups * GROUP)
-    weight = normal(seed + 1, outputs, groups * GROUP)
-    found, expected = (
-        kernels.linear(x, packed(form, weight, kernels.panel_layout)[0], None)
-        for kernels in (cpu_kernels(level), cpu_kernels(other))
-    )
-    assert torch.equal(found, expected)
+    for each in (level, "avx2"):
+        if each not in compiled_levels():
+            pytest.skip(f"this CPU has no {each}")
+    check_same_products((level, "avx2"), form, rows, outputs, groups, seed)
 
 
 # ---- Shapes that are no multiples of tiles.

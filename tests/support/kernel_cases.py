@@ -29,7 +29,7 @@ PAIR_LEVELS = ("avx512-amx", "amx-emulated", "avx512-bf16")
 """Levels that multiply pairs of bf16, with bf16 weights and a KV cache in bf16."""
 
 TILE_LEVELS = ("avx512-amx", "amx-emulated")
-"""Levels that multiply tiles: int4 weights, too, are widened to bf16 there."""
+"""Levels that multiply tiles: int8 and int4 weights, too, are widened to bf16 there."""
 
 
 def compiled_levels() -> list[str]:
