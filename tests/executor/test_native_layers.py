@@ -223,7 +223,7 @@ def check(model: Model, cuts: Sequence[int]) -> None:
     threads=st.sampled_from([1, 2]),
     cuts=st.lists(st.integers(0, LAYERS - 1), max_size=2),
 )
-@settings(max_examples=examples(25, long=500))
+@settings(max_examples=examples(25, long=250))
 def test_one_call_has_the_bits_of_all_kernels(
     level: str,
     case: AttentionCase,
@@ -246,7 +246,7 @@ def test_one_call_has_the_bits_of_all_kernels(
     threads=st.sampled_from([1, 2]),
     stop=st.integers(0, LAYERS),
 )
-@settings(max_examples=examples(25, long=500))
+@settings(max_examples=examples(25, long=250))
 def test_a_whole_step_has_the_bits_of_all_kernels(
     level: str, case: AttentionCase, form: str, biases: bool, threads: int, stop: int
 ) -> None:
