@@ -124,37 +124,25 @@ BROS_INLINE IntVec row_of(const TileRegister& t, int row) {
   return v;
 }
 
-// Each row of C becomes product(row of C, number of k, A [m][k] in all lanes as a function of k, row
-// k of B as a function of k). Bytes beyond the shape of C stay 0.
-template <int kC, int kA, int kB, class Product>
-inline void for_each_tile_row(const Product& product) {
+// Bytes beyond the shape of C stay 0.
+template <int kC, int kA, int kB>
+inline void add_product() {
   static_assert(kC != kA && kC != kB && kA != kB, "");
   TileRegister &c = configured_tile(kC), &a = configured_tile(kA), &b = configured_tile(kB);
   demand(a.rows == c.rows && b.row_bytes == c.row_bytes && a.row_bytes == 4 * b.rows);
   demand(c.row_bytes % 4 == 0);
   for (int m = 0; m < c.rows; ++m) {
-    const IntVec left = row_of(a, m);
-    const IntVec before = row_of(c, m);
-    const IntVec sum =
-        product(before, b.rows, [&](int k) { return splat_int(left[k]); },
-                [&](int k) { return row_of(b, k); });
-    __builtin_memcpy(c.data[m], &sum, c.row_bytes);
-  }
-}
-
-template <int kC, int kA, int kB>
-inline void add_product() {
-  for_each_tile_row<kC, kA, kB>([](IntVec before, int count, const auto& left, const auto& right) {
+    const IntVec pairs = row_of(a, m);
     Vec even = {}, odd = {};
-    for (int k = 0; k < count; ++k) {
-      const IntVec a = left(k), b = right(k);
-      even = bf16_mul_add(low_bf16(a), low_bf16(b), even);
-      odd = bf16_mul_add(high_bf16(a), high_bf16(b), odd);
+    for (int k = 0; k < b.rows; ++k) {
+      const IntVec left = splat_int(pairs[k]), right = row_of(b, k);
+      even = bf16_mul_add(low_bf16(left), low_bf16(right), even);
+      odd = bf16_mul_add(high_bf16(left), high_bf16(right), odd);
     }
-    const Vec sum = without_subnormals(even + odd);
-    return bit_cast<IntVec>(
-        without_subnormals(without_subnormals(bit_cast<Vec>(before)) + sum));
-  });
+    const Vec before = without_subnormals(bit_cast<Vec>(row_of(c, m)));
+    const Vec after = without_subnormals(before + without_subnormals(even + odd));
+    __builtin_memcpy(c.data[m], &after, c.row_bytes);
+  }
 }
 
 #else
