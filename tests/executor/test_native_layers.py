@@ -214,6 +214,7 @@ def check(model: Model, cuts: Sequence[int]) -> None:
         check_same(state, whole, (caches, expected))
 
 
+@pytest.mark.timeout(1200)  # 500 cases by emulated tiles take 330 s
 @each_level
 @given(
     case=ATTENTION_CASES,
@@ -223,7 +224,7 @@ def check(model: Model, cuts: Sequence[int]) -> None:
     threads=st.sampled_from([1, 2]),
     cuts=st.lists(st.integers(0, LAYERS - 1), max_size=2),
 )
-@settings(max_examples=examples(25, long=250))
+@settings(max_examples=examples(25, long=500))
 def test_one_call_has_the_bits_of_all_kernels(
     level: str,
     case: AttentionCase,
@@ -246,7 +247,7 @@ def test_one_call_has_the_bits_of_all_kernels(
     threads=st.sampled_from([1, 2]),
     stop=st.integers(0, LAYERS),
 )
-@settings(max_examples=examples(25, long=250))
+@settings(max_examples=examples(25, long=500))
 def test_a_whole_step_has_the_bits_of_all_kernels(
     level: str, case: AttentionCase, form: str, biases: bool, threads: int, stop: int
 ) -> None:
