@@ -239,12 +239,14 @@ class SampledToken:
     """The token sampled after a chunk.
 
     error: why sampling failed.
+    of_grammar: with an error: the request's grammar could not say what may come next.
     """
 
     request_id: str
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: str | None = None
+    of_grammar: bool = False
 
 
 @dataclass(slots=True)

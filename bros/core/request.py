@@ -651,6 +651,8 @@ class RequestOutput:
     error: with finish_reason ERROR: why the request failed.
     retry_after_s: with finish_reason ERROR: the request was dropped for lack of capacity; the
         client may retry after this many seconds.
+    param: with finish_reason ERROR: the field of the request that is the cause. The request would
+        fail again.
     """
 
     request_id: str
@@ -662,6 +664,7 @@ class RequestOutput:
     pooled: tuple[PooledTokens, ...] = ()
     error: str | None = None
     retry_after_s: float | None = None
+    param: str | None = None
 
     @property
     def has_begun(self) -> bool:
@@ -714,6 +717,7 @@ def merged(first: RequestOutput, then: RequestOutput) -> RequestOutput:
         pooled=first.pooled + then.pooled,
         error=then.error,
         retry_after_s=then.retry_after_s,
+        param=then.param,
     )
 
 

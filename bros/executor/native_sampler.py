@@ -30,7 +30,7 @@ from torch import Tensor
 
 from bros.core.plan import SampledToken
 from bros.core.request import TokenLogprobs
-from bros.executor.sampler import NOTHING_ALLOWED_ERROR, RowDraw, no_token_error
+from bros.executor.sampler import NothingAllowedError, RowDraw, no_token_error
 from bros.kernels.cpu_ops import DRAW, NOTHING_ALLOWED, CpuKernels, DrawBuffers
 
 _UINT64 = 2**64 - 1
@@ -55,8 +55,8 @@ class NativeSampler:
             name, k = draw.request_id, draw.spec.params.logprobs
             if token_id < 0:
                 nothing = token_id == NOTHING_ALLOWED
-                error = NOTHING_ALLOWED_ERROR if nothing else no_token_error(peak)
-                found.append(SampledToken(name, -1, error=error))
+                error = str(NothingAllowedError()) if nothing else no_token_error(peak)
+                found.append(SampledToken(name, -1, error=error, of_grammar=nothing))
             elif k is None:
                 found.append(SampledToken(name, token_id))
             else:

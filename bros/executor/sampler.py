@@ -119,7 +119,11 @@ def noise_starts(specs: Sequence[SampleSpec], indexes: Sequence[int]) -> NDArray
     return _splitmix64_each(mixed ^ np.array(indexes, np.uint64))
 
 
-NOTHING_ALLOWED_ERROR = "the grammar allows no token here"
+class NothingAllowedError(ValueError):
+    """The grammar of a row allows no token."""
+
+    def __init__(self) -> None:
+        super().__init__("the grammar allows no token here")
 
 
 def no_token_error(peak: float) -> str:
@@ -148,7 +152,8 @@ def _sample_row(raw: _Floats32, draw: RowDraw) -> SampledToken:
         token = _choose(raw, draw)
         logprobs = None if k is None else _logprobs(raw, token, k)
     except ValueError as error:
-        return SampledToken(draw.request_id, -1, error=str(error))
+        of_grammar = isinstance(error, NothingAllowedError)
+        return SampledToken(draw.request_id, -1, error=str(error), of_grammar=of_grammar)
     return SampledToken(draw.request_id, token, logprobs)
 
 
@@ -176,7 +181,7 @@ def _allowed(mask: Mask, vocab: int) -> NDArray[np.bool_]:
     allowed = np.zeros(vocab, np.bool_)
     allowed[: len(bits)] = bits
     if not allowed.any():
-        raise ValueError(NOTHING_ALLOWED_ERROR)
+        raise NothingAllowedError
     return allowed
 
 
@@ -374,7 +379,7 @@ class HostStepSampler:
             if not constraint.allows(token.token_id):
                 draw.mask = constraint.mask()
         except ValueError as error:
-            sampled[draw.row] = SampledToken(draw.request_id, -1, error=str(error))
+            sampled[draw.row] = SampledToken(draw.request_id, -1, error=str(error), of_grammar=True)
         return draw.mask is not None
 
 

@@ -796,7 +796,7 @@ class Scheduler:
         it. Returns no output if it forced another token in the place of this one."""
         if step == state.ignored_step:
             return []
-        reason, error = None, sample.error
+        reason, error, of_grammar = None, sample.error, sample.of_grammar
         first, unsent = state.record.last_token_s is None, state.unsent
         forced: Sequence[int] = ()
         if error is None:
@@ -812,11 +812,11 @@ class Scheduler:
                         sample.token_id, 0 if latest is None else latest.number
                     )
                 except ValueError as failure:
-                    error = str(failure)
+                    error, of_grammar = str(failure), True
                 self._count_tokens(state, len(forced), now)
         if error is not None:
             self._finish(state, FinishReason.ERROR, now)
-            return [_error_output(state, error)]
+            return [_grammar_error(state, error) if of_grammar else _error_output(state, error)]
         if reason is not None:
             self._complete(state, reason, now)
         cached_tokens = state.num_reused or 0 if first else 0
@@ -907,11 +907,23 @@ def _output(
 
 
 def _error_output(
-    state: RequestState, error: str, retry_after_s: float | None = None
+    state: RequestState,
+    error: str,
+    retry_after_s: float | None = None,
+    param: str | None = None,
 ) -> RequestOutput:
     return RequestOutput(
         request_id=state.request_id,
         finish_reason=FinishReason.ERROR,
         error=error,
         retry_after_s=retry_after_s,
+        param=param,
     )
+
+
+def _grammar_error(state: RequestState, error: str) -> RequestOutput:
+    """The output of a request that ends because its grammar cannot go on."""
+    grammar = state.request.sampling.grammar
+    assert grammar is not None
+    message = f"The output cannot follow the grammar in '{grammar.param}' any further: {error}."
+    return _error_output(state, message, param=grammar.param)

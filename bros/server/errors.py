@@ -292,26 +292,31 @@ def _describe_server_error(error: Exception) -> ApiError:
 
 @contextlib.contextmanager
 def renaming_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """An InvalidRequestError of the block names the fields of another API.
+    """An InvalidRequestError of the block names the fields of another API; see `rename_fields`."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        rename_fields(error, names)
+        raise
+
+
+def rename_fields(error: InvalidRequestError, names: Mapping[str, str]) -> None:
+    """Let an error name the fields of another API.
 
     names: name of a field of a chat completion -> its name in the API that the client has used. One
         that begins with a dot is of a part of a field.
     """
-    try:
-        yield
-    except InvalidRequestError as error:
-        given = error.param or ""
-        field, rest = _FIELD.fullmatch(given).groups()  # type: ignore[union-attr]
-        for part in filter(lambda name: name.startswith("."), names):
-            rest = rest.replace(part, names[part])
-        if (param := field + rest) != given:
-            error.message = error.message.replace(f"'{given}", f"'{param}")
-        if field in names:
-            error.message = error.message.replace(f"'{field}", f"'{names[field]}")
-            param = names[field] + rest
-        if param != given:
-            error.param, error.args = param, (error.message,)
-        raise
+    given = error.param or ""
+    field, rest = _FIELD.fullmatch(given).groups()  # type: ignore[union-attr]
+    for part in filter(lambda name: name.startswith("."), names):
+        rest = rest.replace(part, names[part])
+    if (param := field + rest) != given:
+        error.message = error.message.replace(f"'{given}", f"'{param}")
+    if field in names:
+        error.message = error.message.replace(f"'{field}", f"'{names[field]}")
+        param = names[field] + rest
+    if param != given:
+        error.param, error.args = param, (error.message,)
 
 
 _FIELD = re.compile(r"(\w*)(.*)", re.DOTALL)

@@ -70,6 +70,7 @@ class TextDelta:
     error: with ERROR: why the request failed.
     retry_after_s: with ERROR: the request was dropped for lack of capacity; the client may retry
         after this many seconds.
+    param: with ERROR: the field of the request that is the cause. The request would fail again.
     parts: if the answer is parsed: its new parts. Then `text` is that of the TextParts among them.
     reasoning_tokens: if the answer is parsed: tokens of its reasoning so far, markers included.
     """
@@ -84,6 +85,7 @@ class TextDelta:
     cached_tokens: int = 0
     error: str | None = None
     retry_after_s: float | None = None
+    param: str | None = None
     parts: tuple[AnswerPart, ...] = ()
     reasoning_tokens: int = 0
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
@@ -106,6 +108,7 @@ class ChoiceResult:
     cached_tokens: int
     error: str | None
     retry_after_s: float | None = None
+    param: str | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     reasoning: str = ""
 
@@ -664,6 +667,7 @@ def _joined(deltas: Sequence[TextDelta]) -> ChoiceResult:
         cached_tokens=last.cached_tokens,
         error=last.error,
         retry_after_s=last.retry_after_s,
+        param=last.param,
         prompt_logprobs=tuple(piece for delta in deltas for piece in delta.prompt_logprobs),
         reasoning="".join(
             part.text for delta in deltas for part in delta.parts if isinstance(part, ReasoningPart)
@@ -700,7 +704,7 @@ class _Choice:
         "_detokenizer", "_exempt", "_forwarder", "_generation", "_is_plain", "_logprobs",
         "_matcher", "_parser", "_parts", "_prompt_logprobs", "_sampling", "_texts", "_token_ids",
         "cached_tokens", "error", "finish_reason", "finished", "index", "num_output_tokens",
-        "reasoning_tokens", "request_id", "retry_after_s", "stop_reason",
+        "param", "reasoning_tokens", "request_id", "retry_after_s", "stop_reason",
     )  # fmt: skip
 
     def __init__(
@@ -721,6 +725,7 @@ class _Choice:
         self.stop_reason: str | int | None = None
         self.error: str | None = None
         self.retry_after_s: float | None = None
+        self.param: str | None = None
         self._generation: Generation | None = generation
         self._forwarder = forwarder
         self._sampling = sampling
@@ -787,6 +792,7 @@ class _Choice:
             cached_tokens=self.cached_tokens,
             error=self.error,
             retry_after_s=self.retry_after_s,
+            param=self.param,
             parts=tuple(self._parts),
             reasoning_tokens=self.reasoning_tokens,
             prompt_logprobs=self._prompt_logprobs,
@@ -843,6 +849,7 @@ class _Choice:
                 self.stop_reason = token_ids[-1]
         if self.finish_reason is FinishReason.ERROR:
             self.error, self.retry_after_s = output.error, output.retry_after_s
+            self.param = output.param
         self.finished = self.finish_reason is not None
         return text
 

@@ -231,24 +231,31 @@ class _Compiler:
         except ValueError as error:
             reason = str(error)
             return "it is too large" if reason.startswith("panic") else reason
-        _follow_forced(matcher)
+        _follow_beginning(matcher)
         if not matcher.is_error():
             return ""
         return f"it cannot be followed: {first_line(matcher.get_error())}"
 
 
-def _follow_forced(matcher: LLMatcher) -> None:
-    """Follow the tokens that a grammar begins with. A grammar that is too complex nearly always is
-    so there, for instance an object of 600 optional fields behind its brace. The engine would find
-    that while others wait for its step, and its client after half an answer."""
+def _follow_beginning(matcher: LLMatcher) -> None:
+    """Follow the tokens that a grammar forces first, and one that it allows after them. A grammar
+    that is too complex nearly always is so there, for instance an object of 600 optional fields
+    behind its brace, or 3,000 alternatives: the parser counts what a position allows when a token
+    is taken there. The engine would find that while others wait for its step, and its client after
+    half an answer."""
     matcher.compute_bitmask()
     if matcher.is_error():
         return
     forced = matcher.compute_ff_tokens()[:_MAX_FORCED]
-    # A text that reads like a special token is not that token, as the tokenizer thinks.
+    # A text that reads like a special token is not that token, as the tokenizer and masks think.
     if forced and (count := matcher.validate_tokens(forced)):
         matcher.consume_tokens(forced[:count])
-        matcher.compute_bitmask()
+    if matcher.is_stopped():
+        return
+    mask = int.from_bytes(matcher.compute_bitmask(), "little")
+    token_id = (mask & -mask).bit_length() - 1  # -1: it allows none, or has become too complex
+    if token_id >= 0 and matcher.validate_tokens([token_id]):
+        matcher.consume_token(token_id)
 
 
 _GOOD = b"+"

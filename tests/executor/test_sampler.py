@@ -747,6 +747,7 @@ def test_each_row_of_a_step_gets_what_its_own_grammar_says(sampler: RowSampler) 
         "too complex",
         "the grammar allows no token here",
     ]
+    assert [token.of_grammar for token in found] == [False, False, False, True, True]
     alone = [step(logits[row : row + 1], [requests[row]])[0] for row in range(5)]
     assert list(found) == alone
 

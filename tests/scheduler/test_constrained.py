@@ -11,8 +11,8 @@ import pytest
 from bros.core.clock import ManualClock
 from bros.core.grammars import lark
 from bros.core.interfaces import GrammarState, StopRule
-from bros.core.plan import Chunk, SampledToken
-from bros.core.request import EngineRequest, FinishReason, Grammar, ServiceClass
+from bros.core.plan import Chunk, SampledToken, StepResult
+from bros.core.request import EngineRequest, FinishReason, Grammar, ServiceClass, expanded
 from bros.engine.engine import Engine
 from bros.engine.grammars import Grammars
 from bros.scheduler.scheduler import Scheduler
@@ -177,9 +177,23 @@ def test_the_grammar_may_fail_and_ends_the_request_only() -> None:
     run.scheduler.submit(asked(), 1.0, start)
     run.submit(request("b", 4))
     outputs = [output for _ in range(4) for output in expand_all(run.engine.step())]
-    failed = [output for output in outputs if output.finish_reason is FinishReason.ERROR]
-    assert [(o.request_id, o.error) for o in failed] == [("a", "it has become too complex")]
+    (failed,) = [output for output in outputs if output.finish_reason is FinishReason.ERROR]
+    message = "cannot follow the grammar in 'grammar' any further: it has become too complex"
+    assert (failed.request_id, failed.param) == ("a", "grammar")
+    assert message in (failed.error or "")
     assert sum(len(o.token_ids) for o in outputs if o.request_id == "b") == 4
+
+
+@pytest.mark.parametrize("of_grammar", [False, True])
+def test_only_an_error_of_the_grammar_names_its_field(of_grammar: bool) -> None:
+    run = Run()
+    run.submit(asked(), Script([ANY]))
+    plan = run.scheduler.schedule(0.0)
+    assert plan is not None
+    sample = SampledToken("a", -1, error="no token", of_grammar=of_grammar)
+    (output,) = map(expanded, run.scheduler.apply(StepResult(plan.step, (sample,)), now=0.0))
+    assert output.finish_reason is FinishReason.ERROR and "no token" in (output.error or "")
+    assert output.param == ("grammar" if of_grammar else None)
 
 
 def test_waiting_for_the_check_and_the_compiler_is_in_the_trace() -> None:

@@ -190,6 +190,17 @@ async def test_rows_that_fail_alone_are_tried_again(server: BatchServer) -> None
     assert done.usage is not None and done.usage.total_tokens == 0
 
 
+async def test_rows_that_fail_by_their_own_fault_are_not_tried_again(server: BatchServer) -> None:
+    server.engine.fail_after, server.engine.to_blame = 3, "response_format"
+    done = await server.wait(await server.submit(row(1), row(2)))
+    errors = await server.results(done.error_file_id)
+    bodies = [line["response"]["body"]["error"] for line in errors.values()]
+    assert [(body["code"], body["param"]) for body in bodies] == [
+        ("invalid_grammar", "response_format")
+    ] * 2
+    assert set(server.engine.prompts.values()) == {1}
+
+
 async def test_rows_dropped_for_lack_of_capacity_are_only_postponed(server: BatchServer) -> None:
     server.engine.fail_after, server.engine.retry_after_s = 3, 0.001
     batch = await server.submit(row(1))

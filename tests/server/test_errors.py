@@ -200,6 +200,14 @@ async def test_failure_on_the_way_fails_a_whole_answer(
     assert assert_envelope(await server.chat(), status)["type"] == "server_error"
 
 
+async def test_a_grammar_that_cannot_go_on_is_an_error_of_its_request(server: Server) -> None:
+    """Clients try again after a 500, and here would fail again."""
+    server.engine.fail_after, server.engine.to_blame = 2, "response_format"
+    error = assert_envelope(await server.chat(), 400)
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_grammar")
+    assert (error["param"], error["message"]) == ("response_format", "The numbers overflowed.")
+
+
 async def test_one_failing_choice_stops_the_others(server: Server) -> None:
     server.engine.text = "x" * 90
     server.engine.fail_after, server.engine.fails = 2, "-0"

@@ -439,6 +439,13 @@ async def test_what_fails_before_it_begins_has_a_status(server: BatchServer) -> 
         await server.client.responses.create(model="scripted", input="Hi", stream=True)
 
 
+async def test_a_grammar_that_cannot_go_on_is_named_as_in_this_api(server: BatchServer) -> None:
+    server.engine.fail_after, server.engine.to_blame = 2, "response_format"
+    with pytest.raises(openai.BadRequestError) as refused:
+        await server.client.responses.create(model="scripted", input="Hi")
+    assert (refused.value.code, refused.value.param) == ("invalid_grammar", "text.format")
+
+
 async def test_input_tokens_are_counted(server: BatchServer) -> None:
     body = {"input": "Hi", "instructions": "Be brief."}
     counted = await server.client.responses.input_tokens.count(model="scripted", **body)  # type: ignore[arg-type]

@@ -173,6 +173,17 @@ async def test_error_on_the_way_is_an_event_and_no_done_follows(
     }
 
 
+async def test_a_grammar_that_cannot_go_on_is_an_event_that_names_the_field(server: Server) -> None:
+    server.engine.fail_after, server.engine.to_blame = 2, "response_format"
+    response = await server.chat(stream=True)
+    error = json.loads(events(response.text)[-1])["error"]
+    assert (error["type"], error["param"], error["code"]) == (
+        "invalid_request_error",
+        "response_format",
+        "invalid_grammar",
+    )
+
+
 async def test_death_ends_the_stream_of_several_prompts(server: Server) -> None:
     server.engine.die_after = 2
     response = await server.complete(prompt=["a", "b"], stream=True)

@@ -86,7 +86,8 @@ class ScriptedEngine:
     raised on submission; `refuses`, the end of ids that find the queue full; `hold_after`, tokens
     after which a request waits for `go_on`; `die_after`, tokens after which the engine dies of
     `death`; `fail_after`, after which requests whose id ends with `fails` end with an error, one
-    that may be tried again after `retry_after_s` if that is not None; `relegates`, the end of ids
+    that may be tried again after `retry_after_s` if that is not None, or whose cause is the field
+    `to_blame` if that is not None; `relegates`, the end of ids
     that are served as best-effort; `step_s`, by which each token moves the clock; `pause_s`, real
     seconds after each token; `cached_tokens`; `figures`, its statistics; `traces` by request id;
     `alive`; `num_lost`, `num_hung`.
@@ -109,6 +110,7 @@ class ScriptedEngine:
         self.fail_after: int | None = None
         self.fails = ""
         self.retry_after_s: float | None = None
+        self.to_blame: str | None = None
         self.relegates: str | None = None
         self.figures = EngineStats()
         self.traces: dict[str, RequestTrace] = {}
@@ -211,6 +213,7 @@ class ScriptedEngine:
                     finish_reason=FinishReason.ERROR,
                     error="The numbers overflowed.",
                     retry_after_s=self.retry_after_s,
+                    param=self.to_blame,
                 )
                 return
             yield self._output(request, count, token_id, limit)

@@ -140,6 +140,7 @@ class ScriptedEngine:
         cached: int = 0,
         error: str | None = None,
         retry_after_s: float | None = None,
+        param: str | None = None,
     ) -> None:
         """In the short form if it has one."""
         token_ids = one_by_one(text) if isinstance(text, str) else tuple(text)
@@ -152,6 +153,7 @@ class ScriptedEngine:
             cached_tokens=cached,
             error=error,
             retry_after_s=retry_after_s,
+            param=param,
         )
         self.streams[to].put(shortened(output))
 
@@ -514,6 +516,14 @@ async def test_a_dropped_request_says_when_to_retry(
     engine.say("", FinishReason.ERROR, error="busy", retry_after_s=retry_after_s)
     (delta,) = [delta async for delta in generation]
     assert (delta.error, delta.retry_after_s) == ("busy", retry_after_s)
+
+
+async def test_a_request_that_failed_by_its_own_fault_names_the_field() -> None:
+    engine = ScriptedEngine()
+    generation = await start(engine)
+    engine.say("", FinishReason.ERROR, error="too complex", param="response_format")
+    [result] = await collect(generation)
+    assert (result.error, result.param) == ("too complex", "response_format")
 
 
 async def test_choices_are_merged_as_they_arrive() -> None:

@@ -108,6 +108,21 @@ def test_what_would_fail_after_the_first_tokens_is_refused_before(checker: Gramm
         check(checker, wide(600))
 
 
+def test_what_would_fail_at_the_first_token_that_it_does_not_force_is_refused_before(
+    checker: GrammarChecker,
+) -> None:
+    """The alternatives begin with ten digits, of which none is forced."""
+
+    def alternatives(count: int) -> Grammar:
+        return grammars.lark(
+            "start: " + " | ".join(f'"{i:05}"' for i in range(0, 10**5, 10**5 // count))
+        )
+
+    check(checker, alternatives(1_500))
+    with pytest.raises(InvalidRequestError, match="it cannot be followed: .*max is 2000"):
+        check(checker, alternatives(3_000))
+
+
 @pytest.mark.parametrize(
     "grammar",
     [

@@ -135,7 +135,7 @@ class Exchange:
             streamed=self.shows_progress or bool(call.body.stream),
         )
         observer = partial(self._observer, len(prompts), sum(map(len, prompts)))
-        self._answer = Answer(generation, observer)
+        self._answer = Answer(generation, observer, call.field_names)
         state.recent.note(self._tenant, self._id, prompts=len(prompts), n=call.sampling.n)
         count_kept(self._held, call.shrink_body())
 

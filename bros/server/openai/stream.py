@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from bros.core.errors import BrosError, EngineDeadError, OverloadedError
+from bros.core.errors import BrosError, EngineDeadError, InvalidRequestError, OverloadedError
 from bros.core.request import (
     FinishReason,
     PackedLogprobs,
@@ -25,7 +25,7 @@ from bros.core.request import (
     ServiceClass,
     TokenLogprobs,
 )
-from bros.server.errors import ApiError, GenerationFailedError, describe
+from bros.server.errors import ApiError, GenerationFailedError, describe, rename_fields
 from bros.server.http import CancelOnDisconnect, ChunkedBody, chunked, json_pieces, spliced
 from bros.server.openai.prompt_logprobs import (
     LOWEST_LOGPROB,
@@ -106,9 +106,16 @@ class Answer:
     observer: sees all deltas. Of forwarded ones the sink has to inform it.
     """
 
-    def __init__(self, generation: Generation, observe: Observe) -> None:
-        """observe: creates the observer, given the service class of each choice."""
+    def __init__(
+        self,
+        generation: Generation,
+        observe: Observe,
+        field_names: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """observe: creates the observer, given the service class of each choice.
+        field_names: as in Call; errors name them."""
         self._generation = generation
+        self._field_names = field_names
         self.best_effort = ServiceClass.BE in generation.service_classes
         self.observer = observe(generation.service_classes)
         self._failure: BrosError | None = None
@@ -139,8 +146,9 @@ class Answer:
         """Wait for output; returns one delta for each choice with output since the last call.
         Empty after the end.
 
-        Raises OverloadedError if a choice was dropped for lack of capacity, GenerationFailedError
-        if one ended incomplete for another reason, and EngineDeadError if the engine dies.
+        Raises OverloadedError if a choice was dropped for lack of capacity, InvalidRequestError if
+        one ended because of what the request asks for, GenerationFailedError if one ended
+        incomplete for another reason, and EngineDeadError if the engine dies.
         """
         if self._failure is not None:
             raise self._failure
@@ -152,11 +160,21 @@ class Answer:
         for position, delta in enumerate(found):
             self.observer.on_delta(delta)
             if delta.finish_reason is not None and not delta.finish_reason.complete:
-                self._failure = _failure_of(delta)
+                self._failure = self._failure_of(delta)
                 if not position:
                     raise self._failure
                 return found[:position]  # the next call raises
         return found
+
+    def _failure_of(self, delta: TextDelta) -> BrosError:
+        message = delta.error or "The engine ended the request before it was complete."
+        if delta.retry_after_s is not None:
+            return OverloadedError(message, delta.retry_after_s)
+        if delta.param is not None:
+            error = InvalidRequestError(message, delta.param, "invalid_grammar")
+            rename_fields(error, self._field_names)
+            return error
+        return GenerationFailedError(message)
 
     async def forward(self, sink: DeltaSink) -> None:
         """See Generation.forward. Call `deltas` for what follows."""
@@ -222,13 +240,6 @@ class _CollectingSink:
     def put(self, delta: TextDelta) -> None:
         self._observer.on_delta(delta)
         self._add(self._choices[delta.index], delta)
-
-
-def _failure_of(delta: TextDelta) -> BrosError:
-    message = delta.error or "The engine ended the request before it was complete."
-    if delta.retry_after_s is not None:
-        return OverloadedError(message, delta.retry_after_s)
-    return GenerationFailedError(message)
 
 
 def finish_reason(reason: str, *, called: bool) -> str:
