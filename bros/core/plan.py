@@ -239,7 +239,7 @@ class SampledToken:
     """The token sampled after a chunk.
 
     error: why sampling failed.
-    of_grammar: with an error: the request's grammar could not say what may come next.
+    of_grammar: with an error: the request's grammar allows no token, or has become too complex.
     """
 
     request_id: str

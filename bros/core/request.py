@@ -651,8 +651,8 @@ class RequestOutput:
     error: with finish_reason ERROR: why the request failed.
     retry_after_s: with finish_reason ERROR: the request was dropped for lack of capacity; the
         client may retry after this many seconds.
-    param: with finish_reason ERROR: the field of the request that is the cause. The request would
-        fail again.
+    param: with finish_reason ERROR: the field of the request with the grammar, which cannot go on.
+        The request would most likely fail again.
     """
 
     request_id: str

@@ -25,9 +25,9 @@ from bros.core.errors import BrosError, InvalidRequestError, OverloadedError
 from bros.core.interfaces import EngineClient
 from bros.core.request import (
     EngineRequest,
-    FinishReason,
     Hints,
     IdGenerator,
+    RequestOutput,
     SamplingParams,
     ServiceClass,
 )
@@ -124,7 +124,7 @@ class Contexts:
                 hints=self._hints,
             )
             async for output in await self._engine.submit(request):
-                _check_success(output.finish_reason, output.error, output.retry_after_s)
+                _check_success(output)
             await self._replace(context, tokens, request_id)
 
     async def generate(self, jobs: Sequence[GenerationJob]) -> list[ChoiceResult]:
@@ -133,7 +133,8 @@ class Contexts:
         Each context then has the prompt and the answer: all of its tokens, a final stop token
         included; with a stop string, those up to and including the token in which it ends. If a job
         fails, the others are aborted, and no context changes. Raises InvalidRequestError also for
-        n > 1 and for a context in two jobs; otherwise what `fill` and TextGenerator.start raise.
+        n > 1, for a context in two jobs, and for a grammar that cannot go on; otherwise what
+        `fill` and TextGenerator.start raise.
         """
         for job in jobs:
             if job.sampling.n != 1:
@@ -177,7 +178,7 @@ class Contexts:
             streamed=False,
         )
         (answer,) = await collect(generation)
-        _check_success(answer.finish_reason, answer.error, answer.retry_after_s)
+        _check_success(answer)
         return answer
 
     async def _extend(self, job: GenerationJob, request_id: str, answer: ChoiceResult) -> None:
@@ -230,13 +231,14 @@ def _extended(context: TokenContext, token_ids: Sequence[int]) -> array[int]:
         raise InvalidRequestError(f"Token ids are integers of 32 bits: {error}.", _PARAM) from None
 
 
-def _check_success(
-    reason: FinishReason | None, error: str | None, retry_after_s: float | None
-) -> None:
-    """Raise OverloadedError or BrosError if a request failed or was aborted."""
-    if reason is None or reason.complete:
+def _check_success(result: RequestOutput | ChoiceResult) -> None:
+    """Raises OverloadedError, InvalidRequestError for a grammar that cannot go on, or BrosError, if
+    a request failed or was aborted."""
+    if result.finish_reason is None or result.finish_reason.complete:
         return
-    message = error or "The job was aborted."
-    if retry_after_s is not None:
-        raise OverloadedError(message, retry_after_s)
+    message = result.error or "The job was aborted."
+    if result.retry_after_s is not None:
+        raise OverloadedError(message, result.retry_after_s)
+    if result.param is not None:
+        raise InvalidRequestError(message, result.param, "invalid_grammar")
     raise BrosError(message)

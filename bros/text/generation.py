@@ -70,7 +70,7 @@ class TextDelta:
     error: with ERROR: why the request failed.
     retry_after_s: with ERROR: the request was dropped for lack of capacity; the client may retry
         after this many seconds.
-    param: with ERROR: the field of the request that is the cause. The request would fail again.
+    param: with ERROR: the field of the request with the grammar, which cannot go on.
     parts: if the answer is parsed: its new parts. Then `text` is that of the TextParts among them.
     reasoning_tokens: if the answer is parsed: tokens of its reasoning so far, markers included.
     """

@@ -214,6 +214,7 @@ class _Compiler:
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         from bros.engine.grammars import load_tokenizer
 
+        self._ends = sum(1 << token_id for token_id in set(eos_token_ids))
         self.error: str | None = None
         try:
             self._tokenizer = load_tokenizer(folder, vocab_size, eos_token_ids)
@@ -231,31 +232,35 @@ class _Compiler:
         except ValueError as error:
             reason = str(error)
             return "it is too large" if reason.startswith("panic") else reason
-        _follow_beginning(matcher)
-        if not matcher.is_error():
-            return ""
-        return f"it cannot be followed: {first_line(matcher.get_error())}"
+        found = self._error_at_beginning(matcher)
+        return f"it cannot be followed: {first_line(found)}" if found else ""
 
+    def _error_at_beginning(self, matcher: LLMatcher) -> str:
+        """Why no output can begin; empty if one can. It follows the tokens that the grammar forces
+        first, and then one or two that it allows.
 
-def _follow_beginning(matcher: LLMatcher) -> None:
-    """Follow the tokens that a grammar forces first, and one that it allows after them. A grammar
-    that is too complex nearly always is so there, for instance an object of 600 optional fields
-    behind its brace, or 3,000 alternatives: the parser counts what a position allows when a token
-    is taken there. The engine would find that while others wait for its step, and its client after
-    half an answer."""
-    matcher.compute_bitmask()
-    if matcher.is_error():
-        return
-    forced = matcher.compute_ff_tokens()[:_MAX_FORCED]
-    # A text that reads like a special token is not that token, as the tokenizer and masks think.
-    if forced and (count := matcher.validate_tokens(forced)):
-        matcher.consume_tokens(forced[:count])
-    if matcher.is_stopped():
-        return
-    mask = int.from_bytes(matcher.compute_bitmask(), "little")
-    token_id = (mask & -mask).bit_length() - 1  # -1: it allows none, or has become too complex
-    if token_id >= 0 and matcher.validate_tokens([token_id]):
-        matcher.consume_token(token_id)
+        A grammar that is too complex nearly always is so there, for instance an object of 600
+        optional fields behind its brace, or 3,000 alternatives. The parser counts those of a
+        position only when a token is taken there, so a mask alone does not show it. The engine
+        would find that while others wait for its step, and its client after half an answer.
+        """
+        matcher.compute_bitmask()
+        forced = matcher.compute_ff_tokens()[:_MAX_FORCED]
+        # A text that reads like a special token is not that token, as tokenizer and masks think.
+        if forced and (count := matcher.validate_tokens(forced)):
+            matcher.consume_tokens(forced[:count])
+        if matcher.is_stopped():
+            return matcher.get_error()
+        mask = int.from_bytes(matcher.compute_bitmask(), "little") & ~self._ends
+        error = matcher.get_error()
+        if error or not mask:
+            return error
+        for token_id in ((mask & -mask).bit_length() - 1, mask.bit_length() - 1):
+            after = matcher.deep_copy()
+            if not after.validate_tokens([token_id]) or after.consume_token(token_id):
+                return ""
+            error = after.get_error()
+        return error
 
 
 _GOOD = b"+"

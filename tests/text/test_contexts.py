@@ -296,16 +296,26 @@ async def test_of_a_failed_batch_nothing_stays_pinned_of_jobs_that_had_ended_bef
         assert await desk.left() == kept
 
 
-async def test_a_job_that_is_dropped_for_lack_of_capacity_says_when_to_come_back() -> None:
-    class Busy:
-        """Drops what it has accepted."""
+@pytest.mark.parametrize(
+    ("ended", "expected"),
+    [
+        ({"retry_after_s": 7.5}, OverloadedError),
+        ({"param": "response_format"}, InvalidRequestError),
+        ({}, BrosError),
+    ],
+)
+async def test_a_job_that_the_engine_ends_says_why(
+    ended: dict[str, Any], expected: type[BrosError]
+) -> None:
+    class Ending:
+        """Ends what it has accepted."""
 
         async def submit(self, request: EngineRequest) -> OutputStream:
             stream = OutputStream(request.service_class)
             stream.put(
                 RequestOutput(
                     request_id=request.request_id, finish_reason=FinishReason.ERROR,
-                    error="Too busy.", retry_after_s=7.5,
+                    error="It ends.", **ended,
                 )
             )  # fmt: skip
             return stream
@@ -317,13 +327,14 @@ async def test_a_job_that_is_dropped_for_lack_of_capacity_says_when_to_come_back
         info = engine_info(blocks=BLOCKS, block_size=SIZE, policy="fcfs")
 
     ids = IdGenerator(random.Random(1))
-    generator = TextGenerator(Busy(), TOKENIZER, ManualClock(), ids)  # type: ignore[arg-type]
-    contexts = Contexts(Busy(), generator, ids)  # type: ignore[arg-type]
+    generator = TextGenerator(Ending(), TOKENIZER, ManualClock(), ids)  # type: ignore[arg-type]
+    contexts = Contexts(Ending(), generator, ids)  # type: ignore[arg-type]
     context = contexts.new()
     for attempt in (contexts.fill(context, [1, 2]), contexts.generate([job(context, [1, 2])])):
-        with pytest.raises(OverloadedError, match="Too busy") as refused:
+        with pytest.raises(BrosError, match="It ends") as failed:
             await attempt
-        assert refused.value.retry_after_s == 7.5 and not context.tokens
+        assert type(failed.value) is expected and not context.tokens
+        assert {name: getattr(failed.value, name) for name in ended} == ended
 
 
 async def test_a_cancelled_fill_leaves_no_trace() -> None:

@@ -108,19 +108,27 @@ def test_what_would_fail_after_the_first_tokens_is_refused_before(checker: Gramm
         check(checker, wide(600))
 
 
+@pytest.mark.parametrize("times", ["", "?", "*"])
 def test_what_would_fail_at_the_first_token_that_it_does_not_force_is_refused_before(
-    checker: GrammarChecker,
+    checker: GrammarChecker, times: str
 ) -> None:
-    """The alternatives begin with ten digits, of which none is forced."""
+    """The alternatives begin with ten digits, of which none is forced; the output may also be
+    empty."""
 
-    def alternatives(count: int) -> Grammar:
-        return grammars.lark(
-            "start: " + " | ".join(f'"{i:05}"' for i in range(0, 10**5, 10**5 // count))
-        )
+    def alternatives(count: int) -> str:
+        return "(" + " | ".join(f'"{i:05}"' for i in range(0, 10**5, 10**5 // count)) + ")"
 
-    check(checker, alternatives(1_500))
+    check(checker, grammars.lark(f"start: {alternatives(1_500)}{times}"))
     with pytest.raises(InvalidRequestError, match="it cannot be followed: .*max is 2000"):
-        check(checker, alternatives(3_000))
+        check(checker, grammars.lark(f"start: {alternatives(3_000)}{times}"))
+
+
+@pytest.mark.parametrize(("wide", "narrow"), [('"!"', "/[a-z]+/"), ('"z"', "/[a-y]+/")])
+def test_a_grammar_that_fails_in_one_of_its_branches_may_be_used(
+    checker: GrammarChecker, wide: str, narrow: str
+) -> None:
+    many = " | ".join(f'"{i:05}"' for i in range(0, 10**5, 33))
+    check(checker, grammars.lark(f"start: {narrow} | {wide} x\nx: {many}"))
 
 
 @pytest.mark.parametrize(
