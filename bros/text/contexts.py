@@ -21,7 +21,7 @@ from array import array
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from bros.core.errors import BrosError, InvalidRequestError, OverloadedError
+from bros.core.errors import BrosError, InvalidRequestError
 from bros.core.interfaces import EngineClient
 from bros.core.request import (
     EngineRequest,
@@ -31,7 +31,7 @@ from bros.core.request import (
     SamplingParams,
     ServiceClass,
 )
-from bros.text.generation import ChoiceResult, TextGenerator, collect
+from bros.text.generation import ChoiceResult, TextGenerator, collect, failure_of
 
 _PARAM = "context"
 
@@ -232,13 +232,6 @@ def _extended(context: TokenContext, token_ids: Sequence[int]) -> array[int]:
 
 
 def _check_success(result: RequestOutput | ChoiceResult) -> None:
-    """Raises OverloadedError, InvalidRequestError for a grammar that cannot go on, or BrosError, if
-    a request failed or was aborted."""
-    if result.finish_reason is None or result.finish_reason.complete:
-        return
-    message = result.error or "The job was aborted."
-    if result.retry_after_s is not None:
-        raise OverloadedError(message, result.retry_after_s)
-    if result.param is not None:
-        raise InvalidRequestError(message, result.param, "invalid_grammar")
-    raise BrosError(message)
+    """Raises what `failure_of` makes of a request that failed or was aborted."""
+    if result.finish_reason is not None and not result.finish_reason.complete:
+        raise failure_of(result, BrosError, "The job was aborted.")

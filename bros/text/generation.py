@@ -20,8 +20,10 @@ from typing import NamedTuple, Protocol, Self
 
 from bros.core.clock import Clock
 from bros.core.errors import (
+    BrosError,
     EngineDeadError,
     InvalidRequestError,
+    OverloadedError,
     PromptTooLongError,
     TenantLimitError,
 )
@@ -111,6 +113,24 @@ class ChoiceResult:
     param: str | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     reasoning: str = ""
+
+
+def failure_of(
+    ended: RequestOutput | TextDelta | ChoiceResult,
+    otherwise: type[BrosError],
+    default: str = "The engine ended the request before it was complete.",
+) -> BrosError:
+    """The exception for a request that the engine has ended incomplete: OverloadedError if it was
+    dropped for lack of capacity, InvalidRequestError if its grammar cannot go on, else `otherwise`.
+
+    default: the message if the engine gave none.
+    """
+    message = ended.error or default
+    if ended.retry_after_s is not None:
+        return OverloadedError(message, ended.retry_after_s)
+    if ended.param is not None:
+        return InvalidRequestError(message, ended.param, "invalid_grammar")
+    return otherwise(message)
 
 
 class DeltaSink(Protocol):

@@ -19,7 +19,6 @@ from bros.core.errors import (
     BrosError,
     EngineDeadError,
     InvalidRequestError,
-    OverloadedError,
     PromptTooLongError,
 )
 from bros.core.interfaces import EmbeddingInfo, EngineClient, RequestStream
@@ -38,7 +37,7 @@ from bros.core.request import (
     expanded,
 )
 from bros.core.tenants import REQUESTS, TenantAccounts
-from bros.text.generation import numbered
+from bros.text.generation import failure_of, numbered
 
 Vector = NDArray[np.float32]
 
@@ -204,10 +203,7 @@ class TextPooler:
         observer.ended(index, reason)
         if reason.complete:
             return PooledResult(_joined(pieces), output.cached_tokens)
-        message = output.error or "The engine ended the request before it was complete."
-        if output.retry_after_s is not None:
-            raise OverloadedError(message, output.retry_after_s)
-        raise PoolingFailedError(message)
+        raise failure_of(output, PoolingFailedError)
 
     def check(self, text: PoolingInput, param: str) -> None:
         """Raises InvalidRequestError or PromptTooLongError, naming `param`, for an input that the

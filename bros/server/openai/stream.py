@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from bros.core.errors import BrosError, EngineDeadError, InvalidRequestError, OverloadedError
+from bros.core.errors import BrosError, EngineDeadError, InvalidRequestError
 from bros.core.request import (
     FinishReason,
     PackedLogprobs,
@@ -52,7 +52,7 @@ from bros.text.answers import (
     ReasoningPart,
     TextPart,
 )
-from bros.text.generation import DeltaSink, Generation, HeldOutput, TextDelta
+from bros.text.generation import DeltaSink, Generation, HeldOutput, TextDelta, failure_of
 from bros.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -167,14 +167,10 @@ class Answer:
         return found
 
     def _failure_of(self, delta: TextDelta) -> BrosError:
-        message = delta.error or "The engine ended the request before it was complete."
-        if delta.retry_after_s is not None:
-            return OverloadedError(message, delta.retry_after_s)
-        if delta.param is not None:
-            error = InvalidRequestError(message, delta.param, "invalid_grammar")
-            rename_fields(error, self._field_names)
-            return error
-        return GenerationFailedError(message)
+        failure = failure_of(delta, GenerationFailedError)
+        if isinstance(failure, InvalidRequestError):
+            rename_fields(failure, self._field_names)
+        return failure
 
     async def forward(self, sink: DeltaSink) -> None:
         """See Generation.forward. Call `deltas` for what follows."""
