@@ -244,7 +244,6 @@ class _Compiler:
         position only when a token is taken there, so a mask alone does not show it. The engine
         would find that while others wait for its step, and its client after half an answer.
         """
-        matcher.compute_bitmask()
         forced = matcher.compute_ff_tokens()[:_MAX_FORCED]
         # A text that reads like a special token is not that token, as tokenizer and masks think.
         if forced and (count := matcher.validate_tokens(forced)):

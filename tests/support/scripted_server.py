@@ -87,10 +87,10 @@ class ScriptedEngine:
     after which a request waits for `go_on`; `die_after`, tokens after which the engine dies of
     `death`; `fail_after`, after which requests whose id ends with `fails` end with an error, one
     that may be tried again after `retry_after_s` if that is not None, or whose cause is the field
-    `to_blame` if that is not None; `relegates`, the end of ids
-    that are served as best-effort; `step_s`, by which each token moves the clock; `pause_s`, real
-    seconds after each token; `cached_tokens`; `figures`, its statistics; `traces` by request id;
-    `alive`; `num_lost`, `num_hung`.
+    `to_blame` if that is not None; `relegates`, the end of ids that are served as best-effort;
+    `step_s`, by which each token moves the clock; `pause_s`, real seconds after each token;
+    `cached_tokens`; `figures`, its statistics; `traces` by request id; `alive`; `num_lost`,
+    `num_hung`.
     ended: ids of what was answered in full.
     """
 
